@@ -1,0 +1,311 @@
+"""Megatron-core, as every adapter of a framework on Megatron needs it.
+
+Why these layers. ``DistributedDataParallel.__init__`` is the one place that every path to a
+gradient bucket passes (a framework's own ``get_model``, mbridge, Megatron-Bridge), and it sees
+the parameters that really go into the bucket. ``OptimizerConfig.__post_init__`` is the one that
+every path into the config passes, subclasses and deferred validation included. Both are methods
+of by-reference classes, so from-imports of the classes do not matter.
+
+What is deliberately not patched: Megatron used without a framework of ours around it is left
+alone by the bucket seam; ``get_megatron_optimizer`` of Megatron itself is not entered.
+
+Delete when: Megatron's OptimizerConfig takes dtype names, and its DDP reads ``main_grads_dtype``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Seam, current_settings, decide, version_of, warn
+from precision_shim.errors import InconsistentPrecisionError, UnsupportedPrecisionError
+from precision_shim.rules.bucket import choose_bucket
+from precision_shim.rules.dtypes import coerce_dtype, name_of
+from precision_shim.rules.legality import FusedAdamSupport, check_dtypes, release
+from precision_shim.rules.model import TrainableDtypes, trainable_dtypes
+from precision_shim.rules.optimizer import OptimizerPlan
+
+_HERE = "precision_shim_adapters.megatron"
+_FUSED_ADAM_ARGUMENTS = (
+    "master_weight_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "use_decoupled_grad",
+)
+
+CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
+DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        target=CONFIG,
+        feature="bf16-dispatch",
+        wrapper=f"{_HERE}:refuse_what_cannot_run",
+        path="megatron",
+        why="a precision-aware optimizer without TransformerEngine ends in a bare TypeError",
+        delete_when="Megatron says what is missing",
+        parameters=("self",),
+        relies_on=("use_precision_aware_optimizer", "use_distributed_optimizer"),
+        optional=True,
+    ),
+    Seam(
+        target=CONFIG,
+        feature="dtype-coercion",
+        wrapper=f"{_HERE}:coerce_config",
+        path="megatron",
+        why="every path into OptimizerConfig runs it, subclasses and deferred checks included",
+        upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
+        delete_when="Megatron's OptimizerConfig takes dtype names",
+        parameters=("self",),
+        relies_on=("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype"),
+        optional=True,
+    ),
+    Seam(
+        target=DDP,
+        feature="grad-bucket-alignment",
+        wrapper=f"{_HERE}:align_bucket",
+        path="megatron",
+        why="every path to a gradient bucket passes here, with the live parameters at hand",
+        upstream="https://github.com/verl-project/verl/pull/6526",
+        delete_when="the bucket follows the main grads on every path upstream",
+        parameters=("self", "config", "ddp_config", "module"),
+        relies_on=("grad_reduce_in_fp32",),
+        optional=True,
+    ),
+    Seam(
+        target=DDP,
+        feature="bf16-dispatch",
+        wrapper=f"{_HERE}:observe_model",
+        path="megatron",
+        why="the first place that sees the parameters an optimizer will train",
+        delete_when="frameworks hand the model to the function that makes the OptimizerConfig",
+        parameters=("self", "config", "ddp_config", "module"),
+        optional=True,
+    ),
+)
+"""The seams of Megatron-core itself, shared by the adapters: wrapped once, whoever asks."""
+
+
+# -- the model build that is under way -----------------------------------------------------
+
+
+@dataclasses.dataclass
+class Build:
+    """One model being built by a framework, from its DDP to its optimizer.
+
+    Attributes:
+        framework: the framework's name.
+        subject: tells for which model (``"actor"``), when asked.
+        plan: the framework's translation: trainable dtypes and whether the distributed optimizer
+            is used, to the optimizer's plan.
+        bucket_set: whether the user wrote ``grad_reduce_in_fp32``.
+        seen: trainable parameters of the model chunks that were put into a DDP so far.
+    """
+
+    framework: str
+    subject: Callable[[], str]
+    plan: Callable[[TrainableDtypes, bool], OptimizerPlan]
+    bucket_set: bool = False
+    seen: TrainableDtypes = dataclasses.field(default_factory=TrainableDtypes)
+
+
+_build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)
+_set_by_user: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""DDP modules whose bucket dtype the user wrote."""
+
+
+def current_build() -> Build | None:
+    """The model build around this call, if a framework of ours is building one."""
+    return _build.get()
+
+
+@contextmanager
+def building(build: Build) -> Iterator[Build]:
+    """Say that a framework is building a model; an outer build of the same call wins."""
+    outer = _build.get()
+    if outer is not None:
+        yield outer
+        return
+    token = _build.set(build)
+    try:
+        yield build
+    finally:
+        _build.reset(token)
+
+
+# -- what is installed ---------------------------------------------------------------------
+
+
+def megatron_label() -> str:
+    """``"megatron-core 0.16.1"``, for messages."""
+    return f"megatron-core {version_of('megatron-core', ('megatron',))}"
+
+
+def fused_adam_support() -> FusedAdamSupport:
+    """Look at the FusedAdam that Megatron's precision-aware optimizer would use."""
+    try:
+        # The same import that Megatron's own check does.
+        from transformer_engine.pytorch.optimizers import FusedAdam
+    except ImportError:
+        return FusedAdamSupport()
+    from megatron.core.utils import get_te_version
+
+    version = release(str(get_te_version()))
+    known = inspect.signature(FusedAdam).parameters
+    lacking = [name for name in _FUSED_ADAM_ARGUMENTS if name not in known]
+    problem = ""
+    if lacking:
+        problem = f"TransformerEngine's FusedAdam has no argument {', '.join(lacking)}"
+    return FusedAdamSupport(version, not lacking, problem)
+
+
+# -- OptimizerConfig -----------------------------------------------------------------------
+
+
+def coerce_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Turn dtype names in an OptimizerConfig into dtypes, and refuse illegal ones."""
+    where = megatron_label()
+    dtypes = {}
+    for field in dataclasses.fields(instance):
+        if not field.name.endswith("_dtype"):
+            continue
+        value = getattr(instance, field.name)
+        dtypes[field.name] = coerce_dtype(value, key=f"OptimizerConfig.{field.name}", where=where)
+        if dtypes[field.name] is not value:
+            setattr(instance, field.name, dtypes[field.name])
+    check_dtypes(dtypes, fused_adam_support(), where=where)
+    return wrapped(*args, **kwargs)
+
+
+def refuse_what_cannot_run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Name what is missing for a precision-aware optimizer that the user asked for."""
+    if (
+        instance.use_precision_aware_optimizer
+        and instance.optimizer == "adam"  # Megatron rejects the others with a message of its own
+        and instance.use_distributed_optimizer
+        and not instance.optimizer_cpu_offload
+    ):
+        problem = fused_adam_support().problem
+        if problem:
+            raise UnsupportedPrecisionError(
+                f"{megatron_label()}: use_precision_aware_optimizer=True cannot run: {problem}. "
+                "It needs a TransformerEngine whose FusedAdam has the arguments "
+                f"{', '.join(_FUSED_ADAM_ARGUMENTS)} (2.3 or newer for bf16 moments). Install "
+                "one, or set use_precision_aware_optimizer to False."
+            )
+    return wrapped(*args, **kwargs)
+
+
+# -- DistributedDataParallel ---------------------------------------------------------------
+
+
+def observe_model(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Note the trainable dtypes of a model chunk for the optimizer that will train it."""
+    build = _build.get()
+    if build is not None:
+        module = inspect.signature(wrapped).bind(*args, **kwargs).arguments["module"]
+        build.seen = build.seen + trainable_dtypes(module.parameters())
+    return wrapped(*args, **kwargs)
+
+
+def align_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Give the gradient bucket the dtype of the optimizer's main gradients."""
+    build = _build.get()
+    if build is None:
+        return wrapped(*args, **kwargs)
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    ddp_config, module = bound.arguments["ddp_config"], bound.arguments["module"]
+    model = trainable_dtypes(module.parameters())
+    plan = build.plan(model, bool(ddp_config.use_distributed_optimizer))
+    choice = choose_bucket(
+        present=bool(ddp_config.grad_reduce_in_fp32),
+        user_set=build.bucket_set,
+        align=current_settings()["grad_bucket"] == "align",
+        main_grads=plan.main_grads,
+        model=model,
+    )
+    because, problem = choice.because, choice.problem
+    if choice.changed and bound.arguments.get("full_param_layout") is not None:
+        # The layout was computed for the bucket dtype that is there; changing one breaks both.
+        problem = "a parameter layout was computed before the bucket's dtype could be aligned"
+        because = "left as it is"
+    elif choice.changed:
+        # A copy: the caller's config is the caller's, and other chunks share it.
+        bound.arguments["ddp_config"] = copy.copy(ddp_config)
+        bound.arguments["ddp_config"].grad_reduce_in_fp32 = choice.grad_reduce_in_fp32
+    in_force = bool(bound.arguments["ddp_config"].grad_reduce_in_fp32)
+    dtype = "fp32" if in_force else "that of the parameters"
+    if not in_force and model.single is not None:
+        dtype = name_of(model.single)
+    decide(
+        build.framework,
+        build.subject(),
+        "grad-bucket-alignment",
+        f"gradient bucket {dtype} (grad_reduce_in_fp32={in_force})",
+        because,
+    )
+    if problem:
+        warn(f"{build.framework} {build.subject()}: {problem}.")
+    result = wrapped(*bound.args, **bound.kwargs)
+    if build.bucket_set:
+        _set_by_user[instance] = True
+    return result
+
+
+# -- config, parameters and buckets held against each other ---------------------------------
+
+
+def check_pair(framework: str, config: Any, model_chunks: Any) -> None:
+    """Hold an OptimizerConfig against the live parameters and buckets; warn where they disagree.
+
+    Args:
+        framework: the framework's name, for messages.
+        config: Megatron's OptimizerConfig.
+        model_chunks: list of DistributedDataParallel modules.
+
+    Raises:
+        InconsistentPrecisionError: they disagree, the user did not ask for it, and strict mode
+            is on.
+    """
+    chunks = [one for one in model_chunks if hasattr(one, "buffers") and hasattr(one, "ddp_config")]
+    buckets = {
+        buffer.grad_data.dtype
+        for chunk in chunks
+        for kind in ("buffers", "expert_parallel_buffers")
+        for buffer in (getattr(chunk, kind) if isinstance(getattr(chunk, kind, ()), list) else ())
+    }
+    model = TrainableDtypes()
+    for chunk in chunks:
+        model = model + trainable_dtypes(chunk.parameters())
+    main_grads = config.main_grads_dtype if config.use_precision_aware_optimizer else torch.float32
+    problems = []
+    if buckets and buckets != {main_grads}:
+        found = ", ".join(sorted(map(name_of, buckets)))
+        problems.append(
+            f"the optimizer expects {name_of(main_grads)} main grads, the gradient bucket is "
+            f"{found}"
+        )
+    if model.single is not None and model.single is not config.params_dtype:
+        problems.append(
+            f"the OptimizerConfig is for {name_of(config.params_dtype)} parameters, the trainable "
+            f"parameters are {model}"
+        )
+    if not problems:
+        return
+    by_user = any(_set_by_user.get(chunk, False) for chunk in chunks)
+    message = (
+        f"{framework}, {megatron_label()}: {'; '.join(problems)}. Pass the model's dtype "
+        "(fp16=, bf16=) and the same override_ddp_config['grad_reduce_in_fp32'] to the functions "
+        "that build model and optimizer, or leave both to the shim."
+    )
+    if current_settings().strict and not by_user:
+        raise InconsistentPrecisionError(message)
+    warn(message)

@@ -1,0 +1,350 @@
+"""verl on Megatron: translations between verl's configs and the rules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import wrapt
+
+from precision_shim.adapting import Settings, Symbol, current_settings, decide, version_of, warn
+from precision_shim.rules.dtypes import coerce_dtype, coerce_dtypes, name_of, parse_dtype
+from precision_shim.rules.legality import check_dtypes
+from precision_shim.rules.model import TrainableDtypes
+from precision_shim.rules.optimizer import (
+    PRECISION_AWARE_FIELDS,
+    ROWS,
+    OptimizerPlan,
+    OptimizerRequest,
+    plan_optimizer,
+)
+
+from .. import megatron
+from ..megatron import Build, building, current_build, fused_adam_support
+
+_KEY = "override_optimizer_config"
+
+
+# -- what verl does itself ------------------------------------------------------------------
+
+
+def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
+    """verl 0.9's opt-in: there the config is taken at its word, unless follow-model is asked."""
+    if "bf16" in symbol.parameters and settings["optimizer_states"] != "follow-model":
+        return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
+    return None
+
+
+def native_fields(symbol: Symbol, settings: Settings) -> str | None:
+    """Whether McoreOptimizerConfig has the opt-in's fields."""
+    if "use_precision_aware_optimizer" in symbol.parameters:
+        return "verl's optimizer config has the fields"
+    return None
+
+
+def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
+    """verl 0.9's own alignment, which differs between 0.9.0 and 0.9.1."""
+    if "use_low_precision_main_grads" in symbol.names:
+        return (
+            "verl aligns the bucket with the fields of its optimizer config; that it ignores "
+            "override_optimizer_config and the fp16 engine is put right at the DDP"
+        )
+    return (
+        "verl aligns the bucket for the bf16 opt-in only; everything else (Megatron-Bridge's "
+        "bf16 and fp16 default buckets) is put right at the DDP"
+    )
+
+
+# -- reading verl's config ------------------------------------------------------------------
+
+
+def _where() -> str:
+    return f"verl {version_of('verl', ('verl',))}"
+
+
+def _read(config: Any, key: str, default: Any = None) -> Any:
+    """Read a key of a verl config: a dataclass with ``get``, an OmegaConf node, or a dict."""
+    if config is None:
+        return default
+    get = getattr(config, "get", None)
+    return get(key, default) if get is not None else getattr(config, key, default)
+
+
+def _overrides(optim_config: Any) -> dict[str, Any]:
+    """The user's ``override_optimizer_config`` as a new dict, dtype names coerced.
+
+    Raises:
+        DtypeError: names the key below ``override_optimizer_config``.
+    """
+    raw = _read(optim_config, _KEY) or {}
+    plain = {str(key): raw[key] for key in raw}
+    if "dtype-coercion" not in current_settings().features:
+        return plain
+    where = f"{_where()}, {_KEY}"
+    coerced = coerce_dtypes(plain, where=where)
+    check_dtypes(coerced, fused_adam_support(), where=where)
+    return coerced
+
+
+def _opt_in(optim_config: Any) -> dict[str, Any]:
+    """The fields of verl 0.9's opt-in, as dtypes; empty where the config does not opt in."""
+    if not _read(optim_config, "use_precision_aware_optimizer", False):
+        return {}
+    fields: dict[str, Any] = {"use_precision_aware_optimizer": True}
+    for key in PRECISION_AWARE_FIELDS[1:]:
+        fields[key] = coerce_dtype(_read(optim_config, key) or "fp32", key=key, where=_where())
+    return fields
+
+
+def _has_fields() -> bool:
+    """Whether this verl's own function reads the opt-in's fields."""
+    import verl.utils.megatron.optimizer as module
+
+    return "bf16" in inspect.signature(module.init_megatron_optim_config).parameters
+
+
+def _policy() -> str:
+    """What the setting means for this version of verl, in the rules' words."""
+    states = str(current_settings()["optimizer_states"])
+    if states == "auto":
+        return "as-configured" if _has_fields() else "guarded"
+    return states
+
+
+# -- the plan -------------------------------------------------------------------------------
+
+
+def plan_for(
+    optim_config: Any,
+    model: TrainableDtypes,
+    declared: torch.dtype | None,
+    distributed: bool,
+    blockers: tuple[str, ...] = (),
+) -> tuple[OptimizerPlan, dict[str, Any]]:
+    """Ask the rules what verl's OptimizerConfig becomes.
+
+    Returns:
+        The plan, and the overrides that put it in force in verl's own function: what the shim
+        adds beneath what the user wrote.
+    """
+    policy = _policy()
+    asked = _overrides(optim_config)
+    dtype = model.single or declared
+    beneath: dict[str, Any] = {}
+    native: dict[str, Any] = {}
+    if dtype is torch.float16:
+        native = dict(ROWS[torch.float16])  # verl's own fp16 branch, in every version
+    elif dtype is torch.bfloat16:
+        opt_in = _opt_in(optim_config)
+        if policy == "as-configured":
+            native = opt_in
+            beneath = {} if _has_fields() else opt_in
+        else:
+            asked = {**opt_in, **asked}
+    elif dtype is torch.float32:
+        native = {}
+    plan = plan_optimizer(
+        OptimizerRequest(
+            model=model,
+            declared=declared,
+            asked=asked,
+            policy=policy,
+            optimizer=str(asked.get("optimizer", _read(optim_config, "optimizer", "adam"))),
+            distributed=bool(asked.get("use_distributed_optimizer", distributed)),
+            support=fused_adam_support(),
+            blockers=blockers,
+            native=native,
+        )
+    )
+    return plan, {**beneath, **plan.adds, **asked}
+
+
+# -- init_megatron_optim_config -------------------------------------------------------------
+
+
+class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[misc]
+    """verl's optimizer config with another ``override_optimizer_config``.
+
+    verl's configs are frozen dataclasses or OmegaConf nodes, and neither may hold what is the
+    caller's nor a ``torch.dtype``: so the caller's object stays as it is, and this one reads
+    through to it.
+    """
+
+    def __init__(self, wrapped: Any, overrides: Mapping[str, Any]) -> None:
+        super().__init__(wrapped)
+        self._self_overrides = dict(overrides)
+
+    @property
+    def override_optimizer_config(self) -> dict[str, Any]:
+        return dict(self._self_overrides)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key == _KEY else _read(self.__wrapped__, key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        return dict(self._self_overrides) if key == _KEY else self.__wrapped__[key]
+
+
+def coerce_overrides(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let dtype names in ``override_optimizer_config`` work."""
+    kwargs = dict(kwargs)
+    config = args[0] if args else kwargs.pop("optim_config")
+    overrides = _overrides(config)
+    if overrides:
+        config = _WithOverrides(config, overrides)
+    return wrapped(config, *args[1:], **kwargs)
+
+
+def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Make verl's OptimizerConfig follow the model; accept ``bf16=`` on every version."""
+    own = inspect.signature(wrapped).parameters
+    kwargs = dict(kwargs)
+    bf16 = bool(kwargs.get("bf16", True))
+    if "bf16" not in own:
+        kwargs.pop("bf16", None)
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    config = given["optim_config"]
+    flagged = torch.float16 if given["fp16"] else torch.bfloat16 if bf16 else torch.float32
+
+    build = current_build()
+    subject = build.subject() if build is not None else "direct caller"
+    distributed = bool(given.get("use_distributed_optimizer", True))
+    if build is None:
+        plan, overrides = plan_for(config, TrainableDtypes(), flagged, distributed)
+        dtype: torch.dtype | None = flagged
+    else:
+        declared = getattr(build, "declared", None) or flagged
+        blockers = getattr(build, "blockers", ())
+        plan, overrides = plan_for(config, build.seen, declared, distributed, blockers)
+        dtype = build.seen.single or declared
+    given["fp16"] = dtype is torch.float16
+    if "bf16" in own:
+        given["bf16"] = dtype is torch.bfloat16
+    given["optim_config"] = _WithOverrides(config, overrides)
+    decide("verl", subject, "bf16-dispatch", plan.chosen, plan.because)
+    for text in plan.warnings:
+        warn(f"verl {subject}: {text}")
+    return wrapped(*bound.args, **bound.kwargs)
+
+
+# -- McoreOptimizerConfig -------------------------------------------------------------------
+
+
+def accept_fields(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Take the opt-in's fields where verl's dataclass lacks them."""
+    extra = {key: kwargs[key] for key in PRECISION_AWARE_FIELDS if key in kwargs}
+    rest = {key: value for key, value in kwargs.items() if key not in extra}
+    for key, value in extra.items():
+        extra[key] = coerce_dtype(value, key=key, where=_where()) if "dtype" in key else value
+        if isinstance(extra[key], torch.dtype):
+            extra[key] = name_of(extra[key])  # verl's configs hold names, and stay serializable
+    result = wrapped(*args, **rest)
+    for key, value in extra.items():
+        setattr(instance, key, value)
+    return result
+
+
+def spell_fields(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Give verl's opt-in fields in a spelling that verl knows."""
+    kwargs = dict(kwargs)
+    for key in PRECISION_AWARE_FIELDS[1:]:
+        value = kwargs.get(key)
+        dtype = parse_dtype(value) if isinstance(value, str) else value
+        if isinstance(dtype, torch.dtype):
+            kwargs[key] = name_of(dtype)
+    return wrapped(*args, **kwargs)
+
+
+# -- which model is being built --------------------------------------------------------------
+
+
+class _VerlBuild(Build):
+    """A build that also knows verl's config; what the rules need of it besides the parameters."""
+
+    def __init__(
+        self,
+        subject: Callable[[], str],
+        optim_config: Callable[[], Any],
+        declared: Callable[[], torch.dtype | None],
+        bucket_set: bool,
+        blockers: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__("verl", subject, self._plan, bucket_set)
+        self._optim_config = optim_config
+        self._declared = declared
+        self.blockers = blockers
+
+    @property
+    def declared(self) -> torch.dtype | None:
+        """The dtype that verl's worker or engine declares for the model."""
+        return self._declared()
+
+    def _plan(self, model: TrainableDtypes, distributed: bool) -> OptimizerPlan:
+        return plan_for(self._optim_config(), model, self.declared, distributed, self.blockers)[0]
+
+
+def engine_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``MegatronEngine.initialize``."""
+    config = instance.engine_config
+    blockers = []
+    if _read(config, "use_megatron_fsdp", False):
+        blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
+    if _read(instance.optimizer_config, "use_layer_wise_distributed_optimizer", False):
+        blockers.append("the layer-wise distributed optimizer (Muon) builds no FusedAdam")
+    build = _VerlBuild(
+        lambda: "critic" if getattr(instance, "is_value_model", False) else "actor",
+        lambda: instance.optimizer_config,
+        lambda: getattr(instance, "param_dtype", None),
+        # From 0.9 the engine itself adds the key on the way to the DDP: ask the config.
+        "grad_reduce_in_fp32" in (_read(config, "override_ddp_config") or {}),
+        tuple(blockers),
+    )
+    with building(build):
+        return wrapped(*args, **kwargs)
+
+
+def legacy_actor_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around 0.7.1's ``ActorRolloutRefWorker._build_model_optimizer``."""
+    return _legacy("actor", wrapped, instance, args, kwargs)
+
+
+def legacy_critic_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around 0.7.1's ``CriticWorker._build_critic_model_optimizer``."""
+    return _legacy("critic", wrapped, instance, args, kwargs)
+
+
+def _legacy(subject: str, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    build = _VerlBuild(
+        lambda: subject,
+        lambda: given.get("optim_config"),
+        lambda: getattr(instance, "dtype", None),
+        "grad_reduce_in_fp32" in (given.get("override_ddp_config") or {}),
+    )
+    with building(build):
+        return wrapped(*args, **kwargs)
+
+
+def direct_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``get_model`` and ``make_megatron_module`` of a caller outside any engine."""
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    build = _VerlBuild(
+        lambda: "direct caller",
+        lambda: None,
+        lambda: None,
+        "grad_reduce_in_fp32" in (given.get("override_ddp_config") or {}),
+    )
+    with building(build):
+        return wrapped(*args, **kwargs)
+
+
+def check_optimizer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Hold the OptimizerConfig against the live model before the optimizer is built."""
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    model = given["model"]
+    megatron.check_pair("verl", given["config"], model if isinstance(model, list) else [model])
+    return wrapped(*args, **kwargs)

@@ -1,0 +1,55 @@
+"""One ``install()`` gives RL post-training frameworks the precision behaviour their users ask for.
+
+    import precision_shim
+    precision_shim.install()
+
+Importing this package imports neither torch nor a framework nor wrapt: the names below load on
+first use, because a start-up file may import the package in every Python process of a cluster.
+"""
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "install": "_session",
+    "uninstall": "_session",
+    "status": "_session",
+    "Status": "_status",
+    "PrecisionShimError": "errors",
+    "SettingsError": "errors",
+    "DtypeError": "errors",
+    "SeamError": "errors",
+    "InconsistentPrecisionError": "errors",
+    "UnsupportedPrecisionError": "errors",
+    "CheckpointLayoutError": "errors",
+    "PrecisionShimWarning": "errors",
+}
+
+__all__ = ["__version__", *_WHERE]  # noqa: PLE0604
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING without the 2 ms that importing typing costs
+if TYPE_CHECKING:
+    from ._session import install as install
+    from ._session import status as status
+    from ._session import uninstall as uninstall
+    from ._status import Status as Status
+    from .errors import CheckpointLayoutError as CheckpointLayoutError
+    from .errors import DtypeError as DtypeError
+    from .errors import InconsistentPrecisionError as InconsistentPrecisionError
+    from .errors import PrecisionShimError as PrecisionShimError
+    from .errors import PrecisionShimWarning as PrecisionShimWarning
+    from .errors import SeamError as SeamError
+    from .errors import SettingsError as SettingsError
+    from .errors import UnsupportedPrecisionError as UnsupportedPrecisionError
+
+
+def __getattr__(name: str) -> object:
+    module = _WHERE.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,73 @@
+"""The process's decisions: kept for ``status()``, one line each on stderr of rank 0.
+
+A line appears only in a process that decided something, so that pip, compile workers and
+inference engines, which inherit the variables, stay silent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+
+from ._status import Decision
+from .errors import PrecisionShimWarning
+
+_lock = threading.Lock()
+_decisions: list[Decision] = []
+_warned: set[str] = set()
+verbosity = "info"
+"""One of ``quiet``, ``info``, ``debug``: set by the session from the settings."""
+
+
+def record(decision: Decision) -> None:
+    """Keep a decision; say it once. A repeated one (several model chunks) is kept once."""
+    with _lock:
+        if decision in _decisions:
+            return
+        _decisions.append(decision)
+    if verbosity != "quiet" and (_is_rank_0() or verbosity == "debug"):
+        say(str(decision))
+
+
+def decisions() -> tuple[Decision, ...]:
+    """What was decided so far in this process, oldest first."""
+    with _lock:
+        return tuple(_decisions)
+
+
+def say(line: str) -> None:
+    """Write one line to stderr, where it survives frameworks that configure logging late."""
+    print(f"[precision_shim] {line}", file=sys.stderr, flush=True)
+
+
+def debug(line: str) -> None:
+    """Write one line if ``PRECISION_SHIM_LOG=debug``."""
+    if verbosity == "debug":
+        say(line)
+
+
+def warn(message: str, stacklevel: int = 2) -> None:
+    """Warn once per message and process."""
+    with _lock:
+        if message in _warned:
+            return
+        _warned.add(message)
+    warnings.warn(message, PrecisionShimWarning, stacklevel=stacklevel + 1)
+
+
+def clear() -> None:
+    """Forget decisions and warnings, for a fresh ``install()`` and for tests."""
+    with _lock:
+        _decisions.clear()
+        _warned.clear()
+
+
+def _is_rank_0() -> bool:
+    # torch.distributed tells the truth once it is up; torchrun and Ray set RANK before that.
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
+    return os.environ.get("RANK", "0") in ("", "0")

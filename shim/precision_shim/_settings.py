@@ -1,0 +1,270 @@
+"""Every setting in one table: its variable, its default, its parser.
+
+Precedence (the contract): the operator's kill switch ``PRECISION_SHIM=0`` > arguments of
+``install()`` > variables > defaults. One parser serves arguments and variables alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import SettingsError
+
+PREFIX = "PRECISION_SHIM"
+
+FEATURES = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
+"""Names of the features, in the order in which status and documentation show them."""
+
+_ON = ("1", "true", "on", "yes")
+_OFF = ("0", "false", "off", "no")
+
+
+def _choice(*allowed: str) -> Callable[[str, object], str]:
+    def parse(name: str, value: object) -> str:
+        text = str(value).strip().lower()
+        if text not in allowed:
+            raise _bad(name, value, " | ".join(allowed))
+        return text
+
+    return parse
+
+
+def _number(low: float, *, above: bool, high: float = math.inf) -> Callable[[str, object], float]:
+    def parse(name: str, value: object) -> float:
+        bound = f"a finite number {'>' if above else '>='} {low:g}"
+        if high != math.inf:
+            bound += f" and < {high:g}"
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise _bad(name, value, bound) from None
+        too_low = number <= low if above else number < low
+        if isinstance(value, bool) or not math.isfinite(number) or too_low or number >= high:
+            raise _bad(name, value, bound)
+        return number
+
+    return parse
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not number.is_integer() or number < 1:
+        raise _bad(name, value, "a whole number >= 1")
+    return int(number)
+
+
+def _bad(name: str, value: object, allowed: str) -> SettingsError:
+    return SettingsError(
+        f"{_variable(name)}={value!r} is not a valid setting; allowed: {allowed}. "
+        f"Correct it (environment variable {_variable(name)}, or settings={{{name!r}: ...}} in "
+        "install()), or unset it for the default."
+    )
+
+
+def _variable(name: str) -> str:
+    return f"{PREFIX}_{name.upper()}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table of settings."""
+
+    name: str
+    default: Any
+    parse: Callable[[str, object], Any]
+    help: str
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable."""
+        return _variable(self.name)
+
+
+TABLE: Mapping[str, Setting] = {
+    row.name: row
+    for row in (
+        Setting(
+            "optimizer_states",
+            "auto",
+            _choice("auto", "follow-model", "as-configured"),
+            "whether the optimizer's states follow the model's dtype or only the config",
+        ),
+        Setting(
+            "grad_bucket",
+            "unless-set",
+            _choice("unless-set", "align"),
+            "whether the gradient bucket is aligned also where the config carries a value",
+        ),
+        Setting("loss_scale_init", 65536.0, _number(0.0, above=True), "first loss scale"),
+        Setting("growth_interval", 400, _whole, "steps without overflow before the scale grows"),
+        Setting("growth_factor", 2.0, _number(1.0, above=True), "factor by which it grows"),
+        Setting("backoff_factor", 0.5, _number(0.0, above=True, high=1.0), "factor at an overflow"),
+        Setting("log", "info", _choice("quiet", "info", "debug"), "how much the shim says"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is in force in this process, and where each value came from.
+
+    Attributes:
+        values: setting name to parsed value, complete.
+        origin: setting name to ``"argument"``, ``"variable"`` or ``"default"``.
+        features: names of the features in force.
+        frameworks: names of the frameworks asked for, or ``None`` for all.
+        strict: whether a refusal is an error.
+        given: variable name to text, for each argument of ``install()``: what children need to
+            come up the same.
+    """
+
+    values: Mapping[str, Any]
+    origin: Mapping[str, str]
+    features: tuple[str, ...]
+    frameworks: tuple[str, ...] | None
+    strict: bool
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def effective(self) -> tuple[object, ...]:
+        """What distinguishes two installations: everything but where a value came from."""
+        return dict(self.values), self.features, self.frameworks, self.strict
+
+    def is_set(self, name: str) -> bool:
+        """Whether the user gave the setting, as an argument or a variable."""
+        return self.origin[name] != "default"
+
+
+def switch(environ: Mapping[str, str] | None = None) -> str:
+    """Read ``PRECISION_SHIM`` itself: ``"on"``, ``"strict"``, ``"off"`` or ``"unset"``.
+
+    Raises:
+        SettingsError: the value is none of the allowed ones.
+    """
+    text = (os.environ if environ is None else environ).get(PREFIX, "").strip().lower()
+    if not text:
+        return "unset"
+    if text in _ON:
+        return "on"
+    if text in _OFF:
+        return "off"
+    if text == "strict":
+        return "strict"
+    raise SettingsError(
+        f"{PREFIX}={text!r} is not a valid setting; allowed: {'/'.join(_ON)} (on), strict, "
+        f"{'/'.join(_OFF)} (off), or unset. Correct it or unset it."
+    )
+
+
+def parse_features(
+    value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
+) -> tuple[str, ...]:
+    """Parse a list of features; ``-name`` takes one away from all (or from those named before).
+
+    Raises:
+        SettingsError: a name is unknown.
+    """
+    names = _words(value)
+    chosen: list[str] = []
+    for position, name in enumerate(names):
+        taken, bare = name.startswith("-"), name.lstrip("-")
+        if bare not in FEATURES:
+            raise SettingsError(
+                f"{variable}: unknown feature {bare!r}; allowed: {', '.join(FEATURES)}, each also "
+                "with a leading '-' to take it away from all. Correct the list or unset it for all."
+            )
+        if taken and position == 0:
+            chosen = list(FEATURES)
+        if taken:
+            chosen = [other for other in chosen if other != bare]
+        elif bare not in chosen:
+            chosen.append(bare)
+    if not names and isinstance(value, str):
+        return FEATURES  # an empty variable is an unset one; an empty list asks for none
+    return tuple(name for name in FEATURES if name in chosen)
+
+
+def _words(value: str | Iterable[str]) -> list[str]:
+    parts = value.split(",") if isinstance(value, str) else list(value)
+    return [word for word in (str(part).strip().lower() for part in parts) if word]
+
+
+def resolve(
+    *,
+    features: str | Iterable[str] | None = None,
+    frameworks: str | Iterable[str] | None = None,
+    strict: bool | None = None,
+    settings: Mapping[str, object] | None = None,
+    known_frameworks: Iterable[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Bring arguments, variables and defaults together.
+
+    Args:
+        features: names, as a list or a comma-separated string; ``None`` defers to the variable.
+        frameworks: the same for frameworks.
+        strict: ``None`` defers to ``PRECISION_SHIM=strict``.
+        settings: lower-case names of the variables without the prefix, to values.
+        known_frameworks: names that are allowed; empty to allow any.
+        environ: the environment; ``None`` for the process's own.
+
+    Raises:
+        SettingsError: a name or a value that makes no sense.
+    """
+    env = os.environ if environ is None else environ
+    arguments = dict(settings or {})
+    unknown = sorted(set(arguments) - set(TABLE))
+    if unknown:
+        raise SettingsError(
+            f"install(settings=...): unknown setting {unknown[0]!r}; allowed: {', '.join(TABLE)}. "
+            "Correct the name or leave it out."
+        )
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    given: dict[str, str] = {}
+    for name, row in TABLE.items():
+        if name in arguments:
+            values[name], origin[name] = row.parse(name, arguments[name]), "argument"
+            given[row.variable] = str(values[name])
+        elif env.get(row.variable, "").strip():
+            values[name], origin[name] = row.parse(name, env[row.variable]), "variable"
+        else:
+            values[name], origin[name] = row.default, "default"
+
+    chosen = parse_features(
+        features if features is not None else env.get(f"{PREFIX}_FEATURES", ""),
+        "install(features=...)" if features is not None else f"{PREFIX}_FEATURES",
+    )
+    if features is not None:
+        given[f"{PREFIX}_FEATURES"] = ",".join(chosen or [f"-{name}" for name in FEATURES])
+
+    named: tuple[str, ...] | None
+    raw = frameworks if frameworks is not None else env.get(f"{PREFIX}_FRAMEWORKS", "")
+    named = tuple(dict.fromkeys(_words(raw))) or None
+    known = tuple(known_frameworks)
+    for name in named or ():
+        if known and name not in known:
+            where = "install(frameworks=...)" if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
+            raise SettingsError(
+                f"{where}: unknown framework {name!r}; allowed: {', '.join(sorted(known))}. "
+                "Correct the list or unset it for all."
+            )
+    if frameworks is not None and named:
+        given[f"{PREFIX}_FRAMEWORKS"] = ",".join(named)
+    return Settings(
+        values=values,
+        origin=origin,
+        features=chosen,
+        frameworks=named,
+        strict=(switch(env) == "strict") if strict is None else bool(strict),
+        given=given,
+    )

@@ -1,0 +1,39 @@
+"""The exceptions and the warning class of precision_shim.
+
+Every message names the framework and its version, the symbol or config key, what was found, what
+is allowed, and how to go on.
+"""
+
+from __future__ import annotations
+
+
+class PrecisionShimError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+class SettingsError(PrecisionShimError, ValueError):
+    """A setting has a value that makes no sense; names the variable, the value, what is allowed."""
+
+
+class DtypeError(PrecisionShimError, ValueError):
+    """A dtype name is unknown, or the dtype is not legal for the field it was given for."""
+
+
+class SeamError(PrecisionShimError):
+    """A seam cannot be patched as it was asked to be (strict mode, or a broken adapter)."""
+
+
+class InconsistentPrecisionError(PrecisionShimError, ValueError):
+    """Optimizer config, live parameters and gradient buckets contradict each other."""
+
+
+class UnsupportedPrecisionError(PrecisionShimError, RuntimeError):
+    """A user asked for a precision that the installed libraries cannot run."""
+
+
+class CheckpointLayoutError(PrecisionShimError, RuntimeError):
+    """A checkpoint's optimizer states cannot be continued exactly by the live optimizer."""
+
+
+class PrecisionShimWarning(UserWarning):
+    """Category of every warning that this package emits, so that users can filter it as one."""

@@ -1,0 +1,106 @@
+"""Dtype names: the spellings that configs use, and what they mean.
+
+Sources of the names: Megatron-LM's ``dtype_map`` (``fp32``, ``bf16``, ``fp16``, ``fp8``) and the
+spellings that verl's and SkyRL's configs accept. ``fp8`` and ``float8`` mean ``torch.uint8``,
+because TransformerEngine stores FP8 optimizer states as bytes with a scale beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import DtypeError
+
+CANONICAL: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,
+}
+"""Canonical name to dtype."""
+
+ALIASES: Mapping[str, str] = {
+    "float32": "fp32",
+    "float": "fp32",
+    "32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "16": "fp16",
+    "float8": "fp8",
+    "uint8": "fp8",
+}
+"""Other accepted spellings to canonical name; ``16`` and ``32`` are verl's."""
+
+_BY_NAME = {**CANONICAL, **{alias: CANONICAL[name] for alias, name in ALIASES.items()}}
+_BY_DTYPE = {dtype: name for name, dtype in CANONICAL.items()}
+
+
+def accepted_names() -> str:
+    """Every accepted spelling, for messages: canonical names with their aliases."""
+    return ", ".join(
+        "/".join([name, *(alias for alias, target in ALIASES.items() if target == name)])
+        for name in CANONICAL
+    )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Canonical name of a dtype (``"bf16"``), or torch's own (``"float64"``)."""
+    return _BY_DTYPE.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def parse_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype that a name means, or ``None``.
+
+    Case, surrounding whitespace and a ``torch.`` prefix are ignored.
+    """
+    return _BY_NAME.get(name.strip().lower().removeprefix("torch."))
+
+
+def coerce_dtype(value: object, *, key: str, where: str = "") -> object:
+    """Turn a dtype name into a ``torch.dtype``; leave every other value as it is.
+
+    Args:
+        value: a name, a ``torch.dtype``, ``None``, or anything else.
+        key: the config key, for the message.
+        where: framework and version, for the message.
+
+    Raises:
+        DtypeError: the value is a string that names no dtype.
+    """
+    if not isinstance(value, str):
+        return value
+    dtype = parse_dtype(value)
+    if dtype is None:
+        raise DtypeError(
+            f"{where + ': ' if where else ''}{key}={value!r} is not a dtype name; allowed: "
+            f"{accepted_names()}, in any case, also with the prefix 'torch.'. Correct {key}."
+        )
+    return dtype
+
+
+def coerce_dtypes(config: Mapping[str, Any] | None, *, where: str = "") -> dict[str, Any]:
+    """Coerce every ``*_dtype`` key of a mapping.
+
+    Args:
+        config: the caller's mapping, never changed; ``None`` is an empty one.
+        where: framework and version, for messages.
+
+    Returns:
+        A new dict. Keys that do not end in ``_dtype``, and values that are no strings, are as
+        they were.
+
+    Raises:
+        DtypeError: a ``*_dtype`` string names no dtype.
+    """
+    return {
+        key: (
+            coerce_dtype(value, key=key, where=where)
+            if isinstance(key, str) and key.endswith("_dtype")
+            else value
+        )
+        for key, value in (config or {}).items()
+    }

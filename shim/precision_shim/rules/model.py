@@ -1,0 +1,57 @@
+"""What the live parameters of a model say about its precision."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .dtypes import name_of
+
+
+@dataclass(frozen=True)
+class TrainableDtypes:
+    """Trainable elements of a model by dtype; frozen parameters (LoRA's base) do not count.
+
+    Attributes:
+        counts: dtype to number of trainable elements.
+        fp8: whether trainable parameters are stored in fp8 (TransformerEngine reports such
+            tensors with the dtype of their high-precision view).
+    """
+
+    counts: Mapping[torch.dtype, int] = field(default_factory=dict)
+    fp8: bool = False
+
+    @property
+    def single(self) -> torch.dtype | None:
+        """The one dtype of all trainable parameters, or ``None`` if mixed, fp8 or unknown."""
+        return next(iter(self.counts)) if len(self.counts) == 1 and not self.fp8 else None
+
+    def __add__(self, other: TrainableDtypes) -> TrainableDtypes:
+        return TrainableDtypes(
+            dict(Counter(self.counts) + Counter(other.counts)), self.fp8 or other.fp8
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{name_of(dtype)}: {count:,}" for dtype, count in self.counts.items()]
+        return ("fp8 parameters; " if self.fp8 else "") + ", ".join(parts or ["none"])
+
+
+def trainable_dtypes(parameters: Iterable[Any]) -> TrainableDtypes:
+    """Count the trainable elements of a model by dtype.
+
+    Args:
+        parameters: parameters of any shape and dtype, such as ``module.parameters()``.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    fp8 = False
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        counts[parameter.dtype] += parameter.numel()
+        # Transformer Engine's quantized tensors carry their fp8 data beside a nominal dtype.
+        fp8 = fp8 or parameter.dtype.itemsize == 1 or hasattr(parameter, "_fp8_dtype")
+    return TrainableDtypes(dict(counts), fp8)

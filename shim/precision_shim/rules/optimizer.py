@@ -1,0 +1,280 @@
+"""Which fields Megatron's OptimizerConfig gets from the model's dtype: the dispatch table.
+
+The table follows verl's pull request 6526. The guard on the second moment is ours: a bf16
+exponential average ``v <- beta2 * v + (1 - beta2) * g^2`` is rounded to 8 significant bits, and
+where a step's relative change ``1 - beta2`` is no more than half an ulp (2^-9 to 2^-8 of the
+value), rounding to nearest puts ``v`` back where it was: it cannot decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .dtypes import name_of, parse_dtype
+from .legality import (
+    BF16,
+    BF16_MOMENTS_SINCE,
+    CAPTURABLE_BF16_SINCE,
+    FP16,
+    FP32,
+    FusedAdamSupport,
+)
+from .model import TrainableDtypes
+
+SECOND_MOMENT_LIMIT = 2.0**-8
+"""``1 - beta2`` must exceed this for a bf16 second moment: the largest half ulp of bf16,
+relative to the value it rounds."""
+
+MEGATRON_BETA2 = 0.999
+"""Megatron's default of ``adam_beta2``."""
+
+PRECISION_AWARE_FIELDS = (
+    "use_precision_aware_optimizer",
+    "main_grads_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
+"""The fields of verl 0.9's opt-in."""
+
+ROWS: Mapping[torch.dtype, Mapping[str, Any]] = {
+    BF16: {
+        "bf16": True,
+        "fp16": False,
+        "params_dtype": BF16,
+        "use_precision_aware_optimizer": True,
+        "main_grads_dtype": BF16,
+        "exp_avg_dtype": BF16,
+        "exp_avg_sq_dtype": BF16,
+    },
+    FP16: {
+        "fp16": True,
+        "bf16": False,
+        "params_dtype": FP16,
+        "initial_loss_scale": 32768,
+        "min_loss_scale": 1,
+        "use_precision_aware_optimizer": True,
+        "store_param_remainders": False,
+    },
+    FP32: {"bf16": False, "fp16": False, "params_dtype": FP32},
+}
+"""The model's dtype to the fields it brings. What is not named stays at Megatron's default."""
+
+
+@dataclass(frozen=True)
+class OptimizerRequest:
+    """Everything the choice depends on.
+
+    Attributes:
+        model: the trainable parameters.
+        declared: the dtype that the framework declares for the model; used for the ``bf16`` and
+            ``fp16`` flags where the parameters are mixed or not known.
+        asked: what the user wrote, by OptimizerConfig field; dtype values as ``torch.dtype``.
+        policy: ``"follow-model"``, ``"guarded"`` (the same with the guard on the second moment)
+            or ``"as-configured"``.
+        optimizer: Megatron's optimizer name.
+        distributed: whether the distributed optimizer is used.
+        support: the installed FusedAdam.
+        blockers: reasons of the framework's why the precision-aware optimizer cannot run.
+        native: fields that the framework sets by itself, beneath everything else.
+    """
+
+    model: TrainableDtypes
+    declared: torch.dtype | None
+    asked: Mapping[str, Any]
+    policy: str
+    optimizer: str = "adam"
+    distributed: bool = True
+    support: FusedAdamSupport = field(default_factory=FusedAdamSupport)
+    blockers: tuple[str, ...] = ()
+    native: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """What becomes of the OptimizerConfig.
+
+    Attributes:
+        adds: fields that the shim adds; what the user asked for goes over them.
+        main_grads: dtype of the main gradients that result, the user's wishes included.
+        precision_aware: whether the precision-aware optimizer results.
+        chosen: the choice in words.
+        because: its reason in words.
+        warnings: what the user should be told aloud.
+    """
+
+    adds: Mapping[str, Any]
+    main_grads: torch.dtype
+    precision_aware: bool
+    chosen: str
+    because: str
+    warnings: tuple[str, ...] = ()
+
+
+def second_moment_can_decay(beta2: float) -> bool:
+    """Whether a bf16 ``exp_avg_sq`` can decay at this ``beta2``."""
+    return 1.0 - beta2 > SECOND_MOMENT_LIMIT
+
+
+def obstacles(request: OptimizerRequest) -> list[str]:
+    """Why the precision-aware optimizer cannot run, all reasons; empty if it can.
+
+    Sources: the assertions of Megatron's ``OptimizerConfig.__post_init__``; its HybridDevice-
+    Optimizer, which ignores the moment dtypes; its layer-wise optimizer and FSDP, which build
+    no FusedAdam; its own condition on fp8 recipes.
+    """
+    found = []
+    if request.optimizer != "adam":
+        found.append(f"optimizer is {request.optimizer!r}, not 'adam'")
+    if not request.distributed:
+        found.append("the distributed optimizer is off")
+    if request.asked.get("optimizer_cpu_offload"):
+        found.append("optimizer_cpu_offload ignores the moments' dtypes")
+    recipe = request.asked.get("fp8_recipe")
+    if recipe not in (None, "delayed"):
+        found.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
+    found += request.blockers
+    if request.support.problem:
+        found.append(request.support.problem)
+    return found
+
+
+def plan_optimizer(request: OptimizerRequest) -> OptimizerPlan:
+    """Choose the fields of the OptimizerConfig for one model."""
+    asked = request.asked
+    dtype = request.model.single
+    why: list[str] = []
+    warnings: list[str] = []
+    if request.model.fp8:
+        row: dict[str, Any] = {}
+        why.append("fp8 parameters: nothing is added")
+    elif dtype is None and request.model.counts:
+        row = _flags(request.declared)
+        why.append(f"trainable parameters of several dtypes ({request.model}): fp32 states")
+    else:
+        dtype = dtype or request.declared
+        row = dict(ROWS.get(dtype, {})) if dtype is not None else {}
+        if dtype is not None:
+            why.append(f"trainable parameters are {name_of(dtype)}")
+        if dtype is not None and not row:
+            why.append("no rule for that dtype: nothing is added")
+
+    if request.policy == "as-configured":
+        row = _flags(dtype if row and dtype is not None else request.declared) if row else {}
+        why.append("only what the config asks for")
+    elif row.get("use_precision_aware_optimizer"):
+        row = _restrict(row, request, why, warnings)
+
+    why += [
+        f"{key} is the user's"
+        for key in row
+        if key in _PRECISION_FIELDS and asked.get(key, row[key]) != row[key]
+    ]
+    return _conclude(request, row, why, warnings)
+
+
+_PRECISION_FIELDS = frozenset({*PRECISION_AWARE_FIELDS, "store_param_remainders", "params_dtype"})
+
+
+def _flags(dtype: torch.dtype | None) -> dict[str, Any]:
+    if dtype is None or dtype not in ROWS:
+        return {}
+    return {key: ROWS[dtype][key] for key in ("bf16", "fp16", "params_dtype")}
+
+
+def _restrict(
+    row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
+) -> dict[str, Any]:
+    """Withdraw from a row what cannot run, or what the user's own choice rules out."""
+    asked = request.asked
+    low_precision = any(key in row for key in PRECISION_AWARE_FIELDS[1:])
+    if asked.get("use_precision_aware_optimizer") is False:
+        why.append("the user turned the precision-aware optimizer off")
+        return _without_precision_aware(row)
+    blocked = obstacles(request)
+    if low_precision and not blocked and not request.support.bf16_moments:
+        since = ".".join(map(str, BF16_MOMENTS_SINCE))
+        blocked = [f"{request.support.label} takes no bf16 moments (needs {since})"]
+    if blocked:
+        if not asked.get("use_precision_aware_optimizer"):
+            why.append(f"precision-aware optimizer cannot run: {'; '.join(blocked)}: fp32 states")
+        # What the user asked for goes through as asked, and fails by name where it is built.
+        return _without_precision_aware(row)
+    if "exp_avg_sq_dtype" in row and "exp_avg_sq_dtype" not in asked:
+        beta2 = float(asked.get("adam_beta2", MEGATRON_BETA2))
+        if not second_moment_can_decay(beta2):
+            reason = (
+                f"at adam_beta2={beta2:g} a bf16 exp_avg_sq cannot decay: 1 - beta2 = "
+                f"{1 - beta2:.2g} is not above 2^-8"
+            )
+            if request.policy == "guarded":
+                row["exp_avg_sq_dtype"] = FP32
+                why.append(f"exp_avg_sq stays fp32: {reason}")
+            else:
+                warnings.append(
+                    f"optimizer_states=follow-model makes exp_avg_sq bf16, but {reason}. Set "
+                    "adam_beta2 to 0.99 or lower, or exp_avg_sq_dtype to fp32, or use "
+                    "PRECISION_SHIM_OPTIMIZER_STATES=auto."
+                )
+    if asked.get("optimizer_cuda_graph"):
+        _restrict_capturable(row, request, why)
+    return row
+
+
+def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: list[str]) -> None:
+    """Keep to what FusedAdam's capturable mode takes (Megatron's ``optimizer_cuda_graph``)."""
+    moments = [
+        request.asked.get(key, row.get(key, FP32)) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    ]
+    version = request.support.version or ()
+    if moments != [BF16, BF16] or version < CAPTURABLE_BF16_SINCE:
+        for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if key in row:
+                row[key] = FP32
+        why.append(
+            "moments stay fp32: optimizer_cuda_graph takes bf16 moments only both and from "
+            f"TransformerEngine {'.'.join(map(str, CAPTURABLE_BF16_SINCE))}"
+        )
+    row["store_param_remainders"] = False
+    why.append("no parameter remainders under optimizer_cuda_graph")
+
+
+def _without_precision_aware(row: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in row.items() if key not in PRECISION_AWARE_FIELDS}
+    kept.pop("store_param_remainders", None)
+    # Said outright: verl's own fp16 branch turns it on without asking whether it can run.
+    kept["use_precision_aware_optimizer"] = False
+    return kept
+
+
+def _conclude(
+    request: OptimizerRequest, row: dict[str, Any], why: list[str], warnings: list[str]
+) -> OptimizerPlan:
+    result = {**request.native, **row, **request.asked}
+    precision_aware = bool(result.get("use_precision_aware_optimizer"))
+    main_grads = FP32
+    if precision_aware:
+        value = result.get("main_grads_dtype", FP32)
+        if isinstance(value, str):
+            value = parse_dtype(value)
+        main_grads = value if isinstance(value, torch.dtype) else FP32
+    states = []
+    for key, label in (
+        ("main_grads_dtype", "main grads"),
+        ("exp_avg_dtype", "exp_avg"),
+        ("exp_avg_sq_dtype", "exp_avg_sq"),
+    ):
+        value = result.get(key, FP32) if precision_aware else FP32
+        states.append(f"{label} {name_of(value) if isinstance(value, torch.dtype) else value}")
+    kind = "precision-aware optimizer" if precision_aware else "optimizer not precision-aware"
+    return OptimizerPlan(
+        adds=row,
+        main_grads=main_grads,
+        precision_aware=precision_aware,
+        chosen=f"{kind}: {', '.join(states)}",
+        because="; ".join(why) or "nothing to decide",
+        warnings=tuple(warnings),
+    )

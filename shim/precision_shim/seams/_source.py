@@ -1,0 +1,153 @@
+"""Look at a symbol in its source file without importing the module or its parents."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import ModuleSpec
+
+_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """What the source says of one symbol.
+
+    Attributes:
+        target: ``"module:attribute"``.
+        module_found: whether the module's file was found.
+        found: whether the symbol is defined there.
+        parameters: names of its parameters; of a dataclass's generated ``__init__`` its fields.
+        names: identifiers and string constants in its source; for a method, in its class's.
+        problem: why nothing can be said, or ``""``.
+    """
+
+    target: str
+    module_found: bool = False
+    found: bool = False
+    parameters: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+    problem: str = ""
+
+
+def find_spec(name: str, skip: object = None) -> ModuleSpec | None:
+    """Find a module's spec without importing its parents (``importlib.util`` imports them)."""
+    path: Sequence[str] | None = None
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        full = ".".join(parts[:depth])
+        loaded = sys.modules.get(full)
+        spec = getattr(loaded, "__spec__", None)
+        if spec is None:
+            for finder in list(sys.meta_path):
+                if finder is skip or not hasattr(finder, "find_spec"):
+                    continue
+                spec = finder.find_spec(full, path)
+                if spec is not None:
+                    break
+        if spec is None:
+            return None
+        locations = getattr(loaded, "__path__", None) or spec.submodule_search_locations
+        path = list(locations) if locations is not None else []
+    return spec
+
+
+def look(target: str, skip: object = None) -> Symbol:
+    """Describe ``"module:attribute"`` from source, importing nothing.
+
+    Args:
+        target: the symbol.
+        skip: a finder of ``sys.meta_path`` to leave out (the engine's own).
+    """
+    module, _, attribute = target.partition(":")
+    try:
+        spec = find_spec(module, skip)
+    except Exception as error:  # another package's finder may do anything
+        return Symbol(target, problem=f"looking for {module} failed: {error!r}")
+    if spec is None:
+        return Symbol(target, problem=f"module {module} not found")
+    get_source = getattr(spec.loader, "get_source", None)
+    try:
+        source = get_source(module) if get_source is not None else None
+        tree = _parse(source) if source is not None else None
+    except Exception as error:
+        return Symbol(target, True, problem=f"source of {module} not readable: {error!r}")
+    if tree is None:
+        return Symbol(target, True, problem=f"module {module} has no readable source")
+    return _describe(target, tree, attribute.split("."))
+
+
+@lru_cache(maxsize=32)
+def _parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
+    scope: ast.AST = tree
+    owner: ast.AST | None = None
+    for position, part in enumerate(parts):
+        inner = _member(scope, part)
+        if inner is None:
+            last = position == len(parts) - 1
+            if last and part == "__init__" and _is_dataclass(scope):
+                return Symbol(target, True, True, _fields(scope), _names(scope))
+            return Symbol(target, True, problem=f"{target} not found: no {part!r} there")
+        owner, scope = scope, inner
+    evidence = owner if isinstance(owner, ast.ClassDef) else scope
+    parameters: tuple[str, ...] = ()
+    if isinstance(scope, _Function):
+        arguments = scope.args
+        parameters = tuple(
+            one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+        )
+    return Symbol(target, True, True, parameters, _names(evidence))
+
+
+def _member(scope: ast.AST, name: str) -> ast.AST | None:
+    # The last definition wins at run time; definitions inside if/try at module level count.
+    found: ast.AST | None = None
+    pending = list(getattr(scope, "body", ()))
+    while pending:
+        node = pending.pop(0)
+        if isinstance(node, (*_Function, ast.ClassDef)):
+            if node.name == name:
+                found = node
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            pending = [
+                *node.body,
+                *getattr(node, "orelse", ()),
+                *(line for handler in getattr(node, "handlers", ()) for line in handler.body),
+                *pending,
+            ]
+    return found
+
+
+def _is_dataclass(node: ast.AST) -> bool:
+    if not isinstance(node, ast.ClassDef):
+        return False
+    heads = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
+    return any((getattr(h, "id", None) or getattr(h, "attr", None)) == "dataclass" for h in heads)
+
+
+def _fields(node: ast.AST) -> tuple[str, ...]:
+    return tuple(
+        line.target.id
+        for line in getattr(node, "body", ())
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    )
+
+
+def _names(node: ast.AST) -> frozenset[str]:
+    names: set[str] = set()
+    for inner in ast.walk(node):
+        for attribute in ("id", "attr", "arg", "name"):
+            value = getattr(inner, attribute, None)
+            if isinstance(value, str):
+                names.add(value)
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            names.add(inner.value)
+    return frozenset(names)

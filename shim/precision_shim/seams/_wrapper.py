@@ -1,0 +1,66 @@
+"""What stands in a wrapped symbol's place: wrapt's wrapper, picklable by reference and marked.
+
+Ray pickles functions and bound methods with cloudpickle, which cannot pickle wrapt's wrappers
+(``NotImplementedError``). Ours pickle as "the symbol of that name", so that the other process
+gets its own, patched or not as that process is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+
+class _BoundSeam(wrapt.BoundFunctionWrapper):  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.__reduce_ex__(2)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        owner = self._self_instance
+        if owner is None:
+            return resolve, (self._self_parent._self_target,)
+        return getattr, (owner, self._self_parent._self_target.rpartition(".")[2])
+
+
+class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]
+    """A wrapped symbol; ``_self_precision_shim`` marks it as ours and names the adapter."""
+
+    __bound_function_wrapper__ = _BoundSeam
+
+    def __init__(
+        self,
+        wrapped: Any,
+        wrapper: Callable[..., Any],
+        *,
+        target: str,
+        owner: str,
+        enabled: Callable[[], bool],
+    ) -> None:
+        super().__init__(wrapped, wrapper, enabled=enabled)
+        self._self_target = target
+        self._self_precision_shim = owner
+
+    def __copy__(self) -> SeamWrapper:
+        return self  # as copy does with the plain function in whose place it stands
+
+    def __deepcopy__(self, memo: Any) -> SeamWrapper:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.__reduce_ex__(2)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return resolve, (self._self_target,)
+
+
+def resolve(target: str) -> Any:
+    """Import ``"module:dotted.attribute"`` and return the object."""
+    import importlib
+
+    module, _, attribute = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in attribute.split(".") if attribute else ():
+        found = getattr(found, part)
+    return found
