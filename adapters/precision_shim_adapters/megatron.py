@@ -233,14 +233,18 @@ def align_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         model=model,
     )
     because, problem = choice.because, choice.problem
-    if choice.changed and bound.arguments.get("full_param_layout") is not None:
-        # The layout was computed for the bucket dtype that is there; changing one breaks both.
-        problem = "a parameter layout was computed before the bucket's dtype could be aligned"
+    layer_wise = bool(getattr(ddp_config, "use_layer_wise_param_layout", False))
+    if choice.changed and layer_wise:
+        problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
         because = "left as it is"
     elif choice.changed:
         # A copy: the caller's config is the caller's, and other chunks share it.
         bound.arguments["ddp_config"] = copy.copy(ddp_config)
         bound.arguments["ddp_config"].grad_reduce_in_fp32 = choice.grad_reduce_in_fp32
+        # From 0.18 a layout may come along, computed for the bucket dtype that was there;
+        # without one the DDP computes its own.
+        if bound.arguments.get("full_param_layout") is not None:
+            bound.arguments["full_param_layout"] = None
     in_force = bool(bound.arguments["ddp_config"].grad_reduce_in_fp32)
     dtype = "fp32" if in_force else "that of the parameters"
     if not in_force and model.single is not None:

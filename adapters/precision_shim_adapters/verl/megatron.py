@@ -272,8 +272,11 @@ class _VerlBuild(Build):
         declared: Callable[[], torch.dtype | None],
         bucket_set: bool,
         blockers: tuple[str, ...] = (),
+        distributed: bool = True,
     ) -> None:
         super().__init__("verl", subject, self._plan, bucket_set)
+        # mbridge's DDP has the distributed optimizer on whatever verl's config says (0.7.1).
+        self._distributed = distributed
         self._optim_config = optim_config
         self._declared = declared
         self.blockers = blockers
@@ -284,7 +287,8 @@ class _VerlBuild(Build):
         return self._declared()
 
     def _plan(self, model: TrainableDtypes, distributed: bool) -> OptimizerPlan:
-        return plan_for(self._optim_config(), model, self.declared, distributed, self.blockers)[0]
+        both = distributed and self._distributed
+        return plan_for(self._optim_config(), model, self.declared, both, self.blockers)[0]
 
 
 def engine_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -302,6 +306,7 @@ def engine_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         # From 0.9 the engine itself adds the key on the way to the DDP: ask the config.
         "grad_reduce_in_fp32" in (_read(config, "override_ddp_config") or {}),
         tuple(blockers),
+        bool(_read(config, "use_distributed_optimizer", True)),
     )
     with building(build):
         return wrapped(*args, **kwargs)
@@ -309,21 +314,24 @@ def engine_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def legacy_actor_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around 0.7.1's ``ActorRolloutRefWorker._build_model_optimizer``."""
-    return _legacy("actor", wrapped, instance, args, kwargs)
+    return _legacy("actor", instance.config.actor.megatron, wrapped, instance, args, kwargs)
 
 
 def legacy_critic_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around 0.7.1's ``CriticWorker._build_critic_model_optimizer``."""
-    return _legacy("critic", wrapped, instance, args, kwargs)
+    return _legacy("critic", instance.config.megatron, wrapped, instance, args, kwargs)
 
 
-def _legacy(subject: str, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def _legacy(
+    subject: str, config: Any, wrapped: Any, instance: Any, args: Any, kwargs: Any
+) -> Any:
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     build = _VerlBuild(
         lambda: subject,
         lambda: given.get("optim_config"),
         lambda: getattr(instance, "dtype", None),
         "grad_reduce_in_fp32" in (given.get("override_ddp_config") or {}),
+        distributed=bool(_read(config, "use_distributed_optimizer", True)),
     )
     with building(build):
         return wrapped(*args, **kwargs)

@@ -1,0 +1,736 @@
+"""A pure-torch stand-in for TransformerEngine's ``FusedAdam``.
+
+What it stands for
+    The interface, the legality checks, the state layout and the rounding points of
+    ``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and the
+    RL frameworks above it can see them: which constructor arguments are legal in which
+    version, which dtype each state tensor has, what ``state_dict`` hands out and what
+    ``load_state_dict`` takes back, and the arithmetic of one step in fp32 between two
+    roundings to nearest.
+
+What it does not stand for
+    Speed and memory of the CUDA kernels (temporary fp32 tensors live here for one
+    parameter at a time, in TransformerEngine for a whole parameter group); the last bit
+    of an update (a GPU compiler may contract ``a * b + c``); CUDA graphs
+    (``capturable=True`` passes the real checks and is then refused); fp8 *parameters*
+    (``Float8Tensor`` and its relatives); DTensor states. fp8 *moments* are kept as one
+    byte per element plus one scale, where TransformerEngine has a ``Float8Tensor`` that
+    may hold a transposed copy as well.
+
+Source of every rule: the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14 and 2.18
+(``pytorch/optimizers/fused_adam.py`` and ``common/multi_tensor/adam.cu``), read 2026-11.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+
+__all__ = [
+    "DEFAULT_VERSION",
+    "OLDEST_VERSION",
+    "FusedAdam",
+    "FusedSGD",
+    "fused_adam_for",
+    "join_master",
+    "split_master",
+]
+
+DEFAULT_VERSION = "2.11.0"
+"""The TransformerEngine release that :class:`FusedAdam` itself behaves like."""
+
+OLDEST_VERSION = "1.13.0"
+"""The oldest release that :func:`fused_adam_for` knows."""
+
+_PARAM_REMAINDERS_SINCE = (2, 1)
+_BF16_MOMENTS_SINCE = (2, 3)
+_CAPTURABLE_BF16_SINCE = (2, 14)
+
+_FP8 = torch.float8_e4m3fn
+_LARGEST_SCALED = {
+    # Half of fp16's largest number; the largest finite number of e4m3.
+    torch.float16: torch.finfo(torch.float16).max / 2.0,
+    torch.uint8: torch.finfo(_FP8).max,
+}
+
+
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split fp32 numbers into bf16 parameters and the bits that bf16 leaves out.
+
+    The parameter is the master rounded to nearest, **ties away from zero** (torch's own
+    ``.bfloat16()`` rounds ties to even, so the two differ where the low half is exactly
+    ``0x8000``). The remainder is the low half itself, read as a signed number; its sign
+    tells :func:`join_master` that the parameter was rounded away from zero.
+
+    Args:
+        master: fp32, any shape.
+
+    Returns:
+        ``(param, remainder)``: bf16 and int16, of the same shape.
+
+    Raises:
+        TypeError: ``master`` is not fp32.
+    """
+    if master.dtype != torch.float32:
+        raise TypeError(f"split_master wants torch.float32, got {master.dtype}")
+    bits = master.contiguous().view(torch.int32)
+    low = _wrap_int16(bits & 0xFFFF)
+    high = (bits >> 16) + (low < 0)
+    return _wrap_int16(high).view(torch.bfloat16), low
+
+
+def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Rebuild the fp32 numbers that :func:`split_master` took apart, bit for bit.
+
+    Exact for every bit pattern: negative numbers, denormals, infinities and NaN.
+
+    Args:
+        param: bf16, any shape.
+        remainder: int16, the same shape.
+
+    Returns:
+        fp32, the same shape.
+
+    Raises:
+        TypeError: a dtype is not the one named above.
+    """
+    if param.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
+        raise TypeError(
+            "join_master wants torch.bfloat16 and torch.int16, "
+            f"got {param.dtype} and {remainder.dtype}"
+        )
+    low = remainder.to(torch.int32)
+    high = param.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+    return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
+
+
+def _wrap_int16(value: torch.Tensor) -> torch.Tensor:
+    # A plain cast of an out-of-range integer is up to the platform; this one wraps anywhere.
+    return (((value + 0x8000) & 0xFFFF) - 0x8000).to(torch.int16)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with configurable state dtypes, as in TransformerEngine 2.11, on any device.
+
+    See the module's docstring for what is and what is not the same. A release other than
+    2.11 is made by :func:`fused_adam_for`.
+
+    State per parameter (``optimizer.state[param]``), each of the parameter's shape:
+
+    ``exp_avg``, ``exp_avg_sq``
+        fp32, bf16, fp16 with one fp32 scale per tensor, or uint8 (the bits of fp8 e4m3)
+        with one fp32 scale per tensor.
+    ``master_param``
+        only with ``master_weights``: fp32; fp16 with a scale; or, with
+        ``store_param_remainders`` and a bf16 parameter, int16 (see :func:`split_master`).
+        An fp32 parameter gets a master too; it is filled once and never updated.
+
+    The step count is kept per parameter group (``group["step"]``), not per parameter, and
+    a group without parameters does not count.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: decay rates of the first and the second moment.
+        eps: added to the denominator.
+        weight_decay: decoupled (AdamW), or added to the gradient with
+            ``adam_w_mode=False``.
+        amsgrad: never supported.
+        bias_correction: divide the moments by ``1 - beta ** step``.
+        adam_w_mode: decoupled weight decay.
+        capturable: checked as the real one does, then refused: no CUDA graphs here.
+        master_weights: keep a master copy of 16-bit parameters.
+        master_weight_dtype: fp32 or fp16; ignored without ``master_weights``.
+        exp_avg_dtype: fp32, bf16, fp16 or uint8 (fp8).
+        exp_avg_sq_dtype: the same.
+        use_decoupled_grad: read ``param.decoupled_grad`` and not ``param.grad``.
+        store_param_remainders: keep int16 remainders for bf16 parameters; without
+            effect unless ``master_weights`` and an fp32 master are asked for.
+        set_grad_none: deprecated; use ``zero_grad(set_to_none=...)``.
+
+    Raises:
+        RuntimeError: an argument or a dtype that this release does not take.
+        NotImplementedError: ``capturable=True`` with otherwise legal arguments.
+    """
+
+    __precision_shim_stand_in__ = True
+    te_version: str = DEFAULT_VERSION
+
+    def __init__(  # noqa: PLR0917 - the real one's signature
+        self,
+        params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedAdam (stand-in): AMSGrad is not supported.")
+        self._check_state_dtypes(
+            master_weight_dtype if master_weights else None, exp_avg_dtype, exp_avg_sq_dtype
+        )
+        remainders = (
+            store_param_remainders and master_weights and master_weight_dtype == torch.float32
+        )
+        if capturable:
+            self._refuse_capturable(
+                master_weight_dtype if master_weights else None,
+                exp_avg_dtype,
+                exp_avg_sq_dtype,
+                store_param_remainders,
+                remainders,
+            )
+
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.capturable = capturable
+        self.master_weights = master_weights
+        self.master_weight_dtype = master_weight_dtype
+        self.exp_avg_dtype = exp_avg_dtype
+        self.exp_avg_sq_dtype = exp_avg_sq_dtype
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = remainders
+        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self.set_grad_none = set_grad_none
+        if set_grad_none is not None and self._has_remainders():
+            warnings.warn(
+                "FusedAdam (stand-in): set_grad_none is deprecated, "
+                "use zero_grad(set_to_none=...).",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+
+    # -- legality ------------------------------------------------------------------------
+
+    @classmethod
+    def _at_least(cls, release: tuple[int, int]) -> bool:
+        return _release(cls.te_version) >= release
+
+    @classmethod
+    def _has_remainders(cls) -> bool:
+        return cls._at_least(_PARAM_REMAINDERS_SINCE)
+
+    @classmethod
+    def _check_state_dtypes(
+        cls,
+        master: torch.dtype | None,
+        exp_avg: torch.dtype,
+        exp_avg_sq: torch.dtype,
+    ) -> None:
+        if master not in (None, torch.float32, torch.float16):
+            raise RuntimeError(
+                f"FusedAdam (stand-in {cls.te_version}): master weights must be fp32 or fp16, "
+                f"got {master}."
+            )
+        legal = [torch.float32, torch.float16, torch.uint8]
+        if cls._at_least(_BF16_MOMENTS_SINCE):
+            legal.append(torch.bfloat16)
+        for name, dtype in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+            if dtype not in legal:
+                raise RuntimeError(
+                    f"FusedAdam (stand-in {cls.te_version}): {name} must be one of "
+                    f"{', '.join(map(str, legal))}, got {dtype!r}."
+                )
+
+    @classmethod
+    def _refuse_capturable(
+        cls,
+        master: torch.dtype | None,
+        exp_avg: torch.dtype,
+        exp_avg_sq: torch.dtype,
+        asked_remainders: bool,
+        remainders: bool,
+    ) -> None:
+        where = f"FusedAdam (stand-in {cls.te_version}): capturable"
+        if master not in (None, torch.float32):
+            raise RuntimeError(f"{where} takes only fp32 master weights, got {master}.")
+        both_bf16 = exp_avg == exp_avg_sq == torch.bfloat16
+        both_fp32 = exp_avg == exp_avg_sq == torch.float32
+        newer = cls._at_least(_CAPTURABLE_BF16_SINCE)
+        if not both_fp32 and not (newer and both_bf16):
+            allowed = "both fp32 or both bf16" if newer else "fp32"
+            raise RuntimeError(
+                f"{where} wants moments that are {allowed}, got {exp_avg} and {exp_avg_sq}."
+            )
+        # Up to 2.13 the flag itself is refused, from 2.14 only a flag that has an effect.
+        if remainders if newer else asked_remainders:
+            raise RuntimeError(f"{where} does not go with store_param_remainders.")
+        raise NotImplementedError(
+            f"{where}=True is legal in TransformerEngine {cls.te_version} but needs CUDA graphs; "
+            "this stand-in runs without them. Use capturable=False, or the real FusedAdam."
+        )
+
+    # -- gradients -----------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop (default) or zero the gradients that this optimizer reads.
+
+        With ``use_decoupled_grad`` that is ``param.decoupled_grad``; ``param.grad`` is
+        then left alone.
+
+        Args:
+            set_to_none: drop instead of zeroing; None means True.
+
+        Raises:
+            ValueError: it contradicts a ``set_grad_none`` given to the constructor.
+        """
+        if self.set_grad_none is not None:
+            if set_to_none is not None and set_to_none != self.set_grad_none:
+                raise ValueError(
+                    f"FusedAdam (stand-in): zero_grad(set_to_none={set_to_none}) contradicts "
+                    f"set_grad_none={self.set_grad_none} of the constructor"
+                )
+            set_to_none = self.set_grad_none
+        if set_to_none is None:
+            set_to_none = True
+        if not self.use_decoupled_grad:
+            super().zero_grad(set_to_none=set_to_none)
+            return
+        for param in self._all_params():
+            if set_to_none:
+                param.decoupled_grad = None  # type: ignore[attr-defined]
+            else:
+                param.decoupled_grad.zero_()  # type: ignore[attr-defined]
+
+    def _all_params(self) -> Iterable[torch.Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    # -- state ---------------------------------------------------------------------------
+
+    def _keeps_remainder(self, param: torch.Tensor, state_name: str) -> bool:
+        return (
+            self.store_param_remainders
+            and state_name == "master_param"
+            and param.dtype == torch.bfloat16
+        )
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        """One state of ``param`` as fp32, its scale applied.
+
+        An fp32 state is returned itself, not a copy. A remainder is returned as the int16
+        tensor that it is: **not** the master (see :func:`join_master` for that).
+
+        Args:
+            param: a parameter of this optimizer.
+            state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
+
+        Returns:
+            fp32 (int16 for a remainder), of the parameter's shape.
+
+        Raises:
+            KeyError: the state does not exist.
+            AssertionError: the stored tensor is not of the dtype it was asked to have.
+        """
+        stored = self.state[param][state_name]
+        dtype = self.name_to_dtype_map[state_name]
+        if self._keeps_remainder(param, state_name):
+            assert stored.dtype == torch.int16, stored.dtype
+            return stored  # type: ignore[no-any-return]
+        assert stored.dtype == dtype, (state_name, stored.dtype, dtype)
+        if dtype == torch.float32:
+            return stored  # type: ignore[no-any-return]
+        if dtype == torch.bfloat16:
+            return stored.float()  # type: ignore[no-any-return]
+        if dtype == torch.uint8:
+            stored = stored.view(_FP8)
+        return stored.float().mul_(self._scales[param][state_name])  # type: ignore[no-any-return]
+
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
+        """Store one state of ``param``, rounded and scaled to the dtype it has.
+
+        As in the real one, an fp16 state scales ``unscaled_state`` **in place** on the way.
+
+        Args:
+            param: a parameter of this optimizer.
+            state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
+            unscaled_state: fp32, the parameter's shape; int16 where a remainder is kept.
+
+        Raises:
+            AssertionError: ``unscaled_state`` has another dtype.
+        """
+        remainder = self._keeps_remainder(param, state_name)
+        expected = torch.int16 if remainder else torch.float32
+        assert unscaled_state.dtype == expected, (state_name, unscaled_state.dtype, expected)
+        state = self.state[param]
+        if state_name not in state:
+            self._initialize_state(param, state_name, False, remainder)
+        if self.name_to_dtype_map[state_name] == torch.float32:
+            state[state_name].copy_(unscaled_state)
+        else:
+            scale = self._scales[param][state_name]
+            self._apply_scale(state_name, unscaled_state, state[state_name], scale)
+
+    def _apply_scale(
+        self,
+        state_name: str,
+        unscaled_state: torch.Tensor,
+        scaled_state: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> None:
+        assert unscaled_state.dtype == torch.float32, unscaled_state.dtype
+        dtype = self.name_to_dtype_map[state_name]
+        assert scaled_state.dtype == dtype, (state_name, scaled_state.dtype, dtype)
+        if dtype == torch.bfloat16:
+            scaled_state.copy_(unscaled_state)
+            return
+        unscaled_state = unscaled_state.to(scaled_state.device)
+        lowest, highest = torch.aminmax(unscaled_state)
+        scale.copy_(torch.maximum(-lowest, highest) / _LARGEST_SCALED[dtype])
+        # A tensor of zeros has no scale. TransformerEngine guards fp16 against it, not fp8.
+        inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
+        if dtype == torch.float16:
+            scaled_state.copy_(unscaled_state.mul_(inverse))
+        else:
+            scaled_state.view(_FP8).copy_((unscaled_state * inverse).to(_FP8))
+
+    def _initialize_state(
+        self,
+        param: torch.Tensor,
+        state_name: str,
+        zero_buffer: bool,
+        store_param_remainders: bool = False,
+    ) -> None:
+        dtype = self.name_to_dtype_map[state_name]
+        if store_param_remainders:
+            data = torch.zeros(param.shape, dtype=torch.int16, device=param.device)
+        else:
+            data = torch.empty(param.shape, dtype=dtype, device=param.device)
+        if zero_buffer:
+            data.zero_()
+        self.state[param][state_name] = data
+        if dtype != torch.float32:
+            self._scales.setdefault(param, {})[state_name] = torch.ones(
+                [1], dtype=torch.float32, device=param.device
+            )
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
+        """Make the states of ``param``: moments of zero, the master equal to the parameter.
+
+        Up to TransformerEngine 2.0 the method has no second argument.
+
+        Args:
+            param: a parameter of this optimizer.
+            store_param_remainders: keep a remainder in place of the master.
+        """
+        self._initialize_state(param, "exp_avg", zero_buffer=True)
+        self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
+        if not self.master_weights:
+            return
+        self._initialize_state(
+            param,
+            "master_param",
+            zero_buffer=False,
+            store_param_remainders=store_param_remainders,
+        )
+        if not store_param_remainders:
+            self.set_scaled_state(param, "master_param", param.detach().clone().float())
+
+    # -- checkpoints ---------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict with every state as fp32, except int16 remainders.
+
+        Returns:
+            ``{"state": {index: {name: tensor}}, "param_groups": [...]}``. fp32 states are
+            the live tensors.
+        """
+        state_dict = super().state_dict()
+        by_index = self._params_by_index(state_dict)
+        for index, state in state_dict["state"].items():
+            if index in by_index:
+                param = by_index[index]
+                state_dict["state"][index] = {
+                    name: self.get_unscaled_state(param, name) for name in state
+                }
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and states; every state is rounded to the dtype it has here.
+
+        Anything but a remainder is cast to fp32 first, **whatever it was**: an int16
+        remainder that reaches an optimizer without remainders becomes a master of small
+        whole numbers, without an error. The other way round is an AssertionError. Both as
+        in the real one.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: the groups do not match.
+            AssertionError: a remainder is kept here and the given state is none.
+        """
+        super().load_state_dict(state_dict)
+        by_index = self._params_by_index(state_dict)
+        for index, state in state_dict["state"].items():
+            if index not in by_index:
+                continue
+            param = by_index[index]
+            # torch has just cast the states to the parameter's dtype: start afresh.
+            self.state[param] = {}
+            for name, value in state.items():
+                if value is None:
+                    continue
+                remainder = self._keeps_remainder(param, name)
+                self.set_scaled_state(param, name, value if remainder else value.float())
+
+    def _params_by_index(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
+        saved = deepcopy(state_dict["param_groups"])
+        indices = chain.from_iterable(group["params"] for group in saved)
+        return dict(zip(indices, self._all_params(), strict=False))
+
+    # -- the step ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+        """One Adam step over all parameters that have a gradient.
+
+        Gradients may be of any floating dtype. Infinite and NaN gradients are not looked
+        for: they reach parameters and states, as in the real one.
+
+        Args:
+            closure: computes the loss again and returns it.
+            grad_scaler: only read by the real one under ``capturable``; ignored here.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            RuntimeError: sparse gradients; parameters that are not fp32, fp16 or bf16;
+                fp16 and bf16 parameters in one group.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        ready: list[tuple[torch.Tensor, torch.Tensor]] = []
+        half_precisions = set()
+        for param in group["params"]:
+            if not self.state[param]:
+                self._initialize_for_step(param)
+            decoupled = self.use_decoupled_grad
+            grad = getattr(param, "decoupled_grad", None) if decoupled else param.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                raise RuntimeError("FusedAdam (stand-in): sparse gradients are not supported.")
+            if param.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+                raise RuntimeError(
+                    "FusedAdam (stand-in): parameters must be fp32, fp16 or bf16, "
+                    f"got {param.dtype}."
+                )
+            half_precisions.add(param.dtype)
+            ready.append((param, grad))
+        # The kernels take one list of 16-bit parameters, of one dtype.
+        if {torch.float16, torch.bfloat16} <= half_precisions:
+            raise RuntimeError(
+                "FusedAdam (stand-in): fp16 and bf16 parameters cannot share a parameter group."
+            )
+        for param, grad in ready:
+            self._step_param(group, param, grad)
+
+    def _initialize_for_step(self, param: torch.Tensor) -> None:
+        self.initialize_state(param, self._keeps_remainder(param, "master_param"))
+
+    def _step_param(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
+        state = self.state[param]
+        exp_avg = self.get_unscaled_state(param, "exp_avg")
+        exp_avg_sq = self.get_unscaled_state(param, "exp_avg_sq")
+        master: torch.Tensor | None = None
+        remainder = self._keeps_remainder(param, "master_param")
+        if param.dtype == torch.float32 or not self.master_weights:
+            value = param.detach().float()
+        elif remainder:
+            value = join_master(param.detach(), state["master_param"])
+        else:
+            master = value = self.get_unscaled_state(param, "master_param")
+
+        self._adam(group, value, grad.detach().float(), exp_avg, exp_avg_sq)
+
+        if remainder:
+            rounded, low = split_master(value)
+            param.copy_(rounded)
+            state["master_param"].copy_(low)
+        elif value.data_ptr() != param.data_ptr():
+            param.copy_(value)
+        self._store(param, "exp_avg", exp_avg)
+        self._store(param, "exp_avg_sq", exp_avg_sq)
+        if master is not None:
+            self._store(param, "master_param", master)
+
+    def _store(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        # fp32 states were updated where they are.
+        if self.name_to_dtype_map[name] != torch.float32:
+            self._apply_scale(name, value, self.state[param][name], self._scales[param][name])
+
+    def _adam(
+        self,
+        group: dict[str, Any],
+        value: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+    ) -> None:
+        """Update ``value``, ``exp_avg`` and ``exp_avg_sq`` (fp32) in place."""
+        # The kernel gets its hyperparameters as fp32, and so does 1 - beta come out.
+        beta1, beta2, lr, eps, decay = (
+            _as_fp32(x) for x in (*group["betas"], group["lr"], group["eps"], group["weight_decay"])
+        )
+        if group["bias_correction"]:
+            correction1 = _as_fp32(1.0 - beta1 ** group["step"])
+            correction2 = _as_fp32(1.0 - beta2 ** group["step"])
+        else:
+            correction1 = correction2 = 1.0
+        if not self.adam_w_mode:
+            grad = grad + decay * value
+        exp_avg.mul_(beta1).add_(grad * _as_fp32(1.0 - beta1))
+        exp_avg_sq.mul_(beta2).add_((grad * _as_fp32(1.0 - beta2)).mul_(grad))
+        denominator = (exp_avg_sq / correction2).sqrt_().add_(eps)
+        update = (exp_avg / correction1).div_(denominator)
+        if self.adam_w_mode:
+            update.add_(decay * value)
+        value.sub_(update.mul_(lr))
+
+
+def _release(version: str) -> tuple[int, int]:
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    if found is None:
+        raise ValueError(f"not a TransformerEngine version: {version!r}")
+    return int(found[1]), int(found[2])
+
+
+def _as_fp32(number: Any) -> float:
+    return float(torch.tensor(float(number), dtype=torch.float32))
+
+
+class _FusedAdamWithoutRemainders(FusedAdam):
+    """TransformerEngine before 2.1: no remainders, gradients dropped by default."""
+
+    te_version = "2.0.0"
+
+    def __init__(  # noqa: PLR0917 - the real one's signature
+        self,
+        params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            bias_correction=bias_correction,
+            adam_w_mode=adam_w_mode,
+            capturable=capturable,
+            master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            use_decoupled_grad=use_decoupled_grad,
+            set_grad_none=set_grad_none,
+        )
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        """Drop or zero the gradients, as ``set_grad_none`` said in the constructor."""
+        super().zero_grad()
+
+    def initialize_state(self, param: torch.Tensor) -> None:  # type: ignore[override]
+        """Make the states of ``param``: moments of zero, the master equal to the parameter.
+
+        Args:
+            param: a parameter of this optimizer.
+        """
+        super().initialize_state(param, False)
+
+    def _initialize_for_step(self, param: torch.Tensor) -> None:
+        self.initialize_state(param)
+
+
+def fused_adam_for(version: str) -> type[FusedAdam]:
+    """The stand-in as TransformerEngine ``version`` would have it.
+
+    What differs between releases: remainders exist from 2.1 (before that the constructor
+    does not know the argument, and ``initialize_state`` takes one argument); bf16 moments
+    are legal from 2.3; ``capturable`` takes two bf16 moments from 2.14.
+
+    Args:
+        version: a TransformerEngine version, 1.13 or newer.
+
+    Returns:
+        :class:`FusedAdam` for 2.11.0, a subclass named ``FusedAdam`` for any other.
+
+    Raises:
+        ValueError: not a version, or one before 1.13.
+    """
+    release = _release(version)
+    if release < _release(OLDEST_VERSION):
+        raise ValueError(
+            f"no stand-in for TransformerEngine {version}: known from {OLDEST_VERSION} on"
+        )
+    if version == DEFAULT_VERSION:
+        return FusedAdam
+    base = FusedAdam if release >= _PARAM_REMAINDERS_SINCE else _FusedAdamWithoutRemainders
+    return type("FusedAdam", (base,), {"te_version": version, "__doc__": base.__doc__})
+
+
+class FusedSGD(torch.optim.SGD):
+    """torch's SGD under TransformerEngine's name.
+
+    It exists because Megatron-core imports ``FusedSGD`` beside ``FusedAdam``; nothing of
+    TransformerEngine's own SGD (master gradients, loss scale in the kernel) is in it.
+    """
+
+    __precision_shim_stand_in__ = True

@@ -1,0 +1,100 @@
+"""Import Megatron-Bridge where TransformerEngine is not installed.
+
+Megatron-Bridge names classes of TransformerEngine while it is imported (for its LoRA layers and
+its weight mappings) and cannot be imported without them. ``import_megatron_bridge`` lets that
+import see placeholders: classes that can be named and subclassed, and do nothing. They are gone
+from ``sys.modules`` afterwards, so that nobody else takes them for TransformerEngine. Models are
+then built from Megatron's own layers (``transformer_layer_spec``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["import_megatron_bridge"]
+
+_ROOT = "transformer_engine"
+_PACKAGES = frozenset(
+    {"ops", "optimizers", "module", "pytorch", "common", "tensor", "quantization"}
+)
+# What must be imported while TransformerEngine is truly absent: Megatron decides then that it has
+# none, and modelopt registers each layer class it finds, twice where ours alias one another.
+_BEFORE = (
+    "megatron.core",
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "modelopt.torch",
+)
+
+
+def import_megatron_bridge() -> types.ModuleType:
+    """Import ``megatron.bridge``, with placeholders for TransformerEngine if it is absent.
+
+    Returns:
+        The module ``megatron.bridge``.
+
+    Raises:
+        ImportError: Megatron-Bridge is not installed, or something else is missing.
+    """
+    if _ROOT in sys.modules or importlib.util.find_spec(_ROOT) is not None:
+        return importlib.import_module("megatron.bridge")
+    for name in _BEFORE:
+        importlib.import_module(name)
+    kept = {name: sys.modules.pop(name) for name in _mine()}
+    finder = _Placeholders()
+    sys.meta_path.insert(0, finder)
+    try:
+        for name in ("megatron.bridge", "megatron.bridge.training.config"):
+            importlib.import_module(name)
+        return sys.modules["megatron.bridge"]
+    finally:
+        sys.meta_path.remove(finder)
+        for name in _mine():
+            del sys.modules[name]
+        sys.modules.update(kept)
+
+
+def _mine() -> list[str]:
+    return [name for name in sys.modules if name == _ROOT or name.startswith(f"{_ROOT}.")]
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _PACKAGES:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        placeholder = type(name, (torch.nn.Module,), {"__module__": self.__name__})
+        setattr(self, name, placeholder)
+        return placeholder
+
+
+class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] != _ROOT:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = _Module(spec.name)
+        module.__version__ = "0.0.0"  # type: ignore[attr-defined]
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        return

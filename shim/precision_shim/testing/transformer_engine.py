@@ -1,0 +1,331 @@
+"""TransformerEngine's optimizers on a machine without TransformerEngine or a GPU.
+
+Megatron-core's precision-aware optimizer needs exactly one thing of TransformerEngine,
+the class ``FusedAdam``. :func:`stand_in_transformer_engine` provides that one thing and
+takes it away again. Its layers (``TELinear`` and so on) are **not** stood in for:
+``import transformer_engine`` keeps failing where it failed before, so that Megatron's
+layer specs, attention and fp8 code go on believing what is true.
+
+How: only the leaf module ``transformer_engine.pytorch.optimizers`` is put into
+``sys.modules``. Python's ``from a.b.c import x`` looks for ``a.b.c`` there first and does
+not ask for its parents. Megatron modules that took the optimizer by value at import are
+given the stand-in, those imported later get it right after their import, and all get
+back what they had.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .fused_adam import DEFAULT_VERSION, FusedAdam, FusedSGD, fused_adam_for
+
+__all__ = ["StandIn", "real_transformer_engine", "stand_in_transformer_engine"]
+
+_LEAF = "transformer_engine.pytorch.optimizers"
+_MARK = "__precision_shim_stand_in__"
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What is in force inside :func:`stand_in_transformer_engine`.
+
+    Attributes:
+        version: the TransformerEngine version that Megatron is told.
+        fused_adam: the class that stands for ``FusedAdam``.
+        checked_by: ``"stand-in"``, or ``"transformer_engine"`` where the constructor of the
+            real, installed ``FusedAdam`` decides what is legal.
+    """
+
+    version: str
+    fused_adam: type[FusedAdam]
+    checked_by: str
+
+
+def real_transformer_engine() -> tuple[str, type[Any]] | None:
+    """The installed TransformerEngine, if its optimizers can be imported.
+
+    Returns:
+        ``(version, FusedAdam)``, or None where it is absent, does not import (built for
+        another torch, no CUDA libraries), or is a stand-in.
+    """
+    if not _quietly_findable("transformer_engine"):
+        return None
+    try:
+        import transformer_engine
+        from transformer_engine.pytorch import optimizers
+    except (ImportError, OSError, RuntimeError, AttributeError):
+        return None
+    if getattr(optimizers, _MARK, False) or getattr(transformer_engine, _MARK, False):
+        return None
+    adam = getattr(optimizers, "FusedAdam", None)
+    version = getattr(transformer_engine, "__version__", None)
+    if adam is None or version is None or not isinstance(adam, type):
+        return None
+    return str(version), adam
+
+
+def _quietly_findable(name: str) -> bool:
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@contextmanager
+def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]:
+    """Let Megatron-core's optimizers find a ``FusedAdam`` of TransformerEngine ``version``.
+
+    Inside, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD`` gives
+    the stand-ins; the module carries ``__precision_shim_stand_in__ = True`` and
+    ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` answer
+    for ``version``, whether ``megatron.core`` was imported before, is imported inside, or
+    never. Everything is undone on exit, including in modules imported inside; optimizers
+    built inside go on working. Not to be nested in itself.
+
+    Where a real TransformerEngine is importable and ``version`` is None or equal to its
+    version, its own constructor is called (on a throw-away parameter, on the CPU) to judge
+    the arguments, and the stand-in does the rest, because the real ``step()`` needs a GPU.
+    :attr:`StandIn.checked_by` says which it is. Its layers are then there as well, and
+    Megatron knows.
+
+    Args:
+        version: 1.13 or newer; the rules of that release hold (bf16 moments from 2.3 on,
+            say). None: the installed version, else 2.11.0.
+
+    Yields:
+        A :class:`StandIn`.
+
+    Raises:
+        ValueError: no stand-in for that version.
+        RuntimeError: one is already in force.
+    """
+    if getattr(sys.modules.get(_LEAF), _MARK, False):
+        raise RuntimeError("a stand-in for TransformerEngine is already in force")
+    real = real_transformer_engine()
+    if real is not None and version in (None, real[0]):
+        stand_in = StandIn(real[0], _checked_by(real[1], real[0]), "transformer_engine")
+    else:
+        version = DEFAULT_VERSION if version is None else version
+        stand_in = StandIn(version, fused_adam_for(version), "stand-in")
+
+    undo = _Undo()
+    leaf = _leaf(stand_in)
+    try:
+        undo.set_item(sys.modules, _LEAF, leaf)
+        parent = sys.modules.get("transformer_engine.pytorch")
+        if parent is not None:
+            undo.set_attr(parent, "optimizers", leaf)
+        patches = _megatron_patches(stand_in)
+        for name, patch in patches.items():
+            module = sys.modules.get(name)
+            if module is not None:
+                patch(module, undo)
+        finder = _AfterImport(patches, undo, leaf)
+        sys.meta_path.insert(0, finder)
+        undo.call(lambda: sys.meta_path.remove(finder))
+        yield stand_in
+    finally:
+        undo.everything()
+
+
+def _leaf(stand_in: StandIn) -> types.ModuleType:
+    leaf = types.ModuleType(_LEAF, "Stand-in for TransformerEngine's optimizers.")
+    leaf.__spec__ = importlib.machinery.ModuleSpec(_LEAF, loader=None)
+    setattr(leaf, _MARK, True)
+    leaf.__dict__["__version__"] = stand_in.version
+    leaf.__dict__["FusedAdam"] = stand_in.fused_adam
+    leaf.__dict__["FusedSGD"] = FusedSGD
+    return leaf
+
+
+def _checked_by(real_adam: type[Any], version: str) -> type[FusedAdam]:
+    """The stand-in for ``version`` with the real constructor in front of its own."""
+    base = fused_adam_for(version)
+    real_init: Callable[..., None] = real_adam.__init__
+
+    def __init__(self: FusedAdam, params: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        from .megatron_cpu import cuda_means_cpu
+
+        with cuda_means_cpu():
+            real_adam([torch.nn.Parameter(torch.zeros(1))], *args, **kwargs)
+        base.__init__(self, params, *args, **kwargs)
+
+    # Megatron reads the signature to learn what the class can do.
+    __init__.__signature__ = _signature(real_init)  # type: ignore[attr-defined]
+    members = {"__init__": __init__, "te_version": version, "__doc__": base.__doc__}
+    return type("FusedAdam", (base,), members)
+
+
+def _signature(function: Callable[..., Any]) -> Any:
+    import inspect
+
+    return inspect.signature(function)
+
+
+# -- Megatron-core ---------------------------------------------------------------------------
+
+_Patch = Callable[[types.ModuleType, "_Undo"], None]
+
+
+def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
+    """What each Megatron module that holds TransformerEngine by value is given.
+
+    Read in megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names that a version lacks are
+    not added. Other users of TransformerEngine's optimizers either import them when they
+    are called, or want kernels (``multi_tensor_*``) that are not stood in for.
+    """
+    values: dict[str, dict[str, Any]] = {
+        "megatron.core.optimizer": {
+            "Adam": stand_in.fused_adam,
+            "SGD": FusedSGD,
+            "USING_PYTORCH_OPTIMIZER": False,
+        },
+        "megatron.core.optimizer.distrib_optimizer": {
+            "Adam": stand_in.fused_adam,
+            "HAVE_APEX_OR_TE": True,
+            "USING_TE_OPTIMIZER": True,
+            "USING_APEX_OPTIMIZER": False,
+        },
+    }
+
+    def with_values(new: dict[str, Any]) -> _Patch:
+        def patch(module: types.ModuleType, undo: _Undo) -> None:
+            for name, value in new.items():
+                if hasattr(module, name):
+                    undo.set_attr(module, name, value)
+
+        return patch
+
+    def version_cache(module: types.ModuleType, undo: _Undo) -> None:
+        parse = getattr(module, "PkgVersion", None)
+        if parse is not None and hasattr(module, "_te_version"):
+            undo.set_attr(module, "_te_version", parse(stand_in.version))
+
+    patches = {name: with_values(new) for name, new in values.items()}
+    patches["megatron.core.utils"] = version_cache
+    return patches
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Patches a Megatron module right after its import.
+
+    While such a module executes, the stand-in is out of sight: the module then binds what
+    it would bind without it, and that is what undoing has to bring back.
+    """
+
+    def __init__(self, patches: dict[str, _Patch], undo: _Undo, leaf: types.ModuleType) -> None:
+        self._patches = patches
+        self._undo = undo
+        self._leaf = leaf
+        self._hidden = 0
+        self._asking: set[str] = set()
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The spec that the other finders have, with a loader that patches afterwards."""
+        if fullname not in self._patches or fullname in self._asking:
+            return None
+        self._asking.add(fullname)
+        try:
+            for finder in [f for f in sys.meta_path if f is not self]:
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    break
+            else:
+                return None
+        finally:
+            self._asking.discard(fullname)
+        if spec.loader is not None:
+            spec.loader = _PatchingLoader(spec.loader, self)
+        return spec
+
+    def run(self, loader: importlib.abc.Loader, module: types.ModuleType) -> None:
+        """Execute ``module`` with the stand-in hidden, then patch it."""
+        if self._hidden == 0:
+            sys.modules.pop(_LEAF, None)
+        self._hidden += 1
+        try:
+            loader.exec_module(module)
+        finally:
+            self._hidden -= 1
+            if self._hidden == 0:
+                sys.modules[_LEAF] = self._leaf
+        self._patches[module.__name__](module, self._undo)
+
+
+class _PatchingLoader(importlib.abc.Loader):
+    def __init__(self, inner: importlib.abc.Loader, finder: _AfterImport) -> None:
+        self._inner = inner
+        self._finder = finder
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        # What reads the loader later (inspect, pickle, resources) is to see the real one.
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        self._finder.run(self._inner, module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Undo:
+    """A stack of things to put back."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], None]] = []
+
+    def call(self, step: Callable[[], None]) -> None:
+        """Have ``step`` called on the way back."""
+        self._steps.append(step)
+
+    def set_attr(self, owner: Any, name: str, value: Any) -> None:
+        """``setattr`` that is undone; also right for inherited and missing attributes."""
+        before = vars(owner).get(name, _MISSING)
+
+        def back() -> None:
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        setattr(owner, name, value)
+        self._steps.append(back)
+
+    def set_item(self, mapping: dict[str, Any], key: str, value: Any) -> None:
+        """``mapping[key] = value`` that is undone."""
+        before = mapping.get(key, _MISSING)
+
+        def back() -> None:
+            if before is _MISSING:
+                mapping.pop(key, None)
+            else:
+                mapping[key] = before
+
+        mapping[key] = value
+        self._steps.append(back)
+
+    def everything(self) -> None:
+        """Put everything back, the newest first."""
+        while self._steps:
+            self._steps.pop()()

@@ -1,0 +1,83 @@
+"""Hold the built packages to what they promise, and install them where nothing else is.
+
+Run with the directory that holds one wheel and one source package.
+"""
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+START_UP = {path.name for path in ROOT.glob("shim/*.pth")} | {
+    p.name for p in ROOT.glob("shim/*.start")
+}
+SOURCES = {
+    path.relative_to(root).as_posix()
+    for root in (ROOT / "shim", ROOT / "adapters")
+    for path in root.rglob("*")
+    if path.is_file() and "__pycache__" not in path.parts
+}
+IDLE = """
+import sys
+assert not [name for name in sys.modules if name.startswith(("precision_shim", "wrapt", "torch"))]
+import precision_shim, precision_shim_adapters
+assert not {"torch", "verl"} & sys.modules.keys()
+assert not precision_shim.status().enabled
+"""
+STARTED = "import sys; assert 'precision_shim._startup' in sys.modules, 'the start-up file is dead'"
+
+
+def check_contents(wheel: Path, source: Path) -> None:
+    """The wheel holds every file of both source roots, the licence, and nothing else."""
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+    about = {name for name in held if name.split("/")[0].endswith(".dist-info")}
+    missing, foreign = SOURCES - held, held - about - SOURCES
+    assert not missing, f"not in the wheel: {sorted(missing)}"
+    assert not foreign, f"does not belong into the wheel: {sorted(foreign)}"
+    assert {path.rsplit(".")[-1] for path in START_UP} == {"pth", "start"}, START_UP
+    assert "precision_shim/py.typed" in held
+    assert any(name.endswith("licenses/LICENSE") for name in about), "no licence in the wheel"
+    with tarfile.open(source) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"LICENSE", "README.md", "pyproject.toml", "tox.ini", "toxfile.py"}
+    assert wanted <= packed, f"not in the source package: {sorted(wanted - packed)}"
+
+
+def check_install(*what: str) -> None:
+    """An installed package imports, starts when asked to, stays out otherwise, has a command."""
+    with tempfile.TemporaryDirectory() as scratch:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+        env["VIRTUAL_ENV"] = scratch
+
+        def run(*command: str, **variables: str) -> None:
+            print("$", *command, flush=True)
+            subprocess.run(command, check=True, cwd=scratch, env={**env, **variables})
+
+        python, command = f"{scratch}/bin/python", f"{scratch}/bin/precision-shim"
+        run("uv", "venv", "--quiet", "--allow-existing", "--python", sys.executable, scratch)
+        run("uv", "pip", "install", "--quiet", *what)
+        run(python, "-c", IDLE)
+        run(python, "-c", STARTED, PRECISION_SHIM="1")
+        run("uv", "pip", "install", "--quiet", *what[:-1], f"{what[-1]}[cli]")
+        run(command, "--help")
+        run(python, "-m", "precision_shim", "--help")
+        run("uv", "pip", "uninstall", "--quiet", "precision-shim")
+        left = [path for path in Path(scratch).rglob("*precision_shim*") if path.suffix != ".pyc"]
+        assert not left, f"uninstalling leaves {left}"
+
+
+def main(dist: Path) -> None:
+    """Check the one wheel and the one source package in ``dist``."""
+    (wheel,), (source,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    check_contents(wheel, source)
+    check_install(str(wheel))
+    check_install("--editable", str(ROOT))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())

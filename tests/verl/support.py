@@ -1,0 +1,159 @@
+"""What the verl tests share: a tiny Hugging Face checkpoint, and real engines built from it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+VOCABULARY = 64
+
+CPU_TRANSFORMER = {
+    "use_cpu_initialization": True,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "attention_backend": "unfused",
+}
+"""Fields of Megatron's TransformerConfig that a CPU needs."""
+
+
+def make_checkpoint(folder: Path, *, value_head: bool = False) -> Path:
+    """Write a Qwen2 of a few thousand parameters with a word-level tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForTokenClassification
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 3))]
+    inner = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<eos>",
+        unk_token="<unk>",
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+    )
+    kind = Qwen2ForCausalLM
+    if value_head:
+        config.num_labels = 1
+        kind = Qwen2ForTokenClassification
+    kind(config).save_pretrained(folder)
+    return folder
+
+
+def optim_config(**fields: Any) -> Any:
+    """verl's own McoreOptimizerConfig."""
+    from verl.workers.config import McoreOptimizerConfig
+
+    values: dict[str, Any] = {"lr": 1e-3, "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.01}
+    return McoreOptimizerConfig(total_training_steps=10, **(values | fields))
+
+
+def engine(
+    checkpoint: Path,
+    dtype: str,
+    *,
+    critic: bool = False,
+    optim: Any = None,
+    ddp: dict[str, Any] | None = None,
+    bridge: bool = False,
+    **config: Any,
+) -> Any:
+    """A real MegatronEngine of the installed verl, not yet initialized.
+
+    Args:
+        checkpoint: from ``make_checkpoint``.
+        dtype: the engine's dtype, ``"bfloat16"`` or ``"float16"``.
+        critic: the engine with the value head.
+        optim: a McoreOptimizerConfig; ``None`` for verl's defaults.
+        ddp: ``override_ddp_config``.
+        bridge: build through Megatron-Bridge's provider instead of mbridge.
+        config: further fields of McoreEngineConfig.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig
+    from verl.workers.engine.megatron import transformer_impl as impl
+
+    transformer: dict[str, Any] = dict(CPU_TRANSFORMER)
+    if bridge:
+        transformer["transformer_layer_spec"] = get_gpt_layer_local_spec(normalization="RMSNorm")
+    transformer |= config.pop("override_transformer_config", {})
+    known = inspect.signature(McoreEngineConfig).parameters
+    values: dict[str, Any] = {
+        "dtype": dtype,
+        "vanilla_mbridge": not bridge,
+        "override_ddp_config": dict(ddp or {}),
+        "override_transformer_config": transformer,
+        "use_remove_padding": False,
+        **config,
+    }
+    model_config = HFModelConfig(path=str(checkpoint), use_remove_padding=False)
+    kinds = {False: "MegatronEngineWithLMHead", True: "MegatronEngineWithValueHead"}
+    if critic and "model_type" in inspect.signature(HFModelConfig).parameters:
+        model_config = HFModelConfig(
+            path=str(checkpoint), use_remove_padding=False, model_type="value_model"
+        )
+    return getattr(impl, kinds[critic])(
+        model_config=model_config,
+        engine_config=McoreEngineConfig(
+            **{key: value for key, value in values.items() if key in known}
+        ),
+        optimizer_config=optim_config() if optim is None else optim,
+        checkpoint_config=CheckpointConfig(),
+    )
+
+
+@contextlib.contextmanager
+def local_layers() -> Iterator[None]:
+    """Bridges ask for TransformerEngine's layers; give them Megatron's own, which run on a CPU.
+
+    Megatron's own layers name their norms differently from TransformerEngine's fused ones, so
+    mbridge's map of weight names does not fit them: the weights stay as they were initialized.
+    """
+    from mbridge.core import bridge, llm_bridge, util
+
+    own = llm_bridge.get_gpt_decoder_block_spec
+
+    @functools.wraps(own)
+    def local(config: Any, use_transformer_engine: bool = True, **kwargs: Any) -> Any:
+        return own(config, use_transformer_engine=False, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm_bridge, "get_gpt_decoder_block_spec", local)
+        patch.setattr(bridge.Bridge, "load_weights", lambda *args, **kwargs: None)
+        if not hasattr(util.ModelType, "encoder_and_decoder"):
+            # mbridge 0.15.1 still compares with a model type that megatron-core 0.17 dropped.
+            types_ = SimpleNamespace(
+                encoder_or_decoder=util.ModelType.encoder_or_decoder, encoder_and_decoder=object()
+            )
+            patch.setattr(util, "ModelType", types_)
+        yield

@@ -1,0 +1,401 @@
+"""MegatronEngine of the installed verl: what is in force in the live objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
+
+from .conftest import VERL
+from .support import engine, optim_config
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HAS_FIELDS = Version("0.9") <= VERL
+"""Whether verl's own config has the opt-in: then ``auto`` takes it at its word."""
+
+pytestmark = [
+    pytest.mark.skipif(
+        Version("0.7") > VERL, reason="verl 0.6's engine: covered whole by test_untested_version"
+    )
+]
+
+PATHS = [
+    pytest.param(False, id="mbridge"),
+    pytest.param(
+        True,
+        id="bridge-provider",
+        marks=pytest.mark.skipif(
+            find_spec("megatron") is None or find_spec("megatron.bridge") is None,
+            reason="Megatron-Bridge is not installed in this environment",
+        ),
+    ),
+]
+
+
+@pytest.fixture
+def build(
+    fused_adam: str, checkpoint: Path, value_checkpoint: Path
+) -> Callable[..., Any]:
+    """Build and initialize a real engine."""
+
+    def make(dtype: str = "bfloat16", *, critic: bool = False, **options: Any) -> Any:
+        by_architecture = critic and Version("0.8") > VERL
+        made = engine(
+            value_checkpoint if by_architecture else checkpoint, dtype, critic=critic, **options
+        )
+        made.initialize()
+        return made
+
+    return make
+
+
+def bucket(built: Any) -> torch.dtype:
+    (found,) = {buffer.grad_data.dtype for chunk in built.module for buffer in chunk.buffers}
+    return found
+
+
+def states(built: Any) -> dict[str, torch.dtype]:
+    """Dtypes of the live optimizer's states after one step on made-up gradients."""
+    for chunk in built.module:
+        for buffer in chunk.buffers:
+            buffer.grad_data.normal_(std=1e-2)
+    built.optimizer.step()
+    found: dict[str, set[torch.dtype]] = {}
+    for inner in getattr(built.optimizer, "chained_optimizers", [built.optimizer]):
+        for state in inner.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    found.setdefault(name, set()).add(value.dtype)
+    return {name: dtypes.pop() for name, dtypes in found.items() if len(dtypes) == 1}
+
+
+def reasons(feature: str) -> str:
+    """What the shim decided for a feature, as one text."""
+    return "\n".join(str(d) for d in precision_shim.status().decisions if d.feature == feature)
+
+
+# -- the dispatch table, live ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bridge", PATHS)
+@pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_table_in_live_objects(
+    build: Any, shim: Any, bridge: bool, critic: bool, dtype: torch.dtype
+) -> None:
+    if VERL == Version("0.9.0") and critic and not bridge:
+        pytest.skip("verl 0.9.0 cannot build a critic through mbridge (TypeError of its own)")
+    if Version("0.8") > VERL and critic and bridge:
+        pytest.skip("Megatron-Bridge 0.3 knows no architecture by which verl 0.7 tells a critic")
+    shim(settings={"optimizer_states": "follow-model"})
+    built = build(
+        str(dtype).removeprefix("torch."),
+        critic=critic,
+        bridge=bridge,
+        optim=optim_config(override_optimizer_config={"adam_beta2": 0.95}),
+    )
+    config = built.optimizer.config
+    assert config.use_precision_aware_optimizer
+    assert config.params_dtype is dtype
+    assert (config.bf16, config.fp16) == (dtype is BF16, dtype is FP16)
+    low = BF16 if dtype is BF16 else FP32
+    assert bucket(built) is low
+    assert config.main_grads_dtype is low
+    assert config.main_params_dtype is FP32
+    if dtype is FP16:
+        assert (config.initial_loss_scale, config.min_loss_scale) == (32768, 1)
+        assert config.store_param_remainders is False
+    live = states(built)
+    assert (live["exp_avg"], live["exp_avg_sq"]) == (low, low)
+    subject = "critic" if critic else "actor"
+    assert f"verl {subject}: bf16-dispatch" in reasons("bf16-dispatch")
+    assert f"verl {subject}: grad-bucket" in reasons("grad-bucket-alignment")
+
+
+@pytest.mark.parametrize("bridge", PATHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_auto(build: Any, shim: Any, bridge: bool, dtype: str) -> None:
+    """Older versions follow the model with the guard; from 0.9 the config has its word."""
+    shim()
+    built = build(dtype, bridge=bridge)
+    follows = dtype == "bfloat16" and not HAS_FIELDS
+    assert bucket(built) is (BF16 if follows else FP32)
+    live = states(built)
+    assert live["exp_avg"] is (BF16 if follows else FP32)
+    assert live["exp_avg_sq"] is FP32, "Megatron's beta2 of 0.999 does not let a bf16 one decay"
+    if follows:
+        assert "cannot decay" in reasons("bf16-dispatch")
+
+
+@pytest.mark.skipif(HAS_FIELDS, reason="with the fields auto is as-configured: test_auto")
+@pytest.mark.parametrize(("beta2", "second"), [(0.95, BF16), (0.99, BF16), (0.999, FP32)])
+def test_guard_on_the_second_moment(
+    build: Any, shim: Any, beta2: float, second: torch.dtype
+) -> None:
+    shim()
+    built = build(optim=optim_config(override_optimizer_config={"adam_beta2": beta2}))
+    live = states(built)
+    assert (live["exp_avg"], live["exp_avg_sq"]) == (BF16, second)
+
+
+def test_follow_model_warns_about_a_stuck_second_moment(build: Any, shim: Any) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    with pytest.warns(PrecisionShimWarning, match="cannot decay"):
+        built = build()
+    assert states(built)["exp_avg_sq"] is BF16
+
+
+@pytest.mark.parametrize("bridge", PATHS)
+def test_as_configured_without_opt_in_keeps_fp32(build: Any, shim: Any, bridge: bool) -> None:
+    shim(settings={"optimizer_states": "as-configured"})
+    built = build(bridge=bridge)
+    assert not built.optimizer.config.use_precision_aware_optimizer
+    assert bucket(built) is FP32
+
+
+@pytest.mark.parametrize("bridge", PATHS)
+def test_opt_in_fields_work_on_every_version(build: Any, shim: Any, bridge: bool) -> None:
+    shim(settings={"optimizer_states": "as-configured"})
+    built = build(
+        bridge=bridge,
+        optim=optim_config(
+            use_precision_aware_optimizer=True,
+            main_grads_dtype="BF16",
+            exp_avg_dtype="torch.bfloat16",
+            exp_avg_sq_dtype="fp32",
+        ),
+    )
+    assert bucket(built) is BF16
+    live = states(built)
+    assert (live["exp_avg"], live["exp_avg_sq"]) == (BF16, FP32)
+
+
+def test_models_in_one_process_differ(build: Any, shim: Any) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    optim = optim_config(override_optimizer_config={"adam_beta2": 0.95})
+    actor = build("bfloat16", optim=optim)
+    reference = build("bfloat16", forward_only=True)
+    critic = build("float16", critic=True, optim=optim, bridge=VERL == Version("0.9.0"))
+    again = build("bfloat16", optim=optim)
+    assert [bucket(actor), bucket(critic), bucket(again)] == [BF16, FP32, BF16]
+    assert reference.optimizer is None
+
+
+# -- what the user wrote wins ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bridge", PATHS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_users_bucket_is_never_overridden(
+    build: Any, shim: Any, bridge: bool, dtype: torch.dtype, in_fp32: bool
+) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    consistent = in_fp32 == (dtype is FP16)
+    options = {
+        "ddp": {"grad_reduce_in_fp32": in_fp32},
+        "bridge": bridge,
+        "optim": optim_config(override_optimizer_config={"adam_beta2": 0.95}),
+    }
+    name = str(dtype).removeprefix("torch.")
+    if consistent:
+        built = build(name, **options)
+    else:
+        with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
+            built = build(name, **options)
+    assert bucket(built) is (FP32 if in_fp32 else dtype)
+
+
+def test_align_is_the_one_exception(build: Any, shim: Any) -> None:
+    shim(settings={"optimizer_states": "follow-model", "grad_bucket": "align"})
+    built = build(
+        ddp={"grad_reduce_in_fp32": True},
+        optim=optim_config(override_optimizer_config={"adam_beta2": 0.95}),
+    )
+    assert bucket(built) is BF16
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"exp_avg_dtype": "fp32"}, {"exp_avg_dtype": FP32, "exp_avg_sq_dtype": BF16}),
+        ({"exp_avg_sq_dtype": "half"}, {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": FP16}),
+        ({"main_grads_dtype": "fp32"}, {"main_grads_dtype": FP32, "exp_avg_dtype": BF16}),
+        ({"exp_avg_dtype": "fp8"}, {"exp_avg_dtype": torch.uint8}),
+        ({"store_param_remainders": False}, {"store_param_remainders": False}),
+        (
+            {"use_precision_aware_optimizer": False},
+            {"use_precision_aware_optimizer": False, "exp_avg_dtype": FP32},
+        ),
+        ({"loss_scale": 1024.0}, {"loss_scale": 1024.0, "exp_avg_dtype": BF16}),
+    ],
+    ids=lambda value: ",".join(value),
+)
+def test_overrides_win_field_by_field(
+    build: Any, shim: Any, overrides: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    given = {"adam_beta2": 0.95, **overrides}
+    optim = optim_config(override_optimizer_config=given)
+    built = build(optim=optim)
+    config = built.optimizer.config
+    assert {key: getattr(config, key) for key in expected} == expected
+    low = config.use_precision_aware_optimizer and config.main_grads_dtype is BF16
+    assert bucket(built) is (BF16 if low else FP32)
+    assert optim.override_optimizer_config == {"adam_beta2": 0.95, **overrides}, "caller's config"
+
+
+@pytest.mark.skipif(not HAS_FIELDS, reason="verl has the fields only from 0.9")
+class TestWhatTheNativeAlignmentLeavesOut:
+    @pytest.mark.parametrize("bridge", PATHS)
+    def test_opt_in_through_overrides(self, build: Any, shim: Any, bridge: bool) -> None:
+        shim()
+        built = build(
+            bridge=bridge,
+            optim=optim_config(
+                override_optimizer_config={
+                    "use_precision_aware_optimizer": True,
+                    "main_grads_dtype": "bf16",
+                }
+            ),
+        )
+        assert bucket(built) is BF16
+
+    def test_override_against_the_field(self, build: Any, shim: Any) -> None:
+        shim()
+        built = build(
+            optim=optim_config(
+                use_precision_aware_optimizer=True,
+                main_grads_dtype="bf16",
+                override_optimizer_config={"main_grads_dtype": "fp32"},
+            )
+        )
+        assert bucket(built) is FP32
+        assert built.optimizer.config.main_grads_dtype is FP32
+
+    @pytest.mark.parametrize("bridge", PATHS)
+    def test_fp16_engine_with_bf16_fields(self, build: Any, shim: Any, bridge: bool) -> None:
+        shim()
+        built = build(
+            "float16",
+            bridge=bridge,
+            optim=optim_config(use_precision_aware_optimizer=True, main_grads_dtype="bf16"),
+        )
+        assert bucket(built) is FP32, "an fp16 bucket ends in an AssertionError while clipping"
+        states(built)
+
+
+# -- where the precision-aware optimizer cannot run ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optim", "config", "reason"),
+    [
+        (  # Megatron's distributed optimizer takes no SGD
+            {"optimizer": "sgd"},
+            {"use_distributed_optimizer": False},
+            "optimizer is 'sgd'",
+        ),
+        ({}, {"use_distributed_optimizer": False}, "distributed optimizer is off"),
+    ],
+    ids=["sgd", "no-distributed-optimizer"],
+)
+@pytest.mark.parametrize("bridge", PATHS)
+def test_obstacles_keep_fp32_states_and_bucket(
+    build: Any, shim: Any, bridge: bool, optim: Any, config: Any, reason: str
+) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    built = build(bridge=bridge, optim=optim_config(**optim), **config)
+    assert not built.optimizer.config.use_precision_aware_optimizer
+    assert bucket(built) is FP32
+    assert reason in reasons("bf16-dispatch")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_without_transformer_engine(
+    cpu: None, shim: Any, checkpoint: Path, dtype: str
+) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    built = engine(checkpoint, dtype)
+    built.initialize()
+    assert not built.optimizer.config.use_precision_aware_optimizer
+    assert bucket(built) is FP32
+    assert "TransformerEngine is not installed" in reasons("bf16-dispatch")
+
+
+def test_too_old_a_transformer_engine(cpu: None, shim: Any, checkpoint: Path) -> None:
+    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+
+    shim(settings={"optimizer_states": "follow-model"})
+    with stand_in_transformer_engine("2.1.0"):
+        built = engine(checkpoint, "bfloat16")
+        built.initialize()
+    assert bucket(built) is FP32
+    assert "takes no bf16 moments" in reasons("bf16-dispatch")
+
+
+def test_what_the_user_asked_for_fails_by_name(cpu: None, shim: Any, checkpoint: Path) -> None:
+    shim()
+    asked = optim_config(override_optimizer_config={"use_precision_aware_optimizer": True})
+    with pytest.raises(UnsupportedPrecisionError, match="TransformerEngine is not installed"):
+        engine(checkpoint, "bfloat16", optim=asked).initialize()
+
+
+# -- dtype names ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("exp_avg_dtype", "bf17", "fp32/float32"),
+        ("main_params_dtype", "bf16", "fp32, fp16"),
+        ("main_grads_dtype", "fp16", "fp32, bf16"),
+        ("exp_avg_sq_dtype", torch.float64, "fp32, bf16, fp16, fp8"),
+    ],
+)
+def test_bad_dtypes_fail_before_the_optimizer(
+    build: Any, shim: Any, key: str, value: Any, allowed: str
+) -> None:
+    shim()
+    with pytest.raises(DtypeError, match=key) as caught:
+        build(optim=optim_config(override_optimizer_config={key: value}))
+    assert isinstance(caught.value, ValueError)
+    assert allowed in str(caught.value)
+    assert f"verl {VERL}" in str(caught.value)
+
+
+def test_bf16_moments_need_transformer_engine_2_3(
+    cpu: None, shim: Any, checkpoint: Path
+) -> None:
+    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+
+    shim()
+    asked = optim_config(
+        override_optimizer_config={"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    )
+    with stand_in_transformer_engine("2.2.0"), pytest.raises(DtypeError, match=r"2\.3 or newer"):
+        engine(checkpoint, "bfloat16", optim=asked).initialize()
+
+
+def test_off_leaves_the_framework_alone(build: Any) -> None:
+    """Without the shim: what verl does by itself, which the other tests differ from."""
+    built = build()
+    assert bucket(built) is FP32
+    assert states(built)["exp_avg"] is FP32
+    with pytest.raises((RuntimeError, AssertionError)):
+        build(
+            optim=optim_config(
+                override_optimizer_config={
+                    "use_precision_aware_optimizer": True,
+                    "exp_avg_dtype": "bf16",
+                }
+            )
+        )
