@@ -41,9 +41,7 @@ PATHS = [
 
 
 @pytest.fixture
-def build(
-    fused_adam: str, checkpoint: Path, value_checkpoint: Path
-) -> Callable[..., Any]:
+def build(fused_adam: str, checkpoint: Path, value_checkpoint: Path) -> Callable[..., Any]:
     """Build and initialize a real engine."""
 
     def make(dtype: str = "bfloat16", *, critic: bool = False, **options: Any) -> Any:
@@ -320,9 +318,7 @@ def test_obstacles_keep_fp32_states_and_bucket(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_without_transformer_engine(
-    cpu: None, shim: Any, checkpoint: Path, dtype: str
-) -> None:
+def test_without_transformer_engine(cpu: None, shim: Any, checkpoint: Path, dtype: str) -> None:
     shim(settings={"optimizer_states": "follow-model"})
     built = engine(checkpoint, dtype)
     built.initialize()
@@ -372,9 +368,7 @@ def test_bad_dtypes_fail_before_the_optimizer(
     assert f"verl {VERL}" in str(caught.value)
 
 
-def test_bf16_moments_need_transformer_engine_2_3(
-    cpu: None, shim: Any, checkpoint: Path
-) -> None:
+def test_bf16_moments_need_transformer_engine_2_3(cpu: None, shim: Any, checkpoint: Path) -> None:
     from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 
     shim()

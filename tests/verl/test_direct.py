@@ -1,0 +1,207 @@
+"""Direct callers of verl's functions, outside any engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
+
+from .conftest import VERL
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FOLLOW = {"optimizer_states": "follow-model"}
+
+
+def config(**overrides: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    fields = {"optimizer": "adam", "lr": 1e-3, "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.0}
+    return OmegaConf.create(
+        {**fields, "override_optimizer_config": {"adam_beta2": 0.95} | overrides}
+    )
+
+
+def model(dtype: torch.dtype, prepare: Any = None, **options: Any) -> Any:
+    from verl.utils.megatron_utils import get_model
+
+    from precision_shim.testing.megatron_cpu import tiny_gpt
+
+    provider = tiny_gpt(dtype)
+
+    def prepared(**kwargs: Any) -> Any:
+        made = provider(**kwargs)
+        if prepare is not None:
+            prepare(made)
+        return made
+
+    return get_model(prepared, transformer_config=provider.config, **options)
+
+
+def bucket(chunks: Any) -> set[torch.dtype]:
+    return {buffer.grad_data.dtype for chunk in chunks for buffer in chunk.buffers}
+
+
+def flags(dtype: torch.dtype) -> dict[str, bool]:
+    return {"fp16": dtype is FP16, "bf16": dtype is BF16}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_the_table(fused_adam: str, shim: Any, dtype: torch.dtype) -> None:
+    shim(settings=FOLLOW)
+
+    from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
+
+    chunks = model(dtype)
+    made = init_megatron_optim_config(config(), **flags(dtype))
+    get_megatron_optimizer(chunks, made)
+    low = BF16 if dtype is BF16 else FP32
+    assert bucket(chunks) == {low}
+    assert (made.main_grads_dtype, made.exp_avg_dtype, made.exp_avg_sq_dtype) == (low, low, low)
+    assert made.params_dtype is dtype
+    assert (made.bf16, made.fp16) == (dtype is BF16, dtype is FP16)
+    assert made.use_precision_aware_optimizer is (dtype is not FP32)
+
+
+def test_bf16_is_the_default_and_fp16_wins(fused_adam: str, shim: Any) -> None:
+    shim(settings=FOLLOW)
+
+    from verl.utils.megatron.optimizer import init_megatron_optim_config
+
+    assert init_megatron_optim_config(config()).exp_avg_dtype is BF16
+    both = init_megatron_optim_config(config(), fp16=True, bf16=True)
+    assert both.fp16
+    assert not both.bf16
+    assert both.exp_avg_dtype is FP32
+
+
+def test_users_bucket(fused_adam: str, shim: Any) -> None:
+    shim(settings=FOLLOW)
+    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32=True"):
+        chunks = model(BF16, override_ddp_config={"grad_reduce_in_fp32": True})
+    assert bucket(chunks) == {FP32}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_pair_that_disagrees(fused_adam: str, shim: Any, strict: bool) -> None:
+    shim(settings=FOLLOW, strict=strict)
+
+    from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
+
+    chunks = model(FP32)
+    made = init_megatron_optim_config(config())  # bf16 by default, the model is fp32
+    expected = pytest.raises if strict else pytest.warns
+    kind = InconsistentPrecisionError if strict else PrecisionShimWarning
+    with expected(kind, match="fp32.*main grads|main grads.*fp32"):
+        get_megatron_optimizer(chunks, made)
+
+
+class TestTrainableParameters:
+    """LoRA trains a few parameters beside frozen ones; only the trained ones count."""
+
+    @staticmethod
+    def keep(names: str, dtype: torch.dtype | None = None) -> Any:
+        def prepare(made: Any) -> None:
+            for name, parameter in made.named_parameters():
+                parameter.requires_grad = names in name
+                if dtype is not None and names in name:
+                    parameter.data = parameter.data.to(dtype)
+
+        return prepare
+
+    def test_frozen_ones_do_not_count(self, fused_adam: str, shim: Any) -> None:
+        shim(settings=FOLLOW)
+
+        def prepare(made: Any) -> None:
+            self.keep("layernorm")(made)
+            made.embedding.word_embeddings.weight.data = (
+                made.embedding.word_embeddings.weight.data.float()
+            )
+
+        assert bucket(model(BF16, prepare)) == {BF16}
+
+    def test_mixed_ones_get_fp32(self, fused_adam: str, shim: Any) -> None:
+        """An fp32 norm kept beside bf16 weights: Float16Module would cast it, so cast after."""
+        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.transformer.module import Float16Module
+
+        shim(settings=FOLLOW)
+        own = Float16Module.__init__
+
+        def keep_norm(self: Any, *args: Any, **kwargs: Any) -> None:
+            own(self, *args, **kwargs)
+            norm = self.module.decoder.final_layernorm
+            norm.weight.data = norm.weight.data.float()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Float16Module, "__init__", keep_norm)
+            chunks = model(BF16)
+        assert isinstance(chunks[0], DistributedDataParallel)
+        assert bucket(chunks) == {FP32}
+        said = [d for d in precision_shim.status().decisions if "bucket" in d.feature]
+        assert "main grads are fp32" in said[-1].because
+
+
+def test_the_callers_config_is_untouched(fused_adam: str, shim: Any) -> None:
+    from omegaconf import OmegaConf
+
+    shim(settings=FOLLOW)
+
+    from verl.utils.megatron.optimizer import init_megatron_optim_config
+
+    given = config(exp_avg_dtype="BF16")
+    before = OmegaConf.to_yaml(given)
+    init_megatron_optim_config(given)
+    assert OmegaConf.to_yaml(given) == before
+
+
+@pytest.mark.parametrize("spelling", ["bf16", "BFloat16", " torch.bfloat16 ", "BF16"])
+def test_every_spelling(fused_adam: str, shim: Any, spelling: str) -> None:
+    shim(settings={"optimizer_states": "as-configured"})
+
+    from verl.utils.megatron.optimizer import init_megatron_optim_config
+
+    made = init_megatron_optim_config(
+        config(use_precision_aware_optimizer=True, exp_avg_dtype=spelling)
+    )
+    assert made.exp_avg_dtype is BF16
+
+
+def test_coercion_alone(fused_adam: str, shim: Any) -> None:
+    shim(features=["dtype-coercion"])
+
+    from verl.utils.megatron.optimizer import init_megatron_optim_config
+
+    asked = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    made = init_megatron_optim_config(config(**asked))
+    assert made.exp_avg_dtype is BF16
+    assert made.main_grads_dtype is FP32
+    assert bucket(model(BF16)) == {FP32}, "alignment is off"
+
+
+def test_megatron_used_directly_gets_coercion_and_nothing_else(fused_adam: str, shim: Any) -> None:
+    from megatron.core.optimizer import OptimizerConfig
+
+    shim(settings=FOLLOW)
+    made = OptimizerConfig(
+        bf16=True,
+        use_distributed_optimizer=True,
+        use_precision_aware_optimizer=True,
+        exp_avg_sq_dtype="bf16",  # type: ignore[arg-type]
+    )
+    assert made.exp_avg_sq_dtype is BF16
+    assert made.exp_avg_dtype is FP32
+    with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
+        OptimizerConfig(exp_avg_dtype="bf16")  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(Version("0.9") <= VERL, reason="verl 0.9 has bf16= of its own")
+def test_without_the_shim_there_is_no_bf16_argument(cpu: None) -> None:
+    from verl.utils.megatron.optimizer import init_megatron_optim_config
+
+    with pytest.raises(TypeError, match="bf16"):
+        init_megatron_optim_config(config(), bf16=False)
