@@ -33,6 +33,8 @@ from precision_shim.rules.legality import FusedAdamSupport, check_dtypes, releas
 from precision_shim.rules.model import TrainableDtypes, trainable_dtypes
 from precision_shim.rules.optimizer import OptimizerPlan
 
+from .megatron_checkpoint import bucket_without_shim
+
 _HERE = "precision_shim_adapters.megatron"
 _FUSED_ADAM_ARGUMENTS = (
     "master_weight_dtype",
@@ -261,6 +263,8 @@ def align_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     result = wrapped(*bound.args, **bound.kwargs)
     if build.bucket_set:
         _set_by_user[instance] = True
+    if choice.changed and in_force is choice.grad_reduce_in_fp32:
+        bucket_without_shim[instance] = bool(ddp_config.grad_reduce_in_fp32)
     return result
 
 

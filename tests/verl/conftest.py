@@ -37,6 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
 
 
+@pytest.fixture(autouse=True)
+def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron leaves one model's attention backend in the environment, and trips on the next."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture(scope="session")
 def cpu() -> Iterator[None]:
     """One process on a CPU: Megatron's parallel state, and verl and megatron-core imported."""

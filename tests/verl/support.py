@@ -31,8 +31,12 @@ def make_checkpoint(folder: Path, *, value_head: bool = False) -> Path:
     """Write a Qwen2 of a few thousand parameters with a word-level tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-    from transformers import Qwen2ForTokenClassification
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2ForTokenClassification,
+    )
 
     words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 3))]
     inner = Tokenizer(
@@ -140,6 +144,7 @@ def local_layers() -> Iterator[None]:
     mbridge's map of weight names does not fit them: the weights stay as they were initialized.
     """
     from mbridge.core import bridge, llm_bridge, util
+    from verl.utils import megatron_utils
 
     own = llm_bridge.get_gpt_decoder_block_spec
 
@@ -151,9 +156,11 @@ def local_layers() -> Iterator[None]:
         patch.setattr(llm_bridge, "get_gpt_decoder_block_spec", local)
         patch.setattr(bridge.Bridge, "load_weights", lambda *args, **kwargs: None)
         if not hasattr(util.ModelType, "encoder_and_decoder"):
-            # mbridge 0.15.1 still compares with a model type that megatron-core 0.17 dropped.
-            types_ = SimpleNamespace(
+            # mbridge 0.15.1 and verl before 0.9 still compare with a model type that
+            # megatron-core 0.17 dropped.
+            known = SimpleNamespace(
                 encoder_or_decoder=util.ModelType.encoder_or_decoder, encoder_and_decoder=object()
             )
-            patch.setattr(util, "ModelType", types_)
+            patch.setattr(util, "ModelType", known)
+            patch.setattr(megatron_utils, "ModelType", known)
         yield

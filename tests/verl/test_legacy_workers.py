@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 ACTOR = "actor_rollout_ref.actor"
+OWNERS = (ACTOR, "critic")
 
 
 @pytest.fixture
 def config(
     fused_adam: str, checkpoint: Path, value_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Any]:
+) -> Any:
     """verl's ppo_megatron_trainer config with tiny models; a function of further overrides."""
     import verl.trainer.config as shipped
     import verl.workers.megatron_workers as workers
@@ -48,15 +48,17 @@ def config(
         f"++{ACTOR}.load_weight=False",
         "++critic.load_weight=False",
     ]
-    for key, value in CPU_TRANSFORMER.items():
-        for owner in (f"{ACTOR}.megatron", "critic.megatron"):
-            common.append(f"++{owner}.override_transformer_config.{key}={value}")
+    common += [
+        f"++{owner}.megatron.override_transformer_config.{key}={value}"
+        for key, value in CPU_TRANSFORMER.items()
+        for owner in OWNERS
+    ]
 
     def make(*overrides: str) -> Any:
         with initialize_config_dir(os.path.dirname(shipped.__file__), version_base=None):
             return compose("ppo_megatron_trainer", overrides=[*common, *overrides])
 
-    yield make
+    return make
 
 
 def both(config: Any) -> dict[str, tuple[Any, Any]]:
@@ -86,9 +88,6 @@ def test_actor_and_critic_follow_the_model(config: Any, shim: Any) -> None:
             d.subject == subject and d.feature == "bf16-dispatch"
             for d in precision_shim.status().decisions
         )
-
-
-OWNERS = (ACTOR, "critic")
 
 
 def test_strings_and_users_bucket(config: Any, shim: Any) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from precision_shim.adapting import MEGATRON_EFFECTS, Adapter, Seam
 
-from .. import megatron
+from .. import megatron, megatron_checkpoint
 
 _MEGATRON = "precision_shim_adapters.verl.megatron"
 _PULL = "https://github.com/verl-project/verl/pull/6526"
@@ -48,6 +48,7 @@ ADAPTER = Adapter(
     effects=MEGATRON_EFFECTS,
     seams=(
         *megatron.SEAMS,
+        *megatron_checkpoint.SEAMS,
         # The optimizer's config. Dispatch is the inner layer: it reads coerced dtypes.
         Seam(
             target=_CONFIG,
@@ -142,7 +143,6 @@ ADAPTER = Adapter(
             upstream="https://github.com/verl-project/verl/pull/7485",
             delete_when="make_megatron_module aligns the bucket itself",
             parameters=("override_ddp_config",),
-            relies_on=("provide_distributed_model",),
         ),
         Seam(
             target="verl.utils.megatron.optimizer:get_megatron_optimizer",

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 import wrapt
 
-from precision_shim.adapting import Settings, Symbol, current_settings, decide, version_of, warn
+from precision_shim.adapting import (
+    Settings,
+    Symbol,
+    current_settings,
+    decide,
+    in_force,
+    version_of,
+    warn,
+)
 from precision_shim.rules.dtypes import coerce_dtype, coerce_dtypes, name_of, parse_dtype
 from precision_shim.rules.legality import check_dtypes
 from precision_shim.rules.model import TrainableDtypes
@@ -21,7 +29,7 @@ from precision_shim.rules.optimizer import (
     plan_optimizer,
 )
 
-from .. import megatron
+from .. import megatron, megatron_checkpoint
 from ..megatron import Build, building, current_build, fused_adam_support
 
 _KEY = "override_optimizer_config"
@@ -156,6 +164,8 @@ def plan_for(
             support=fused_adam_support(),
             blockers=blockers,
             native=native,
+            aligned=in_force("verl", "grad-bucket-alignment", "megatron"),
+            whole_masters=in_force("verl", "bf16-dispatch", megatron_checkpoint.STATES),
         )
     )
     return plan, {**beneath, **plan.adds, **asked}
@@ -164,7 +174,7 @@ def plan_for(
 # -- init_megatron_optim_config -------------------------------------------------------------
 
 
-class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[misc]
+class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """verl's optimizer config with another ``override_optimizer_config``.
 
     verl's configs are frozen dataclasses or OmegaConf nodes, and neither may hold what is the
@@ -270,6 +280,7 @@ class _VerlBuild(Build):
         subject: Callable[[], str],
         optim_config: Callable[[], Any],
         declared: Callable[[], torch.dtype | None],
+        *,
         bucket_set: bool,
         blockers: tuple[str, ...] = (),
         distributed: bool = True,
@@ -304,9 +315,9 @@ def engine_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         lambda: instance.optimizer_config,
         lambda: getattr(instance, "param_dtype", None),
         # From 0.9 the engine itself adds the key on the way to the DDP: ask the config.
-        "grad_reduce_in_fp32" in (_read(config, "override_ddp_config") or {}),
-        tuple(blockers),
-        bool(_read(config, "use_distributed_optimizer", True)),
+        bucket_set="grad_reduce_in_fp32" in (_read(config, "override_ddp_config") or {}),
+        blockers=tuple(blockers),
+        distributed=bool(_read(config, "use_distributed_optimizer", True)),
     )
     with building(build):
         return wrapped(*args, **kwargs)
@@ -314,27 +325,26 @@ def engine_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 def legacy_actor_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around 0.7.1's ``ActorRolloutRefWorker._build_model_optimizer``."""
-    return _legacy("actor", instance.config.actor.megatron, wrapped, instance, args, kwargs)
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    with building(_legacy("actor", instance.config.actor.megatron, instance, given)):
+        return wrapped(*args, **kwargs)
 
 
 def legacy_critic_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around 0.7.1's ``CriticWorker._build_critic_model_optimizer``."""
-    return _legacy("critic", instance.config.megatron, wrapped, instance, args, kwargs)
-
-
-def _legacy(
-    subject: str, config: Any, wrapped: Any, instance: Any, args: Any, kwargs: Any
-) -> Any:
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    build = _VerlBuild(
+    with building(_legacy("critic", instance.config.megatron, instance, given)):
+        return wrapped(*args, **kwargs)
+
+
+def _legacy(subject: str, config: Any, worker: Any, given: Mapping[str, Any]) -> _VerlBuild:
+    return _VerlBuild(
         lambda: subject,
         lambda: given.get("optim_config"),
-        lambda: getattr(instance, "dtype", None),
-        "grad_reduce_in_fp32" in (given.get("override_ddp_config") or {}),
+        lambda: getattr(worker, "dtype", None),
+        bucket_set="grad_reduce_in_fp32" in (given.get("override_ddp_config") or {}),
         distributed=bool(_read(config, "use_distributed_optimizer", True)),
     )
-    with building(build):
-        return wrapped(*args, **kwargs)
 
 
 def direct_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -344,7 +354,7 @@ def direct_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         lambda: "direct caller",
         lambda: None,
         lambda: None,
-        "grad_reduce_in_fp32" in (given.get("override_ddp_config") or {}),
+        bucket_set="grad_reduce_in_fp32" in (given.get("override_ddp_config") or {}),
     )
     with building(build):
         return wrapped(*args, **kwargs)

@@ -21,6 +21,7 @@ from .legality import (
     CAPTURABLE_BF16_SINCE,
     FP16,
     FP32,
+    REMAINDERS_SINCE,
     FusedAdamSupport,
 )
 from .model import TrainableDtypes
@@ -80,6 +81,8 @@ class OptimizerRequest:
         support: the installed FusedAdam.
         blockers: reasons of the framework's why the precision-aware optimizer cannot run.
         native: fields that the framework sets by itself, beneath everything else.
+        aligned: whether the gradient bucket will follow the main gradients chosen here.
+        whole_masters: whether checkpoints will hold whole fp32 masters, remainders or not.
     """
 
     model: TrainableDtypes
@@ -91,6 +94,8 @@ class OptimizerRequest:
     support: FusedAdamSupport = field(default_factory=FusedAdamSupport)
     blockers: tuple[str, ...] = ()
     native: Mapping[str, Any] = field(default_factory=dict)
+    aligned: bool = True
+    whole_masters: bool = True
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,14 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     recipe = request.asked.get("fp8_recipe")
     if recipe not in (None, "delayed"):
         found.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
+    version = request.support.version
+    if request.asked.get("store_param_remainders") and (version or ()) >= REMAINDERS_SINCE:
+        # What the user wrote stays, so what cannot stand beside it is not added.
+        dtype = request.model.single or request.declared
+        if dtype is FP16:
+            found.append("store_param_remainders takes bf16 parameters, they are fp16")
+        if request.asked.get("optimizer_cuda_graph"):
+            found.append("store_param_remainders and optimizer_cuda_graph exclude each other")
     found += request.blockers
     if request.support.problem:
         found.append(request.support.problem)
@@ -176,6 +189,9 @@ def plan_optimizer(request: OptimizerRequest) -> OptimizerPlan:
     return _conclude(request, row, why, warnings)
 
 
+_NEED_PRECISION_AWARE = (*PRECISION_AWARE_FIELDS[1:], "main_params_dtype")
+"""Fields that Megatron takes at fp32 only, unless the optimizer is precision-aware."""
+
 _PRECISION_FIELDS = frozenset({*PRECISION_AWARE_FIELDS, "store_param_remainders", "params_dtype"})
 
 
@@ -193,7 +209,13 @@ def _restrict(
     low_precision = any(key in row for key in PRECISION_AWARE_FIELDS[1:])
     if asked.get("use_precision_aware_optimizer") is False:
         why.append("the user turned the precision-aware optimizer off")
-        return _without_precision_aware(row)
+        return _without_precision_aware(row, asked)
+    if not request.aligned and "main_grads_dtype" in row:
+        row["main_grads_dtype"] = FP32
+        why.append("main grads stay fp32: the gradient bucket is not aligned with them")
+    if not request.whole_masters and "store_param_remainders" not in row:
+        row["store_param_remainders"] = False
+        why.append("whole fp32 masters: checkpoints could not be read without the shim otherwise")
     blocked = obstacles(request)
     if low_precision and not blocked and not request.support.bf16_moments:
         since = ".".join(map(str, BF16_MOMENTS_SINCE))
@@ -202,7 +224,7 @@ def _restrict(
         if not asked.get("use_precision_aware_optimizer"):
             why.append(f"precision-aware optimizer cannot run: {'; '.join(blocked)}: fp32 states")
         # What the user asked for goes through as asked, and fails by name where it is built.
-        return _without_precision_aware(row)
+        return _without_precision_aware(row, asked)
     if "exp_avg_sq_dtype" in row and "exp_avg_sq_dtype" not in asked:
         beta2 = float(asked.get("adam_beta2", MEGATRON_BETA2))
         if not second_moment_can_decay(beta2):
@@ -242,12 +264,19 @@ def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: li
     why.append("no parameter remainders under optimizer_cuda_graph")
 
 
-def _without_precision_aware(row: dict[str, Any]) -> dict[str, Any]:
+def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in row.items() if key not in PRECISION_AWARE_FIELDS}
     kept.pop("store_param_remainders", None)
-    # Said outright: verl's own fp16 branch turns it on without asking whether it can run.
-    kept["use_precision_aware_optimizer"] = False
+    # Said outright: verl's own fp16 branch turns it on without asking whether it can run. Not so
+    # where the user asked for dtypes that need it: that goes through as it would without us.
+    if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in _NEED_PRECISION_AWARE):
+        kept["use_precision_aware_optimizer"] = False
     return kept
+
+
+def _as_dtype(value: object) -> object:
+    """Read a dtype name too: the feature that coerces them may be off."""
+    return parse_dtype(value) if isinstance(value, str) else value
 
 
 def _conclude(
@@ -257,9 +286,7 @@ def _conclude(
     precision_aware = bool(result.get("use_precision_aware_optimizer"))
     main_grads = FP32
     if precision_aware:
-        value = result.get("main_grads_dtype", FP32)
-        if isinstance(value, str):
-            value = parse_dtype(value)
+        value = _as_dtype(result.get("main_grads_dtype", FP32))
         main_grads = value if isinstance(value, torch.dtype) else FP32
     states = []
     for key, label in (

@@ -12,11 +12,12 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._status import SeamStatus
-from ..errors import SeamError
+from ..errors import PrecisionShimError, SeamError
 from ._imports import Watcher
 from ._records import Adapter, Seam
 from ._source import look
@@ -30,12 +31,16 @@ _Group = tuple[str, str, str]
 
 @dataclass
 class _Layer:
-    """One wrapper function over a symbol, and the groups that need it."""
+    """One wrapper function over a symbol, and the groups that need it; with none it is dead."""
 
     key: str
     function: Callable[..., Any]
     owner: str
     groups: set[_Group]
+
+    def is_live(self) -> bool:
+        """Asked at each call: a wrapper that someone has kept passes calls through when dead."""
+        return bool(self.groups)
 
 
 @dataclass
@@ -49,6 +54,7 @@ class _Site:
     original: Any
     layers: list[_Layer] = field(default_factory=list)
     top: Any = None
+    stale: bool = False  # the module's code ran again and put something new there
 
     def holds(self) -> bool:
         """Whether the symbol is still what the engine put there."""
@@ -81,7 +87,7 @@ class Engine:
         features: Iterable[str],
         settings: Any,
         strict: bool,
-        on_fault: Callable[[str, SeamError], None],
+        on_fault: Callable[[str, PrecisionShimError], None],
         describe: Callable[[Adapter], str],
     ) -> None:
         """Make an engine that has patched nothing yet.
@@ -101,9 +107,10 @@ class Engine:
         self._lock = threading.RLock()
         self._plans: dict[str, list[_Planned]] = {}
         self._checked: set[str] = set()
-        self._faults: dict[str, list[SeamError]] = {}
+        self._faults: dict[str, list[PrecisionShimError]] = {}
         self._refused: set[_Group] = set()
         self._sites: list[_Site] = []
+        self._effects: dict[str, tuple[str, ...]] = {}
         self._watcher = Watcher(self._imported)
         self._live = True
 
@@ -112,53 +119,99 @@ class Engine:
     def add(self, adapter: Adapter) -> None:
         """Take on an adapter: patch what is loaded, wait for what is not. A second time: no-op."""
         with self._lock:
-            if adapter.framework in self._plans:
+            if adapter.framework in self._plans or not self._live:
                 return
             plan = [_Planned(adapter, seam) for seam in adapter.seams]
             self._plans[adapter.framework] = plan
             for one in plan:
                 if one.seam.feature not in self._features:
                     one.state = "off"
-            wanted = {one.seam.module for one in plan if one.state != "off"}
-            if self._strict:
-                wanted |= {target.partition(":")[0] for target in adapter.effects}
-            self._watcher.watch(wanted)
-            for module in wanted:
-                if _loaded(module) is not None:
-                    self._arrived(module)
+            self._effects[adapter.framework] = adapter.effects
+            self._expect({one.seam.module for one in plan if one.state != "off"}, adapter.effects)
 
-    def fault(self, framework: str, error: SeamError, effects: Iterable[str]) -> None:
+    def fault(self, framework: str, error: PrecisionShimError, effects: Iterable[str]) -> None:
         """Keep an error for a framework whose adapter could not even be loaded."""
         with self._lock:
+            if not self._live:
+                return
             self._faults.setdefault(framework, []).append(error)
             self._on_fault(framework, error)
-            if self._strict:
-                self._trip_all(framework, tuple(effects))
+            self._effects[framework] = tuple(effects)
+            self._expect(set(), effects)
+
+    def catch_up(self) -> None:
+        """Wait for target modules whose import is under way in other threads, and patch them.
+
+        Their code began before the engine's watcher was in place. Hold no lock that a module's
+        code may want.
+        """
+        with self._lock:
+            slow = [
+                one.seam.module
+                for plan in self._plans.values()
+                for one in plan
+                if one.state == "pending" and one.seam.module in sys.modules
+            ]
+        for module in dict.fromkeys(slow):
+            with suppress(Exception):  # it belongs to the thread that imports it
+                __import__(module)
+            with self._lock:
+                if self._live and _loaded(module) is not None:
+                    self._arrived(module)
+
+    def _expect(self, modules: set[str], effects: Iterable[str]) -> None:
+        if self._strict:
+            modules = modules | {target.partition(":")[0] for target in effects}
+        self._watcher.watch(modules)
+        for module in modules:
+            if _loaded(module) is not None:
+                self._arrived(module)
 
     def _imported(self, module: str) -> None:
         with self._lock:
             if self._live:
+                self._forget(module)
                 self._arrived(module)
 
+    def _forget(self, module: str) -> None:
+        """A module's code has run: what was patched there before, if it was, is no more."""
+        for site in self._sites:
+            if site.target.partition(":")[0] == module and not site.holds():
+                site.stale = True
+        for plan in self._plans.values():
+            for one in plan:
+                placed = one.state == "wrapped" or (one.seam.refusal and one.state == "refused")
+                if placed and one.seam.module == module and one.group not in self._refused:
+                    one.state = "pending"
+
     def _arrived(self, module: str) -> None:
-        # Trip-wires first: they are innermost, and a fault of this very module must find them.
-        for framework, plan in self._plans.items():
-            mine = [one for one in plan if one.seam.module == module and one.state != "off"]
-            adapter = plan[0].adapter if plan else None
-            if mine and framework not in self._checked:
-                self._checked.add(framework)
-                self._check(plan)
-            if self._strict and adapter is not None:
-                self._trip_all(framework, adapter.effects, module)
-            # All that wait, not only this module's: one whose import was under way in another
-            # thread when the watcher was put in place has not been reported.
-            for one in plan if framework in self._checked else ():
-                if (
-                    one.state == "pending"
-                    and one.group not in self._refused
-                    and (one.seam.module == module or _loaded(one.seam.module) is not None)
-                ):
-                    self._apply(one)
+        done: set[str] = set()
+        while True:
+            # Trip-wires first: they are innermost, and a fault of this very module finds them.
+            self._trip(module)
+            # Anew each time: a wrapper's module may import a framework and so wake an adapter.
+            framework = next((name for name in self._plans if name not in done), None)
+            if framework is None:
+                return
+            done.add(framework)
+            self._arrived_for(framework, module)
+
+    def _arrived_for(self, framework: str, module: str) -> None:
+        plan = self._plans[framework]
+        if framework not in self._checked and any(
+            one.seam.module == module and one.state != "off" for one in plan
+        ):
+            self._checked.add(framework)
+            self._check(plan)
+        # All that wait, not only this module's: one whose import was under way in another
+        # thread when the watcher was put in place has not been reported.
+        for one in plan if framework in self._checked else ():
+            if (
+                one.state == "pending"
+                and one.group not in self._refused
+                and (one.seam.module == module or _loaded(one.seam.module) is not None)
+            ):
+                self._apply(one)
 
     # -- checking -------------------------------------------------------------------------
 
@@ -167,29 +220,37 @@ class Engine:
         for one in plan:
             if one.state == "off":
                 continue
-            symbol = look(one.seam.target, skip=self._watcher)
-            if not one.seam.wrapper:  # a record of what the framework does itself
-                native = resolve(one.seam.native)(symbol, self._settings) if symbol.found else None
-                one.state, one.reason = ("native", native) if native else ("absent", symbol.problem)
-                continue
-            if not symbol.module_found and one.seam.optional:
-                one.state, one.reason = "absent", symbol.problem
-                continue
-            problem = symbol.problem or _missing(one.seam, symbol.parameters, symbol.names)
+            try:
+                problem = self._judge(one)
+            except Exception as error:  # a broken adapter must not break the framework's import
+                problem = f"{one.seam.target}: {one.seam.native} failed: {error!r}"
             if problem:
-                if one.seam.refusal:  # nothing is patched there, so nothing need hold
-                    one.state, one.reason = "absent", problem
-                else:
-                    problems.setdefault(one.group, []).append(problem)
-                continue
-            if one.seam.native:
-                reason = resolve(one.seam.native)(symbol, self._settings)
-                if reason:
-                    one.state, one.reason = "native", reason
-                    continue
-            one.reason = one.seam.refusal
+                problems.setdefault(one.group, []).append(problem)
         for group, found in problems.items():
             self._refuse(group, found)
+
+    def _judge(self, one: _Planned) -> str:
+        """Settle what source can settle of a seam; returns why its group must be refused."""
+        seam, symbol = one.seam, look(one.seam.target)
+        if not seam.wrapper:  # a record of what the framework does itself
+            native = resolve(seam.native)(symbol, self._settings) if symbol.found else None
+            one.state, one.reason = ("native", native) if native else ("absent", symbol.problem)
+            return ""
+        if not symbol.module_found and seam.optional:
+            one.state, one.reason = "absent", symbol.problem
+            return ""
+        problem = symbol.problem or _missing(seam, symbol.parameters, symbol.names)
+        if problem and seam.refusal:  # nothing is patched there, so nothing need hold
+            one.state, one.reason = "absent", problem
+            return ""
+        if problem:
+            return problem
+        native = resolve(seam.native)(symbol, self._settings) if seam.native else None
+        if native:
+            one.state, one.reason = "native", native
+        else:
+            one.reason = seam.refusal
+        return ""
 
     def _refuse(self, group: _Group, problems: list[str]) -> None:
         """Take a whole group out, keep why, and say so."""
@@ -203,10 +264,8 @@ class Engine:
             for layer in list(site.layers):
                 layer.groups.discard(group)
                 if not layer.groups:
-                    before = site.top
                     site.layers.remove(layer)
                     self._rebuild(site)
-                    _sweep({id(before): site.top if site.layers else site.original})
         for one in plan:
             if one.group == group and one.state in ("pending", "wrapped", "native"):
                 own = [text for text in problems if one.seam.target in text]
@@ -230,18 +289,18 @@ class Engine:
             if problem:
                 raise SeamError(problem)
             function = resolve(seam.wrapper)
+            site = self._site(seam.target)
+            layer = next((layer for layer in site.layers if layer.key == seam.wrapper), None)
+            if layer is not None:
+                layer.groups.add(one.group)
+            else:
+                owner = f"precision_shim:{one.adapter.framework}"
+                site.layers.append(_Layer(seam.wrapper, function, owner, {one.group}))
+                self._rebuild(site)
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(one.group, [f"{seam.target}: {error}"])
             return
-        owner = f"precision_shim:{one.adapter.framework}"
-        site = self._site(seam.target)
-        for layer in site.layers:
-            if layer.key == seam.wrapper:
-                layer.groups.add(one.group)
-                break
-        else:
-            site.layers.append(_Layer(seam.wrapper, function, owner, {one.group}))
-        unreached = self._rebuild(site, seam.aliases)
+        unreached = _reach(site, seam.aliases)
         # A seam that only refuses is in place to say so; its state tells the user "refused".
         one.state = "refused" if seam.refusal else "wrapped"
         one.reason = seam.refusal
@@ -258,63 +317,51 @@ class Engine:
         self._sites.append(site)
         return site
 
-    def _rebuild(self, site: _Site, aliases: Iterable[str] = ()) -> list[str]:
-        """Put a site's layers in place anew; returns the aliases that could not be reached."""
+    def _rebuild(self, site: _Site) -> None:
+        """Put a site's layers in place anew, also where modules hold what we had put there."""
         if not site.holds():
-            return []
-        before = site.top if isinstance(site.top, SeamWrapper) else site.original
-        top = site.raw
+            return
+        before, top = site.top, site.raw
         for layer in site.layers:
             top = SeamWrapper(
-                top, layer.function, target=site.target, owner=layer.owner, enabled=self._is_live
+                top, layer.function, target=site.target, owner=layer.owner, enabled=layer.is_live
             )
-        site.top = top
-        setattr(site.parent, site.name, top)
-        now = top if site.layers else site.original
-        unreached = []
-        for alias in aliases:
-            module, _, attribute = alias.partition(":")
-            holder = sys.modules.get(module)
-            if holder is None or attribute not in vars(holder):
-                continue
-            if vars(holder)[attribute] is before:
-                setattr(holder, attribute, now)
-            elif not isinstance(vars(holder)[attribute], SeamWrapper):
-                unreached.append(alias)
+        if top is not before:
+            setattr(site.parent, site.name, top)
+            site.top = top
+        if before is not site.raw:
+            _sweep({id(before): top if site.layers else site.original})
         if not site.layers:
             self._sites.remove(site)
-        return unreached
-
-    def _is_live(self) -> bool:
-        return self._live
 
     # -- strict: faults are raised where a feature would take effect -----------------------
 
-    def _trip_all(self, framework: str, effects: tuple[str, ...], module: str = "") -> None:
-        for target in effects:
-            home = target.partition(":")[0]
-            if module and home != module:
-                continue
-            if home != module and _loaded(home) is None:
-                self._watcher.watch([home])
-                continue
-            key = f"fault:{framework}"
-            try:
-                site = self._site(target)
-            except Exception:  # an effect that this version lacks cannot take place
-                continue
-            if any(layer.key == key for layer in site.layers):
-                continue
+    def _trip(self, module: str) -> None:
+        """In strict mode, put a trip-wire into each effect that a module defines."""
+        for framework, effects in self._effects.items() if self._strict else ():
+            for target in effects:
+                if target.partition(":")[0] != module:
+                    continue
+                try:
+                    site = self._site(target)
+                except Exception:  # an effect that this version lacks cannot take place
+                    continue
+                key = f"fault:{framework}"
+                if any(layer.key == key for layer in site.layers):
+                    continue
+                group = (framework, "strict", target)
+                owner = f"precision_shim:{framework}"
+                site.layers.append(_Layer(key, self._raise_fault_of(framework), owner, {group}))
+                self._rebuild(site)
 
-            def trip(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-                faults = self._faults.get(framework)
-                if faults:
-                    raise faults[0]
-                return wrapped(*args, **kwargs)
+    def _raise_fault_of(self, framework: str) -> Callable[..., Any]:
+        def trip(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            faults = self._faults.get(framework)
+            if faults:
+                raise faults[0]
+            return wrapped(*args, **kwargs)
 
-            group = (framework, "strict", target)
-            site.layers.append(_Layer(key, trip, f"precision_shim:{framework}", {group}))
-            self._rebuild(site)
+        return trip
 
     # -- undoing --------------------------------------------------------------------------
 
@@ -331,15 +378,18 @@ class Engine:
             left = []
             gone: dict[int, Any] = {}
             for site in reversed(self._sites):
+                gone[id(site.top)] = site.original
+                for layer in site.layers:
+                    layer.groups.clear()
                 if site.holds():
                     setattr(site.parent, site.name, site.raw)
-                    gone[id(site.top)] = site.original
-                else:
+                elif not site.stale:
                     left.append(
                         f"{site.target} was changed by someone else since and is left as it is"
                     )
             _sweep(gone)
             self._sites.clear()
+            self._effects.clear()
             self._plans.clear()
             self._checked.clear()
             self._faults.clear()
@@ -356,10 +406,15 @@ class Engine:
                 for one in self._plans.get(framework, ())
             )
 
-    def faults(self, framework: str) -> tuple[SeamError, ...]:
+    def faults(self, framework: str) -> tuple[PrecisionShimError, ...]:
         """What was refused for a framework, oldest first."""
         with self._lock:
             return tuple(self._faults.get(framework, ()))
+
+    def is_refused(self, framework: str, feature: str, path: str) -> bool:
+        """Whether a feature was refused whole on a path of a framework."""
+        with self._lock:
+            return (framework, feature, path) in self._refused
 
     def preview(self, adapter: Adapter) -> tuple[SeamStatus, ...]:
         """What would happen to an adapter's seams, from source alone; patches nothing."""
@@ -404,18 +459,37 @@ def _locate(target: str) -> tuple[Any, str, Any]:
     return parent, name, raw
 
 
-def _sweep(gone: Mapping[int, Any]) -> None:
-    """Give modules that imported a wrapper by value the original back.
-
-    ``vars`` and not ``getattr``: a look must not fire lazy modules.
-    """
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict):
+def _reach(site: _Site, aliases: Iterable[str]) -> list[str]:
+    """Give declared aliases what the symbol now is; returns those that hold something else."""
+    unreached = []
+    for alias in aliases:
+        module, _, attribute = alias.partition(":")
+        names = _contents(sys.modules.get(module))
+        if attribute not in names or names[attribute] is site.top:
             continue
+        if names[attribute] is site.original:
+            names[attribute] = site.top
+        else:
+            unreached.append(alias)
+    return unreached
+
+
+def _sweep(gone: Mapping[int, Any]) -> None:
+    """Give modules that hold a wrapper by value what it was replaced by."""
+    for module in list(sys.modules.values()):
+        names = _contents(module)
         for name, value in list(names.items()):
             if id(value) in gone and isinstance(value, SeamWrapper):
                 names[name] = gone[id(value)]
+
+
+def _contents(module: Any) -> dict[str, Any]:
+    """A module's names; ``vars()`` and ``getattr`` would make a lazy module load itself."""
+    try:
+        names = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
+    return names if isinstance(names, dict) else {}
 
 
 def _missing(seam: Seam, parameters: Iterable[str], names: Iterable[str]) -> str:

@@ -33,8 +33,11 @@ class Symbol:
     problem: str = ""
 
 
-def find_spec(name: str, skip: object = None) -> ModuleSpec | None:
-    """Find a module's spec without importing its parents (``importlib.util`` imports them)."""
+def find_spec(name: str) -> ModuleSpec | None:
+    """Find a module's spec without importing its parents (``importlib.util`` imports them).
+
+    Our own finders are left out: a look must not wake an adapter.
+    """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
     parts = name.split(".")
@@ -44,9 +47,12 @@ def find_spec(name: str, skip: object = None) -> ModuleSpec | None:
         spec = getattr(loaded, "__spec__", None)
         if spec is None:
             for finder in list(sys.meta_path):
-                if finder is skip or not hasattr(finder, "find_spec"):
+                if getattr(finder, "finds_nothing", False) or not hasattr(finder, "find_spec"):
                     continue
-                spec = finder.find_spec(full, path)
+                try:
+                    spec = finder.find_spec(full, path)
+                except KeyError:  # a namespace package in a package that is not imported
+                    spec = _namespace(full, path or ())
                 if spec is not None:
                     break
         if spec is None:
@@ -56,16 +62,25 @@ def find_spec(name: str, skip: object = None) -> ModuleSpec | None:
     return spec
 
 
-def look(target: str, skip: object = None) -> Symbol:
-    """Describe ``"module:attribute"`` from source, importing nothing.
+def _namespace(name: str, path: Sequence[str]) -> ModuleSpec | None:
+    from pkgutil import get_importer
 
-    Args:
-        target: the symbol.
-        skip: a finder of ``sys.meta_path`` to leave out (the engine's own).
-    """
+    places: list[str] = []
+    for entry in path:
+        finder = get_importer(entry)
+        found = finder.find_spec(name) if finder is not None else None
+        if found is not None:
+            places += found.submodule_search_locations or ()
+    spec = ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = places
+    return spec if places else None
+
+
+def look(target: str) -> Symbol:
+    """Describe ``"module:attribute"`` from source, importing nothing."""
     module, _, attribute = target.partition(":")
     try:
-        spec = find_spec(module, skip)
+        spec = find_spec(module)
     except Exception as error:  # another package's finder may do anything
         return Symbol(target, problem=f"looking for {module} failed: {error!r}")
     if spec is None:

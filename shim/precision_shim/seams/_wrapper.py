@@ -7,24 +7,33 @@ gets its own, patched or not as that process is.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import wrapt
 
 
-class _BoundSeam(wrapt.BoundFunctionWrapper):  # type: ignore[misc]
+class _BoundSeam(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
+    def __copy__(self) -> _BoundSeam:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        make, of = self.__reduce_ex__(2)
+        return self if make is resolve else make(*copy.deepcopy(of, memo))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return self.__reduce_ex__(2)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        owner = self._self_instance
+        target = self._self_parent._self_target
+        owner = getattr(self.__wrapped__, "__self__", None)  # of a classmethod: the class it is on
         if owner is None:
-            return resolve, (self._self_parent._self_target,)
-        return getattr, (owner, self._self_parent._self_target.rpartition(".")[2])
+            return resolve, (target,)
+        return getattr, (owner, target.rpartition(".")[2])
 
 
-class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[misc]
+class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """A wrapped symbol; ``_self_precision_shim`` marks it as ours and names the adapter."""
 
     __bound_function_wrapper__ = _BoundSeam

@@ -32,6 +32,8 @@ from typing import Any
 
 import torch
 
+from ..rules.remainders import join_master, split_master
+
 __all__ = [
     "DEFAULT_VERSION",
     "OLDEST_VERSION",
@@ -58,61 +60,6 @@ _LARGEST_SCALED = {
     torch.float16: torch.finfo(torch.float16).max / 2.0,
     torch.uint8: torch.finfo(_FP8).max,
 }
-
-
-def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split fp32 numbers into bf16 parameters and the bits that bf16 leaves out.
-
-    The parameter is the master rounded to nearest, **ties away from zero** (torch's own
-    ``.bfloat16()`` rounds ties to even, so the two differ where the low half is exactly
-    ``0x8000``). The remainder is the low half itself, read as a signed number; its sign
-    tells :func:`join_master` that the parameter was rounded away from zero.
-
-    Args:
-        master: fp32, any shape.
-
-    Returns:
-        ``(param, remainder)``: bf16 and int16, of the same shape.
-
-    Raises:
-        TypeError: ``master`` is not fp32.
-    """
-    if master.dtype != torch.float32:
-        raise TypeError(f"split_master wants torch.float32, got {master.dtype}")
-    bits = master.contiguous().view(torch.int32)
-    low = _wrap_int16(bits & 0xFFFF)
-    high = (bits >> 16) + (low < 0)
-    return _wrap_int16(high).view(torch.bfloat16), low
-
-
-def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Rebuild the fp32 numbers that :func:`split_master` took apart, bit for bit.
-
-    Exact for every bit pattern: negative numbers, denormals, infinities and NaN.
-
-    Args:
-        param: bf16, any shape.
-        remainder: int16, the same shape.
-
-    Returns:
-        fp32, the same shape.
-
-    Raises:
-        TypeError: a dtype is not the one named above.
-    """
-    if param.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
-        raise TypeError(
-            "join_master wants torch.bfloat16 and torch.int16, "
-            f"got {param.dtype} and {remainder.dtype}"
-        )
-    low = remainder.to(torch.int32)
-    high = param.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
-    return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
-
-
-def _wrap_int16(value: torch.Tensor) -> torch.Tensor:
-    # A plain cast of an out-of-range integer is up to the platform; this one wraps anywhere.
-    return (((value + 0x8000) & 0xFFFF) - 0x8000).to(torch.int16)
 
 
 class FusedAdam(torch.optim.Optimizer):

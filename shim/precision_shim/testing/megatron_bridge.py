@@ -86,7 +86,7 @@ class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         path: Sequence[str] | None = None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] != _ROOT:
+        if name.split(".", maxsplit=1)[0] != _ROOT:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 

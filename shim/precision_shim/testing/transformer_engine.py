@@ -20,6 +20,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,8 +63,11 @@ def real_transformer_engine() -> tuple[str, type[Any]] | None:
     if not _quietly_findable("transformer_engine"):
         return None
     try:
-        import transformer_engine
-        from transformer_engine.pytorch import optimizers
+        with warnings.catch_warnings():
+            # Its import warns about torch; the question here is only whether it works.
+            warnings.simplefilter("ignore")
+            import transformer_engine
+            from transformer_engine.pytorch import optimizers
     except (ImportError, OSError, RuntimeError, AttributeError):
         return None
     if getattr(optimizers, _MARK, False) or getattr(transformer_engine, _MARK, False):

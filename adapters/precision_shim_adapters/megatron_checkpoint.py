@@ -1,0 +1,364 @@
+"""Megatron's optimizer checkpoints: written so that any Megatron reads them.
+
+Why these layers. ``DistributedOptimizer`` reads and writes one parameter's states through one pair
+of methods, for every sharding type: there the int16 remainder of a precision-aware optimizer
+becomes the fp32 master that an unpatched Megatron expects, and comes apart again. The bucket's
+dtype is part of the checkpoint's keys in two of the sharding types; they are written with the
+bucket that the job would have without the shim. ``dist_checkpointing.load`` is the one call that
+has both the wanted layout and the directory in hand, before a tensor is read.
+
+What cannot be continued exactly is refused: fp32 moments that would be rounded to bf16, and
+remainders that an unpatched Megatron has already written as numbers.
+
+Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
+https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete when both are
+closed, remainders are stored under a name of their own, and the bucket's dtype left the keys.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Seam
+from precision_shim.errors import CheckpointLayoutError
+from precision_shim.rules.dtypes import name_of
+from precision_shim.rules.remainders import (
+    join_master,
+    looks_like_remainders,
+    rounds_exactly,
+    split_master,
+)
+
+_HERE = "precision_shim_adapters.megatron_checkpoint"
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_ISSUE = "https://github.com/NVIDIA/Megatron-LM/issues/4222"
+_DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
+_REMEDY = (
+    "To continue with fp32 states, set PRECISION_SHIM_OPTIMIZER_STATES=as-configured (and leave "
+    "use_precision_aware_optimizer out of the config), or start from the model's weights without "
+    "the optimizer's states."
+)
+
+STATES = "megatron checkpoint states"
+KEYS = "megatron checkpoint keys"
+"""Two paths, since the second alone differs between versions: without it a switch of the bucket's
+dtype is Megatron's own error, without the first it would be other weights."""
+
+
+def _seam(path: str, target: str, wrapper: str, why: str, *relies_on: str, **more: Any) -> Seam:
+    return Seam(
+        target=target,
+        feature="bf16-dispatch",
+        wrapper=f"{_HERE}:{wrapper}",
+        path=path,
+        why=why,
+        upstream=_ISSUE,
+        delete_when="Megatron stores remainders as such, and its keys no longer hold the bucket",
+        relies_on=relies_on,
+        optional=True,
+        **more,
+    )
+
+
+SEAMS: tuple[Seam, ...] = (
+    _seam(
+        STATES,
+        f"{_OPTIMIZER}._get_main_param_and_optimizer_states",
+        "join_states",
+        "every sharding type reads one parameter's states here",
+        "model_param_group_index_map",
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+        "master_param",
+        parameters=("self", "model_param"),
+    ),
+    _seam(
+        STATES,
+        f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+        "split_states",
+        "every sharding type writes one parameter's states here",
+        "set_scaled_state",
+        parameters=("self", "model_param", "tensors"),
+    ),
+    _seam(
+        KEYS,
+        f"{_OPTIMIZER}.sharded_param_state_dp_reshardable",
+        "name_bucket_of_unpatched",
+        "the bucket's dtype is part of these keys",
+        "per_bucket_numel_unpadded",
+    ),
+    _seam(
+        KEYS,
+        f"{_OPTIMIZER}.load_parameter_state_from_dp_reshardable",
+        "name_live_bucket",
+        "and is compared with the live one here",
+        "per_bucket_numel_unpadded",
+        parameters=("self", "state_dict"),
+    ),
+    _seam(
+        KEYS,
+        f"{_OPTIMIZER}.sharded_param_state_dp_zero",
+        "name_bucket_of_unpatched",
+        "the same for the gathered form",
+    ),
+    _seam(
+        KEYS,
+        f"{_OPTIMIZER}.load_parameter_state_from_dp_zero",
+        "name_live_bucket_dp_zero",
+        "the same for the gathered form",
+        "gbuf_ranges",
+        parameters=("self", "state_dict"),
+    ),
+    _seam(
+        STATES,
+        f"{_OPTIMIZER}.load_state_dict",
+        "spread_parameters",
+        "parameters written with the masters must reach the other ranks",
+        "param_state",
+        parameters=("self", "state_dict"),
+    ),
+    _seam(
+        KEYS,
+        "megatron.core.dist_checkpointing.serialization:load",
+        "compare_layouts",
+        "the one call that has the wanted layout and the directory, before a tensor is read",
+        parameters=("sharded_state_dict", "checkpoint_dir"),
+        aliases=("megatron.core.dist_checkpointing:load",),
+    ),
+)
+"""The seams of Megatron's optimizer checkpoints, for every adapter of a framework on Megatron."""
+
+bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""DDP modules whose bucket the shim aligned, to the ``grad_reduce_in_fp32`` they came with."""
+
+
+# -- one parameter's states -------------------------------------------------------------------
+
+
+def _precision_aware(optimizer: Any) -> bool:
+    """Whether FusedAdam keeps the masters (Megatron's offloading optimizer has no such method)."""
+    return bool(
+        optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        and hasattr(optimizer.optimizer, "get_unscaled_state")
+    )
+
+
+def _shard_of(optimizer: Any, model_param: Any) -> Any:
+    group, order = optimizer.model_param_group_index_map[model_param]
+    return optimizer.optimizer.param_groups[group]["params"][order]
+
+
+def join_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Hand out an fp32 master where FusedAdam keeps a remainder."""
+    tensors = wrapped(*args, **kwargs)
+    if _precision_aware(instance):
+        model_param = args[0] if args else kwargs["model_param"]
+        shard = _shard_of(instance, model_param)
+        if tensors["param"].dtype is torch.int16:
+            tensors["param"] = join_master(shard.detach(), tensors["param"])
+        elif shard.dtype is torch.float32:
+            # FusedAdam keeps a master beside fp32 parameters and never updates it.
+            tensors["param"] = shard.detach()
+    return tensors
+
+
+def split_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Take an fp32 master apart again; refuse what would not be continued exactly.
+
+    Raises:
+        CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
+            were stored as numbers.
+    """
+    model_param = args[0] if args else kwargs["model_param"]
+    given = args[1] if len(args) > 1 else kwargs["tensors"]
+    # Up to 0.16 the dp_reshardable form hands a bool named 'padding' on, which FusedAdam rejects.
+    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    shard = _shard_of(instance, model_param)
+    aware = _precision_aware(instance)
+    value = tensors["param"]
+    if value.dtype is not torch.int16 and looks_like_remainders(
+        value, model_shard(instance, model_param)
+    ):
+        raise CheckpointLayoutError(
+            "Megatron optimizer checkpoint: its master weights are the int16 remainders of a "
+            "precision-aware optimizer, stored as numbers by a Megatron without the shim; they "
+            "cannot be turned back into weights for certain. The live optimizer keeps "
+            f"{'remainders' if aware else 'fp32 masters'}. Resume with the settings and the "
+            "Megatron that wrote it, save again with the shim on or with "
+            "override_optimizer_config.store_param_remainders=False, or start from the model's "
+            "weights without the optimizer's states."
+        )
+    if not aware:
+        return wrapped(model_param, tensors)
+    state = instance.optimizer.state[shard]
+    for name in ("exp_avg", "exp_avg_sq"):
+        live = state[name].dtype if name in state else None
+        if live is torch.bfloat16 and not rounds_exactly(tensors[name], torch.bfloat16):
+            raise CheckpointLayoutError(
+                f"Megatron optimizer checkpoint: its {name} holds fp32 values, the live optimizer "
+                f"keeps {name_of(live)}: continuing would round them, and training would not be "
+                f"the one that was saved. {_REMEDY}"
+            )
+    master = state["master_param"]
+    if value.dtype is torch.int16 and master.dtype is not torch.int16:
+        tensors["param"] = join_master(shard.detach(), value.to(shard.device))
+    elif value.dtype is not torch.int16 and master.dtype is torch.int16:
+        # The parameter is written too: FusedAdam rounds ties away from zero, Megatron to even.
+        rounded, tensors["param"] = split_master(value.float().to(shard.device))
+        shard.data.copy_(rounded)
+    elif shard.dtype is torch.float32:
+        shard.data.copy_(value)
+    return wrapped(model_param, tensors)
+
+
+def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
+    """The live parameter's elements that this rank's optimizer owns."""
+    owned = optimizer._get_model_param_range_map(model_param)["param"]
+    shard: torch.Tensor = model_param.detach().view(-1)[owned.start : owned.end]
+    return shard
+
+
+def spread_parameters(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Gather the parameters that came with the masters, as a step would."""
+    result = wrapped(*args, **kwargs)
+    state_dict = args[0] if args else kwargs["state_dict"]
+    if _precision_aware(instance) and "param_state" in state_dict:
+        for chunk in instance.model_chunks:
+            chunk.start_param_sync(force_sync=True)
+    return result
+
+
+# -- the bucket's dtype in the keys -------------------------------------------------------------
+
+
+def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
+    """Parameter dtype to the bucket dtype of the same job without the shim, if that differs."""
+    for chunk in optimizer.model_chunks:
+        if chunk in bucket_without_shim:
+            in_fp32 = bucket_without_shim[chunk]
+            return lambda param_dtype: torch.float32 if in_fp32 else param_dtype
+    return None
+
+
+def name_bucket_of_unpatched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Write the keys that the same job has without the shim."""
+    state = wrapped(*args, **kwargs)
+    dtype_of = _unpatched_grad_dtype(instance)
+    if dtype_of is None:
+        return state
+
+    def rekeyed(by_dtypes: Any) -> Any:
+        return {(key[0], dtype_of(key[0])): value for key, value in by_dtypes.items()}
+
+    def renamed(match: re.Match[str]) -> str:
+        param_dtype = getattr(torch, match[1].removeprefix("torch."))
+        return f"dtype_({param_dtype}, {dtype_of(param_dtype)})"
+
+    if isinstance(state, dict):
+        for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):
+            if name in state:
+                state[name].data = [rekeyed(one) for one in state[name].data]
+        for tensor in _sharded_tensors(state):
+            tensor.key = _DTYPES_IN_KEY.sub(renamed, tensor.key)
+    elif getattr(state, "data", None) is not None:  # the gathered form is one object
+        state.data = {
+            name: rekeyed(value) if isinstance(value, dict) else value
+            for name, value in state.data.items()
+        }
+    return state
+
+
+def name_live_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Give the loaded bookkeeping the live bucket's dtypes before Megatron compares them."""
+    state = args[0] if args else kwargs["state_dict"]
+    name = "per_bucket_numel_unpadded"
+    if state is not None and name in state:
+        live = [next(iter(one)) for one in instance.per_bucket_numel_unpadded]
+        stored = state[name]
+        if len(live) == len(stored) and all(len(one) == 1 for one in stored):
+            state = {
+                **state,
+                name: [
+                    {key: next(iter(one.values()))} for key, one in zip(live, stored, strict=True)
+                ],
+            }
+    return wrapped(state)
+
+
+def name_live_bucket_dp_zero(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """The same for the gathered form, which only some ranks hold."""
+    state = args[0] if args else kwargs.pop("state_dict")
+    if state is not None:
+        state = dict(state)
+        for index, ranges in enumerate(instance.gbuf_ranges):
+            stored = state.get(index)
+            if len(ranges) == 1 and isinstance(stored, dict) and len(stored) == 1:
+                state[index] = {next(iter(ranges)): next(iter(stored.values()))}
+    return wrapped(state, *args[1:], **kwargs)
+
+
+# -- layouts compared before a tensor is read ---------------------------------------------------
+
+
+def compare_layouts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Hold the wanted optimizer tensors against the checkpoint's metadata.
+
+    Raises:
+        CheckpointLayoutError: a tensor of the optimizer has another dtype in the checkpoint and
+            would be cast without a word.
+    """
+    given = dict(zip(("sharded_state_dict", "checkpoint_dir"), args, strict=False)) | kwargs
+    wanted = [
+        tensor
+        for tensor in _sharded_tensors(given["sharded_state_dict"])
+        if tensor.key.startswith("optimizer.") or ".optimizer." in tensor.key
+    ]
+    if not wanted:
+        return wrapped(*args, **kwargs)
+    from megatron.core.dist_checkpointing import load_tensors_metadata
+
+    stored = load_tensors_metadata(str(given["checkpoint_dir"]))
+    for tensor in wanted:
+        if tensor.key not in stored:
+            tensor.key = _stored_key(tensor.key, stored)
+        if tensor.key not in stored or stored[tensor.key].dtype == tensor.dtype:
+            continue
+        there = stored[tensor.key].dtype
+        if there is torch.int16 and tensor.key.endswith(".param"):
+            # Remainders as an unpatched Megatron wrote them: read as what they are.
+            tensor.dtype = there
+            tensor.data = torch.empty(tensor.data.shape, dtype=there, device=tensor.data.device)
+            continue
+        raise CheckpointLayoutError(
+            f"Megatron optimizer checkpoint {given['checkpoint_dir']}: {tensor.key} is "
+            f"{name_of(there)} there and {name_of(tensor.dtype)} in the live optimizer. {_REMEDY}"
+        )
+    return wrapped(*args, **kwargs)
+
+
+def _stored_key(key: str, stored: Any) -> str:
+    """The key of the same tensor under another bucket dtype, if the checkpoint has it so."""
+    match = _DTYPES_IN_KEY.search(key)
+    if match is not None:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            other = _DTYPES_IN_KEY.sub(f"dtype_({match[1]}, {dtype})", key)
+            if other in stored:
+                return other
+    return key
+
+
+def _sharded_tensors(tree: Any) -> Iterator[Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    if isinstance(tree, ShardedTensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _sharded_tensors(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _sharded_tensors(value)

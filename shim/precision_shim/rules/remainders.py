@@ -1,0 +1,96 @@
+"""Parameter remainders: an fp32 master kept as its bf16 parameter and 16 more bits.
+
+TransformerEngine's FusedAdam (``store_param_remainders``, from 2.1) keeps only the int16 low half
+of each fp32 master weight beside a bf16 parameter. The two functions here take a master apart and
+rebuild it bit for bit, as its kernel does (``common/multi_tensor/adam.cu``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split fp32 numbers into bf16 parameters and the bits that bf16 leaves out.
+
+    The parameter is the master rounded to nearest, **ties away from zero** (torch's own
+    ``.bfloat16()`` rounds ties to even, so the two differ where the low half is exactly
+    ``0x8000``). The remainder is the low half itself, read as a signed number; its sign
+    tells ``join_master`` that the parameter was rounded away from zero.
+
+    Args:
+        master: fp32, any shape.
+
+    Returns:
+        ``(param, remainder)``: bf16 and int16, of the same shape.
+
+    Raises:
+        TypeError: ``master`` is not fp32.
+    """
+    if master.dtype != torch.float32:
+        raise TypeError(f"split_master wants torch.float32, got {master.dtype}")
+    bits = master.contiguous().view(torch.int32)
+    low = _wrap_int16(bits & 0xFFFF)
+    high = (bits >> 16) + (low < 0)
+    return _wrap_int16(high).view(torch.bfloat16), low
+
+
+def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Rebuild the fp32 numbers that ``split_master`` took apart, bit for bit.
+
+    Exact for every bit pattern: negative numbers, denormals, infinities and NaN.
+
+    Args:
+        param: bf16, any shape.
+        remainder: int16, the same shape.
+
+    Returns:
+        fp32, the same shape.
+
+    Raises:
+        TypeError: a dtype is not the one named above.
+    """
+    if param.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
+        raise TypeError(
+            "join_master wants torch.bfloat16 and torch.int16, "
+            f"got {param.dtype} and {remainder.dtype}"
+        )
+    low = remainder.to(torch.int32)
+    high = param.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+    return ((high << 16) | (low & 0xFFFF)).view(torch.float32)
+
+
+def _wrap_int16(value: torch.Tensor) -> torch.Tensor:
+    # A plain cast of an out-of-range integer is up to the platform; this one wraps anywhere.
+    return (((value + 0x8000) & 0xFFFF) - 0x8000).to(torch.int16)
+
+
+def looks_like_remainders(master: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether fp32 "masters" are really int16 remainders that were cast to numbers.
+
+    Megatron stores remainders under the master's name, and torch's distributed checkpoint casts
+    on load: -12345 becomes -12345.0 without a word. A true master is close to its parameter and
+    practically never a tensor of whole numbers.
+
+    Args:
+        master: fp32, as loaded.
+        param: the live parameter shard of any floating dtype, the same number of elements.
+    """
+    if master.numel() == 0 or not master.dtype.is_floating_point:
+        return False
+    value = master.detach().float().flatten()
+    if not bool(torch.equal(value, value.round())) or float(value.abs().max()) > 32768.0:
+        return False
+    # All zeros and ones are honest values of norms, biases and fresh adapters.
+    here = param.detach().float().flatten().to(value.device)
+    return not bool(torch.allclose(value, here, rtol=2.0**-7, atol=2.0**-24))
+
+
+def rounds_exactly(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether every element of a tensor is a number of the narrower dtype.
+
+    Args:
+        value: fp32, any shape.
+        dtype: the dtype it is about to be stored in.
+    """
+    return bool(torch.equal(value.to(dtype).to(value.dtype).nan_to_num(), value.nan_to_num()))

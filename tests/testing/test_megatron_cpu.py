@@ -1,0 +1,249 @@
+"""Real Megatron-core trains on a CPU, and the harness leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from precision_shim.testing import (
+    cuda_means_cpu,
+    measure_bytes,
+    megatron_on_cpu,
+    model_parallel,
+    stand_in_transformer_engine,
+    tiny_gpt,
+)
+from tests.testing import tiny_training as tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+# -- the torch-only part ---------------------------------------------------------------------
+
+
+def test_cuda_means_cpu_and_leaves_no_trace(snapshot: Any) -> None:
+    before = snapshot()
+    with cuda_means_cpu():
+        for device in ("cuda", "cuda:3", torch.device("cuda", 1), 0, torch.cuda.current_device()):
+            assert torch.zeros(2, device=device).device.type == "cpu"
+            assert torch.zeros(2).to(device).device.type == "cpu"
+        assert torch.device("cuda", 1) == torch.device("cuda", torch.cuda.current_device())
+        tensor = torch.zeros(2)
+        assert tensor.cuda() is tensor
+        assert tensor.type() == "torch.cuda.FloatTensor"
+        assert tensor.bfloat16().type() == "torch.cuda.BFloat16Tensor"
+        assert tensor.half().type() == "torch.cuda.HalfTensor"
+        assert tensor.type(torch.int32).dtype == torch.int32
+        assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        with cuda_means_cpu():
+            assert torch.ones(1, device="cuda").item() == 1
+        assert torch.ones(1, device="cuda").item() == 1
+    assert snapshot() == before
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_the_harness_leaves_no_trace(megatron_core: Any, snapshot: Any) -> None:
+    before = snapshot()
+    environment = dict(os.environ)
+    with megatron_on_cpu(), model_parallel():
+        assert snapshot() != before
+        assert torch.distributed.is_initialized()
+    assert snapshot() == before
+    assert dict(os.environ) == environment
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(KeyError), megatron_on_cpu(), model_parallel():
+        raise KeyError
+    assert snapshot() == before
+    assert not torch.distributed.is_initialized()
+
+
+def test_tiny_gpt_knows_three_dtypes() -> None:
+    with pytest.raises(ValueError, match="bf16, fp16 or fp32"):
+        tiny_gpt(torch.float64)
+
+
+# -- training --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["plain", "remainders", "no-remainders", "fp16", "fp32", "moe"])
+def test_the_loss_falls(one_process: Any, mode: str) -> None:
+    chunks, optimizer = tiny.build(mode)
+    losses = tiny.train(chunks, optimizer, steps=5)
+    assert losses[-1] < losses[0]
+    assert all(loss == loss for loss in losses)
+
+
+def test_remainders_and_whole_masters_train_alike(one_process: Any) -> None:
+    losses = [tiny.train(*tiny.build(mode), steps=5) for mode in ("remainders", "no-remainders")]
+    assert losses[0] == losses[1]
+    plain = tiny.train(*tiny.build("plain"), steps=5)
+    assert losses[0] == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "per_parameter"),
+    [
+        ("plain", 18.0),
+        ("plain-bf16-bucket", 20.0),
+        ("remainders", 10.0),
+        ("no-remainders", 12.0),
+        ("remainders-fp32-bucket", 12.0),
+        ("fp8-moments", 8.0),
+        ("fp32", 16.0),
+    ],
+)
+def test_bytes_per_parameter(one_process: Any, mode: str, per_parameter: float) -> None:
+    chunks, optimizer = tiny.build(mode)
+    tiny.train(chunks, optimizer, steps=1)
+    measured = measure_bytes(chunks, optimizer)
+    assert measured.per_parameter == per_parameter
+    assert measured.trainable == measured.owned == sum(p.numel() for p in chunks[0].parameters())
+    assert measured.data_parallel_size == 1
+    assert measured.total >= per_parameter * measured.trainable
+    assert f"{per_parameter:.2f}" in str(measured)
+
+
+def test_what_the_parts_are_made_of(one_process: Any) -> None:
+    chunks, optimizer = tiny.build("remainders")
+    empty = measure_bytes(chunks, optimizer)
+    assert (empty.exp_avg.nbytes, empty.master.nbytes) == (0, 0)
+    tiny.train(chunks, optimizer, steps=1)
+    measured = measure_bytes(chunks, optimizer)
+    dtypes = {name: part.dtypes for name, part in measured.parts.items() if part.nbytes}
+    assert dtypes == {
+        "params": ("bfloat16",),
+        "grad_buckets": ("bfloat16",),
+        "master": ("int16",),
+        "exp_avg": ("bfloat16",),
+        "exp_avg_sq": ("bfloat16",),
+        "other": ("float32",),
+    }
+    assert not measured.exp_avg.sharded
+
+
+def test_measuring_plain_torch() -> None:
+    model = torch.nn.Linear(8, 4)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([model.weight])
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    measured = measure_bytes(model, optimizer)
+    assert measured.per_parameter == 16.0
+    assert measured.params.nbytes == measured.grad_copies.nbytes == 32 * 4
+    assert measured.frozen.nbytes == 4 * 4
+    assert measured.total == 4 * 32 * 4 + 4 * 4 + 4
+    assert measure_bytes(model, None).exp_avg.nbytes == 0
+
+
+@pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_zero_gather_scatter"])
+def test_a_checkpoint_of_megatrons_goes_on_exactly(
+    one_process: Any, tmp_path: Path, sharding: str
+) -> None:
+    pytest.importorskip("psutil", reason="Megatron's checkpoint writer needs psutil")
+    chunks, optimizer = tiny.build("no-remainders")
+    tiny.train(chunks, optimizer, steps=2)
+    tiny.save(chunks, optimizer, tmp_path / "checkpoint", sharding)
+    expected = tiny.train(chunks, optimizer, steps=2, first=2)
+    chunks, optimizer = tiny.build("no-remainders")
+    tiny.load(chunks, optimizer, tmp_path / "checkpoint")
+    assert tiny.train(chunks, optimizer, steps=2, first=2) == expected
+
+
+# -- verl ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["plain", "remainders"])
+def test_through_verls_get_model(one_process: Any, mode: str) -> None:
+    if importlib.util.find_spec("verl") is None:
+        pytest.skip("verl is not installed")
+    try:
+        chunks, optimizer = tiny.build(mode, through_verl=True)
+    except AttributeError as error:
+        if "encoder_and_decoder" not in str(error):
+            raise
+        pytest.skip("this verl needs megatron-core before 0.18")
+    losses = tiny.train(chunks, optimizer, steps=5)
+    assert losses == tiny.train(*tiny.build(mode), steps=5)
+
+
+# -- several processes -----------------------------------------------------------------------
+
+
+def test_one_and_two_ranks_agree(megatron_core: Any, tmp_path: Path) -> None:
+    modes = ["fp32", "plain", "remainders"]
+    reports = {world: _in_processes(tmp_path, world, modes) for world in (1, 2)}
+    for mode in modes:
+        one, two = (reports[world][0][mode] for world in (1, 2))
+        # fp32 differs by the order of a sum, bf16 by a rounded gradient.
+        tolerance = 1e-5 if mode == "fp32" else 1e-3
+        assert two["losses"] == pytest.approx(one["losses"], rel=tolerance)
+        assert two["per_parameter"] == one["per_parameter"]
+        assert two["total"] < one["total"]
+        assert (one["sharded"], two["sharded"]) == (False, True)
+    assert reports[2][0] == reports[2][1] | {
+        mode: reports[2][1][mode] | {"total": reports[2][0][mode]["total"]} for mode in modes
+    }
+
+
+def _in_processes(folder: Path, world: int, modes: list[str]) -> list[dict[str, Any]]:
+    meeting = folder / f"meeting-{world}"
+    outputs = [folder / f"report-{world}-{rank}.json" for rank in range(world)]
+    source = str(Path(__file__).parents[2])
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([source, os.path.join(source, "shim"), *sys.path[1:]]),
+    }
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", __file__, str(world), str(rank), str(meeting),
+                     str(output), *modes],
+                    env=environment,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for rank, output in enumerate(outputs)
+        ]  # fmt: skip
+        for process in started:
+            _, errors = process.communicate(timeout=240)
+            assert process.returncode == 0, errors[-3000:]
+    return [json.loads(output.read_text()) for output in outputs]
+
+
+def _one_rank(world: int, rank: int, meeting: str, output: str, modes: list[str]) -> None:
+    torch.set_num_threads(1)
+    report = {}
+    with (
+        stand_in_transformer_engine(),
+        megatron_on_cpu(),
+        model_parallel(world, rank, meeting),
+    ):
+        for mode in modes:
+            chunks, optimizer = tiny.build(mode)
+            losses = tiny.train(chunks, optimizer, steps=5, world=world, rank=rank)
+            measured = measure_bytes(chunks, optimizer)
+            report[mode] = {
+                "losses": losses,
+                "per_parameter": round(measured.per_parameter, 6),
+                "total": measured.total,
+                "sharded": measured.exp_avg.sharded,
+            }
+    Path(output).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    _one_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])

@@ -1,0 +1,225 @@
+"""The stand-in for TransformerEngine comes, says what it is, and goes without a trace."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+
+from precision_shim.testing import (
+    FusedAdam,
+    FusedSGD,
+    real_transformer_engine,
+    stand_in_transformer_engine,
+)
+
+LEAF = "transformer_engine.pytorch.optimizers"
+
+without_real = pytest.mark.skipif(
+    real_transformer_engine() is not None, reason="the real TransformerEngine is installed"
+)
+with_real = pytest.mark.skipif(
+    real_transformer_engine() is None, reason="the real TransformerEngine is not installed"
+)
+
+
+@without_real
+def test_only_the_optimizers_are_stood_in_for() -> None:
+    with stand_in_transformer_engine() as stand_in:
+        from transformer_engine.pytorch.optimizers import FusedAdam as Adam
+        from transformer_engine.pytorch.optimizers import FusedSGD as Sgd
+
+        leaf = importlib.import_module(LEAF)
+        assert leaf.__precision_shim_stand_in__ is True
+        assert leaf.__version__ == stand_in.version == "2.11.0"
+        assert (Adam, Sgd) == (FusedAdam, FusedSGD) == (stand_in.fused_adam, FusedSGD)
+        assert stand_in.checked_by == "stand-in"
+        with pytest.raises(ImportError):
+            import transformer_engine  # noqa: F401
+        with pytest.raises(ImportError):
+            from transformer_engine.pytorch.optimizers import multi_tensor_scale  # noqa: F401
+    with pytest.raises(ImportError):
+        importlib.import_module(LEAF)
+
+
+def test_nothing_is_left_behind(snapshot: Any) -> None:
+    before = snapshot()
+    with stand_in_transformer_engine("2.14.0"):
+        assert snapshot() != before
+    assert snapshot() == before
+    with pytest.raises(KeyError), stand_in_transformer_engine("2.14.0"):
+        raise KeyError
+    assert snapshot() == before
+
+
+def test_two_at_once_are_refused(snapshot: Any) -> None:
+    with stand_in_transformer_engine("2.3.0"):
+        inside = snapshot()
+        with (
+            pytest.raises(RuntimeError, match="already in force"),
+            stand_in_transformer_engine("2.3.0"),
+        ):
+            pass
+        assert snapshot() == inside
+
+
+def test_an_unknown_version_changes_nothing(snapshot: Any) -> None:
+    before = snapshot()
+    with pytest.raises(ValueError, match=r"1\.13"), stand_in_transformer_engine("1.0.0"):
+        pass
+    assert snapshot() == before
+
+
+@without_real
+def test_megatron_is_told_the_version(megatron_core: Any, snapshot: Any) -> None:
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import distrib_optimizer
+
+    without = utils.get_te_version()  # None, or 0.0.0 from megatron-core 0.18 on
+    before = snapshot()
+    assert optimizer.USING_PYTORCH_OPTIMIZER is True
+    with stand_in_transformer_engine("2.1.0") as stand_in:
+        assert str(utils.get_te_version()) == "2.1.0"
+        assert utils.is_te_min_version("2.1.0")
+        assert not utils.is_te_min_version("2.3.0")
+        assert optimizer.Adam is distrib_optimizer.Adam is stand_in.fused_adam
+        assert optimizer.USING_PYTORCH_OPTIMIZER is False
+        assert distrib_optimizer.USING_TE_OPTIMIZER is True
+        assert distrib_optimizer.HAVE_APEX_OR_TE is True
+    assert snapshot() == before
+    assert utils.get_te_version() == without
+
+
+@without_real
+def test_megatron_believes_that_there_are_no_layers(megatron_core: Any) -> None:
+    from megatron.core.extensions import transformer_engine as extension
+
+    with stand_in_transformer_engine():
+        importlib.reload(extension)
+        assert extension.HAVE_TE is False
+
+
+@without_real
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_imported_inside_is_patched_and_restored(megatron_core: Any) -> None:
+    script = """
+        import sys, warnings
+        warnings.simplefilter("ignore")
+        from precision_shim.testing import stand_in_transformer_engine
+        with stand_in_transformer_engine("2.3.0") as stand_in:
+            assert not any(name.startswith("megatron") for name in sys.modules)
+            from megatron.core import optimizer, utils
+            from megatron.core.optimizer import distrib_optimizer
+            import megatron.core.models.gpt.gpt_layer_specs as specs
+            assert optimizer.Adam is distrib_optimizer.Adam is stand_in.fused_adam
+            assert distrib_optimizer.USING_TE_OPTIMIZER and not optimizer.USING_PYTORCH_OPTIMIZER
+            assert str(utils.get_te_version()) == "2.3.0"
+            assert not getattr(specs, "HAVE_TE", False)
+            assert type(optimizer.__spec__.loader).__name__ == "SourceFileLoader"
+        assert optimizer.Adam.__module__.startswith("torch.optim")
+        assert distrib_optimizer.Adam.__module__.startswith("torch.optim")
+        assert optimizer.USING_PYTORCH_OPTIMIZER and not distrib_optimizer.USING_TE_OPTIMIZER
+        assert str(utils.get_te_version()) in ("None", "0.0.0")
+        assert not any(name.startswith("transformer_engine") for name in sys.modules)
+        assert not any("precision_shim.testing" in type(f).__module__ for f in sys.meta_path)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@with_real
+@pytest.mark.parametrize("master", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])
+@pytest.mark.parametrize("flag", [None, "capturable", "store_param_remainders", "amsgrad"])
+def test_the_real_constructor_agrees(
+    master: torch.dtype, moment: torch.dtype, flag: str | None
+) -> None:
+    from precision_shim.testing import cuda_means_cpu, fused_adam_for
+
+    real = real_transformer_engine()
+    assert real is not None
+    version, real_adam = real
+    arguments: dict[str, Any] = {
+        "master_weights": True,
+        "master_weight_dtype": master,
+        "exp_avg_dtype": moment,
+        "exp_avg_sq_dtype": moment,
+    }
+    if flag is not None:
+        arguments[flag] = True
+
+    def verdict(cls: Any) -> str:
+        try:
+            with cuda_means_cpu():
+                cls([torch.nn.Parameter(torch.zeros(2))], **arguments)
+        except NotImplementedError:
+            return "legal"
+        except RuntimeError:
+            return "illegal"
+        return "legal"
+
+    assert verdict(real_adam) == verdict(fused_adam_for(version))
+
+
+@with_real
+@pytest.mark.parametrize(
+    ("moment", "master", "remainders"),
+    [
+        (torch.float32, torch.float32, False),
+        (torch.bfloat16, torch.float32, False),
+        (torch.bfloat16, torch.float32, True),
+        (torch.float16, torch.float16, False),
+    ],
+)
+def test_the_real_states_agree(moment: torch.dtype, master: torch.dtype, remainders: bool) -> None:
+    from precision_shim.testing import cuda_means_cpu, fused_adam_for
+
+    real = real_transformer_engine()
+    assert real is not None
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, generator=generator).bfloat16()
+    value = torch.randn(64, generator=generator)
+    results = []
+    for cls in (real[1], fused_adam_for(real[0])):
+        arguments = {
+            "master_weights": True,
+            "master_weight_dtype": master,
+            "exp_avg_dtype": moment,
+            "exp_avg_sq_dtype": moment,
+            "store_param_remainders": remainders,
+        }
+        with cuda_means_cpu():
+            param = torch.nn.Parameter(weight.clone())
+            optimizer = cls([param], **arguments)
+            optimizer.initialize_state(param, remainders)
+            optimizer.set_scaled_state(param, "exp_avg", value.clone())
+            optimizer.set_scaled_state(param, "exp_avg_sq", value.square())
+            saved = optimizer.state_dict()
+            again = torch.nn.Parameter(weight.clone())
+            loaded = cls([again], **arguments)
+            loaded.load_state_dict(saved)
+        results.append((dict(saved["state"][0]), dict(loaded.state[again])))
+    for mine, theirs in zip(*results, strict=True):
+        assert list(mine) == list(theirs)
+        for name, tensor in mine.items():
+            assert tensor.dtype == theirs[name].dtype
+            assert torch.equal(tensor, theirs[name])
+
+
+@with_real
+def test_the_real_constructor_decides_where_it_is_installed() -> None:
+    with stand_in_transformer_engine() as stand_in:
+        assert stand_in.checked_by == "transformer_engine"
+        with pytest.raises(RuntimeError):
+            stand_in.fused_adam([torch.nn.Parameter(torch.zeros(2))], exp_avg_dtype=torch.float64)

@@ -1,0 +1,145 @@
+"""A laboratory for the seam engine: small modules, adapters over them, engines that end."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from precision_shim.seams import Adapter, Engine, Seam
+
+TOY = {
+    "toy/__init__.py": "",
+    "toy/ops.py": '''
+"""The module that the seams are in."""
+
+LIMIT = 10
+
+
+def scale(value, factor=2):
+    return value * factor
+
+
+def shift(value, by=1):
+    return value + by
+
+
+class Base:
+    def inherited(self, value):
+        return ("inherited", value)
+
+
+class Box(Base):
+    def __init__(self, value=0):
+        self.value = value
+
+    def add(self, amount):
+        return self.value + amount
+
+    @classmethod
+    def make(cls, value):
+        return cls(value)
+
+    @staticmethod
+    def double(value):
+        return 2 * value
+''',
+    "toy/users.py": """
+from toy.ops import scale
+from toy.ops import scale as renamed
+
+
+def use(value):
+    return scale(value)
+""",
+    "toy_wrappers.py": """
+CALLS = []
+
+
+def negate(wrapped, instance, args, kwargs):
+    return -wrapped(*args, **kwargs)
+
+
+def add_hundred(wrapped, instance, args, kwargs):
+    return wrapped(*args, **kwargs) + 100
+
+
+def note(wrapped, instance, args, kwargs):
+    CALLS.append((instance, args, kwargs))
+    return wrapped(*args, **kwargs)
+
+
+def yes(symbol, settings):
+    return f"native: {settings}" if symbol.found else None
+
+
+def no(symbol, settings):
+    return None
+
+
+def broken(symbol, settings):
+    raise RuntimeError("the probe is broken")
+""",
+}
+
+
+class Lab:
+    """What the tests of the engine work with."""
+
+    def __init__(self, write):
+        self.write = write
+        self.faults = []
+        self.engines = []
+
+    def engine(self, *, features=("f", "g"), strict=False, settings=None):
+        engine = Engine(
+            features=features,
+            settings=settings,
+            strict=strict,
+            on_fault=lambda framework, error: self.faults.append((framework, str(error))),
+            describe=lambda adapter: f"{adapter.framework} 1.0",
+        )
+        self.engines.append(engine)
+        return engine
+
+    def install(self, *seams, framework="toy", effects=(), **options):
+        """Make an engine with one adapter of these seams."""
+        engine = self.engine(**options)
+        engine.add(self.adapter(*seams, framework=framework, effects=effects))
+        return engine
+
+    def adapter(self, *seams, framework="toy", effects=()):
+        return Adapter(
+            framework=framework,
+            distribution=framework,
+            packages=(framework,),
+            tested=("1.0",),
+            seams=seams,
+            effects=tuple(effects),
+        )
+
+    def seam(self, target, wrapper="toy_wrappers:negate", *, feature="f", **fields):
+        return Seam(target=target, feature=feature, wrapper=wrapper, why="a test", **fields)
+
+    def load(self, name):
+        return importlib.import_module(name)
+
+    @property
+    def ops(self):
+        return self.load("toy.ops")
+
+    def states(self, engine, framework="toy"):
+        return [one.state for one in engine.report(framework)]
+
+
+@pytest.fixture
+def lab(write_modules):
+    """A ``Lab`` on the toy modules; whatever the test did, the import system ends as it began."""
+    before = list(sys.meta_path)
+    write_modules(TOY)
+    made = Lab(write_modules)
+    yield made
+    for engine in reversed(made.engines):
+        engine.remove()
+    assert sys.meta_path == before

@@ -1,0 +1,348 @@
+"""Reload, threads, other processes, and what is raised in strict mode, where and when."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from precision_shim.errors import SeamError
+
+cloudpickle = pytest.importorskip("cloudpickle")
+
+OPS = "toy.ops:scale"
+ADD = "toy.ops:Box.add"
+
+
+# -- a module's code runs again -------------------------------------------------------------------
+
+
+def test_a_reloaded_module_is_patched_again(lab):
+    engine = lab.install(lab.seam(OPS), lab.seam(ADD))
+    ops = importlib.reload(lab.ops)
+    assert ops.scale(3) == -6
+    assert ops.Box(1).add(1) == -2
+    assert lab.states(engine) == ["wrapped", "wrapped"]
+
+
+def test_uninstall_after_a_reload_leaves_the_new_code(lab):
+    engine = lab.install(lab.seam(OPS), lab.seam(ADD))
+    users = lab.load("toy.users")
+    old = lab.ops.Box
+    ops = importlib.reload(lab.ops)
+    assert engine.remove() == []
+    assert type(ops.scale).__name__ == "function"
+    assert ops.Box(1).add(1) == old(1).add(1) == 2
+    assert type(vars(old)["add"]).__name__ == type(vars(ops.Box)["add"]).__name__ == "function"
+    assert type(users.scale).__name__ == "function"
+
+
+def test_a_module_imported_anew_is_patched_too(lab):
+    engine = lab.install(lab.seam(OPS))
+    first = lab.ops
+    del sys.modules["toy.ops"]
+    second = lab.ops
+    assert first is not second
+    assert first.scale(3) == second.scale(3) == -6
+    assert engine.remove() == []
+    assert first.scale(3) == second.scale(3) == 6
+
+
+def test_a_module_that_fails_at_import_and_then_succeeds_is_patched(lab):
+    lab.write({"toy/flaky.py": "import toy\n\n\ndef f():\n    return 1\n\n\ntoy.READY\n"})
+    engine = lab.install(lab.seam("toy.flaky:f"), lab.seam(OPS))
+    with pytest.raises(AttributeError):
+        lab.load("toy.flaky")
+    assert lab.states(engine) == ["pending", "pending"]
+    lab.load("toy").READY = True
+    assert lab.load("toy.flaky").f() == -1
+    assert lab.ops.scale(3) == -6
+    assert lab.states(engine) == ["wrapped", "wrapped"]
+
+
+def test_modules_that_import_each_other_are_both_patched(lab):
+    lab.write(
+        {
+            "toy/left.py": "from toy import right\n\n\ndef f():\n    return 1\n",
+            "toy/right.py": "import toy.left\n\n\ndef g():\n    return 2\n",
+        }
+    )
+    engine = lab.install(lab.seam("toy.left:f"), lab.seam("toy.right:g"))
+    assert lab.load("toy.left").f() == -1
+    assert lab.load("toy.right").g() == -2
+    assert lab.states(engine) == ["wrapped", "wrapped"]
+
+
+def test_an_adapter_added_while_another_patches_is_taken_on(lab):
+    # The wrapper's module imports another framework, which wakes that framework's adapter.
+    engine = lab.engine()
+    lab.load("toy_wrappers").engine = engine
+    lab.load("toy_wrappers").second = lab.adapter(lab.seam("toy.ops:shift"), framework="two")
+    lab.write(
+        {
+            "toy_nested.py": "import toy_wrappers\n\n"
+            "toy_wrappers.engine.add(toy_wrappers.second)\nnegate = toy_wrappers.negate\n"
+        }
+    )
+    engine.add(lab.adapter(lab.seam(OPS, "toy_nested:negate"), framework="one"))
+    assert lab.ops.scale(3) == -6
+    assert lab.ops.shift(3) == -4
+
+
+def test_an_engine_that_was_removed_takes_nothing_on(lab):
+    engine = lab.engine()
+    engine.remove()
+    before = list(sys.meta_path)
+    engine.add(lab.adapter(lab.seam(OPS)))
+    assert lab.ops.scale(3) == 6
+    assert sys.meta_path == before
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+def together(*jobs):
+    """Run jobs in threads that start at once; raise what one of them raised."""
+    barrier = threading.Barrier(len(jobs))
+    errors = []
+
+    def run(job):
+        barrier.wait()
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(30)
+    assert not any(one.is_alive() for one in threads), "deadlock"
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_many_threads_import_and_install_at_once(lab, attempt):
+    names = [f"toy.part{number}" for number in range(8)]
+    lab.write(
+        {
+            f"{name.replace('.', '/')}.py": f"from toy import ops\nimport time\n"
+            f"time.sleep(0.001 * {attempt})\n\n\ndef f():\n    return {number}\n"
+            for number, name in enumerate(names)
+        }
+    )
+    engine = lab.engine()
+    adapters = [
+        lab.adapter(lab.seam(OPS), *(lab.seam(f"{name}:f") for name in names), framework=framework)
+        for framework in ("one", "two")
+    ]
+    together(
+        *(lambda name=name: lab.load(name) for name in names),
+        *(lambda adapter=adapter: engine.add(adapter) for adapter in adapters * 2),
+    )
+    engine.catch_up()
+    assert lab.ops.scale(3) == -6
+    assert [lab.load(name).f() for name in names] == [-number for number in range(8)]
+    assert engine.remove() == []
+    assert [lab.load(name).f() for name in names] == list(range(8))
+
+
+def test_a_module_whose_import_was_under_way_is_patched_when_it_is_there(lab):
+    lab.write(
+        {
+            "toy/slow.py": "import toy\ntoy.began.set()\ntoy.go_on.wait(10)\n\n\n"
+            "def f():\n    return 1\n"
+        }
+    )
+    toy = lab.load("toy")
+    toy.began, toy.go_on = threading.Event(), threading.Event()
+    importing = threading.Thread(target=lab.load, args=("toy.slow",), daemon=True)
+    importing.start()
+    assert toy.began.wait(10)
+    engine = lab.install(lab.seam("toy.slow:f"))
+    assert lab.states(engine) == ["pending"]
+    threading.Timer(0.05, toy.go_on.set).start()
+    engine.catch_up()
+    assert lab.load("toy.slow").f() == -1
+    assert lab.states(engine) == ["wrapped"]
+    importing.join(10)
+
+
+def test_catching_up_within_the_modules_own_import_does_not_wait_for_itself(lab):
+    lab.write(
+        {
+            "toy/selfish.py": "import toy\ntoy.engine.add(toy.adapter)\ntoy.engine.catch_up()\n\n\n"
+            "def f():\n    return 1\n"
+        }
+    )
+    toy = lab.load("toy")
+    toy.engine, toy.adapter = lab.engine(), lab.adapter(lab.seam("toy.selfish:f"))
+    assert lab.load("toy.selfish").f() == 1
+    toy.engine.catch_up()
+    assert lab.load("toy.selfish").f() == -1
+
+
+# -- other processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps], ids=["pickle", "cloudpickle"])
+def test_wrapped_symbols_survive_a_round_trip(lab, dumps):
+    lab.install(
+        *(lab.seam(f"toy.ops:{name}") for name in ("scale", "Box.add", "Box.double")),
+        lab.seam("toy.ops:Box.make", "toy_wrappers:note"),
+    )
+    ops = lab.ops
+
+    def trip(value):
+        return pickle.loads(dumps(value))
+
+    assert trip(ops.scale) is ops.scale
+    assert trip([ops.scale, ops.scale]) == [ops.scale, ops.scale]
+    assert trip(ops.Box) is ops.Box
+    assert trip(ops.Box(5).add)(1) == -6
+    assert trip(ops.Box(7)).value == 7
+    # cloudpickle sends these by value, as it does without us: the code beneath the wrapper.
+    assert abs(trip(ops.Box.add)(ops.Box(5), 1)) == 6
+    assert abs(trip(ops.Box.double)(4)) == 8
+    assert trip(ops.Box.make)(2).value == 2
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps], ids=["pickle", "cloudpickle"])
+def test_a_subclasss_classmethod_survives_a_round_trip(lab, dumps):
+    lab.write({"toy/crates.py": "from toy.ops import Box\n\n\nclass Crate(Box):\n    pass\n"})
+    lab.install(lab.seam("toy.ops:Box.make", "toy_wrappers:note"))
+    crate = lab.load("toy.crates").Crate
+    assert type(pickle.loads(dumps(crate.make))(1)) is crate
+    assert type(pickle.loads(dumps(crate(1).make))(1)) is crate
+
+
+def test_a_class_pickled_by_value_carries_its_wrapped_symbols(lab):
+    lab.install(lab.seam(OPS))
+    scale = lab.ops.scale
+
+    class Local:
+        hook = staticmethod(scale)
+
+        def run(self):
+            return scale(3)
+
+    assert pickle.loads(cloudpickle.dumps(Local))().run() == -6
+
+
+CHILD = """
+import json, pickle, sys
+sys.path.insert(0, sys.argv[1])
+values = pickle.loads(bytes.fromhex(sys.argv[2]))
+import toy.ops
+print(json.dumps([values[0](3), values[1](1), type(toy.ops.scale).__name__]))
+"""
+
+
+def test_another_process_sees_nothing_unless_it_is_patched_itself(lab, write_modules):
+    root = write_modules({})
+    lab.install(lab.seam(OPS), lab.seam(ADD))
+    sent = pickle.dumps([lab.ops.scale, lab.ops.Box(5).add]).hex()
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CHILD, str(root), sent],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(done.stdout) == [6, 6, "function"]
+
+
+def test_a_spawned_child_gets_its_own_function(lab):
+    lab.install(lab.seam(OPS))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(lab.ops.scale, (3,)) == 6
+
+
+# -- strict ---------------------------------------------------------------------------------------
+
+EFFECT = "toy.ops:Box.__init__"
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_strict_raises_where_a_feature_takes_effect_and_not_at_import(lab, late):
+    if late:
+        assert lab.ops
+    engine = lab.install(
+        lab.seam("toy.users:gone"), lab.seam(OPS), strict=True, effects=[EFFECT, "toy.ops:nothing"]
+    )
+    ops = lab.ops
+    assert lab.load("toy.users").use(3) == 6
+    with pytest.raises(SeamError, match=r"toy\.users:gone"):
+        ops.Box(1)
+    assert not issubclass(SeamError, ImportError)
+    engine.remove()
+    assert ops.Box(1).value == 1
+
+
+def test_strict_without_a_fault_raises_nothing(lab):
+    lab.install(lab.seam(OPS), strict=True, effects=[EFFECT])
+    assert lab.ops.Box(1).value == 1
+
+
+def test_without_strict_a_fault_is_said_and_the_effect_runs(lab):
+    lab.install(lab.seam("toy.ops:gone"), effects=[EFFECT])
+    assert lab.ops.Box(1).value == 1
+    assert type(vars(lab.ops.Box)["__init__"]).__name__ == "function"
+    assert len(lab.faults) == 1
+
+
+def test_strict_raises_a_fault_that_comes_after_the_effects_module(lab):
+    lab.install(lab.seam("toy.users:gone"), strict=True, effects=[EFFECT])
+    assert lab.ops.Box(1).value == 1  # nothing of the framework's targets is imported yet
+    assert lab.load("toy.users")
+    with pytest.raises(SeamError):
+        lab.ops.Box(1)
+
+
+def test_strict_raises_also_where_the_effect_is_patched_too(lab):
+    lab.install(
+        lab.seam("toy.ops:gone", feature="f"),
+        lab.seam(EFFECT, "toy_wrappers:note", feature="g"),
+        strict=True,
+        effects=[EFFECT],
+    )
+    with pytest.raises(SeamError):
+        lab.ops.Box(1)
+
+
+def test_one_frameworks_fault_does_not_stop_another(lab):
+    engine = lab.install(
+        lab.seam("toy.ops:gone"), framework="one", strict=True, effects=["toy.ops:shift"]
+    )
+    engine.add(lab.adapter(lab.seam(OPS), framework="two", effects=["toy.ops:Box.__init__"]))
+    assert lab.ops.Box(1).value == 1
+    with pytest.raises(SeamError):
+        lab.ops.shift(1)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_strict_raises_the_fault_of_an_adapter_that_could_not_be_loaded(lab, late):
+    if late:
+        assert lab.ops
+    engine = lab.engine(strict=True)
+    engine.fault("broken", SeamError("cannot be loaded"), [EFFECT])
+    with pytest.raises(SeamError, match="cannot be loaded"):
+        lab.ops.Box(1)
+    engine.remove()
+    assert lab.ops.Box(1).value == 1
+
+
+def test_the_fault_of_an_adapter_that_could_not_be_loaded_is_said_and_kept(lab):
+    engine = lab.engine()
+    error = SeamError("cannot be loaded")
+    engine.fault("broken", error, [EFFECT])
+    assert lab.ops.Box(1).value == 1
+    assert engine.faults("broken") == (error,)
+    assert lab.faults == [("broken", "cannot be loaded")]

@@ -1,0 +1,339 @@
+"""What does not hold is refused whole, before anything is patched, and said."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+GOOD = "toy.ops:scale"
+OTHER = "toy.ops:shift"
+
+
+def untouched(lab):
+    return {type(getattr(lab.ops, name)).__name__ for name in ("scale", "shift")} == {"function"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"target": "toy.ops:gone"}, "toy.ops:gone"),
+        ({"target": "toy.ops:Box.gone"}, "toy.ops:Box.gone"),
+        ({"target": "toy.ops:LIMIT"}, "toy.ops:LIMIT"),
+        ({"target": "toy.gone:scale"}, "toy.gone"),
+        ({"target": OTHER, "parameters": ("value", "step")}, "'step'"),
+        ({"target": OTHER, "relies_on": ("value", "use_mcore")}, "'use_mcore'"),
+    ],
+    ids=["function", "method", "assignment", "module", "parameter", "relied-on name"],
+)
+def test_a_lack_refuses_the_whole_group(lab, bad, said):
+    ops = lab.ops
+    engine = lab.install(lab.seam(GOOD), lab.seam(**bad))
+    assert untouched(lab)
+    assert lab.states(engine) == ["refused", "refused"]
+    (framework, message), *others = lab.faults
+    assert others == []
+    assert framework == "toy"
+    for part in ("toy 1.0", "f", said, "1.0", "PRECISION_SHIM_FEATURES=-f"):
+        assert part in message
+    assert said in engine.report("toy")[1].reason
+    assert said in engine.report("toy")[0].reason
+    assert ops.scale(3) == 6
+
+
+def test_only_the_group_is_refused(lab):
+    engine = lab.install(
+        lab.seam("toy.ops:gone", feature="f", path="a"),
+        lab.seam(GOOD, feature="f", path="a"),
+        lab.seam(GOOD, "toy_wrappers:add_hundred", feature="f", path="b"),
+        lab.seam(OTHER, feature="g", path="a"),
+    )
+    ops = lab.ops
+    assert lab.states(engine) == ["refused", "refused", "wrapped", "wrapped"]
+    assert ops.scale(3) == 106
+    assert ops.shift(3) == -4
+    assert "on the a path" in lab.faults[0][1]
+
+
+def test_another_adapter_is_not_refused_with_it(lab):
+    engine = lab.install(lab.seam("toy.ops:gone"), lab.seam(GOOD), framework="one")
+    engine.add(lab.adapter(lab.seam(GOOD, "toy_wrappers:add_hundred"), framework="two"))
+    assert lab.ops.scale(3) == 106
+    assert len(engine.faults("one")) == 1
+    assert engine.faults("two") == ()
+
+
+def test_the_check_looks_at_modules_that_are_not_imported_and_imports_none(lab):
+    lab.write({"toy/late.py": "def begin():\n    pass\n", "toy/sub/__init__.py": ""})
+    engine = lab.install(lab.seam(GOOD), lab.seam("toy.late:begin", parameters=("model",)))
+    assert untouched(lab)
+    assert lab.states(engine) == ["refused", "refused"]
+    assert not {"toy.late", "toy_wrappers"} & set(sys.modules)
+
+
+def test_nothing_is_checked_before_the_first_target_appears(lab):
+    engine = lab.install(lab.seam("toy.ops:gone"))
+    assert lab.load("toy")
+    assert lab.states(engine) == ["pending"]
+    assert lab.faults == []
+    assert lab.ops
+    assert lab.states(engine) == ["refused"]
+
+
+def test_the_refusal_comes_before_the_first_patch(lab, monkeypatch):
+    patched = []
+    from precision_shim.seams import _engine
+
+    class Noting(_engine.SeamWrapper):
+        def __init__(self, *args, **kwargs):
+            patched.append(kwargs["target"])
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(_engine, "SeamWrapper", Noting)
+    lab.install(lab.seam(GOOD), lab.seam("toy.users:gone"), lab.seam(OTHER, feature="g"))
+    assert lab.ops
+    assert patched == [OTHER]
+
+
+def test_a_refused_group_stays_refused_when_its_module_arrives_later(lab):
+    engine = lab.install(lab.seam(GOOD), lab.seam("toy.users:use", parameters=("model",)))
+    assert lab.ops
+    assert lab.load("toy.users").use(3) == 6
+    assert lab.states(engine) == ["refused", "refused"]
+    assert len(lab.faults) == 1
+
+
+def test_a_refused_framework_uninstalls_cleanly(lab):
+    engine = lab.install(lab.seam(GOOD), lab.seam("toy.ops:gone"))
+    assert lab.ops
+    assert engine.remove() == []
+
+
+# -- contradictions that only the live object shows -----------------------------------------------
+
+SHIFTY = """
+def turn(value, by=1):
+    return value + by
+
+
+def _other(value):
+    return value
+
+
+turn = _other
+"""
+
+
+def test_a_later_contradiction_rolls_the_group_back(lab):
+    lab.write({"toy/shifty.py": SHIFTY})
+    engine = lab.install(
+        lab.seam(GOOD),
+        lab.seam("toy.shifty:turn", parameters=("by",)),
+        lab.seam(OTHER, feature="g"),
+    )
+    ops = lab.ops
+    original = ops.scale.__wrapped__
+    users = lab.load("toy.users")
+    assert lab.states(engine) == ["wrapped", "pending", "wrapped"]
+    assert lab.load("toy.shifty").turn(3) == 3
+    assert lab.states(engine) == ["refused", "refused", "wrapped"]
+    assert ops.scale is users.scale is original
+    assert ops.shift(3) == -4
+    assert "'by'" in lab.faults[0][1]
+
+
+def test_a_roll_back_beneath_another_tools_wrapper_passes_calls_through(lab):
+    lab.write({"toy/shifty.py": SHIFTY})
+    lab.install(lab.seam(GOOD), lab.seam("toy.shifty:turn", parameters=("by",)))
+    ops = lab.ops
+    ours = ops.scale
+    ops.scale = foreign = lambda value: ("theirs", ours(value))
+    assert ops.scale(3) == ("theirs", -6)
+    assert lab.load("toy.shifty")
+    assert ops.scale is foreign
+    assert ops.scale(3) == ("theirs", 6)
+
+
+def test_a_roll_back_keeps_the_layer_that_another_feature_needs(lab):
+    lab.write({"toy/shifty.py": SHIFTY})
+    engine = lab.install(
+        lab.seam(GOOD, feature="f"),
+        lab.seam(GOOD, feature="g"),
+        lab.seam(GOOD, "toy_wrappers:add_hundred", feature="f"),
+        lab.seam("toy.shifty:turn", feature="f", parameters=("by",)),
+    )
+    users = lab.load("toy.users")
+    kept = [lab.ops.scale]
+    assert users.use(3) == 94
+    assert lab.load("toy.shifty")
+    assert lab.ops.scale(3) == users.use(3) == kept[0](3) == -6
+    assert lab.states(engine) == ["refused", "wrapped", "refused", "refused"]
+
+
+def test_a_symbol_that_is_no_longer_callable_is_refused(lab):
+    lab.write({"toy/shifty.py": "def turn():\n    pass\n\n\nturn = 3\n"})
+    engine = lab.install(lab.seam("toy.shifty:turn"))
+    assert lab.load("toy.shifty").turn == 3
+    assert lab.states(engine) == ["refused"]
+
+
+def test_a_decorated_symbol_is_taken_at_what_it_wraps(lab):
+    source = (
+        "import functools\n\n\ndef deco(f):\n    @functools.wraps(f)\n"
+        "    def inner(*args):\n        return f(*args)\n    return inner\n\n\n"
+        "@deco\ndef turn(value, by):\n    return value + by\n"
+    )
+    lab.write({"toy/shifty.py": source})
+    engine = lab.install(lab.seam("toy.shifty:turn", parameters=("by",)))
+    assert lab.load("toy.shifty").turn(1, 2) == -3
+    assert lab.states(engine) == ["wrapped"]
+
+
+def test_a_module_without_source_is_refused(lab):
+    import py_compile
+
+    root = lab.write({"toy/bare.py": "def turn():\n    pass\n"})
+    py_compile.compile(str(root / "toy/bare.py"), cfile=str(root / "toy/bare.pyc"))
+    (root / "toy/bare.py").unlink()
+    engine = lab.install(lab.seam("toy.bare:turn", optional=True), lab.seam(GOOD))
+    assert lab.ops.scale(3) == 6
+    assert lab.load("toy.bare").turn() is None
+    assert lab.states(engine) == ["refused", "refused"]
+    assert "no readable source" in lab.faults[0][1]
+
+
+def test_a_namespace_package_is_patched_like_any_other(lab):
+    lab.write({"space/inner/ops.py": "def turn():\n    return 1\n"})
+    engine = lab.install(lab.seam("space.inner.ops:turn"), lab.seam(GOOD))
+    assert lab.ops.scale(3) == -6
+    assert lab.load("space.inner.ops").turn() == -1
+    assert lab.states(engine) == ["wrapped", "wrapped"]
+
+
+# -- broken adapters ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"wrapper": "toy_wrappers:nothing"},
+        {"wrapper": "no_such_module:negate"},
+        {"wrapper": "toy_broken:negate"},
+        {"native": "toy_wrappers:nothing"},
+        {"native": "toy_wrappers:broken"},
+        {"native": "toy_broken:probe"},
+    ],
+    ids=lambda fields: "-".join(*fields.items()),
+)
+def test_a_broken_adapter_refuses_and_never_breaks_the_frameworks_import(lab, fields):
+    lab.write({"toy_broken.py": "raise ZeroDivisionError('at import')\n"})
+    engine = lab.install(
+        lab.seam(OTHER), lab.seam(GOOD, **fields), lab.seam(OTHER, feature="g", path="else")
+    )
+    ops = lab.ops
+    assert ops.scale(3) == 6
+    assert lab.states(engine) == ["refused", "refused", "wrapped"]
+    assert GOOD in lab.faults[0][1]
+    assert len(lab.faults) == 1
+
+
+def test_a_broken_probe_of_an_informational_seam_breaks_nothing(lab):
+    engine = lab.install(
+        lab.seam(GOOD, "", native="toy_wrappers:broken", path="native"), lab.seam(OTHER)
+    )
+    assert lab.ops.shift(3) == -4
+    assert lab.states(engine)[1] == "wrapped"
+
+
+# -- states that are no faults --------------------------------------------------------------------
+
+
+def test_an_optional_module_that_is_not_installed_is_absent(lab):
+    engine = lab.install(lab.seam("toy.gone:scale", optional=True), lab.seam(GOOD))
+    assert lab.ops.scale(3) == -6
+    assert lab.states(engine) == ["absent", "wrapped"]
+    assert lab.faults == []
+
+
+def test_an_optional_module_without_the_symbol_is_refused(lab):
+    engine = lab.install(lab.seam("toy.ops:gone", optional=True), lab.seam(GOOD))
+    assert lab.ops.scale(3) == 6
+    assert lab.states(engine) == ["refused", "refused"]
+
+
+def test_a_native_symbol_is_left_alone_and_its_group_patched(lab):
+    engine = lab.install(
+        lab.seam(GOOD, native="toy_wrappers:yes"), lab.seam(OTHER), settings="because"
+    )
+    ops = lab.ops
+    assert type(ops.scale).__name__ == "function"
+    assert ops.shift(3) == -4
+    assert [(one.state, one.reason) for one in engine.report("toy")] == [
+        ("native", "native: because"),
+        ("wrapped", ""),
+    ]
+
+
+def test_a_symbol_that_turns_out_not_native_is_patched(lab):
+    engine = lab.install(lab.seam(GOOD, native="toy_wrappers:no"))
+    assert lab.ops.scale(3) == -6
+    assert lab.states(engine) == ["wrapped"]
+
+
+def test_informational_seams_are_never_patched(lab):
+    engine = lab.install(
+        lab.seam(GOOD, "", native="toy_wrappers:yes"),
+        lab.seam(OTHER, "", native="toy_wrappers:no"),
+        lab.seam("toy.gone:scale", "", native="toy_wrappers:yes"),
+        lab.seam("toy.ops:gone", "", native="toy_wrappers:yes"),
+    )
+    assert untouched(lab)
+    assert lab.states(engine) == ["native", "absent", "absent", "absent"]
+    assert lab.faults == []
+
+
+def test_a_refusal_seam_is_in_place_to_say_so(lab):
+    engine = lab.install(lab.seam(GOOD, "toy_wrappers:note", refusal="cannot be had here"))
+    assert lab.ops.scale(3) == 6
+    assert len(lab.load("toy_wrappers").CALLS) == 1
+    (seam,) = engine.report("toy")
+    assert (seam.state, seam.reason) == ("refused", "cannot be had here")
+    assert lab.faults == []
+    assert engine.remove() == []
+    assert untouched(lab)
+
+
+def test_a_refusal_seam_whose_symbol_is_gone_is_absent(lab):
+    engine = lab.install(lab.seam("toy.ops:gone", refusal="cannot be had"), lab.seam(OTHER))
+    assert lab.ops.shift(3) == -4
+    assert lab.states(engine) == ["absent", "wrapped"]
+
+
+# -- looking ahead --------------------------------------------------------------------------------
+
+
+def test_preview_says_what_install_would_do_and_patches_nothing(lab):
+    engine = lab.engine(features=("f", "g"), settings="S")
+    before = list(sys.meta_path)
+    seen = engine.preview(
+        lab.adapter(
+            lab.seam(GOOD),
+            lab.seam("toy.ops:gone", feature="g"),
+            lab.seam(OTHER, feature="h"),
+            lab.seam(GOOD, feature="f", native="toy_wrappers:yes"),
+            lab.seam(OTHER, feature="f", refusal="never"),
+            lab.seam("toy.gone:f", feature="f", optional=True),
+        )
+    )
+    assert [one.state for one in seen] == [
+        "pending",
+        "refused",
+        "off",
+        "native",
+        "refused",
+        "absent",
+    ]
+    assert sys.meta_path == before
+    assert "toy.ops" not in sys.modules
+    assert untouched(lab)
+    assert lab.faults == []

@@ -1,0 +1,224 @@
+"""``look`` describes a symbol from its file and imports nothing."""
+
+from __future__ import annotations
+
+import py_compile
+import sys
+
+import pytest
+
+from precision_shim.seams import look
+
+RICH = '''
+import dataclasses
+from dataclasses import dataclass
+
+
+def plain(a, /, b, *rest, c=1, **more):
+    """Mentions nothing."""
+    return helper(b, keyword=a.attribute["string key"])
+
+
+async def waits(a):
+    pass
+
+
+@dataclass(frozen=True)
+class Config:
+    exp_avg_dtype: str = ""
+    count: int = 0
+    PLAIN = 3
+
+    def __post_init__(self):
+        self.checked = True
+
+    class Inner:
+        def deep(self, x):
+            pass
+
+
+@dataclasses.dataclass
+class Other:
+    size: int
+
+
+class NoData:
+    size: int
+
+
+if sys.platform == "nowhere":
+    def chosen(old):
+        pass
+else:
+    def chosen(new):
+        pass
+
+try:
+    import fast
+except ImportError:
+    def fallback(slow):
+        pass
+
+
+def twice(first):
+    pass
+
+
+def twice(second):
+    pass
+
+
+assigned = plain
+'''
+
+
+@pytest.fixture
+def rich(write_modules):
+    write_modules({"toy/__init__.py": "raise AssertionError\n", "toy/rich.py": RICH})
+    yield
+    assert "toy" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("plain", ("a", "b", "c")),
+        ("waits", ("a",)),
+        ("Config.__post_init__", ("self",)),
+        ("Config.__init__", ("exp_avg_dtype", "count")),
+        ("Other.__init__", ("size",)),
+        ("Config.Inner.deep", ("self", "x")),
+        ("Config", ()),
+        ("chosen", ("new",)),
+        ("fallback", ("slow",)),
+        ("twice", ("second",)),
+    ],
+)
+def test_finds_parameters(rich, name, parameters):
+    symbol = look(f"toy.rich:{name}")
+    assert symbol.found
+    assert symbol.module_found
+    assert symbol.problem == ""
+    assert symbol.parameters == parameters
+
+
+@pytest.mark.parametrize("name", ["nothing", "assigned", "Config.nothing", "NoData.__init__"])
+def test_says_what_is_not_there(rich, name):
+    symbol = look(f"toy.rich:{name}")
+    assert symbol.module_found
+    assert not symbol.found
+    assert f"toy.rich:{name} not found" in symbol.problem
+
+
+def test_names_of_a_function_are_its_own(rich):
+    names = look("toy.rich:plain").names
+    assert {"helper", "keyword", "attribute", "string key", "rest", "more"} <= names
+    assert "checked" not in names
+
+
+def test_names_of_a_method_are_its_classs(rich):
+    assert {"exp_avg_dtype", "checked", "deep"} <= look("toy.rich:Config.__post_init__").names
+    assert "exp_avg_dtype" in look("toy.rich:Config.__init__").names
+    assert "helper" not in look("toy.rich:Config.__post_init__").names
+
+
+@pytest.mark.parametrize("module", ["nowhere", "nowhere.at.all", "toy.nowhere", "toy.rich.deeper"])
+def test_a_module_that_is_not_there_is_not_found(rich, module):
+    symbol = look(f"{module}:f")
+    assert not symbol.module_found
+    assert not symbol.found
+    assert module in symbol.problem
+
+
+def test_reads_a_module_that_is_imported(write_modules):
+    write_modules({"toy/__init__.py": "", "toy/ops.py": "def f(a):\n    pass\n"})
+    import toy.ops
+
+    assert look("toy.ops:f").parameters == ("a",)
+    assert toy.ops
+
+
+def test_reads_namespace_packages_nested_ones_too(write_modules):
+    write_modules(
+        {
+            "space/inner/deeper/ops.py": "def f(a):\n    pass\n",
+            "space/ops.py": "def g(b):\n    pass\n",
+            "toy/__init__.py": "",
+            "toy/bare/ops.py": "def h(c):\n    pass\n",
+        }
+    )
+    assert look("space.ops:g").parameters == ("b",)
+    assert look("space.inner.deeper.ops:f").parameters == ("a",)
+    assert look("toy.bare.ops:h").parameters == ("c",)
+    assert not {"space", "space.inner", "toy", "toy.bare"} & set(sys.modules)
+
+
+def test_a_namespace_package_spread_over_two_folders_is_searched_whole(
+    write_modules, tmp_path, monkeypatch
+):
+    write_modules({"space/inner/a.py": ""})
+    second = tmp_path / "second"
+    (second / "space" / "inner").mkdir(parents=True)
+    (second / "space" / "inner" / "b.py").write_text("def f(x):\n    pass\n")
+    monkeypatch.syspath_prepend(second)
+    assert look("space.inner.b:f").parameters == ("x",)
+    assert look("space.inner.a:f").module_found
+
+
+def test_a_namespace_package_itself_has_no_symbols(write_modules):
+    write_modules({"space/ops.py": ""})
+    symbol = look("space:f")
+    assert not symbol.found
+    assert "no readable source" in symbol.problem
+
+
+def test_a_package_without_source_cannot_be_looked_into(write_modules):
+    root = write_modules({"toy/__init__.py": "", "toy/ops.py": "def f(a):\n    pass\n"})
+    py_compile.compile(str(root / "toy/ops.py"), cfile=str(root / "toy/ops.pyc"))
+    (root / "toy/ops.py").unlink()
+    symbol = look("toy.ops:f")
+    assert symbol.module_found
+    assert not symbol.found
+    assert "no readable source" in symbol.problem
+
+
+@pytest.mark.parametrize("module", ["sys", "_thread", "math"])
+def test_a_module_in_c_cannot_be_looked_into(module):
+    symbol = look(f"{module}:f")
+    assert symbol.module_found
+    assert "no readable source" in symbol.problem
+
+
+def test_a_syntax_error_is_a_problem_and_not_an_exception(write_modules):
+    write_modules({"toy/__init__.py": "", "toy/ops.py": "def f(:\n"})
+    symbol = look("toy.ops:f")
+    assert symbol.module_found
+    assert "not readable" in symbol.problem
+
+
+def test_another_packages_broken_finder_is_a_problem_and_not_an_exception(rich, monkeypatch):
+    class Broken:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            raise ZeroDivisionError("their fault")
+
+    monkeypatch.setattr(sys, "meta_path", [Broken, *sys.meta_path])
+    symbol = look("toy.rich:plain")
+    assert not symbol.found
+    assert "their fault" in symbol.problem
+
+
+def test_looking_wakes_none_of_our_finders(rich):
+    from precision_shim._startup import Sleeper
+    from precision_shim.seams._imports import Watcher
+
+    seen = []
+    finders = [Sleeper(seen.append), Watcher(seen.append)]
+    for one in finders:
+        one.watch(["toy", "toy.rich"])
+    try:
+        assert look("toy.rich:plain").found
+    finally:
+        for one in finders:
+            one.remove()
+    assert seen == []

@@ -1,0 +1,195 @@
+"""The watcher reports imports, finds nothing itself, and leaves no trace."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from precision_shim.seams._imports import Watcher
+
+
+@pytest.fixture
+def watch(write_modules):
+    """Watch names; returns the list of what was reported."""
+    made = []
+    before = list(sys.meta_path)
+
+    def start(*names, when=None):
+        seen = []
+
+        def report(name):
+            seen.append(name)
+            if when is not None:
+                when(name)
+
+        watcher = Watcher(report)
+        watcher.watch(names)
+        made.append(watcher)
+        return seen
+
+    yield start
+    for watcher in made:
+        watcher.remove()
+    assert sys.meta_path == before
+
+
+MODULES = {"toy/__init__.py": "", "toy/ops.py": "READY = True\n"}
+
+
+def test_reports_once_the_modules_code_has_run(watch, write_modules):
+    write_modules(MODULES)
+    ready = []
+    seen = watch("toy.ops", when=lambda name: ready.append(sys.modules[name].READY))
+    assert importlib.import_module("toy.ops").READY
+    assert importlib.import_module("toy.ops")
+    assert seen == ["toy.ops"]
+    assert ready == [True]
+
+
+def test_leaves_other_modules_alone(watch, write_modules):
+    write_modules(MODULES)
+    seen = watch("toy.other")
+    loader = importlib.import_module("toy.ops").__spec__.loader
+    assert type(loader).__name__ == "SourceFileLoader"
+    assert seen == []
+
+
+def test_the_module_has_its_own_loader_while_its_code_runs(watch, write_modules):
+    write_modules(
+        {
+            **MODULES,
+            "toy/ops.py": "SEEN = type(__spec__.loader).__name__, type(__loader__).__name__\n",
+        }
+    )
+    watch("toy.ops")
+    ops = importlib.import_module("toy.ops")
+    assert ops.SEEN == ("SourceFileLoader", "SourceFileLoader")
+    assert ops.__loader__ is ops.__spec__.loader
+
+
+def test_a_module_that_fails_and_then_succeeds_is_reported_when_it_succeeds(watch, write_modules):
+    write_modules({**MODULES, "toy/ops.py": "import toy\nif toy.BAD:\n    raise OSError\n"})
+    seen = watch("toy.ops")
+    toy = importlib.import_module("toy")
+    toy.BAD = True
+    for _ in range(2):
+        with pytest.raises(OSError):  # noqa: PT011
+            importlib.import_module("toy.ops")
+    assert seen == []
+    toy.BAD = False
+    assert importlib.import_module("toy.ops")
+    assert seen == ["toy.ops"]
+
+
+def test_a_module_that_does_not_exist_fails_as_without_us(watch, write_modules):
+    write_modules(MODULES)
+    seen = watch("toy.nowhere")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'toy\.nowhere'"):
+        importlib.import_module("toy.nowhere")
+    assert seen == []
+
+
+def test_looking_for_a_spec_reports_nothing(watch, write_modules):
+    write_modules(MODULES)
+    seen = watch("toy.ops")
+    assert importlib.util.find_spec("toy.ops").origin.endswith("ops.py")
+    assert seen == []
+    assert importlib.import_module("toy.ops")
+    assert seen == ["toy.ops"]
+
+
+def test_a_reload_is_reported_again(watch, write_modules):
+    write_modules(MODULES)
+    seen = watch("toy.ops")
+    ops = importlib.import_module("toy.ops")
+    importlib.reload(ops)
+    assert seen == ["toy.ops", "toy.ops"]
+    assert type(ops.__spec__.loader).__name__ == "SourceFileLoader"
+
+
+def test_a_namespace_package_is_imported_as_without_us(watch, write_modules):
+    write_modules({"space/ops.py": "", **MODULES})
+    seen = watch("space", "space.ops")
+    assert importlib.import_module("space.ops")
+    assert list(importlib.import_module("space").__path__)
+    assert "space.ops" in seen
+
+
+def test_an_old_loader_without_exec_module_is_left_alone(watch):
+    import types
+    from importlib.machinery import ModuleSpec
+
+    class Loader:
+        @staticmethod
+        def create_module(spec):
+            return types.ModuleType(spec.name)
+
+        @staticmethod
+        def load_module(name):
+            raise AssertionError
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return ModuleSpec(name, Loader()) if name == "toy_old" else None
+
+    sys.meta_path.append(Finder)
+    watch("toy_old")
+    try:
+        assert isinstance(importlib.util.find_spec("toy_old").loader, Loader)
+    finally:
+        sys.meta_path.remove(Finder)
+
+
+def test_works_beside_wrapts_own_hooks(watch, write_modules):
+    # In a child: wrapt's finder stays on sys.meta_path for good.
+    root = write_modules(MODULES)
+    code = f"""
+import sys
+sys.path.insert(0, {str(root)!r})
+from precision_shim.seams._imports import Watcher
+import wrapt
+seen = []
+one = Watcher(lambda name: seen.append("one"))
+one.watch(["toy.ops"])
+wrapt.register_post_import_hook(lambda module: seen.append("wrapt"), "toy.ops")
+two = Watcher(lambda name: seen.append("two"))
+two.watch(["toy.ops"])
+import toy.ops
+assert sorted(seen) == ["one", "two", "wrapt"], seen
+assert type(toy.ops.__spec__.loader).__name__ == "SourceFileLoader", toy.ops.__spec__.loader
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_the_module_of_dash_m_runs_as_without_us(watch, write_modules):
+    root = write_modules({**MODULES, "toy/__main__.py": "print(__name__)\n"})
+    code = f"""
+import runpy, sys
+sys.path.insert(0, {str(root)!r})
+from precision_shim.seams._imports import Watcher
+seen = []
+Watcher(seen.append).watch(["toy", "toy.__main__"])
+runpy.run_module("toy", run_name="__main__")
+assert seen == ["toy"], seen
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "__main__\n"
+
+
+def test_two_threads_that_import_one_module_get_one_report(watch, write_modules):
+    write_modules({**MODULES, "toy/ops.py": "import time\ntime.sleep(0.05)\n"})
+    seen = watch("toy.ops")
+    threads = [
+        threading.Thread(target=importlib.import_module, args=("toy.ops",)) for _ in range(8)
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert seen == ["toy.ops"]

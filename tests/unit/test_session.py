@@ -1,0 +1,575 @@
+"""``install()``, ``uninstall()`` and ``status()`` on a toy framework of a third party."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+
+import precision_shim
+from precision_shim import PrecisionShimWarning, SeamError, SettingsError, _session
+from precision_shim._settings import FEATURES, TABLE
+
+FRAMEWORK = {
+    "toyfw/__init__.py": "",
+    "toyfw/ops.py": """
+def scale(value):
+    return 2 * value
+
+
+class Optimizer:
+    def __init__(self):
+        self.built = True
+""",
+    "toyfw/trainer.py": "from toyfw.ops import scale\n\n\ndef train():\n    return scale(3)\n",
+    "toyfw_adapter.py": """
+from precision_shim.adapting import Adapter, Seam, current_settings, decide
+
+ADAPTER = Adapter(
+    framework="toyfw",
+    distribution="toyfw",
+    packages=("toyfw",),
+    tested=("1.0",),
+    effects=("toyfw.ops:Optimizer.__init__",),
+    seams=(
+        Seam(
+            target="toyfw.ops:scale",
+            feature="dtype-coercion",
+            wrapper="toyfw_adapter:negate",
+            why="a test",
+            aliases=("toyfw.trainer:scale",),
+        ),
+        Seam(
+            target="toyfw.ops:Optimizer.__init__",
+            feature="bf16-dispatch",
+            wrapper="toyfw_adapter:watch",
+            why="a test",
+        ),
+    ),
+)
+
+
+def negate(wrapped, instance, args, kwargs):
+    decide("toyfw", "actor", "dtype-coercion", "negated", current_settings()["grad_bucket"])
+    return -wrapped(*args, **kwargs)
+
+
+def watch(wrapped, instance, args, kwargs):
+    return wrapped(*args, **kwargs)
+""",
+    "toyfw-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toyfw\nVersion: 1.0\n",
+    "toyfw_adapter-1.0.dist-info/METADATA": (
+        "Metadata-Version: 2.1\nName: toyfw-adapter\nVersion: 1.0\n"
+    ),
+    "toyfw_adapter-1.0.dist-info/entry_points.txt": (
+        "[precision_shim.adapters]\ntoyfw = toyfw_adapter:ADAPTER\n"
+    ),
+}
+
+
+@pytest.fixture
+def toyfw(write_modules):
+    """A framework with an adapter; the import system ends as it began."""
+    before = list(sys.meta_path)
+    root = write_modules(FRAMEWORK)
+    yield root
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionShimWarning)
+        precision_shim.uninstall()
+    assert sys.meta_path == before
+
+
+def install(**options):
+    return precision_shim.install(frameworks=["toyfw"], **options)
+
+
+def ops():
+    import toyfw.ops
+
+    return toyfw.ops
+
+
+def exported():
+    return {k: v for k, v in os.environ.items() if k.startswith("PRECISION_SHIM")}
+
+
+# -- importing ------------------------------------------------------------------------------------
+
+
+def fresh(code, **environ):
+    """Run code in a fresh interpreter and return what it prints, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_import_loads_nothing_else():
+    code = (
+        "import sys; before = set(sys.modules); import precision_shim\n"
+        "import json; print(json.dumps(sorted(set(sys.modules) - before - {'json'})))"
+    )
+    code = code.replace("import json; ", "after = set(sys.modules); import json; ")
+    code = code.replace("set(sys.modules) - before - {'json'}", "after - before")
+    assert set(fresh(code)) <= {"precision_shim"}
+
+
+def test_installing_where_no_framework_is_imports_neither_torch_nor_an_adapter():
+    code = (
+        "import sys, json, precision_shim; precision_shim.install(); precision_shim.status()\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    modules = fresh(code)
+    for name in ("torch", "verl", "megatron", "precision_shim_adapters.verl", "ray"):
+        assert name not in modules
+
+
+def test_every_public_name_resolves_and_unknown_ones_do_not():
+    for name in precision_shim.__all__:
+        assert getattr(precision_shim, name) is not None
+        assert name in dir(precision_shim)
+    with pytest.raises(AttributeError, match="no attribute 'instal'"):
+        precision_shim.instal  # noqa: B018
+
+
+# -- install --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["before", "between", "after"])
+def test_patches_in_every_import_order(toyfw, order):
+    import importlib
+
+    if order == "between":
+        assert ops()
+    if order == "after":
+        assert importlib.import_module("toyfw.trainer")
+    install()
+    assert importlib.import_module("toyfw.trainer").train() == -6
+    assert ops().scale(3) == -6
+    precision_shim.uninstall()
+    assert importlib.import_module("toyfw.trainer").train() == 6
+    assert type(ops().scale).__name__ == "function"
+
+
+def test_installing_twice_is_one_installation(toyfw):
+    install()
+    scale = ops().scale
+    finders = list(sys.meta_path)
+    install()
+    precision_shim.install()
+    assert ops().scale is scale
+    assert sys.meta_path == finders
+    precision_shim.uninstall()
+    assert ops().scale(3) == 6
+
+
+def test_install_uninstall_install(toyfw):
+    for _ in range(3):
+        install()
+        assert ops().scale(3) == -6
+        precision_shim.uninstall()
+        assert ops().scale(3) == 6
+    assert precision_shim.status().enabled is False
+
+
+def test_other_arguments_replace_what_the_first_asked_for(toyfw):
+    install(features=["dtype-coercion"], settings={"grad_bucket": "align", "log": "quiet"})
+    assert ops().scale(3) == -6
+    status = install(features=["bf16-dispatch"], settings={"log": "quiet"})
+    assert ops().scale(3) == 6
+    assert status.features == ("bf16-dispatch",)
+    assert status.settings["grad_bucket"] == "unless-set"
+
+
+def test_a_second_install_does_not_inherit_what_the_first_exported(toyfw):
+    install(features=["bf16-dispatch"], settings={"log": "quiet"})
+    status = install(settings={"grad_bucket": "align"})
+    assert status.features == FEATURES
+    assert status.settings["log"] == "info"
+    assert exported() == {
+        "PRECISION_SHIM": "1",
+        "PRECISION_SHIM_FRAMEWORKS": "toyfw",
+        "PRECISION_SHIM_GRAD_BUCKET": "align",
+    }
+
+
+def test_giving_a_default_by_name_is_another_request(toyfw):
+    install()
+    assert not _session.current_settings().is_set("growth_interval")
+    install(settings={"growth_interval": 400})
+    assert _session.current_settings().is_set("growth_interval")
+
+
+def test_a_bad_second_install_leaves_the_first(toyfw):
+    install(settings={"log": "quiet"})
+    before = exported()
+    with pytest.raises(SettingsError):
+        install(settings={"grad_bucket": "never"})
+    assert ops().scale(3) == -6
+    assert exported() == before
+
+
+def test_an_unknown_framework_is_an_error_that_names_the_known(toyfw):
+    with pytest.raises(SettingsError, match=r"'areal'.*toyfw, verl"):
+        precision_shim.install(frameworks=["areal"])
+    assert precision_shim.status().enabled is False
+
+
+@pytest.mark.parametrize("value", ["0", "false", " OFF "])
+def test_the_operators_kill_switch_wins_over_arguments(toyfw, monkeypatch, capsys, value):
+    monkeypatch.setenv("PRECISION_SHIM", value)
+    status = install(strict=True)
+    assert ops().scale(3) == 6
+    assert status.enabled is False
+    assert "PRECISION_SHIM" in str(status)
+    assert "does nothing" in capsys.readouterr().err
+    assert exported() == {"PRECISION_SHIM": value}
+
+
+def test_features_that_are_off_leave_their_seams_untouched(toyfw):
+    original = ops().scale
+    status = install(features="-dtype-coercion")
+    assert ops().scale is original
+    seams = {seam.feature: seam.state for seam in status.frameworks["toyfw"].seams}
+    assert seams == {"dtype-coercion": "off", "bf16-dispatch": "wrapped"}
+
+
+def test_no_feature_at_all_touches_nothing(toyfw):
+    original = dict(vars(ops()))
+    assert install(features=[]).features == ()
+    assert dict(vars(ops())) == original
+
+
+def test_many_threads_install_uninstall_and_import_at_once(toyfw):
+    barrier = threading.Barrier(8)
+    errors = []
+
+    def work(number):
+        barrier.wait()
+        try:
+            for _ in range(5):
+                install()
+                assert ops().scale(3) in (6, -6)
+                if number % 2:
+                    precision_shim.uninstall()
+                precision_shim.status().to_dict()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(one,), daemon=True) for one in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    assert not any(one.is_alive() for one in threads), "deadlock"
+    assert errors == []
+    install()
+    assert ops().scale(3) == -6
+    precision_shim.uninstall()
+    assert ops().scale(3) == 6
+
+
+def test_installing_while_another_thread_imports_the_framework(toyfw, write_modules):
+    write_modules({"toyfw/ops.py": "import time\ntime.sleep(0.2)\n\n" + FRAMEWORK["toyfw/ops.py"]})
+    importing = threading.Thread(target=ops, daemon=True)
+    importing.start()
+    while "toyfw.ops" not in sys.modules:
+        threading.Event().wait(0.001)
+    status = install()
+    importing.join(10)
+    assert ops().scale(3) == -6
+    assert status.frameworks["toyfw"].state == "wrapped"
+
+
+# -- the environment ------------------------------------------------------------------------------
+
+
+def test_what_was_asked_is_exported_and_taken_back(toyfw, monkeypatch):
+    monkeypatch.setenv("PRECISION_SHIM_LOG", "quiet")
+    install(features=["dtype-coercion"], settings={"log": "debug", "growth_interval": 7})
+    assert exported() == {
+        "PRECISION_SHIM": "1",
+        "PRECISION_SHIM_FEATURES": "dtype-coercion",
+        "PRECISION_SHIM_FRAMEWORKS": "toyfw",
+        "PRECISION_SHIM_LOG": "debug",
+        "PRECISION_SHIM_GROWTH_INTERVAL": "7",
+    }
+    precision_shim.uninstall()
+    assert exported() == {"PRECISION_SHIM_LOG": "quiet"}
+
+
+def test_nothing_is_exported_if_not_asked(toyfw):
+    install(settings={"log": "quiet"}, export=False)
+    assert exported() == {}
+
+
+def test_strict_is_never_exported(toyfw):
+    install(strict=True)
+    assert exported() == {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "toyfw"}
+
+
+def test_a_strict_variable_stays_what_it_is(toyfw, monkeypatch):
+    monkeypatch.setenv("PRECISION_SHIM", "strict")
+    assert install().settings["strict"] is True
+    assert exported()["PRECISION_SHIM"] == "strict"
+
+
+def test_a_variable_that_someone_set_since_is_theirs(toyfw):
+    install(settings={"log": "quiet"})
+    os.environ["PRECISION_SHIM_LOG"] = "debug"
+    try:
+        precision_shim.uninstall()
+        assert exported() == {"PRECISION_SHIM_LOG": "debug"}
+    finally:
+        del os.environ["PRECISION_SHIM_LOG"]
+
+
+def test_a_child_process_comes_up_the_same(toyfw):
+    here = install(features=["dtype-coercion"], settings={"grad_bucket": "align"}).to_dict()
+    code = (
+        f"import sys, json; sys.path.insert(0, {str(toyfw)!r})\n"
+        "import precision_shim; status = precision_shim.install().to_dict()\n"
+        "import toyfw.ops\n"
+        "print(json.dumps([status['settings'], status['features'], toyfw.ops.scale(3)]))"
+    )
+    assert fresh(code) == [here["settings"], here["features"], -6]
+
+
+# -- status ---------------------------------------------------------------------------------------
+
+
+def test_to_dict_has_the_contracts_keys_and_is_ready_for_json(toyfw):
+    install(settings={"log": "quiet"})
+    ops().scale(3)
+    found = json.loads(json.dumps(precision_shim.status().to_dict()))
+    assert found["enabled"] is True
+    assert found["features"] == list(FEATURES)
+    assert set(found["settings"]) >= {*TABLE, "strict"}
+    framework = found["frameworks"]["toyfw"]
+    assert (framework["version"], framework["state"]) == ("1.0", "wrapped")
+    assert framework["seams"][0] == {
+        "target": "toyfw.ops:scale",
+        "feature": "dtype-coercion",
+        "state": "wrapped",
+        "reason": "",
+    }
+    assert found["frameworks"]["verl"]["state"] == "off"
+    assert found["decisions"] == [
+        {
+            "framework": "toyfw",
+            "subject": "actor",
+            "feature": "dtype-coercion",
+            "chosen": "negated",
+            "because": "unless-set",
+        }
+    ]
+
+
+def test_to_dict_has_the_same_keys_when_nothing_is_installed():
+    off = precision_shim.status().to_dict()
+    assert off["enabled"] is False
+    assert {"features", "settings", "frameworks", "decisions"} <= set(off)
+    assert json.dumps(off)
+
+
+def test_a_framework_waits_then_is_patched(toyfw):
+    assert install().frameworks["toyfw"].state == "pending"
+    assert "toyfw_adapter" not in sys.modules
+    assert ops()
+    assert precision_shim.status().frameworks["toyfw"].state == "wrapped"
+
+
+def test_a_framework_that_is_not_installed_is_absent(toyfw):
+    import shutil
+
+    shutil.rmtree(toyfw / "toyfw")
+    shutil.rmtree(toyfw / "toyfw-1.0.dist-info")
+    framework = install().frameworks["toyfw"]
+    assert (framework.state, framework.version) == ("absent", None)
+
+
+def test_an_untested_version_says_so(toyfw, write_modules):
+    metadata = FRAMEWORK["toyfw-1.0.dist-info/METADATA"].replace("1.0", "7.3")
+    write_modules({"toyfw-1.0.dist-info/METADATA": metadata})
+    install()
+    assert ops().scale(3) == -6
+    framework = precision_shim.status().frameworks["toyfw"]
+    assert (framework.state, framework.version) == ("wrapped", "7.3")
+    assert "tested" in framework.reason
+    assert "1.0" in framework.reason
+
+
+def test_a_bare_checkout_has_an_unknown_version(toyfw):
+    import shutil
+
+    shutil.rmtree(toyfw / "toyfw-1.0.dist-info")
+    install()
+    assert ops().scale(3) == -6
+    assert precision_shim.status().frameworks["toyfw"].version == "unknown"
+
+
+def test_asking_for_status_wakes_nothing(toyfw):
+    import shutil
+
+    shutil.rmtree(toyfw / "toyfw-1.0.dist-info")  # its version must be looked for on sys.path
+    install()
+    str(precision_shim.status())
+    assert "toyfw_adapter" not in sys.modules
+    assert "toyfw" not in sys.modules
+
+
+def test_the_table_shows_everything_within_80_columns(toyfw):
+    install(features="-fp16-scaling")
+    ops().scale(3)
+    text = str(precision_shim.status())
+    for line in text.splitlines():
+        assert len(line) <= 80 or len(line.split()) == 1, line
+    for part in ("on", "toyfw 1.0: wrapped", "dtype-coercion", "toyfw.ops:scale", "negated"):
+        assert part in text
+    assert "fp16-scaling" not in text
+
+
+def test_a_decision_is_said_once_and_kept_once(toyfw, capsys):
+    install()
+    for _ in range(3):
+        ops().scale(3)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "negated" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("[precision_shim]")
+    assert len(precision_shim.status().decisions) == 1
+
+
+@pytest.mark.parametrize(
+    ("log", "rank", "said"),
+    [("info", "0", 1), ("info", "1", 0), ("quiet", "0", 0), ("debug", "1", 1)],
+)
+def test_decisions_are_said_on_rank_0_unless_asked_otherwise(
+    toyfw, capsys, monkeypatch, log, rank, said
+):
+    monkeypatch.setenv("RANK", rank)
+    install(settings={"log": log})
+    ops().scale(3)
+    assert capsys.readouterr().err.count("negated") == said
+    assert len(precision_shim.status().decisions) == 1
+
+
+# -- adapters of third parties, and what goes wrong -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise ZeroDivisionError('broken')\n",
+        "OTHER = 1\n",
+        "ADAPTER = 'a string'\n",
+        "import nowhere\n",
+    ],
+    ids=["raises", "lacks it", "something else", "import error"],
+)
+def test_a_broken_adapter_is_refused_with_one_warning(toyfw, write_modules, source):
+    write_modules({"toyfw_adapter.py": source})
+    install()
+    with pytest.warns(PrecisionShimWarning, match=r"toyfw.*toyfw_adapter:ADAPTER") as caught:
+        assert ops().scale(3) == 6
+    assert len(caught) == 1
+    framework = precision_shim.status().frameworks["toyfw"]
+    assert framework.state == "refused"
+    assert "toyfw_adapter:ADAPTER" in framework.reason
+
+
+def test_a_warning_filter_of_error_does_not_break_the_frameworks_import(
+    toyfw, write_modules, capsys
+):
+    write_modules({"toyfw/ops.py": "class Optimizer:\n    def __init__(self):\n        pass\n"})
+    install()
+    assert ops().Optimizer()  # warnings are errors in this test run
+    assert "toyfw.ops:scale" in capsys.readouterr().err
+    assert precision_shim.status().frameworks["toyfw"].state == "wrapped"
+
+
+def test_strict_raises_a_broken_adapters_fault_where_megatron_builds_something(
+    toyfw, write_modules
+):
+    write_modules(
+        {
+            "toyfw_adapter.py": "raise ZeroDivisionError('broken')\n",
+            "megatron/core/optimizer/optimizer_config.py": (
+                "class OptimizerConfig:\n    def __post_init__(self):\n        self.built = True\n"
+            ),
+        }
+    )
+    install(strict=True)
+    with pytest.warns(PrecisionShimWarning):
+        assert ops().Optimizer().built
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    with pytest.raises(SeamError, match="toyfw_adapter:ADAPTER"):
+        OptimizerConfig().__post_init__()
+    precision_shim.uninstall()
+    OptimizerConfig().__post_init__()
+
+
+def test_our_own_adapters_cannot_be_displaced(toyfw, write_modules):
+    entry = "[precision_shim.adapters]\nverl = toyfw_adapter:ADAPTER\n"
+    write_modules({"toyfw_adapter-1.0.dist-info/entry_points.txt": entry})
+    from precision_shim._registry import entries
+
+    assert entries()["verl"].adapter == "precision_shim_adapters.verl:ADAPTER"
+
+
+@pytest.fixture
+def lacking(toyfw, write_modules):
+    """The framework without the symbol that one of two features needs."""
+    source = FRAMEWORK["toyfw/ops.py"].replace("def scale", "def rescale")
+    write_modules({"toyfw/ops.py": source})
+
+
+@pytest.mark.usefixtures("lacking")
+def test_a_refusal_is_a_warning_and_the_framework_runs():
+    install()
+    with pytest.warns(PrecisionShimWarning, match=r"toyfw 1\.0.*toyfw\.ops:scale") as caught:
+        assert ops().Optimizer().built
+    assert len(caught) == 1
+
+
+@pytest.mark.usefixtures("lacking")
+def test_strict_raises_where_the_optimizer_is_built():
+    install(strict=True)
+    with pytest.warns(PrecisionShimWarning):
+        assert ops()
+    with pytest.raises(SeamError, match=r"toyfw\.ops:scale"):
+        ops().Optimizer()
+    precision_shim.uninstall()
+    assert ops().Optimizer().built
+
+
+@pytest.mark.usefixtures("lacking")
+def test_strict_raises_at_once_where_the_framework_is_imported_already():
+    assert ops()
+    with (
+        pytest.warns(PrecisionShimWarning),
+        pytest.raises(SeamError, match=r"toyfw\.ops:scale"),
+    ):
+        install(strict=True)
+
+
+def test_uninstall_reports_another_tools_wrapper_and_goes_through(toyfw, capsys):
+    install(settings={"log": "quiet"})
+    ours = ops().scale
+    ops().scale = foreign = lambda value: ("theirs", ours(value))
+    precision_shim.uninstall()  # warnings are errors in this test run
+    assert ops().scale is foreign
+    assert foreign(3) == ("theirs", 6)
+    assert "toyfw.ops:scale" in capsys.readouterr().err
+    assert "toyfw.ops:scale" in str(precision_shim.status())
+    assert exported() == {}

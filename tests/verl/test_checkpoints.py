@@ -1,0 +1,294 @@
+"""Checkpoints outlive the switch: save and resume with the shim turned on or off in between.
+
+Written and read by verl's own functions, in every sharding type that Megatron's distributed
+optimizer has; "off" is the unpatched Megatron.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.errors import CheckpointLayoutError
+from precision_shim.rules.remainders import join_master
+
+from .conftest import VERL
+
+SHARDINGS = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter")
+STEPS = 3
+
+pytestmark = pytest.mark.skipif(
+    Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+)
+
+
+@dataclass
+class Job:
+    """A model and its optimizer, as verl builds them."""
+
+    chunks: list[Any]
+    optimizer: Any
+
+    def train(self, steps: int, first: int = 0) -> list[float]:
+        """Some steps on made-up tokens; their losses."""
+        from megatron.core.distributed import finalize_model_grads
+
+        losses = []
+        for step in range(first, first + steps):
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(0, 32, (2, 9), generator=generator)
+            self.optimizer.zero_grad()
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            loss = self.chunks[0](
+                tokens[:, :-1],
+                torch.arange(8).expand(2, 8),
+                None,
+                labels=tokens[:, 1:].contiguous(),
+            ).mean()
+            loss.backward()
+            finalize_model_grads(self.chunks)
+            self.optimizer.step()
+            losses.append(float(loss))
+        return losses
+
+    def states(self) -> dict[str, list[torch.Tensor]]:
+        """fp32 master, exp_avg and exp_avg_sq of every parameter, by name."""
+        names = {p: n for chunk in self.chunks for n, p in chunk.named_parameters()}
+        found = {}
+        for one in self.optimizer.chained_optimizers:
+            for param, (group, order) in one.model_param_group_index_map.items():
+                shard = one.optimizer.param_groups[group]["params"][order]
+                state = one.optimizer.state[shard]
+                master = state.get("master_param", shard).detach()
+                if master.dtype is torch.int16:
+                    master = join_master(shard.detach(), master)
+                found[names[param]] = [
+                    one_state.detach().float().clone()
+                    for one_state in (master, state["exp_avg"], state["exp_avg_sq"])
+                ]
+        return found
+
+    def sharded(self, sharding: str, loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        from megatron.core import mpu
+
+        metadata: dict[str, Any] = {
+            "distrib_optim_sharding_type": sharding,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+        }
+        if sharding == "fully_reshardable":
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        state = {
+            "model": self.chunks[0].module.sharded_state_dict(
+                metadata={**metadata, "dp_cp_group": group}
+            )
+        }
+        state["optimizer"] = self.optimizer.sharded_state_dict(
+            state, is_loading=loading, metadata=metadata
+        )
+        return state, metadata
+
+    def save(self, folder: Path, sharding: str) -> None:
+        from verl.utils.megatron.dist_checkpointing import save_dist_checkpointing
+
+        folder.mkdir()
+        state, metadata = self.sharded(sharding, loading=False)
+        save_dist_checkpointing(state, str(folder), content_metadata=metadata)
+
+    def load(self, folder: Path, sharding: str) -> None:
+        from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
+
+        state, _ = self.sharded(sharding, loading=True)
+        loaded = load_dist_checkpointing(state, str(folder))
+        self.chunks[0].load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+
+
+@contextlib.contextmanager
+def shim(on: bool) -> Iterator[None]:
+    if on:
+        precision_shim.install(settings={"optimizer_states": "follow-model"})
+    try:
+        yield
+    finally:
+        precision_shim.uninstall()
+
+
+def job(seed: int = 0, **overrides: Any) -> Job:
+    from omegaconf import OmegaConf
+    from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
+    from verl.utils.megatron_utils import get_model
+
+    from precision_shim.testing.megatron_cpu import tiny_gpt
+
+    provider = tiny_gpt(torch.bfloat16)
+    torch.manual_seed(seed)
+    chunks = get_model(provider, transformer_config=provider.config)
+    fields = {"optimizer": "adam", "lr": 1e-2, "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.0}
+    config = OmegaConf.create(
+        {**fields, "override_optimizer_config": {"adam_beta2": 0.95} | overrides}
+    )
+    made = init_megatron_optim_config(config, fp16=False)
+    return Job(chunks, get_megatron_optimizer(chunks, made))
+
+
+def same(one: Any, other: Any, which: slice = slice(None)) -> bool:
+    return all(
+        torch.equal(a, b)
+        for name in one
+        for a, b in zip(one[name][which], other[name][which], strict=True)
+    )
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("remainders", [True, False], ids=["remainders", "whole-masters"])
+class TestOnce:
+    def test_on_to_on(
+        self, fused_adam: str, tmp_path: Path, sharding: str, remainders: bool
+    ) -> None:
+        """Exact: states, and the losses of further steps."""
+        extra = {} if remainders else {"store_param_remainders": False}
+        with shim(on=True):
+            first = job(**extra)
+            first.train(STEPS)
+            first.save(tmp_path / "saved", sharding)
+            saved = first.states()
+            straight = first.train(STEPS, first=STEPS)
+            second = job(seed=1, **extra)
+            second.load(tmp_path / "saved", sharding)
+            assert same(saved, second.states())
+            assert second.train(STEPS, first=STEPS) == straight
+            assert same(first.states(), second.states())
+
+    def test_on_to_off(
+        self, fused_adam: str, tmp_path: Path, sharding: str, remainders: bool
+    ) -> None:
+        """An unpatched Megatron with fp32 states reads it exactly."""
+        with shim(on=True):
+            first = job(**({} if remainders else {"store_param_remainders": False}))
+            first.train(STEPS)
+            first.save(tmp_path / "saved", sharding)
+            saved = first.states()
+        with shim(on=False):
+            second = job(seed=1)
+            second.load(tmp_path / "saved", sharding)
+            assert not second.optimizer.config.use_precision_aware_optimizer
+            assert same(saved, second.states())
+            second.train(1, first=STEPS)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+class TestTheOtherWay:
+    def test_off_to_on_is_refused(self, fused_adam: str, tmp_path: Path, sharding: str) -> None:
+        """fp32 moments would be rounded: refused, and both layouts and the variable are named."""
+        with shim(on=False):
+            first = job()
+            first.train(STEPS)
+            first.save(tmp_path / "saved", sharding)
+        with shim(on=True):
+            second = job(seed=1)
+            with pytest.raises(CheckpointLayoutError, match=r"fp32.*bf16") as caught:
+                second.load(tmp_path / "saved", sharding)
+        assert "PRECISION_SHIM_OPTIMIZER_STATES=as-configured" in str(caught.value)
+
+    def test_the_refusals_remedy_works(
+        self, fused_adam: str, tmp_path: Path, sharding: str
+    ) -> None:
+        with shim(on=False):
+            first = job()
+            first.train(STEPS)
+            first.save(tmp_path / "saved", sharding)
+            saved = first.states()
+            straight = first.train(STEPS, first=STEPS)
+        precision_shim.install(settings={"optimizer_states": "as-configured"})
+        try:
+            second = job(seed=1)
+            second.load(tmp_path / "saved", sharding)
+            assert same(saved, second.states())
+            assert second.train(STEPS, first=STEPS) == straight
+        finally:
+            precision_shim.uninstall()
+
+    def test_remainders_of_an_unpatched_megatron(
+        self, fused_adam: str, tmp_path: Path, sharding: str
+    ) -> None:
+        """Stored as numbers: read exactly where the file says what they are, else refused."""
+        own = {
+            "use_precision_aware_optimizer": True,
+            "main_grads_dtype": torch.bfloat16,
+            "exp_avg_dtype": torch.bfloat16,
+            "exp_avg_sq_dtype": torch.bfloat16,
+        }
+        from megatron.core.optimizer import OptimizerConfig
+
+        with shim(on=True):  # build what a user's own code would, then save without the shim
+            first = job()
+            assert isinstance(first.optimizer.config, OptimizerConfig)
+            assert all(getattr(first.optimizer.config, key) == own[key] for key in own)
+        first.train(STEPS)
+        first.save(tmp_path / "saved", sharding)
+        saved = first.states()
+        with shim(on=True):
+            second = job(seed=1)
+            if sharding == "dp_reshardable":
+                second.load(tmp_path / "saved", sharding)
+                assert same(saved, second.states())
+            else:
+                with pytest.raises(CheckpointLayoutError, match="remainders"):
+                    second.load(tmp_path / "saved", sharding)
+
+
+@pytest.mark.parametrize("sharding", ["fully_reshardable"])
+def test_without_the_shim_remainders_are_lost(
+    fused_adam: str, tmp_path: Path, sharding: str
+) -> None:
+    """What the seams are there for: the same file, written by the unpatched Megatron."""
+    with shim(on=True):
+        first = job()
+    first.train(STEPS)
+    first.save(tmp_path / "saved", sharding)
+    second = job(seed=1)
+    second.load(tmp_path / "saved", sharding)
+    masters = [state[0] for state in second.states().values()]
+    assert max(float(master.abs().max()) for master in masters) > 1000.0
+
+
+@pytest.mark.skipif(Version("0.8") > VERL, reason="0.7's engine saves through the same functions")
+@pytest.mark.parametrize("reshardable", [False, True])
+def test_through_the_engine(
+    fused_adam: str, checkpoint: Path, tmp_path: Path, reshardable: bool
+) -> None:
+    """MegatronEngine.save_checkpoint and load_checkpoint, verl's default sharding and the other."""
+    from .support import engine, optim_config
+
+    def build() -> Any:
+        made = engine(
+            checkpoint,
+            "bfloat16",
+            optim=optim_config(override_optimizer_config={"adam_beta2": 0.95}),
+            dist_ckpt_optim_fully_reshardable=reshardable,
+        )
+        made.initialize()
+        return made
+
+    with shim(on=True):
+        first = build()
+        for chunk in first.module:
+            for buffer in chunk.buffers:
+                buffer.grad_data.normal_(std=1e-2)
+        first.optimizer.step()
+        saved = Job(first.module, first.optimizer).states()
+        first.save_checkpoint(str(tmp_path / "saved"), global_step=1)
+        second = build()
+        second.load_checkpoint(str(tmp_path / "saved"), del_local_after_load=False)
+        assert same(saved, Job(second.module, second.optimizer).states())
