@@ -48,13 +48,16 @@ def debug(line: str) -> None:
         say(line)
 
 
-def warn(message: str, stacklevel: int = 2) -> None:
-    """Warn once per message and process."""
+def warn(message: str, stacklevel: int | None = 2) -> None:
+    """Warn once per message and process; without a stack level where nobody's line is at fault."""
     with _lock:
         if message in _warned:
             return
         _warned.add(message)
-    warnings.warn(message, PrecisionShimWarning, stacklevel=stacklevel + 1)
+    if stacklevel is None:  # from within an import: a source line would show importlib's, or ours
+        warnings.warn_explicit(message, PrecisionShimWarning, "<precision_shim>", 1)
+    else:
+        warnings.warn(message, PrecisionShimWarning, stacklevel=stacklevel + 1)
 
 
 def clear() -> None:

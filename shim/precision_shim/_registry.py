@@ -2,18 +2,17 @@
 
 An entry point of the group ``precision_shim.adapters`` names a ``seams.Adapter`` object; its name
 is the framework's. Adapter modules are imported only when one of the framework's packages is, so
-ours are listed here with the packages that wake them.
+ours are listed here; the packages that wake them, in ``_startup``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ._startup import ENTRY_POINTS, PACKAGES
 from .errors import SeamError
 from .seams import Adapter
 from .seams._wrapper import resolve
-
-ENTRY_POINTS = "precision_shim.adapters"
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Entry:
         """
         try:
             adapter = resolve(self.adapter)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # nothing here may end the process
             raise SeamError(
                 f"{self.framework}: the adapter {self.adapter} cannot be loaded: {error!r}. "
                 f"Repair or remove it, or leave {self.framework} out with "
@@ -65,7 +64,7 @@ BUILTIN = (
     Entry(
         "verl",
         "verl",
-        ("verl",),
+        PACKAGES["verl"],
         "precision_shim_adapters.verl:ADAPTER",
         MEGATRON_EFFECTS,
     ),

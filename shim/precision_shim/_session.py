@@ -10,13 +10,13 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from . import _journal, _settings
+from . import _journal, _ray, _settings, _startup
 from ._registry import Entry, entries
 from ._settings import PREFIX, Settings
+from ._startup import Sleeper
 from ._status import FrameworkStatus, SeamStatus, Status
-from .errors import PrecisionShimWarning, SeamError, SettingsError
+from .errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
 from .seams import Adapter, Engine
-from .seams._imports import Watcher
 from .seams._source import find_spec
 
 _lock = threading.RLock()
@@ -25,24 +25,32 @@ _lock = threading.RLock()
 class _Session:
     """What is installed: settings, engine, and the adapters that sleep until they are needed."""
 
-    def __init__(self, settings: Settings, known: Mapping[str, Entry]) -> None:
+    def __init__(
+        self, settings: Settings, known: Mapping[str, Entry], fault: SettingsError | None = None
+    ) -> None:
         self.settings = settings
         self.known = known
+        self.fault = fault
+        """Bad settings of the automatic start under strict: raised where a feature takes effect."""
         self.awake: dict[str, Adapter] = {}
-        self.broken: dict[str, SeamError] = {}
-        self.exported: dict[str, str | None] = {}
+        self.broken: dict[str, PrecisionShimError] = {}
+        self.exported: dict[str, tuple[str | None, str]] = {}
+        """Variable to its text before, and to what was exported."""
         self.engine = Engine(
             features=settings.features,
             settings=settings,
             strict=settings.strict,
-            on_fault=_fault,
+            on_fault=_fault if fault is None else _said_already,
             describe=_describe,
         )
-        self.sleeper = Watcher(self._wake, before=True)
+        self.sleeper = Sleeper(self._wake)
 
     def start(self) -> None:
         import sys
 
+        _startup.stop()  # from here on the session's own sleeper waits
+        if self.fault is None:
+            _ray.enter()
         for entry in self.wanted():
             if any(package in sys.modules for package in entry.packages):
                 self.wake(entry)
@@ -62,6 +70,10 @@ class _Session:
         with _lock:
             if entry.framework in self.awake or entry.framework in self.broken:
                 return
+            if self.fault is not None:
+                self.broken[entry.framework] = self.fault
+                self.engine.fault(entry.framework, self.fault, entry.effects)
+                return
             try:
                 adapter = entry.load()
             except SeamError as error:
@@ -74,6 +86,7 @@ class _Session:
 
 _current: _Session | None = None
 _refused_by_operator = False
+_bad_start = ""
 _left_behind: list[str] = []
 
 
@@ -107,15 +120,35 @@ def install(
         SettingsError: a name or value makes no sense.
         SeamError: ``strict``, and a framework that is already imported cannot be patched.
     """
-    global _current, _refused_by_operator
+    session = _install(features, frameworks, strict, settings, export)
+    if session is not None:
+        session.engine.catch_up()  # it may wait for other threads' imports: not under the lock
+        if session.settings.strict:
+            for name in session.known:
+                for error in session.engine.faults(name):
+                    raise error
+    return status()
+
+
+def _install(
+    features: str | Iterable[str] | None = None,
+    frameworks: str | Iterable[str] | None = None,
+    strict: bool | None = None,
+    settings: Mapping[str, object] | None = None,
+    export: bool = True,
+) -> _Session | None:
+    """Do it, short of waiting and raising; returns the session, ``None`` if there is no more."""
+    global _current, _refused_by_operator, _bad_start
     with _lock:
         _refused_by_operator = _settings.switch() == "off"
         if _refused_by_operator:
             _journal.say(f"{PREFIX}={os.environ[PREFIX]} is set: install() does nothing")
-            return status()
+            return None
         asked = (features, frameworks, strict, settings)
-        if _current is not None and all(one is None for one in asked):
-            return status()
+        if _current is not None and _current.fault is None and all(one is None for one in asked):
+            if export:
+                _export(_current, _current.settings)
+            return None
         known = entries()
         resolved = _settings.resolve(
             features=features,
@@ -123,21 +156,48 @@ def install(
             strict=strict,
             settings=settings,
             known_frameworks=known,
+            environ=_given_environment(),
         )
-        if _current is not None and _current.settings.effective() != resolved.effective():
+        if _current is not None and (
+            _current.fault is not None or _current.settings.effective() != resolved.effective()
+        ):
             _retire(_current)
             _current = None
         if _current is None:
+            _bad_start = ""
             _journal.verbosity = resolved["log"]
             _current = _Session(resolved, known)
             _current.start()
         if export:
             _export(_current, resolved)
-        if resolved.strict:
-            for name in known:
-                for error in _current.engine.faults(name):
-                    raise error
-        return status()
+        return _current
+
+
+def start(*, export: bool = False) -> None:
+    """The automatic start: ``install()`` as the variables ask for it. It never raises.
+
+    A bad setting is one line on stderr and the process goes on unpatched; under strict it is kept
+    and raised where a feature would first take effect. What a seam or an adapter lacks is kept and
+    raised there by the engine.
+
+    Args:
+        export: as for ``install()``; of use where the opt-in was not the variable.
+    """
+    global _current, _bad_start
+    try:
+        with _lock:
+            _startup.stop()
+            try:
+                _install(export=export)
+            except SettingsError as error:
+                _bad_start = f"not installed: {error}"
+                _journal.say(_bad_start)
+                if os.environ.get(PREFIX, "").strip().lower() == "strict":
+                    defaults = _settings.resolve(features=(), strict=True, environ={})
+                    _current = _Session(defaults, entries(), error)
+                    _current.start()
+    except (Exception, SystemExit) as error:  # anything else is our mistake, not the process's
+        _journal.say(f"not installed: {error!r}")
 
 
 def uninstall() -> None:
@@ -147,8 +207,11 @@ def uninstall() -> None:
     ``install()`` exported are taken back. Where another tool has wrapped a symbol since, its
     wrapper is left alone, ours passes calls through, and a warning says so.
     """
-    global _current
+    global _current, _bad_start
     with _lock:
+        _startup.stop()
+        _ray.leave()
+        _bad_start = ""
         if _current is None:
             return
         session, _current = _current, None
@@ -158,15 +221,26 @@ def uninstall() -> None:
 def status() -> Status:
     """Return what the shim did in this process; ``str()`` of it is a table."""
     with _lock:
+        if _startup.waiting():
+            start()  # the variable is set, but no framework was imported yet
         notes = list(_left_behind)
         session = _current
+        if _bad_start:
+            notes.insert(0, _bad_start)
         if session is None:
             if _refused_by_operator:
                 notes.insert(0, f"{PREFIX} is off: install() does nothing")
+            elif not _bad_start and _startup.asked():
+                notes.insert(
+                    0,
+                    f"{PREFIX} is set, but nothing is installed: this process read no start-up "
+                    "file (python -S?), or uninstall() was called. Call install(), or import "
+                    "precision_shim.autoinstall.",
+                )
             return Status(enabled=False, decisions=_journal.decisions(), notes=tuple(notes))
         settings = session.settings
         return Status(
-            enabled=True,
+            enabled=session.fault is None,
             features=settings.features,
             settings={**settings.values, "strict": settings.strict},
             frameworks={
@@ -177,21 +251,44 @@ def status() -> Status:
         )
 
 
+def in_force(framework: str, feature: str, path: str) -> bool:
+    """Whether a feature is on and was not refused on a path of a framework."""
+    session = _current
+    return (
+        session is not None
+        and feature in session.settings.features
+        and not session.engine.is_refused(framework, feature, path)
+    )
+
+
 def current_settings() -> Settings:
     """The settings in force; the defaults where nothing is installed."""
     session = _current
     return _settings.resolve(environ={}) if session is None else session.settings
 
 
+def preview(adapter: Adapter, settings: Settings) -> tuple[SeamStatus, ...]:
+    """What would happen to an adapter's seams in this environment, from source alone."""
+    engine = Engine(
+        features=settings.features,
+        settings=settings,
+        strict=False,
+        on_fault=_said_already,
+        describe=_describe,
+    )
+    return engine.preview(adapter)
+
+
 def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
-    version = version_of(entry.distribution, entry.packages)
+    adapter = session.awake.get(name)
+    known = adapter or entry  # a third party's adapter knows its distribution better
+    version = version_of(known.distribution, known.packages)
     if session.settings.frameworks is not None and name not in session.settings.frameworks:
         return FrameworkStatus(version, "off", reason="not among the frameworks asked for")
     if name in session.broken:
         return FrameworkStatus(version, "refused", reason=str(session.broken[name]))
     if version is None:
         return FrameworkStatus(None, "absent")
-    adapter = session.awake.get(name)
     if adapter is None:
         return FrameworkStatus(version, "pending", reason="waits for the framework's import")
     seams = session.engine.report(name)
@@ -223,25 +320,50 @@ def _describe(adapter: Adapter) -> str:
     return f"{adapter.framework} {found or '(not installed)'}"
 
 
-def _fault(framework: str, error: SeamError) -> None:
-    # A warning filter of "error" must not turn a report into a failing import of the framework.
+def _fault(framework: str, error: PrecisionShimError) -> None:
+    _report(str(error))
+
+
+def _report(text: str) -> None:
+    # A warning filter of "error" must not turn a report into a failing import of the framework,
+    # or end an uninstall() halfway.
     try:
-        _journal.warn(str(error), stacklevel=4)
+        _journal.warn(text, stacklevel=None)
     except PrecisionShimWarning:
-        _journal.say(str(error))
+        _journal.say(text)
+
+
+def _said_already(framework: str, error: PrecisionShimError) -> None:
+    """Take no notice of a fault that is said elsewhere."""
 
 
 def _retire(session: _Session) -> None:
     session.sleeper.remove()
     _left_behind[:] = session.engine.remove()
-    for text in _left_behind:
-        _journal.warn(text, stacklevel=3)
-    for variable, before in session.exported.items():
+    for variable, (before, ours) in session.exported.items():
+        if os.environ.get(variable) != ours:
+            continue  # someone has set it since; it is theirs now
         if before is None:
             os.environ.pop(variable, None)
         else:
             os.environ[variable] = before
     _journal.clear()
+    for text in _left_behind:
+        _report(text)
+
+
+def _given_environment() -> dict[str, str]:
+    """The environment as it was given to this process, without what ``install()`` exported.
+
+    A second ``install()`` replaces what the first asked for; it must not inherit it this way.
+    """
+    environ = dict(os.environ)
+    for variable, (before, ours) in (_current.exported if _current is not None else {}).items():
+        if environ.get(variable) == ours:
+            del environ[variable]
+            if before is not None:
+                environ[variable] = before
+    return environ
 
 
 def _export(session: _Session, resolved: Settings) -> None:
@@ -249,20 +371,18 @@ def _export(session: _Session, resolved: Settings) -> None:
     if _settings.switch() == "unset":
         wanted[PREFIX] = "1"
     for variable, value in wanted.items():
-        session.exported.setdefault(variable, os.environ.get(variable))
+        before = session.exported.get(variable, (os.environ.get(variable), ""))[0]
+        session.exported[variable] = before, value
         os.environ[variable] = value
-
-
-def settings_error(error: SettingsError) -> None:
-    """Say a bad setting of the automatic start in one line; the process goes on unpatched."""
-    _journal.say(f"not installed: {error}")
 
 
 __all__ = [
     "Any",
     "current_settings",
+    "in_force",
     "install",
-    "settings_error",
+    "preview",
+    "start",
     "status",
     "uninstall",
     "version_of",

@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ._startup import OFF, ON, VARIABLE
 from .errors import SettingsError
 
-PREFIX = "PRECISION_SHIM"
+PREFIX = VARIABLE
 
 FEATURES = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
 """Names of the features, in the order in which status and documentation show them."""
-
-_ON = ("1", "true", "on", "yes")
-_OFF = ("0", "false", "off", "no")
 
 
 def _choice(*allowed: str) -> Callable[[str, object], str]:
@@ -40,7 +38,7 @@ def _number(low: float, *, above: bool, high: float = math.inf) -> Callable[[str
             bound += f" and < {high:g}"
         try:
             number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise _bad(name, value, bound) from None
         too_low = number <= low if above else number < low
         if isinstance(value, bool) or not math.isfinite(number) or too_low or number >= high:
@@ -53,7 +51,7 @@ def _number(low: float, *, above: bool, high: float = math.inf) -> Callable[[str
 def _whole(name: str, value: object) -> int:
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or not number.is_integer() or number < 1:
         raise _bad(name, value, "a whole number >= 1")
@@ -136,8 +134,9 @@ class Settings:
         return self.values[name]
 
     def effective(self) -> tuple[object, ...]:
-        """What distinguishes two installations: everything but where a value came from."""
-        return dict(self.values), self.features, self.frameworks, self.strict
+        """What distinguishes two installations: values, and which of them the user gave."""
+        given = {name for name in self.origin if self.is_set(name)}
+        return dict(self.values), given, self.features, self.frameworks, self.strict
 
     def is_set(self, name: str) -> bool:
         """Whether the user gave the setting, as an argument or a variable."""
@@ -153,15 +152,15 @@ def switch(environ: Mapping[str, str] | None = None) -> str:
     text = (os.environ if environ is None else environ).get(PREFIX, "").strip().lower()
     if not text:
         return "unset"
-    if text in _ON:
+    if text in ON:
         return "on"
-    if text in _OFF:
+    if text in OFF:
         return "off"
     if text == "strict":
         return "strict"
     raise SettingsError(
-        f"{PREFIX}={text!r} is not a valid setting; allowed: {'/'.join(_ON)} (on), strict, "
-        f"{'/'.join(_OFF)} (off), or unset. Correct it or unset it."
+        f"{PREFIX}={text!r} is not a valid setting; allowed: {'/'.join(ON)} (on), strict, "
+        f"{'/'.join(OFF)} (off), or unset. Correct it or unset it."
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from . import _journal
 from ._registry import MEGATRON_EFFECTS
-from ._session import current_settings, version_of
+from ._session import current_settings, in_force, version_of
 from ._settings import Settings
 from ._status import Decision
 from .seams import Adapter, NativeProbe, Seam, Symbol, look
@@ -23,6 +23,7 @@ __all__ = [
     "Symbol",
     "current_settings",
     "decide",
+    "in_force",
     "look",
     "version_of",
     "warn",

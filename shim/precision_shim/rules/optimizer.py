@@ -166,6 +166,8 @@ def plan_optimizer(request: OptimizerRequest) -> OptimizerPlan:
         why.append("fp8 parameters: nothing is added")
     elif dtype is None and request.model.counts:
         row = _flags(request.declared)
+        if request.native.get("use_precision_aware_optimizer"):
+            row["use_precision_aware_optimizer"] = False
         why.append(f"trainable parameters of several dtypes ({request.model}): fp32 states")
     else:
         dtype = dtype or request.declared

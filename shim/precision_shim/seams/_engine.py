@@ -267,7 +267,7 @@ class Engine:
                     site.layers.remove(layer)
                     self._rebuild(site)
         for one in plan:
-            if one.group == group and one.state in ("pending", "wrapped", "native"):
+            if one.group == group and one.state in ("pending", "wrapped"):
                 own = [text for text in problems if one.seam.target in text]
                 one.state = "refused"
                 one.reason = "; ".join(own) or "refused whole, because: " + problems[0]

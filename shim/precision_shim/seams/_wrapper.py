@@ -15,6 +15,13 @@ import wrapt
 
 
 class _BoundSeam(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # cloudpickle sends what calls itself a function, and is not the very object at its name,
+        # by value: of ``Class.method`` the function beneath the wrapper would arrive.
+        wrapped = self.__wrapped__
+        return _BoundSeam if getattr(wrapped, "__self__", None) is None else type(wrapped)
+
     def __copy__(self) -> _BoundSeam:
         return self
 

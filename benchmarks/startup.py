@@ -1,0 +1,186 @@
+"""What the start-up file costs each Python process, beside its peers, and what it costs torch.
+
+    python benchmarks/startup.py                       # builds the wheel, makes the environments
+    python benchmarks/startup.py --rounds 101 --torch /path/to/python-with-torch
+
+One environment per case, all from one interpreter, equal but for what stands in site-packages.
+The runs of all cases are interleaved in a new random order each round, and each figure is a median
+over the rounds; the difference to another case is the median of the differences within a round.
+Wall and processor time agree on an idle machine; on a busy one only the latter says something.
+Needs ``uv``, and an index for the peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PASS = ("-c", "pass")
+IMPORT_TORCH = ("-c", "import torch")
+NO_EXPORTER = {f"OTEL_{what}_EXPORTER": "none" for what in ("TRACES", "METRICS", "LOGS")}
+UNSET_GOAL_MS = 0.3
+SET_GOAL_RATIO = 1.10
+
+
+@dataclass
+class Case:
+    """One way to start Python, and how long each run took."""
+
+    name: str
+    command: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def environment(self) -> dict[str, str]:
+        """The variables of a run: the inherited ones without the shim's, and the case's."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+        return {**inherited, **self.variables}
+
+    def run(self) -> None:
+        """Start the command once, and keep how long it took."""
+        environment = self.environment()
+        began = time.perf_counter_ns()
+        pid = os.posix_spawn(self.command[0], self.command, environment)
+        _, status, usage = os.wait4(pid, 0)
+        self.wall.append((time.perf_counter_ns() - began) / 1e6)
+        self.cpu.append((usage.ru_utime + usage.ru_stime) * 1e3)
+        if status:
+            raise SystemExit(f"{self.name}: {' '.join(self.command)} failed, status {status}")
+
+
+def measure(cases: list[Case], rounds: int) -> None:
+    for case in cases:  # warms the file cache, and shows whether the case works at all
+        done = subprocess.run(case.command, env=case.environment(), capture_output=True, check=True)
+        if done.stderr:
+            raise SystemExit(f"{case.name}: {done.stderr.decode()}")
+        case.run()
+        case.wall.clear()
+        case.cpu.clear()
+    for _ in range(rounds):
+        for case in random.sample(cases, len(cases)):
+            case.run()
+
+
+def added(case: Case, other: Case, values: Callable[[Case], list[float]]) -> float:
+    """Median over the rounds of what a case took more than another."""
+    return statistics.median(
+        mine - theirs for mine, theirs in zip(values(case), values(other), strict=True)
+    )
+
+
+def report(cases: list[Case], what: str) -> None:
+    base = cases[0]
+    print(f"\n{what}, medians of {len(base.wall)} interleaved rounds")
+    print(f"{'case':<34}{'wall ms':>9}{'x first':>9}{'+ ms':>8}{'cpu ms':>9}{'+ cpu':>8}")
+    for case in cases:
+        print(
+            f"{case.name:<34}{statistics.median(case.wall):>9.2f}"
+            f"{statistics.median(case.wall) / statistics.median(base.wall):>9.3f}"
+            f"{added(case, base, lambda one: one.wall):>8.2f}"
+            f"{statistics.median(case.cpu):>9.2f}{added(case, base, lambda one: one.cpu):>8.2f}"
+        )
+
+
+def environments(where: Path, python: str, *, peers: bool) -> list[Case]:
+    """Make one environment per case."""
+    run(("uv", "build", "--wheel", "--quiet", "--out-dir", str(where), str(ROOT)))
+    wheel = str(next(where.glob("*.whl")))
+
+    def environment(name: str, *packages: str) -> tuple[str, Path]:
+        run(("uv", "venv", "--quiet", "--python", python, str(where / name)))
+        interpreter = str(where / name / "bin" / "python")
+        install = ("uv", "pip", "install", "--quiet", "--compile-bytecode", "--python")
+        run((*install, interpreter, wheel, *packages))
+        site = next((where / name).glob("lib/python*/site-packages"))
+        if name != "ours":
+            for file in site.glob("zz_precision_shim.*"):
+                file.unlink()
+        return interpreter, site
+
+    bare, _ = environment("bare")
+    line, site = environment("line")
+    (site / "zz_line.pth").write_text("import os\n")
+    ours, _ = environment("ours")
+    cases = [
+        Case("bare", (bare, *PASS)),
+        Case(".pth of one `import os` line", (line, *PASS)),
+        Case("precision_shim, variable unset", (ours, *PASS)),
+        Case("precision_shim, PRECISION_SHIM=0", (ours, *PASS), {"PRECISION_SHIM": "0"}),
+        Case("precision_shim, PRECISION_SHIM=1", (ours, *PASS), {"PRECISION_SHIM": "1"}),
+    ]
+    if peers:
+        autowrapt, _ = environment("autowrapt", "autowrapt==2.0.0")
+        otel, site = environment("opentelemetry", "opentelemetry-distro==0.66b1")
+        run_otel = str(Path(otel).with_name("opentelemetry-instrument"))
+        cases += [
+            Case("autowrapt, variable unset", (autowrapt, *PASS)),
+            Case("autowrapt, variable set", (autowrapt, *PASS), {"AUTOWRAPT_BOOTSTRAP": "none"}),
+            Case("opentelemetry-instrument", (run_otel, otel, *PASS), NO_EXPORTER),
+        ]
+    return cases
+
+
+def run(command: tuple[str, ...]) -> None:
+    subprocess.run(command, check=True)
+
+
+def goals(cases: list[Case]) -> bool:
+    """Print how the goals are met; judged by processor time, which neighbours disturb least."""
+    bare, line, unset, _, is_set = cases[:5]
+    print()
+    for name, values in (("wall", lambda one: one.wall), ("cpu", lambda one: one.cpu)):
+        more = added(unset, line, values)
+        ratio = statistics.median(values(is_set)) / statistics.median(values(bare))
+        print(
+            f"{name:<5} unset: {more:+.2f} ms over the `import os` line (goal {UNSET_GOAL_MS}); "
+            f"set: {ratio:.3f} x bare (goal {SET_GOAL_RATIO})"
+        )
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors")
+    return more <= UNSET_GOAL_MS and ratio <= SET_GOAL_RATIO
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=61)
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the environments")
+    parser.add_argument("--no-peers", action="store_true", help="leave out the other packages")
+    parser.add_argument("--torch", help="a Python that has torch and this package installed")
+    parser.add_argument("--torch-rounds", type=int, default=15)
+    parser.add_argument("--keep", type=Path, help="make the environments here, and keep them")
+    options = parser.parse_args()
+    where = options.keep or Path(tempfile.mkdtemp(prefix="startup-"))
+    try:
+        cases = environments(where, options.python, peers=not options.no_peers)
+        measure(cases, options.rounds)
+        report(cases, "python -c pass")
+        met = goals(cases)
+        if options.torch:
+            cases = [
+                Case("import torch, shim off", (options.torch, *IMPORT_TORCH)),
+                Case("again (the noise)", (options.torch, *IMPORT_TORCH)),
+                Case(
+                    "import torch, shim on", (options.torch, *IMPORT_TORCH), {"PRECISION_SHIM": "1"}
+                ),
+            ]
+            measure(cases, options.torch_rounds)
+            report(cases, "import torch")
+    finally:
+        if options.keep is None:
+            shutil.rmtree(where)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

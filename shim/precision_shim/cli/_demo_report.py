@@ -1,0 +1,324 @@
+"""What the demo's two runs came to: the promise, the checks, the table, the curves.
+
+Works on the results that the runs wrote (:mod:`precision_shim.cli._demo_worker`), and imports
+neither torch nor a framework.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+__all__ = ["Check", "Promise", "Tolerance", "check", "draw", "promised", "sparkline", "tolerance"]
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+_BF16_ULP = 2.0**-7  # relative, of a number just above a power of two
+_GUARD = 2.0**-8  # a bf16 average cannot decay when 1 - beta2 is not above this
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The dtypes that a run is promised to have.
+
+    Attributes:
+        params: of the parameters.
+        grad_buckets: of Megatron's gradient buckets.
+        main_grads: of the gradients that the optimizer reads.
+        master: of what the fp32 masters are rebuilt from: the dtypes that keep the promise.
+        exp_avg: of the first moments.
+        exp_avg_sq: of the second moments.
+    """
+
+    params: str
+    grad_buckets: str
+    main_grads: str
+    master: tuple[str, ...]
+    exp_avg: str
+    exp_avg_sq: str
+
+
+UNPATCHED = Promise("bfloat16", "float32", "float32", ("float32",), "float32", "float32")
+"""A bf16 model in verl with Megatron's default states: 18 bytes per parameter."""
+
+
+def promised(asked: dict[str, str | None], beta2: float, optimizer_states: str) -> Promise:
+    """What the shim promises for a bf16 model.
+
+    Args:
+        asked: the dtypes that the settings file asks for, by key of Megatron's OptimizerConfig.
+        beta2: of Adam.
+        optimizer_states: ``PRECISION_SHIM_OPTIMIZER_STATES`` as in force.
+    """
+    decays = optimizer_states == "follow-model" or 1 - beta2 > _GUARD
+    main_grads = asked.get("main_grads_dtype") or "bfloat16"
+    return Promise(
+        params="bfloat16",
+        grad_buckets=main_grads,
+        main_grads=main_grads,
+        # int16 remainders or whole fp32 masters: both rebuild the master bit for bit.
+        master=("int16", "float32"),
+        exp_avg=asked.get("exp_avg_dtype") or "bfloat16",
+        exp_avg_sq=asked.get("exp_avg_sq_dtype") or ("bfloat16" if decays else "float32"),
+    )
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two final losses may lie apart.
+
+    Attributes:
+        value: the tolerance, in nats.
+        spread: largest minus smallest final loss of the runs without the shim, over the seeds.
+        rounding: the last bit of a bf16 number as large as the loss.
+        seeds: number of seeds.
+    """
+
+    value: float
+    spread: float
+    rounding: float
+    seeds: int
+
+    @property
+    def source(self) -> str:
+        """Where the value is from, in words."""
+        if self.spread >= self.rounding:
+            return f"what another seed changes without the shim: the spread of {self.seeds} seeds"
+        return "2^-7 of the loss: the last bit of the bf16 numbers that the model computes with"
+
+
+def tolerance(without: Result) -> Tolerance:
+    """The tolerance, from the runs without the shim.
+
+    What keeps its states in bf16 is not bit-equal to what keeps them in fp32. The two agree
+    when they differ by no more than what nobody calls a difference: another seed for initial
+    weights and data order, or, where the seeds happen to lie closer than that (a single seed,
+    a few steps), one unit in the last place of bf16, in which the model computes.
+    """
+    finals = [run["held_out"] for run in without["runs"]]
+    spread, rounding = max(finals) - min(finals), _BF16_ULP * fmean(finals)
+    return Tolerance(max(spread, rounding), spread, rounding, len(finals))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was promised.
+
+    Attributes:
+        name: in a few words.
+        ok: whether it is so.
+        found: what was measured, and what was promised where it differs.
+    """
+
+    name: str
+    ok: bool
+    found: str
+
+
+def check(without: Result, with_shim: Result, allowed: Tolerance) -> list[Check]:
+    """Hold both results against the promise."""
+    shim = with_shim["shim"]
+    promise = promised(
+        with_shim["asked"],
+        with_shim["runs"][0]["adam_beta2"],
+        str(shim["settings"].get("optimizer_states", "auto")),
+    )
+    checks = [
+        *_check_states("without", without, UNPATCHED),
+        Check("shim installed", bool(shim["enabled"]), _installed(shim)),
+        *_check_states("with", with_shim, promise),
+    ]
+    for result in (without, with_shim):
+        falls = [(run["losses"][0], run["held_out"]) for run in result["runs"]]
+        checks.append(
+            Check(
+                f"{result['name']}: the loss falls",
+                all(math.isfinite(end) and end < start for start, end in falls),
+                "; ".join(f"{start:.3f} to {end:.3f}" for start, end in falls),
+            )
+        )
+    apart = differences(without, with_shim)
+    worst = max(apart, key=abs)
+    ok = all(abs(each) <= allowed.value for each in apart)
+    sign = "<=" if ok else ">"
+    checks.append(Check("final losses agree", ok, f"{abs(worst):.4f} {sign} {allowed.value:.4f}"))
+    return checks
+
+
+def _installed(shim: dict[str, Any]) -> str:
+    if shim["enabled"]:
+        return f"{len(shim['features'])} features in force"
+    return "status() says off, as PRECISION_SHIM=0 makes it"
+
+
+def differences(without: Result, with_shim: Result) -> list[float]:
+    """With minus without, of the final loss, seed by seed."""
+    pairs = zip(without["runs"], with_shim["runs"], strict=True)
+    return [b["held_out"] - a["held_out"] for a, b in pairs]
+
+
+def _check_states(name: str, result: Result, promise: Promise) -> list[Check]:
+    wanted = asdict(promise)
+    kinds = {key: (value,) if isinstance(value, str) else value for key, value in wanted.items()}
+    bad: dict[str, str] = {}
+    totals = set()
+    expected = set()
+    for run in result["runs"]:
+        for rank in run["ranks"]:
+            held = {key: tuple(part["dtypes"]) for key, part in rank["parts"].items()}
+            held["main_grads"] = tuple(rank["main_grads"])
+            for key, allowed in kinds.items():
+                if len(held[key]) != 1 or held[key][0] not in allowed:
+                    found, want = words(held[key]), " or ".join(map(short, allowed))
+                    bad[key] = f"{key} is {found}, promised {want}"
+            # What is promised of a master depends on which of the allowed ones is in force.
+            masters = held["master"] if not bad else kinds["master"]
+            parts = ("params", "grad_buckets", "exp_avg", "exp_avg_sq")
+            rest = sum(_BYTES[kinds[key][0]] for key in parts)
+            expected |= {rest + _BYTES[master] for master in masters}
+            totals.add(round(rank["per_parameter"], 3))
+    same = len(totals) == 1 and totals <= expected
+    found = ", ".join(f"{total:g}" for total in sorted(totals))
+    text = f"{found} B/param measured"
+    if not same:
+        text += f", promised {' or '.join(f'{total:g}' for total in sorted(expected))}"
+    dtypes = "; ".join(bad.values()) or ", ".join(
+        f"{label} {short(kinds[key][0])}"
+        for key, label in (("grad_buckets", "bucket"), ("exp_avg", "m"), ("exp_avg_sq", "v"))
+    )
+    return [Check(f"{name}: dtypes", not bad, dtypes), Check(f"{name}: bytes", same, text)]
+
+
+def short(dtype: str) -> str:
+    """``bf16`` for ``bfloat16``, and so on."""
+    return _SHORT.get(dtype, dtype)
+
+
+def words(dtypes: tuple[str, ...] | list[str]) -> str:
+    """Several dtypes in short, or ``none``."""
+    return "+".join(map(short, dtypes)) or "none"
+
+
+def in_force(result: Result) -> list[tuple[str, str, str]]:
+    """The rows of the table for one run: part, dtype, bytes per parameter; from rank 0."""
+    rank = result["runs"][0]["ranks"][0]
+    parts = rank["parts"]
+    copies = parts["grad_copies"]["bytes_per_parameter"]
+    master = parts["master"]
+    rows = [
+        ("parameters", *_cell(parts["params"])),
+        ("gradient bucket", *_cell(parts["grad_buckets"])),
+        ("main gradients", words(rank["main_grads"]), f"{copies:g}" if copies else "in bucket"),
+        ("master weights", *_cell(master)),
+        ("exp_avg (m)", *_cell(parts["exp_avg"])),
+        ("exp_avg_sq (v)", *_cell(parts["exp_avg_sq"])),
+        ("together", "", f"{rank['per_parameter']:g}"),
+    ]
+    if master["dtypes"] == ["int16"]:
+        rows[3] = (rows[3][0], "int16 remainder", rows[3][2])
+    return rows
+
+
+def _cell(part: dict[str, Any]) -> tuple[str, str]:
+    return words(part["dtypes"]), f"{part['bytes_per_parameter']:g}"
+
+
+def sparkline(values: list[float], width: int, low: float, high: float) -> str:
+    """A curve in one line of text, averaged into ``width`` characters."""
+    blocks = "▁▂▃▄▅▆▇█"
+    width = min(width, len(values))
+    line = ""
+    for i in range(width):
+        piece = values[i * len(values) // width : (i + 1) * len(values) // width]
+        share = (fmean(piece) - low) / (high - low) if high > low else 0.0
+        line += blocks[min(7, max(0, int(share * 8)))]
+    return line
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """A trailing mean, so that the curve does not hide behind the noise of its batches."""
+    return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+def draw(path: Path, without: Result, with_shim: Result, title: str) -> None:
+    """Write the picture: both loss curves, their difference, and the bytes per parameter."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    gray, blue = "#8a8a8a", "#1769aa"
+    figure = pyplot.figure(figsize=(11, 5), dpi=120, layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(5, 3), height_ratios=(3, 1))
+    curves = figure.add_subplot(grid[0, 0])
+    apart = figure.add_subplot(grid[1, 0], sharex=curves)
+    bars = figure.add_subplot(grid[:, 1])
+
+    steps = range(1, len(without["runs"][0]["losses"]) + 1)
+    window = max(1, len(steps) // 30)
+    before = [smooth(run["losses"], window) for run in without["runs"]]
+    after = [smooth(run["losses"], window) for run in with_shim["runs"]]
+    if len(before) > 1:
+        columns = list(zip(*before, strict=True))
+        curves.fill_between(
+            steps,
+            [min(column) for column in columns],
+            [max(column) for column in columns],
+            color=gray,
+            alpha=0.3,
+            linewidth=0,
+            label=f"without the shim, {len(before)} seeds",
+        )
+    curves.plot(steps, before[0], color="black", linewidth=2.2, label="without the shim, seed 0")
+    curves.plot(
+        steps, after[0], color=blue, linewidth=1.4, linestyle=(0, (4, 2)),
+        label="with the shim, seed 0",
+    )  # fmt: skip
+    curves.set_ylabel("training loss (nats per byte)")
+    curves.legend(frameon=False)
+    curves.tick_params(labelbottom=False)
+    for seed, (a, b) in enumerate(zip(before, after, strict=True)):
+        difference = [y - x for x, y in zip(a, b, strict=True)]
+        apart.plot(steps, difference, color=blue, linewidth=1, alpha=1 if seed == 0 else 0.4)
+    allowed = tolerance(without).value
+    apart.axhspan(-allowed, allowed, color=gray, alpha=0.2, linewidth=0)
+    apart.axhline(0, color="black", linewidth=0.8)
+    apart.set_ylabel("difference")
+    apart.set_xlabel(f"step (mean of {window} steps; gray band: tolerance of the final loss)")
+
+    _draw_bars(bars, (without, with_shim))
+    figure.align_ylabels([curves, apart])
+    for axes in (curves, apart, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _draw_bars(bars: Any, results: tuple[Result, Result]) -> None:
+    shades = ("#0b3c5d", "#1769aa", "#4f9bd9", "#8fc1e8", "#c9e0f4")
+    keys = ("params", "grad_buckets", "master", "exp_avg", "exp_avg_sq")
+    labels = ("parameter", "grad bucket", "master", "exp_avg", "exp_avg_sq")
+    for column, result in enumerate(results):
+        rank = result["runs"][0]["ranks"][0]
+        bottom = 0.0
+        for key, label, shade in zip(keys, labels, shades, strict=True):
+            part = rank["parts"][key]
+            height = part["bytes_per_parameter"]
+            bars.bar(column, height, 0.85, bottom, color=shade, edgecolor="white")
+            ink = "white" if shade in shades[:2] else "black"
+            text = f"{label} {words(part['dtypes'])}"
+            bars.text(column, bottom + height / 2, text, ha="center", va="center", color=ink)
+            bottom += height
+        total = f"{rank['per_parameter']:g}"
+        bars.text(column, bottom + 0.2, total, ha="center", va="bottom", weight="bold", size=13)
+    bars.set_xticks((0, 1), ("without", "with the shim"))
+    bars.set_ylabel("bytes per parameter, measured")
+    bars.set_ylim(top=20)
+    bars.set_yticks(range(0, 21, 2))
+    bars.set_xlim(-0.55, 1.55)

@@ -1,0 +1,180 @@
+"""A fresh environment with the built wheel, and small packages that play the frameworks.
+
+What is tested here is which processes the shim reaches, not what it does to a framework: a toy
+package with an adapter of its own shows that in milliseconds. The real ones are in ``test_ray.py``
+and ``test_verl.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TOY = {
+    "toy/__init__.py": "",
+    "toy/ops.py": "def scale(value):\n    return 2 * value\n",
+    "toy/train.py": """
+class Optimizer:
+    def __init__(self, lr=1.0):
+        self.lr = lr
+""",
+    "toy_shim.py": """
+from precision_shim.adapting import Adapter, Seam
+
+ADAPTER = Adapter(
+    framework="toy",
+    distribution="toy",
+    packages=("toy",),
+    tested=("1.0",),
+    effects=("toy.train:Optimizer.__init__",),
+    seams=(
+        Seam("toy.ops:scale", "bf16-dispatch", "toy_shim:negate", why="to be seen"),
+    ),
+)
+
+
+def negate(wrapped, instance, args, kwargs):
+    return -wrapped(*args, **kwargs)
+""",
+    "toy-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n",
+    "toy-1.0.dist-info/entry_points.txt": "[precision_shim.adapters]\ntoy = toy_shim:ADAPTER\n",
+    # A framework of one module: the target is the very package whose import wakes the adapter.
+    "solo.py": "def scale(value):\n    return 2 * value\n",
+    "solo_shim.py": """
+from precision_shim.adapting import Adapter, Seam
+
+ADAPTER = Adapter(
+    framework="solo",
+    distribution="solo",
+    packages=("solo",),
+    tested=("1.0",),
+    seams=(
+        Seam("solo:scale", "bf16-dispatch", "toy_shim:negate", why="to be seen"),
+    ),
+)
+""",
+    "solo-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: solo\nVersion: 1.0\n",
+    "solo-1.0.dist-info/entry_points.txt": "[precision_shim.adapters]\nsolo = solo_shim:ADAPTER\n",
+    "report_toy.py": """
+from toy import ops
+
+if __name__ == "__main__":
+    print("patched" if ops.scale(1) == -2 else "not patched")
+""",
+}
+"""Files of the environment's site-packages, beside the wheel."""
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+class Environment:
+    """A virtual environment, and ways to run things in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.python = str(folder / "bin" / "python")
+        self.scripts = folder / "bin"
+        self.site = next(folder.glob("lib/python*/site-packages"))
+
+    def run(self, *arguments, check=True, cwd=None, **variables):
+        """Run the environment's Python with these variables and none of the shim's otherwise."""
+        return self.execute(self.python, *arguments, check=check, cwd=cwd, **variables)
+
+    def execute(self, *command, check=True, cwd=None, **variables):
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PRECISION_SHIM", "PYTHON", "VIRTUAL_ENV", "COV_"))
+        }
+        done = subprocess.run(
+            command,
+            env={**inherited, "PYTHONDONTWRITEBYTECODE": "1", **variables},
+            cwd=cwd or self.site.parent,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        if check and done.returncode:
+            pytest.fail(f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        return done
+
+
+def make_environment(folder: Path, *what: str) -> Environment:
+    """A virtual environment of this interpreter with packages, by uv or else by venv and pip.
+
+    What is installed here beside them is installed there in the same versions.
+    """
+    same = []
+    for name in ("wrapt", "packaging", "typer", "rich"):
+        with contextlib.suppress(PackageNotFoundError):
+            same.append(f"{name}=={version(name)}")
+    if shutil.which("uv"):
+        # Not sys.executable: that is a virtual environment's, and pyenv's shims answer to any name.
+        subprocess.run(["uv", "venv", "-q", "-p", _base_python(), str(folder)], check=True)
+        install = ["uv", "pip", "install", "-q", "-p", str(folder / "bin" / "python")]
+    else:
+        subprocess.run([_base_python(), "-m", "venv", str(folder)], check=True)
+        install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
+    subprocess.run([*install, *what, *same], check=True)
+    return Environment(folder)
+
+
+def _base_python() -> str:
+    return getattr(sys, "_base_executable", None) or sys.executable
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of this checkout."""
+    out = tmp_path_factory.mktemp("wheel")
+    if shutil.which("uv"):
+        build = ["uv", "build", "-q", "--wheel", "--out-dir", str(out), str(ROOT)]
+    else:
+        build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(out), str(ROOT)]
+    subprocess.run(build, check=True)
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="session")
+def environment(wheel, tmp_path_factory) -> Environment:
+    """An environment with the wheel and the toys."""
+    made = make_environment(tmp_path_factory.mktemp("environment") / "venv", f"{wheel}[cli]")
+    write(made.site, TOY)
+    return made
+
+
+@pytest.fixture(scope="session")
+def editable(tmp_path_factory) -> Environment:
+    """An environment with an editable install and the toys."""
+    made = make_environment(tmp_path_factory.mktemp("editable") / "venv", "-e", str(ROOT))
+    write(made.site, TOY)
+    return made
+
+
+ON = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "toy,solo"}
+"""On, and the toys named: they wake when they are imported, without torch."""
+
+
+@pytest.fixture
+def on():
+    return dict(ON)
+
+
+@pytest.fixture
+def write_files():
+    return write

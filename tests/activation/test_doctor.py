@@ -1,0 +1,96 @@
+"""``precision-shim doctor``: what it finds, and when it fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from precision_shim._settings import TABLE
+
+REFUSED = {"toy/__init__.py": "", "toy/ops.py": "", "toy/train.py": ""}
+
+
+@pytest.fixture
+def doctor(environment):
+    def run(*arguments, **variables):
+        command = ("-m", "precision_shim", "doctor", *arguments)
+        return environment.run(*command, check=False, **variables)
+
+    return run
+
+
+@pytest.fixture
+def found(doctor):
+    def run(**variables):
+        done = doctor("--json", **variables)
+        told = json.loads(done.stdout)
+        assert done.returncode == (0 if told["ok"] else 1)
+        assert not done.stderr or variables == {"PRECISION_SHIM": "maybe"}  # its start says so
+        return told
+
+    return run
+
+
+def test_a_sound_environment(found, environment):
+    told = found(PRECISION_SHIM="1", PRECISION_SHIM_GRAD_BUCKET="align")
+    assert told["ok"]
+    assert told["problems"] == []
+    assert told["python"]["executable"] == environment.python
+    assert told["start_up"]["active"]
+    assert told["start_up"]["files"] == [str(environment.site / "zz_precision_shim.pth")]
+    assert told["packages"]["wrapt"]["c_extension"] in (True, False)
+    assert told["packages"]["transformer-engine"] == {"version": None}
+    assert told["variables"] == {"PRECISION_SHIM": "1", "PRECISION_SHIM_GRAD_BUCKET": "align"}
+    assert told["settings"]["grad_bucket"] == {"value": "align", "from": "variable"}
+    assert told["settings"]["log"] == {"value": "info", "from": "default"}
+    assert set(told["settings"]) == set(TABLE)
+    toy = told["frameworks"]["toy"]
+    assert (toy["version"], toy["tested"], toy["state"]) == ("1.0", True, "pending")
+    assert toy["seams"] == [
+        {"target": "toy.ops:scale", "feature": "bf16-dispatch", "state": "pending", "reason": ""}
+    ]
+    assert told["frameworks"]["verl"]["state"] == "absent"
+
+
+def test_text_fits_80_columns_without_colours(doctor):
+    done = doctor(PRECISION_SHIM="strict", PRECISION_SHIM_FRAMEWORKS="toy,verl", FORCE_COLOR="1")
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for expected in ("toy 1.0, tested: to wrap", "scale", "in toy.ops", "verl not installed"):
+        assert expected in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"PRECISION_SHIM": "maybe"}, "PRECISION_SHIM='maybe'"),
+        ({"PRECISION_SHIM_LOG": "loud"}, "PRECISION_SHIM_LOG"),
+        ({"PRECISION_SHIM_FEATURE": "bf16-dispatch"}, "no variable of precision_shim"),
+        ({"PRECISION_SHIM_FRAMEWORKS": "verl"}, "verl, which is not installed"),
+    ],
+)
+def test_what_is_asked_for_and_cannot_be(found, variables, problem):
+    told = found(**variables)
+    assert not told["ok"]
+    assert any(problem in one for one in told["problems"])
+
+
+def test_a_seam_that_does_not_hold(found, doctor, write_files, tmp_path):
+    write_files(tmp_path, REFUSED)
+    told = found(PYTHONPATH=str(tmp_path))
+    assert told["frameworks"]["toy"]["state"] == "refused"
+    assert "toy.ops:scale not found" in told["frameworks"]["toy"]["seams"][0]["reason"]
+    assert "toy.ops:scale not found" in doctor(PYTHONPATH=str(tmp_path)).stdout
+    assert found(PYTHONPATH=str(tmp_path), PRECISION_SHIM_FEATURES="-bf16-dispatch")["ok"]
+    assert found(PYTHONPATH=str(tmp_path), PRECISION_SHIM="0")["ok"]
+
+
+def test_an_inactive_start_up_file(environment):
+    command = ("-S", "-m", "precision_shim", "doctor", "--json")
+    for variables, ok in (({}, True), ({"PRECISION_SHIM": "1"}, False)):
+        done = environment.run(*command, check=False, PYTHONPATH=str(environment.site), **variables)
+        told = json.loads(done.stdout)
+        assert not told["start_up"]["active"]
+        assert told["ok"] is ok
+        assert done.returncode == (0 if ok else 1)

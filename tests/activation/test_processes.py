@@ -1,0 +1,334 @@
+"""Every way to start a process, and whether the shim is in it.
+
+The Ray rows are in ``test_ray.py``, torchrun with a real framework in ``test_verl.py``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from .conftest import TOY
+
+NOT = "not patched"
+YES = "patched"
+
+CHILDREN = {
+    "subprocess": """
+import subprocess, sys
+print(subprocess.run([sys.executable, "-m", "report_toy"], capture_output=True, text=True).stdout)
+""",
+    "os.exec": """
+import os, sys
+os.execv(sys.executable, [sys.executable, "-m", "report_toy"])
+""",
+    **{
+        method: f"""
+import multiprocessing
+
+def report(queue):
+    from toy import ops
+    queue.put("{YES}" if ops.scale(1) == -2 else "{NOT}")
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("{method}")
+    queue = context.SimpleQueue()
+    child = context.Process(target=report, args=(queue,))
+    child.start()
+    print(queue.get())
+    child.join()
+"""
+        for method in ("spawn", "fork", "forkserver")
+    },
+    "spawn, ProcessPoolExecutor": """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from toy import ops
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        # By reference, also where the parent's is wrapped: the child takes its own.
+        print("patched" if pool.submit(ops.scale, 1).result() == -2 else "not patched")
+""",
+}
+"""Name to a program that starts a child, which prints whether it is patched."""
+
+FLAGS = {
+    "": (YES, ""),
+    "-I": (YES, "isolated from PYTHON* variables and the user's site, not from this environment"),
+    "-E": (YES, "PYTHON* variables only"),
+    "-s": (YES, "the user's site only; not patched if the wheel is installed there"),
+    "-P": (YES, "the unsafe first entry of sys.path only"),
+    "-S": (NOT, "no start-up file is read: precision_shim.autoinstall"),
+}
+
+
+@pytest.mark.parametrize("how", CHILDREN)
+def test_children_with_the_variable(environment, on, how, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(CHILDREN[how])
+    assert environment.run(str(program), **on).stdout.split("\n")[0] == YES
+    on["PRECISION_SHIM"] = "0"
+    assert environment.run(str(program), **on).stdout.split("\n")[0] == NOT
+
+
+@pytest.mark.parametrize("how", CHILDREN)
+def test_children_of_an_explicit_install(environment, how, tmp_path):
+    program = tmp_path / "program.py"
+    install = "import precision_shim; precision_shim.install(frameworks=['toy'])\n"
+    program.write_text(install + CHILDREN[how])
+    assert environment.run(str(program)).stdout.split("\n")[0] == YES
+
+
+@pytest.mark.parametrize("how", CHILDREN)
+def test_children_of_an_install_that_is_not_exported(environment, how, tmp_path):
+    program = tmp_path / "program.py"
+    install = """
+import precision_shim
+if __name__ == "__main__":  # a spawned child imports this file again
+    precision_shim.install(frameworks=['toy'], export=False)
+"""
+    program.write_text(install + CHILDREN[how])
+    # A forked child is the parent's copy, patches and all.
+    assert environment.run(str(program)).stdout.split("\n")[0] == (YES if how == "fork" else NOT)
+
+
+def test_children_after_uninstall(environment, tmp_path):
+    program = tmp_path / "program.py"
+    there_and_back = """
+import precision_shim
+precision_shim.install(frameworks=["toy"])
+precision_shim.uninstall()
+"""
+    for how in ("subprocess", "spawn", "fork", "forkserver"):
+        program.write_text(there_and_back + CHILDREN[how])
+        assert environment.run(str(program)).stdout.split("\n")[0] == NOT
+
+
+def test_children_of_a_forkserver_that_already_runs(environment, tmp_path):
+    """They get its old environment; nothing can be done about that afterwards."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import multiprocessing, os
+
+def report(queue):
+    from toy import ops
+    queue.put((os.environ.get("PRECISION_SHIM"), ops.scale(1)))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    for _ in range(2):
+        queue = context.SimpleQueue()
+        child = context.Process(target=report, args=(queue,))
+        child.start()
+        print(queue.get())
+        child.join()
+        import precision_shim
+        precision_shim.install(frameworks=["toy"])
+""")
+    assert environment.run(str(program)).stdout.splitlines() == ["(None, 2)"] * 2
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_of_the_interpreter(environment, on, flag):
+    if (
+        flag == "-P"
+        and environment.run("-c", "import sys; print(sys.version_info >= (3, 11))").stdout
+        == "False\n"
+    ):
+        pytest.skip("-P came with Python 3.11")
+    # -S leaves out site-packages too; a program that needs them puts them back.
+    code = f"import sys; sys.path.append({str(environment.site)!r})\n" + TOY["report_toy.py"]
+    arguments = [flag] if flag else []
+    done = environment.run(*arguments, "-c", code, **on)
+    assert (done.stdout.strip(), done.stderr) == (FLAGS[flag][0], "")
+
+
+def test_python_m(environment, on):
+    assert environment.run("-m", "report_toy", **on).stdout == f"{YES}\n"
+
+
+def test_a_cleared_environment(environment, on):
+    code = """
+import subprocess, sys
+command = [sys.executable, "-m", "report_toy"]
+print(subprocess.run(command, env={}, capture_output=True, text=True).stdout)
+"""
+    assert environment.run("-c", code, **on).stdout.strip() == NOT
+
+
+def test_without_start_up_files_autoinstall(environment, on):
+    """``python -S``: what a framework's plug-in mechanism imports for us does the same."""
+    code = f"""
+import sys, os
+sys.path.append({str(environment.site)!r})
+import precision_shim.autoinstall
+print(os.environ.get("PRECISION_SHIM"))
+""" + TOY["report_toy.py"]
+    for variables, switch, expected in (
+        (on, "1", YES),
+        ({}, "1", YES),
+        ({"PRECISION_SHIM": "0"}, "0", NOT),
+    ):
+        done = environment.run("-S", "-c", code, **variables)
+        assert done.stdout.split("\n")[:2] == [switch, expected]
+    for variables in ({"PRECISION_SHIM": "maybe"}, {"PRECISION_SHIM_LOG": "loud"}):
+        done = environment.run("-S", "-c", code, **variables)
+        assert done.stdout.split("\n")[1] == NOT
+        assert len(done.stderr.splitlines()) == 1
+
+
+# -- what install() exports -------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(environment):
+    def run(body, **variables):
+        code = f"""
+import json, os
+import precision_shim
+before = dict(os.environ)
+def changes():
+    names = sorted(before.keys() | os.environ.keys())
+    return {{n: os.environ.get(n) for n in names if before.get(n) != os.environ.get(n)}}
+{body}
+print(json.dumps(changes()))
+"""
+        import json
+
+        return json.loads(environment.run("-c", code, **variables).stdout.splitlines()[-1])
+
+    return run
+
+
+def test_install_exports_what_it_was_told(exported):
+    assert exported("precision_shim.install()") == {"PRECISION_SHIM": "1"}
+    assert exported("""precision_shim.install(
+        features=["-fp16-scaling"], frameworks=["toy"], strict=True,
+        settings={"growth_interval": 7, "optimizer_states": "follow-model"})""") == {
+        "PRECISION_SHIM": "1",  # strict is never exported
+        "PRECISION_SHIM_FEATURES": "dtype-coercion,bf16-dispatch,grad-bucket-alignment",
+        "PRECISION_SHIM_FRAMEWORKS": "toy",
+        "PRECISION_SHIM_GROWTH_INTERVAL": "7",
+        "PRECISION_SHIM_OPTIMIZER_STATES": "follow-model",
+    }
+    assert exported("precision_shim.install(export=False)") == {}
+
+
+def test_install_exports_later_what_it_was_told_not_to(exported):
+    body = "precision_shim.install(export=False); precision_shim.install()"
+    assert exported(body) == {"PRECISION_SHIM": "1"}
+
+
+def test_uninstall_takes_the_variables_back(exported):
+    body = """
+precision_shim.install(features=["fp16-scaling"])
+precision_shim.install(features=["dtype-coercion"], settings={"log": "quiet"})
+precision_shim.uninstall()
+"""
+    assert exported(body) == {}
+    assert exported(body, PRECISION_SHIM_FEATURES="bf16-dispatch", PRECISION_SHIM="1") == {}
+
+
+def test_uninstall_leaves_what_someone_else_has_set_since(exported):
+    body = """
+precision_shim.install(settings={"log": "quiet"})
+os.environ["PRECISION_SHIM_LOG"] = "debug"
+precision_shim.uninstall()
+"""
+    assert exported(body) == {"PRECISION_SHIM_LOG": "debug"}
+
+
+def test_strict_of_the_operator_stays_the_operators(exported):
+    body = "precision_shim.install(strict=False)"
+    assert exported(body, PRECISION_SHIM="strict") == {}
+
+
+# -- precision-shim run -----------------------------------------------------------------------
+
+
+def test_run_becomes_the_command(environment):
+    shim = environment.scripts / "precision-shim"
+    code = "import os, sys; print(os.getpid()); sys.exit(7)"
+    done = environment.execute(
+        "sh",
+        "-c",
+        'echo $$; exec "$0" "$@"',
+        shim,
+        "run",
+        "--frameworks=toy",
+        "--",
+        environment.python,
+        "-c",
+        code,
+        check=False,
+    )
+    mine, its = done.stdout.split()
+    assert (mine, done.returncode) == (its, 7)
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    done = environment.execute(shim, "run", "--", environment.python, "-c", kill, check=False)
+    assert done.returncode == -15
+
+
+def test_run_patches_the_command_and_its_children(environment, tmp_path):
+    program = tmp_path / "program.py"
+    for how in ("subprocess", "spawn"):
+        program.write_text(CHILDREN[how])
+        done = environment.execute(
+            environment.scripts / "precision-shim",
+            "run",
+            "--frameworks",
+            "toy",
+            "--",
+            environment.python,
+            str(program),
+        )
+        assert done.stdout.split("\n")[0] == YES
+
+
+def test_run_sets_the_variables(environment):
+    code = "import os; print({k: v for k, v in os.environ.items() if 'PRECISION_SHIM' in k})"
+    done = environment.execute(
+        environment.python,
+        "-m",
+        "precision_shim",
+        "run",
+        "--features=-fp16-scaling",
+        "--strict",
+        "--set",
+        "growth-interval=7",
+        environment.python,
+        "-c",
+        code,
+    )
+    assert dict(sorted(eval(done.stdout).items())) == {
+        "PRECISION_SHIM": "strict",
+        "PRECISION_SHIM_FEATURES": "dtype-coercion,bf16-dispatch,grad-bucket-alignment",
+        "PRECISION_SHIM_GROWTH_INTERVAL": "7",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--features=nosuch", "--", "true"], 2, "nosuch"),
+        (["--set", "log", "--", "true"], 2, "NAME=VALUE"),
+        (["--set", "log=loud", "--", "true"], 2, "PRECISION_SHIM_LOG"),
+        (["--", "no-such-command"], 127, "no-such-command"),
+        (["--", os.devnull], 126, os.devnull),
+    ],
+)
+def test_run_says_what_is_wrong(environment, arguments, status, said):
+    shim = environment.scripts / "precision-shim"
+    done = environment.execute(shim, "run", *arguments, check=False)
+    assert done.returncode == status
+    assert said in done.stderr
+
+
+def test_run_respects_the_kill_switch(environment):
+    shim = environment.scripts / "precision-shim"
+    command = (environment.python, "-m", "report_toy")
+    done = environment.execute(shim, "run", "--", *command, PRECISION_SHIM="0")
+    assert done.stdout == f"{NOT}\n"
+    assert "PRECISION_SHIM=0" in done.stderr

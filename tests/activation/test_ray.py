@@ -1,0 +1,379 @@
+"""A real local Ray: which workers the shim reaches, and what happens to the user's runtime_env.
+
+Needs Ray, and nothing of a framework: a worker that reports its ``status()`` has read the start-up
+file. The tests of ``ray job submit`` need ``ray[default]`` for its dashboard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("ray") is None:
+    pytest.skip("needs ray", allow_module_level=True)
+
+DASHBOARD = importlib.util.find_spec("aiohttp_cors") is not None
+START_UP = (
+    "import sys; m = sys.modules.get('precision_shim._startup'); print(bool(m and m.waiting()))"
+)
+ALL = ["dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"]
+
+DRIVER = """
+import json, os, sys
+import ray, precision_shim
+
+def report():
+    import os, precision_shim
+    status = precision_shim.status()
+    return {
+        "enabled": status.enabled,
+        "features": status.features,
+        "variables": {k: v for k, v in os.environ.items() if k.startswith("PRECISION_SHIM")},
+        "theirs": os.environ.get("THEIRS"),
+    }
+
+@ray.remote
+class Actor:
+    def report(self):
+        return report()
+
+def actor(**env_vars):
+    one = Actor.options(runtime_env={"env_vars": env_vars}) if env_vars else Actor
+    return ray.get(one.remote().report.remote())
+
+def task():
+    return ray.get(ray.remote(report).remote())
+
+HERE = {"address": sys.argv[1], "log_to_driver": False}
+found = {}
+"""
+
+
+def environment(**variables):
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PRECISION_SHIM", "RAY_"))
+    }
+    # Nothing leaves this machine, and a token would be written to the user's home.
+    quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**inherited, **quiet, **variables}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _start_up_file():
+    command = [sys.executable, "-c", START_UP]
+    done = subprocess.run(
+        command, env=environment(PRECISION_SHIM="1"), capture_output=True, text=True, check=True
+    )
+    if done.stdout != "True\n":
+        pytest.skip("needs the package installed, with its start-up file")
+
+
+@dataclass
+class Cluster:
+    """Addresses of a running cluster."""
+
+    gcs: str
+    dashboard: str
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A cluster that was started without the variable, by this module and for it alone."""
+    log = tmp_path_factory.mktemp("ray") / "log"
+    # All of those that Ray would choose itself: another cluster may be running here.
+    names = (
+        *("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port"),
+        *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),
+    )
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    made = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}")
+    # Not in pytest's folder, whose name is too long for a socket, and not where Ray looks for a
+    # cluster to join.
+    with tempfile.TemporaryDirectory(prefix="ray") as folder, log.open("w") as output:
+        command = [
+            str(Path(sys.executable).with_name("ray")),
+            *("start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2"),
+            *("--object-store-memory=100000000", f"--include-dashboard={DASHBOARD}"),
+            *(f"--{name}={port}" for name, port in ports.items()),
+            f"--temp-dir={folder}",
+        ]
+        process = subprocess.Popen(
+            command, env=environment(), stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            deadline = time.monotonic() + 180
+            while not is_up(made, log):
+                assert process.poll() is None, log.read_text()[-2000:]
+                assert time.monotonic() < deadline, log.read_text()[-2000:]
+                time.sleep(0.5)
+            yield made
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def is_up(one, log):
+    if "Ray runtime started" not in log.read_text():
+        return False
+    if not DASHBOARD:
+        return True
+    try:
+        urllib.request.urlopen(f"{one.dashboard}/api/version", timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def free_ports(count):
+    """Ports above those of Ray's workers and below those that the system hands out."""
+    found = []
+    while len(found) < count:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found += [port] if port not in found else []
+    return found
+
+
+@pytest.fixture
+def drive(tmp_path, cluster):
+    """Run a driver on the cluster; returns what it put into ``found``."""
+
+    def run(body, **variables):
+        program = tmp_path / "driver.py"
+        end = '\nray.shutdown()\nprint("FOUND", json.dumps(found))\n'
+        program.write_text(DRIVER + body + end)
+        for _ in range(3):  # Ray gives a node 30 seconds to start, fixed: too few on a busy machine
+            done = subprocess.run(
+                [sys.executable, str(program), cluster.gcs],
+                env=environment(**variables),
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            if "timed out during startup" not in done.stderr:
+                break
+        assert done.returncode == 0, done.stdout + done.stderr
+        return found_in(done.stdout)
+
+    return run
+
+
+def found_in(text):
+    (line,) = [one for one in text.splitlines() if one.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND "))
+
+
+def test_task_and_actors(drive):
+    body = """
+theirs = {"env_vars": {"THEIRS": "job"}}
+ray.init(**HERE, runtime_env=theirs)
+assert theirs == {"env_vars": {"THEIRS": "job"}}, theirs
+found.update(
+    task=task(), actor=actor(), own=actor(THEIRS="actor"), off=actor(PRECISION_SHIM="0"),
+    job=ray.get_runtime_context().runtime_env,
+)
+"""
+    found = drive(body, PRECISION_SHIM="1", PRECISION_SHIM_LOG="quiet")
+    ours = {"PRECISION_SHIM": "1", "PRECISION_SHIM_LOG": "quiet"}
+    reached = {"enabled": True, "features": ALL, "variables": ours}
+    assert found["task"] == {**reached, "theirs": "job"}
+    assert found["actor"] == {**reached, "theirs": "job"}
+    assert found["own"] == {**reached, "theirs": "actor"}
+    assert not found["off"]["enabled"]
+    assert found["job"] == {"env_vars": {"THEIRS": "job", **ours}}
+
+
+def test_workers_come_up_as_install_was_told(drive):
+    body = """
+precision_shim.install(features=["fp16-scaling"], settings={"growth_interval": 7}, strict=True)
+ray.init(**HERE)
+found.update(task=task(), actor=actor())
+"""
+    expected = {
+        "enabled": True,
+        "features": ["fp16-scaling"],
+        "variables": {
+            "PRECISION_SHIM": "1",  # strict is not exported
+            "PRECISION_SHIM_FEATURES": "fp16-scaling",
+            "PRECISION_SHIM_GROWTH_INTERVAL": "7",
+        },
+        "theirs": None,
+    }
+    assert drive(body) == {"task": expected, "actor": expected}
+
+
+def test_a_cluster_of_the_drivers_own(drive):
+    body = """
+small = dict(num_cpus=1, object_store_memory=100 * 2**20, include_dashboard=False)
+ray.init(address="local", log_to_driver=False, **small)
+found.update(task=task())
+"""
+    assert drive(body, PRECISION_SHIM="1")["task"]["enabled"]
+
+
+def test_rays_own_processes_do_not_start_a_session():
+    code = "import sys, ray; print('precision_shim._session' in sys.modules, ray.init.__wrapped__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=environment(PRECISION_SHIM="1"), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("False <function init")
+
+
+def test_off_is_off_on_a_cluster_that_others_use(drive):
+    body = "ray.init(**HERE)\nfound.update(task=task(), actor=actor())\n"
+    for variables in ({}, {"PRECISION_SHIM": "0"}):
+        found = drive(body, **variables)
+        assert not found["task"]["enabled"]
+        assert not found["actor"]["enabled"]
+        assert found["task"]["variables"] == {}
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        'runtime_env=RuntimeEnv(env_vars={"THEIRS": "job"})',
+        'job_config=JobConfig(runtime_env={"env_vars": {"THEIRS": "job"}})',
+    ],
+)
+def test_the_shapes_of_a_runtime_env(drive, argument):
+    body = f"""
+from ray.job_config import JobConfig
+from ray.runtime_env import RuntimeEnv
+ray.init(**HERE, {argument})
+found.update(task=task())
+"""
+    found = drive(body, PRECISION_SHIM="1")
+    assert (found["task"]["enabled"], found["task"]["theirs"]) == (True, "job")
+
+
+def test_the_hook_goes_and_leaves_the_callers_values(drive):
+    body = """
+from ray._private import worker
+ours = worker.init
+assert ray.init is ours and ours.__wrapped__
+import cloudpickle
+assert cloudpickle.loads(cloudpickle.dumps(ours)) is ours
+precision_shim.uninstall()
+assert ray.init is worker.init is ours.__wrapped__
+precision_shim.install()
+assert ray.init is worker.init and ray.init.__wrapped__ is ours.__wrapped__
+mine = {"PRECISION_SHIM": "0", "PRECISION_SHIM_FEATURES": "fp16-scaling"}
+ray.init(**HERE, runtime_env={"env_vars": mine})
+found.update(task=task(), job=ray.get_runtime_context().runtime_env)
+"""
+    found = drive(body, PRECISION_SHIM="1", PRECISION_SHIM_FEATURES="dtype-coercion")
+    mine = {"PRECISION_SHIM": "0", "PRECISION_SHIM_FEATURES": "fp16-scaling"}
+    assert found["job"] == {"env_vars": mine}
+    assert not found["task"]["enabled"]
+
+
+def test_a_worker_that_trains_nothing_starts_under_strict_and_a_bad_value(drive):
+    body = """
+ray.init(**HERE)
+@ray.remote
+def work():
+    return os.environ["PRECISION_SHIM"], os.environ["PRECISION_SHIM_LOG"]
+found.update(task=ray.get(work.remote()))
+"""
+    found = drive(body, PRECISION_SHIM="strict", PRECISION_SHIM_LOG="loud")
+    assert found["task"] == ["strict", "loud"]
+
+
+def test_what_a_function_closes_over_is_the_workers_own(drive, tmp_path):
+    """A wrapped symbol pickles by reference, and is wrapped in the worker because that is on."""
+    (tmp_path / "small.py").write_text("def scale(value):\n    return 2 * value\n")
+    (tmp_path / "small_shim.py").write_text(
+        "from precision_shim.adapting import Adapter, Seam\n"
+        "SEAM = Seam('small:scale', 'fp16-scaling', 'small_shim:negate', why='to be seen')\n"
+        "ADAPTER = Adapter('small', 'small', ('small',), ('1',), (SEAM,))\n"
+        "def negate(wrapped, instance, args, kwargs):\n    return -wrapped(*args, **kwargs)\n"
+    )
+    info = tmp_path / "small-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: small\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[precision_shim.adapters]\nsmall = small_shim:ADAPTER\n"
+    )
+    body = """
+def program():
+    from small import scale
+    kinds = {"scale": scale}
+    def work(value):
+        return kinds["scale"](value), type(kinds["scale"]).__name__
+    return work
+
+ray.init(**HERE)
+work = program()
+found.update(driver=work(1), worker=ray.get(ray.remote(work).remote(1)))
+"""
+    on = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "small", "PYTHONPATH": str(tmp_path)}
+    found = drive(body, **on)
+    assert found["driver"] == found["worker"] == [-2, "SeamWrapper"]
+
+
+THEIRS = {"env_vars": {"THEIRS": "job"}}
+OURS = {"env_vars": {"THEIRS": "job", "PRECISION_SHIM": "1"}}
+
+
+@pytest.mark.skipif(not DASHBOARD, reason="ray job submit needs the dashboard: ray[default]")
+@pytest.mark.parametrize(
+    ("runtime_env", "command", "install", "features"),
+    [
+        # The variable in the job's runtime_env, which Ray lets nobody repeat.
+        pytest.param(OURS, {}, "", ALL, id="in the job"),
+        pytest.param(
+            OURS, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="in the job and install"
+        ),
+        # Not there: install() in the driver, or the variable in the command.
+        pytest.param(THEIRS, {}, 'features=["fp16-scaling"]', ["fp16-scaling"], id="install"),
+        pytest.param(THEIRS, {"PRECISION_SHIM": "1"}, "", ALL, id="in the command"),
+        pytest.param(None, {"PRECISION_SHIM": "1"}, "", ALL, id="no runtime_env"),
+        pytest.param(None, {}, "", [], id="off"),
+    ],
+)
+def test_ray_job_submit(cluster, tmp_path, runtime_env, command, install, features):
+    program = tmp_path / "job.py"
+    program.write_text(
+        DRIVER.replace("sys.argv[1]", "None")
+        + (f"precision_shim.install({install})\n" if install else "")
+        + "ray.init(log_to_driver=False)\n"
+        + "found.update(task=task())\n"
+        + 'print("FOUND", json.dumps(found))\n'
+    )
+    ray = str(Path(sys.executable).with_name("ray"))
+    given = ["--runtime-env-json", json.dumps(runtime_env)] if runtime_env else []
+    start = ["env", *(f"{k}={v}" for k, v in command.items()), sys.executable, str(program)]
+    done = subprocess.run(
+        [ray, "job", "submit", *given, "--", *start],
+        env=environment(RAY_ADDRESS=cluster.dashboard),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    task = found_in(done.stdout)["task"]
+    assert task["features"] == features
+    assert task["enabled"] == bool(features)
+    assert task["theirs"] == ("job" if runtime_env else None)

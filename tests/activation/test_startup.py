@@ -1,0 +1,329 @@
+"""The start-up files: on, off, twice, wrong, and what they cost in modules."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+import pytest
+
+from precision_shim import _settings, _startup
+
+from .conftest import ROOT
+
+LIST_MODULES = "import sys, json; print(json.dumps(sorted(sys.modules)))"
+PATCHED = "from toy import ops; print(ops.scale(1))"
+HEAVY = {"wrapt", "torch", "importlib.metadata", "asyncio", "dataclasses", "typing", "inspect"}
+BAD = {
+    "PRECISION_SHIM_FEATURES": "bf16-dispach",
+    "PRECISION_SHIM_FRAMEWORKS": "toy,nosuch",
+    "PRECISION_SHIM_OPTIMIZER_STATES": "all",
+    "PRECISION_SHIM_GRAD_BUCKET": "1",
+    "PRECISION_SHIM_LOSS_SCALE_INIT": "-1",
+    "PRECISION_SHIM_GROWTH_INTERVAL": "0",
+    "PRECISION_SHIM_GROWTH_FACTOR": "one",
+    "PRECISION_SHIM_BACKOFF_FACTOR": "2",
+    "PRECISION_SHIM_LOG": "loud",
+}
+
+
+def modules(environment, *flags, **variables):
+    return set(json.loads(environment.run(*flags, "-c", LIST_MODULES, **variables).stdout))
+
+
+# -- the files --------------------------------------------------------------------------------
+
+
+def test_one_line_and_the_same_name():
+    line = (ROOT / "shim/zz_precision_shim.pth").read_text()
+    assert line.count("\n") == 1
+    assert line.startswith("import os; ")
+    entry = (ROOT / "shim/zz_precision_shim.start").read_text().splitlines()[-1]
+    assert entry == f"{_startup.__name__}:{_startup.init.__name__}"
+
+
+def test_the_line_and_the_settings_agree_on_off():
+    line = (ROOT / "shim/zz_precision_shim.pth").read_text()
+    off = line[line.index("not in (") + len("not in ") : line.index(" and __import__")]
+    assert ast.literal_eval(off) == ("", *_startup.OFF)
+    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _startup.OFF} == {"off"}
+    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _startup.ON} == {"on"}
+
+
+def test_every_variable_has_a_bad_value_here():
+    own = {"PRECISION_SHIM_FEATURES", "PRECISION_SHIM_FRAMEWORKS"}
+    assert set(BAD) == {row.variable for row in _settings.TABLE.values()} | own
+
+
+def test_sorts_after_files_that_complete_the_path(environment, editable):
+    for made in (environment, editable):
+        names = sorted(path.name for path in made.site.glob("*.pth"))
+        assert names[-1] == "zz_precision_shim.pth"
+        assert (made.site / "zz_precision_shim.start").is_file()
+
+
+# -- on and off -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "false", "Off", " no "])
+def test_off_imports_nothing(environment, value):
+    variables = {} if value is None else {"PRECISION_SHIM": value}
+    loaded = modules(environment, **variables)
+    assert not {name for name in loaded if name.startswith("precision_shim")}
+    assert environment.run("-c", PATCHED, **variables).stdout == "2\n"
+
+
+@pytest.mark.parametrize("value", ["1", "true", "ON", "yes", "strict"])
+def test_on_imports_itself_and_no_more(environment, value):
+    more = modules(environment, PRECISION_SHIM=value) - modules(environment)
+    assert more == {"precision_shim", "precision_shim._startup"}
+    assert not more & HEAVY
+
+
+@pytest.mark.parametrize("install", ["environment", "editable"])
+def test_patches_in_a_wheel_and_in_an_editable_install(install, on, request):
+    done = request.getfixturevalue(install).run("-c", PATCHED, **on)
+    assert (done.stdout, done.stderr) == ("-2\n", "")
+
+
+def test_the_package_that_wakes_the_adapter_may_be_the_target(environment, on):
+    done = environment.run("-c", "import solo; print(solo.scale(1))", **on)
+    assert (done.stdout, done.stderr) == ("-2\n", "")
+
+
+def test_start_up_files_may_be_executed_again(environment, on):
+    code = f"""
+import site, sys
+for _ in range(2):
+    site.addsitedir({str(environment.site)!r})
+ours = [one for one in sys.meta_path if type(one).__module__.startswith("precision_shim")]
+assert len(ours) == 1, ours
+{PATCHED}
+site.addsitedir({str(environment.site)!r})
+import precision_shim
+precision_shim.uninstall()
+site.addsitedir({str(environment.site)!r})
+ours = [one for one in sys.meta_path if type(one).__module__.startswith("precision_shim")]
+assert not ours, ours
+"""
+    done = environment.run("-c", code, **on)
+    assert (done.stdout, done.stderr) == ("-2\n", "")
+
+
+def test_the_entry_point_of_pep_829_is_inert_when_off(environment):
+    code = "import precision_shim._startup as s; s.init(); print(s.waiting())"
+    assert environment.run("-c", code).stdout == "False\n"
+    assert environment.run("-c", code, PRECISION_SHIM="0").stdout == "False\n"
+    assert environment.run("-c", code, PRECISION_SHIM="1").stdout == "True\n"
+
+
+def test_warnings_as_errors(environment, on):
+    assert environment.run("-W", "error", "-c", PATCHED, **on).stdout == "-2\n"
+
+
+# -- what wakes it ----------------------------------------------------------------------------
+
+
+def test_a_third_party_unnamed_is_found_with_torch(environment, write_files, tmp_path):
+    write_files(tmp_path, {"torch.py": ""})
+    for order in ("import torch", "import toy, torch"):
+        done = environment.run(
+            "-c", f"{order}; {PATCHED}", PRECISION_SHIM="1", PYTHONPATH=str(tmp_path)
+        )
+        assert (done.stdout, done.stderr) == ("-2\n", "")
+
+
+def test_a_child_without_a_framework_is_silent_and_idle(editable, write_files, tmp_path):
+    """vLLM's and SGLang's kind: torch and transformers, and a look whether others are there."""
+    write_files(tmp_path, {"torch.py": "", "transformers.py": "import torch"})
+    for path in editable.site.glob("*/entry_points.txt"):
+        if "precision_shim.adapters" in path.read_text():
+            path.rename(path.with_suffix(".away"))
+    code = """
+import sys, importlib.util
+import torch, transformers
+for name in ("verl", "nosuch"):
+    assert importlib.util.find_spec(name) is None
+assert not {"wrapt", "precision_shim._session"} & set(sys.modules)
+"""
+    try:
+        done = editable.run("-c", code, PRECISION_SHIM="1", PYTHONPATH=str(tmp_path))
+    finally:
+        for path in editable.site.glob("*/entry_points.away"):
+            path.rename(path.with_suffix(".txt"))
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_status_tells_that_the_process_waits(environment, on):
+    code = """
+import precision_shim
+status = precision_shim.status()
+assert status.enabled
+print(sorted((name, one.state) for name, one in status.frameworks.items() if one.version))
+"""
+    done = environment.run("-c", code, **on)
+    assert (done.stdout, done.stderr) == ("[('solo', 'pending'), ('toy', 'pending')]\n", "")
+
+
+def test_status_tells_that_no_start_up_file_was_read(environment, on):
+    path = f"import sys; sys.path.append({str(environment.site)!r}); import precision_shim; "
+    done = environment.run("-S", "-c", path + "print(precision_shim.status())", **on)
+    assert "read no start-up" in done.stdout
+    assert "read no start-up" not in environment.run("-S", "-c", path + "print()").stdout
+
+
+def test_uninstall_before_anything_was_imported(environment, on):
+    done = environment.run(
+        "-c", f"import precision_shim; precision_shim.uninstall(); {PATCHED}", **on
+    )
+    assert (done.stdout, done.stderr) == ("2\n", "")
+
+
+def test_an_explicit_install_replaces_what_waits(environment, on):
+    code = f"import precision_shim; precision_shim.install(features=['fp16-scaling']); {PATCHED}"
+    assert environment.run("-c", code, **on).stdout == "2\n"
+
+
+def test_switched_off_after_the_start(environment, on):
+    code = f"""
+import os
+os.environ["PRECISION_SHIM"] = "0"
+{PATCHED}
+import precision_shim
+print(precision_shim.status().enabled)
+"""
+    assert environment.run("-c", code, **on).stdout == "2\nFalse\n"
+
+
+# -- what is wrong ----------------------------------------------------------------------------
+
+
+def test_a_bad_switch_is_one_line_and_nothing_else(environment):
+    done = environment.run("-c", PATCHED, PRECISION_SHIM="maybe")
+    assert done.stdout == "2\n"
+    (line,) = done.stderr.splitlines()
+    assert "PRECISION_SHIM='maybe'" in line
+    assert "strict" in line
+
+
+@pytest.mark.parametrize("variable", BAD)
+def test_a_bad_value_is_one_line_and_the_process_goes_on(environment, on, variable):
+    variables = {**on, variable: BAD[variable]}
+    done = environment.run("-c", f"{PATCHED}; import solo", **variables)
+    assert done.stdout == "2\n"
+    (line,) = done.stderr.splitlines()
+    assert variable in line
+    assert "allowed" in line
+    assert environment.run("-c", "pass", **variables).stderr == ""
+
+
+@pytest.mark.parametrize("variable", BAD)
+def test_a_bad_value_under_strict_is_raised_where_an_optimizer_is_built(
+    environment, on, variable, write_files, tmp_path
+):
+    megatron = "megatron/core/optimizer/optimizer_config.py"
+    config = "class OptimizerConfig:\n    def __post_init__(self): ...\n"
+    write_files(tmp_path, {megatron: config})
+    code = """
+from toy import ops
+assert ops.scale(1) == 2
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+import precision_shim
+status = precision_shim.status()
+assert not status.enabled and status.notes
+try:
+    OptimizerConfig().__post_init__()
+except precision_shim.SettingsError as error:
+    print(error)
+"""
+    variables = {**on, variable: BAD[variable], "PRECISION_SHIM": "strict"}
+    done = environment.run("-c", code, PYTHONPATH=str(tmp_path), **variables)
+    (line,) = done.stderr.splitlines()
+    assert done.stdout.strip() in line
+    assert variable in done.stdout
+    for harmless in ("pass", "import encodings.idna, sysconfig, venv"):
+        assert environment.run("-c", harmless, **variables).stderr == ""
+
+
+ADAPTERS = {
+    "raises": "raise RuntimeError('no luck')",
+    "exits": "raise SystemExit(3)",
+    "lacks": "",
+    "other": "ADAPTER = 1",
+}
+
+
+@pytest.mark.parametrize("fault", ADAPTERS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_broken_adapter(environment, write_files, tmp_path, fault, strict):
+    write_files(
+        tmp_path,
+        {
+            "odd.py": "",
+            "odd_shim.py": ADAPTERS[fault],
+            "odd-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n",
+            "odd-1.0.dist-info/entry_points.txt": (
+                "[precision_shim.adapters]\nodd = odd_shim:ADAPTER\n"
+            ),
+            "megatron/core/optimizer/optimizer_config.py": (
+                "class OptimizerConfig:\n    def __post_init__(self): ...\n"
+            ),
+        },
+    )
+    code = """
+import odd, solo
+assert solo.scale(1) == -2
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+import precision_shim
+try:
+    OptimizerConfig().__post_init__()
+    print("built")
+except precision_shim.SeamError as error:
+    print(error)
+"""
+    variables = {
+        "PRECISION_SHIM": "strict" if strict else "1",
+        "PRECISION_SHIM_FRAMEWORKS": "odd,solo",
+        "PYTHONPATH": str(tmp_path),
+    }
+    done = environment.run("-c", code, **variables)
+    (line,) = done.stderr.splitlines()
+    assert "odd_shim:ADAPTER" in line
+    if strict:
+        assert done.stdout.strip() in line
+    else:
+        assert done.stdout == "built\n"
+
+
+def test_a_refused_seam_under_strict(environment, on, write_files, tmp_path):
+    write_files(
+        tmp_path,
+        {
+            "toy/__init__.py": "",
+            "toy/ops.py": "",
+            "toy/train.py": "class Optimizer:\n    def __init__(self): ...\n",
+        },
+    )
+    code = """
+import toy.ops, toy.train, precision_shim
+try:
+    toy.train.Optimizer()
+except precision_shim.SeamError as error:
+    print("raised")
+"""
+    on["PRECISION_SHIM"] = "strict"
+    done = environment.run("-c", code, PYTHONPATH=str(tmp_path), **on)
+    assert done.stdout == "raised\n"
+
+
+def test_pip_starts_under_strict_and_a_bad_value(environment, on):
+    variables = {**on, "PRECISION_SHIM": "strict", "PRECISION_SHIM_LOG": "loud"}
+    done = environment.run("-m", "ensurepip", "--version", **variables)
+    assert done.stderr == ""
+
+
+def test_no_stderr_no_exception(environment):
+    code = (
+        "import sys; sys.stderr = None; import precision_shim._startup as s; s.init(); print('on')"
+    )
+    assert environment.run("-c", code, PRECISION_SHIM="maybe").stdout == "on\n"

@@ -1,0 +1,175 @@
+"""The real verl, in the processes in which it runs: torchrun, Ray workers, ``python -S``.
+
+Every process here is a fresh one; what the shim does in it is the business of ``tests/verl``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+if any(importlib.util.find_spec(name) is None for name in ("verl", "megatron", "torch")):
+    pytest.skip("needs verl and megatron-core", allow_module_level=True)
+
+CONFIG = "verl.utils.megatron.optimizer:init_megatron_optim_config"
+REPORT = """
+def report():
+    import precision_shim
+    import verl.utils.megatron.optimizer
+    seams = precision_shim.status().frameworks["verl"].seams
+    return {f"{seam.target} {seam.feature}": seam.state for seam in seams}
+"""
+
+
+def environment(**variables):
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PRECISION_SHIM", "RAY_"))
+    }
+    ours = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**inherited, **ours, **quiet, **variables}
+
+
+def run(*command, **variables):
+    for _ in range(3):  # Ray gives a node 30 seconds to start, fixed: too few on a busy machine
+        done = subprocess.run(
+            command,
+            env=environment(**variables),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        if "timed out during startup" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def told(done):
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_without_start_up_files_by_verls_own_plug_in():
+    """``python -S`` reads no start-up file; verl imports our module in every version."""
+    code = REPORT + "import json; print(json.dumps(report()))"
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    variables = {"PYTHONPATH": path, "PRECISION_SHIM_FEATURES": "dtype-coercion"}
+    plug_in = {"VERL_USE_EXTERNAL_MODULES": "precision_shim.autoinstall"}
+    states = told(run(sys.executable, "-S", "-c", code, **variables, **plug_in))
+    assert states[f"{CONFIG} dtype-coercion"] == "wrapped"
+    assert states[f"{CONFIG} bf16-dispatch"] == "off"
+
+
+def test_strict_raises_a_bad_value_where_megatrons_config_is_made():
+    code = """
+import verl
+from megatron.core.optimizer import OptimizerConfig
+import precision_shim
+try:
+    OptimizerConfig()
+except precision_shim.SettingsError as error:
+    print(error)
+"""
+    variables = {"PRECISION_SHIM": "strict", "PRECISION_SHIM_GRAD_BUCKET": "1"}
+    done = run(sys.executable, "-c", code, **variables)
+    assert "PRECISION_SHIM_GRAD_BUCKET='1'" in done.stdout
+    assert done.stderr.count("[precision_shim]") == 1
+
+
+def test_an_inference_engines_kind_of_child_is_silent():
+    """vLLM's and SGLang's children inherit the variable; they import no framework of ours."""
+    code = """
+import sys, torch, transformers
+from transformers import AutoConfig, AutoTokenizer
+print("precision_shim._session" in sys.modules)
+"""
+    off = run(sys.executable, "-c", code)
+    on = run(sys.executable, "-c", code, PRECISION_SHIM="1", PRECISION_SHIM_LOG="debug")
+    assert on.stdout == "False\n"
+    assert on.stderr == off.stderr
+
+
+TRAINING = (
+    REPORT
+    + """
+import json, os, sys
+import torch
+from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
+
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+meet = os.path.join(sys.argv[1], "meet")
+with megatron_on_cpu(), model_parallel(world, rank, meet):
+    import verl.utils.megatron_utils as models
+    from omegaconf import OmegaConf
+    from verl.utils.megatron import optimizer as optimizers
+
+    provider = tiny_gpt(torch.bfloat16)
+    model = models.get_model(
+        provider, use_distributed_optimizer=True, transformer_config=provider.config
+    )
+    section = {"optimizer": "adam", "lr": 0.1, "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.0}
+    config = optimizers.init_megatron_optim_config(OmegaConf.create(section))
+    optimizer = optimizers.get_megatron_optimizer(model, config)
+    found = {
+        "states": report(),
+        "bucket": str(model[0].ddp_config.grad_reduce_in_fp32),
+        "world": torch.distributed.get_world_size(),
+    }
+    with open(os.path.join(sys.argv[1], str(rank)), "w") as out:
+        json.dump(found, out)
+"""
+)
+
+
+def test_torchrun_started_by_precision_shim_run(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(TRAINING)
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run(
+        *(sys.executable, "-m", "precision_shim", "run", "--"),
+        *(sys.executable, *torchrun, str(program), str(ranks)),
+    )
+    for rank in range(2):
+        found = json.loads((ranks / str(rank)).read_text())
+        assert found["world"] == 2
+        for feature in ("dtype-coercion", "bf16-dispatch"):
+            assert found["states"][f"{CONFIG} {feature}"] in ("wrapped", "native")
+        assert found["states"]["verl.utils.megatron_utils:get_model grad-bucket-alignment"] in (
+            "wrapped",
+            "native",
+        )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
+def test_what_a_ray_function_closes_over_is_the_workers_own(tmp_path):
+    """cloudpickle cannot pickle wrapt's wrappers; ours go by reference, wrapped at both ends."""
+    program = tmp_path / "driver.py"
+    program.write_text("""
+import json
+import ray
+from verl.utils.megatron.optimizer import init_megatron_optim_config
+
+def closure(held):
+    def work():
+        import precision_shim, verl.utils.megatron.optimizer as home
+        same = held is home.init_megatron_optim_config
+        return type(held).__name__, same, precision_shim.status().frameworks["verl"].state
+    return work
+
+small = dict(num_cpus=1, object_store_memory=100 * 2**20, include_dashboard=False)
+ray.init(address="local", log_to_driver=False, **small)
+work = closure(init_megatron_optim_config)
+found = [work(), ray.get(ray.remote(work).remote())]
+ray.shutdown()
+print(json.dumps(found))
+""")
+    expected = ["SeamWrapper", True, "wrapped"]
+    assert told(run(sys.executable, str(program), PRECISION_SHIM="1")) == [expected, expected]

@@ -1,0 +1,140 @@
+"""The demo, for real: verl's and Megatron-core's own code, a few steps."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+real = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None or importlib.util.find_spec("megatron") is None,
+    reason="verl and megatron-core are not installed in this environment",
+)
+SHORT = ("--steps", "6", "--seeds", "1")
+
+
+def demo(folder, *arguments, **variables):
+    """Run it; the ended process, and result.json where there is one."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "precision_shim", "demo", "--output", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**environment, "COLUMNS": "80", **variables},
+    )
+    file = folder / "result.json"
+    return ended, json.loads(file.read_text()) if file.exists() else None
+
+
+def dtypes(result):
+    """What every rank has in force, by part."""
+    found = [
+        {name: tuple(part["dtypes"]) for name, part in rank["parts"].items() if part["nbytes"]}
+        | {"main_grads": tuple(rank["main_grads"])}
+        for run in result["runs"]
+        for rank in run["ranks"]
+    ]
+    assert all(one == found[0] for one in found)
+    found[0].pop("other", None)
+    return {name: "+".join(value) for name, value in found[0].items()}
+
+
+def per_parameter(result):
+    return {rank["per_parameter"] for run in result["runs"] for rank in run["ranks"]}
+
+
+@real
+@pytest.mark.parametrize(("nproc", "beta2"), [(1, 0.999), (2, 0.95)])
+def test_the_effect_is_there_and_measured(tmp_path, nproc, beta2):
+    ended, result = demo(tmp_path, *SHORT, "--nproc", str(nproc), "--beta2", str(beta2))
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    assert ended.stderr == ""
+    assert max(map(len, ended.stdout.replace(str(tmp_path), "").splitlines())) <= 80
+
+    assert result["ok"]
+    assert result["versions"].keys() == {"verl", "megatron-core", "torch", "Python"}
+    everything_fp32 = dict.fromkeys(
+        ("grad_buckets", "main_grads", "master", "exp_avg", "exp_avg_sq"), "float32"
+    )
+    assert dtypes(result["without"]) == {"params": "bfloat16", **everything_fp32}
+    assert per_parameter(result["without"]) == {18.0}
+    after = dtypes(result["with"])
+    assert after.pop("master") in {"int16", "float32"}
+    # At Megatron's default beta2 a bf16 second moment could not decay: auto keeps it whole.
+    states = result["with"]["shim"]["settings"]["optimizer_states"]
+    guarded = beta2 == 0.999 and states == "auto"
+    assert after.pop("exp_avg_sq") == ("float32" if guarded else "bfloat16")
+    assert set(after.values()) == {"bfloat16"}
+    assert per_parameter(result["with"]) <= ({12.0, 14.0} if guarded else {10.0, 12.0})
+
+    for run in (result["without"], result["with"]):
+        assert [len(rank["ranks"]) for rank in run["runs"]] == [nproc]
+        losses = run["runs"][0]["losses"]
+        assert len(losses) == 6
+        assert losses[-1] < losses[0]
+    first = result["without"]["runs"][0]["losses"][0], result["with"]["runs"][0]["losses"][0]
+    assert first[0] == first[1]  # same weights, same batch; what differs comes with the updates
+    assert "FP32" in result["without"]["as_written"]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"with.rank{nproc - 1}.log").exists()
+
+
+@real
+def test_exit_status_1_where_the_effect_is_not_there(tmp_path):
+    ended, result = demo(tmp_path, *SHORT, PRECISION_SHIM="0")
+    assert ended.returncode == 1
+    assert not result["ok"]
+    assert dtypes(result["with"]) == dtypes(result["without"])
+    assert per_parameter(result["with"]) == {18.0}
+    (line,) = ended.stderr.splitlines()
+    assert "PRECISION_SHIM=0" in line
+    assert "18 B/param measured, promised 10 or 12" in line
+
+
+@real
+def test_a_run_that_ends_badly_is_shown_with_the_end_of_its_log(tmp_path):
+    settings = tmp_path / "optim.yaml"
+    settings.write_text("lr: 1e-3\noverride_optimizer_config: {exp_avg_dtype: bf61}\n")
+    ended, result = demo(tmp_path / "out", *SHORT, "--config", str(settings))
+    assert ended.returncode == 1
+    assert result is None
+    assert "the run with the shim ended with status 1" in ended.stderr
+    assert "bf61" in ended.stderr
+
+
+@real
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--beta2", "1.5"], "--beta2 1.5"),
+        (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
+        (["--text", "no-such-file.txt"], "no-such-file.txt"),
+    ],
+)
+def test_exit_status_2_for_what_cannot_be_used(tmp_path, arguments, message):
+    ended, result = demo(tmp_path, *arguments)
+    assert ended.returncode == 2
+    assert result is None
+    (line,) = ended.stderr.splitlines()
+    assert message in line
+
+
+def test_without_verl_one_message_says_how_to_get_it(tmp_path):
+    code = (
+        "import sys; sys.modules['verl'] = None; sys.modules['megatron'] = None\n"
+        "from precision_shim.cli import main; main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "demo", "--output", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert "verl, megatron-core" in line
+    assert "tox run -e demo" in line
+    assert not (tmp_path / "out").exists()
