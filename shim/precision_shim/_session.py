@@ -166,6 +166,12 @@ def _install(
         if _current is None:
             _bad_start = ""
             _journal.verbosity = resolved["log"]
+            for name in _settings.unknown_variables(os.environ):
+                _journal.say(
+                    f"{name} is set and means nothing; known: {PREFIX}_FEATURES, "
+                    f"{PREFIX}_FRAMEWORKS, "
+                    f"{', '.join(row.variable for row in _settings.TABLE.values())}"
+                )
             _current = _Session(resolved, known)
             _current.start()
         if export:

@@ -164,6 +164,13 @@ def switch(environ: Mapping[str, str] | None = None) -> str:
     )
 
 
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables with our prefix that mean nothing: most likely a slip of the pen."""
+    known = {PREFIX, f"{PREFIX}_FEATURES", f"{PREFIX}_FRAMEWORKS"}
+    known.update(row.variable for row in TABLE.values())
+    return sorted(name for name in environ if name.startswith(f"{PREFIX}_") and name not in known)
+
+
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
@@ -248,7 +255,7 @@ def resolve(
 
     named: tuple[str, ...] | None
     raw = frameworks if frameworks is not None else env.get(f"{PREFIX}_FRAMEWORKS", "")
-    named = tuple(dict.fromkeys(_words(raw))) or None
+    named = tuple(dict.fromkeys(_words(raw))) or None  # none of them is features=[]
     known = tuple(known_frameworks)
     for name in named or ():
         if known and name not in known:

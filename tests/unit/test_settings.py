@@ -319,3 +319,15 @@ def test_an_unknown_framework_names_its_source_itself_and_the_known(as_argument)
     message = str(caught.value)
     source = "install(frameworks=" if as_argument else "PRECISION_SHIM_FRAMEWORKS"
     assert re.search(rf"{re.escape(source)}.*'areal'.*skyrl, verl", message)
+
+
+def test_a_slip_of_the_pen_is_named():
+    from precision_shim._settings import unknown_variables
+
+    environ = {
+        "PRECISION_SHIM": "1",
+        "PRECISION_SHIM_LOG": "debug",
+        "PRECISION_SHIM_OPTIMISER_STATES": "auto",
+        "PRECISION_SHIMMER": "other",
+    }
+    assert unknown_variables(environ) == ["PRECISION_SHIM_OPTIMISER_STATES"]

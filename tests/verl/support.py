@@ -132,7 +132,9 @@ def engine(
             **{key: value for key, value in values.items() if key in known}
         ),
         optimizer_config=optim_config() if optim is None else optim,
-        checkpoint_config=CheckpointConfig(),
+        checkpoint_config=CheckpointConfig(
+            save_contents=["optimizer", "extra"], load_contents=["optimizer", "extra"]
+        ),
     )
 
 
