@@ -93,8 +93,17 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A cluster that was started without the variable, by this module and for it alone."""
-    log = tmp_path_factory.mktemp("ray") / "log"
-    # All of those that Ray would choose itself: another cluster may be running here.
+    for attempt in range(3):
+        with running(tmp_path_factory.mktemp("ray") / "log") as made:
+            # On a busy machine a node's agent may fail to come up, for good; jobs need one.
+            if attempt == 2 or has_agent(made):
+                yield made
+                return
+
+
+@contextlib.contextmanager
+def running(log):
+    """A cluster on ports of its own: another one may be running here."""
     names = (
         *("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port"),
         *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),
@@ -128,6 +137,24 @@ def cluster(tmp_path_factory):
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def has_agent(one):
+    if not DASHBOARD:
+        return True
+    ray = str(Path(sys.executable).with_name("ray"))
+    for _ in range(5):
+        done = subprocess.run(
+            [ray, "job", "submit", "--", "true"],
+            env=environment(RAY_ADDRESS=one.dashboard),
+            capture_output=True,
+            check=False,
+            timeout=120,
+        )
+        if done.returncode == 0:
+            return True
+        time.sleep(5)
+    return False
 
 
 def is_up(one, log):

@@ -1,9 +1,10 @@
-"""Compile transformer-engine-torch into this Python's environment, without a GPU or a CUDA toolkit.
+"""Compile transformer-engine-torch into this Python's environment, without GPU or CUDA toolkit.
 
-Run it with the environment's own python, after installing transformer-engine.txt; it needs g++ and takes minutes
-(MAX_JOBS compilers at a time, one by default). A finished wheel is kept in the directory given as the only argument,
-and nothing is done where the right version is installed already. What works without a GPU afterwards: the imports, and
-FusedAdam's legality checks. A legal FusedAdam(...) goes on to allocate one integer with device="cuda".
+Run it with the environment's own python, after installing transformer-engine.txt; it needs g++
+and takes minutes (MAX_JOBS compilers at a time, one by default). A finished wheel is kept in the
+directory given as the only argument, and nothing is done where the right version is installed
+already. What works without a GPU afterwards: the imports, and FusedAdam's legality checks. A legal
+FusedAdam(...) goes on to allocate one integer with device="cuda".
 """
 
 import os
@@ -33,20 +34,42 @@ def main(wheels: Path) -> None:
     environment = dict(
         os.environ,
         CUDA_HOME=str(toolkit),
-        CPLUS_INCLUDE_PATH=os.pathsep.join(filter(None, [*include, os.environ.get("CPLUS_INCLUDE_PATH")])),
+        CPLUS_INCLUDE_PATH=os.pathsep.join(
+            filter(None, [*include, os.environ.get("CPLUS_INCLUDE_PATH")])
+        ),
         MAX_JOBS=os.environ.get("MAX_JOBS", "1"),
         NVTE_FRAMEWORK="pytorch",
         NVTE_PYTORCH_FORCE_BUILD="TRUE",  # else setup.py looks for a finished wheel on GitHub
-        PATH=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]),  # ninja
+        PATH=os.pathsep.join(
+            [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+        ),  # ninja
     )
-    # The binary fits one torch only, which its file name does not say. pip's cache does not know it either.
+    # The binary fits one torch only, which neither its file name nor pip's cache tells.
     wheels = wheels / f"torch-{metadata.version('torch')}"
     pip = [sys.executable, "-m", "pip"]
     what = f"transformer-engine-torch=={version}"
-    if not any(wheels.glob(f"transformer_engine_torch-{version}-cp{sys.version_info[0]}{sys.version_info[1]}-*.whl")):
-        build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(wheels)]
-        subprocess.run([*build, "--no-binary", what.split("==")[0], what], env=environment, check=True)
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--find-links", str(wheels), what], check=True)
+    if not any(
+        wheels.glob(
+            f"transformer_engine_torch-{version}-cp{sys.version_info[0]}{sys.version_info[1]}-*.whl"
+        )
+    ):
+        build = [
+            *pip,
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-cache-dir",
+            "--wheel-dir",
+            str(wheels),
+        ]
+        subprocess.run(
+            [*build, "--no-binary", what.split("==", maxsplit=1)[0], what],
+            env=environment,
+            check=True,
+        )
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--find-links", str(wheels), what], check=True
+    )
 
 
 if __name__ == "__main__":

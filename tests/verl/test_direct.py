@@ -86,7 +86,19 @@ def test_users_bucket(fused_adam: str, shim: Any) -> None:
     assert bucket(chunks) == {FP32}
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "strict",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                Version("0.7") > VERL,
+                reason="strict refuses a version with a path that is not there",
+            ),
+        ),
+    ],
+)
 def test_a_pair_that_disagrees(fused_adam: str, shim: Any, strict: bool) -> None:
     shim(settings=FOLLOW, strict=strict)
 

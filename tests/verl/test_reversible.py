@@ -9,8 +9,11 @@ import threading
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 import precision_shim
+
+from .conftest import VERL
 
 MODULES = (
     "megatron.core.optimizer",
@@ -105,7 +108,8 @@ ORDERS = {
 def test_every_import_order(order: str) -> None:
     script = ORDERS[order]
     for name, code in {
-        "SHIM": "precision_shim.install(strict=True)",
+        # On an untested version one path is refused, which strict makes an error.
+        "SHIM": f"precision_shim.install(strict={Version('0.7') <= VERL})",
         "VERL": "import verl.utils.megatron.optimizer, verl.utils.megatron_utils",
         "ENGINE": "import verl.workers.engine.megatron.transformer_impl",
         "; ": "\n",
@@ -129,7 +133,7 @@ def test_every_import_order(order: str) -> None:
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "refused" not in done.stderr
+    assert "refused" not in done.stderr or Version("0.7") > VERL
     targets = done.stdout.strip().splitlines()[-1]
     for target in (
         "DistributedDataParallel.__init__",

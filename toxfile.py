@@ -1,0 +1,175 @@
+"""What this project adds to tox, which loads this file because of its name.
+
+1. An environment whose source cannot be reached is skipped; one whose install fails for any other
+   reason fails. Without this, tox calls both a failure.
+2. A run ends with what came of each environment, what was skipped and why, and one last line
+   ``N passed, N failed, N skipped``. It fails if tests were to run and none did.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+from tox.plugin import impl
+from tox.tox_env.errors import Skip
+
+try:
+    from tox_uv._package import UvVenvPep517Packager
+    from tox_uv._run import UvVenvRunner
+except ImportError:  # a tox without tox-uv, which fetches it (requires, in tox.ini) and starts over
+    UvVenvRunner = UvVenvPep517Packager = object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tox.config.cli.parser import ToxParser
+    from tox.execute import Outcome
+    from tox.session.state import State
+    from tox.tox_env.api import ToxEnv
+    from tox.tox_env.register import ToxEnvRegister
+
+REPORT = "results.xml"
+"""Where the tests of an environment leave their report: in its temporary directory, which tox
+empties before each run."""
+
+UNREACHABLE = re.compile(
+    r"error sending request for url \((\S+)\)"
+    r"|HTTP status server error \([^)]*\) for url \((\S+)\)"
+    r"|An index \((\S+)\) returned a 403"
+    r"|HTTP status client error \(403[^)]*\) for url \((\S+)\)"
+    r"|unable to access '(\S+)': (?:Could not resolve|Failed to connect)"
+    r"|(the network) was disabled"
+)
+"""What uv and git say of a source that does not answer, is out of order, or is barred from here.
+A package that a source does not have, and versions that do not fit, read otherwise."""
+
+
+@dataclass
+class Result:
+    """What came of an environment, in tests; one that holds no tests counts as one."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    because: str = ""
+    has_tests: bool = False
+    was_run: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+
+_results: dict[str, Result] = {}
+
+
+class _SkipUnreachable:
+    """Turns a failed install into a skip where its output says that a source was not reached."""
+
+    def execute(self, *args: Any, **kwargs: Any) -> Outcome:
+        outcome: Outcome = super().execute(*args, **kwargs)  # type: ignore[misc]
+        if outcome.exit_code and str(kwargs.get("run_id")).startswith("install_"):
+            said = UNREACHABLE.search(outcome.err)
+            if said:
+                raise Skip(f"{next(filter(None, said.groups()))} cannot be reached")
+        return outcome
+
+
+class Packager(_SkipUnreachable, UvVenvPep517Packager):
+    """tox-uv's packager."""
+
+    @staticmethod
+    def id() -> str:
+        """Name it for the runner."""
+        return "skip-unreachable-package"
+
+
+class Runner(_SkipUnreachable, UvVenvRunner):
+    """tox-uv's runner; each skip is kept for the summary."""
+
+    _package_tox_env_type = Packager.id()
+
+    @staticmethod
+    def id() -> str:
+        """Name it for tox.ini."""
+        return "skip-unreachable"
+
+    def setup(self) -> None:
+        """Build the environment."""
+        result = _results[self.conf.name] = Result(failed=1, because="could not be set up")
+        result.has_tests = REPORT in str(self.conf["commands"])
+        try:
+            super().setup()
+        except Skip as skip:
+            result.failed, result.skipped, result.because = 0, 1, str(skip)
+            raise
+
+
+@impl
+def tox_register_tox_env(register: ToxEnvRegister) -> None:
+    """Register the runner that tox.ini asks for."""
+    if UvVenvRunner is not object:
+        register.add_run_env(Runner)
+        register.add_package_env(Packager)
+
+
+@impl
+def tox_after_run_commands(tox_env: ToxEnv, exit_code: int, outcomes: list[Outcome]) -> None:
+    """Count the tests of an environment."""
+    result = _results[tox_env.conf.name]
+    result.passed, result.failed, result.because, result.was_run = 0, 0, "", True
+    report = tox_env.env_tmp_dir / REPORT
+    if report.exists():
+        for suite in ElementTree.parse(report).iter("testsuite"):
+            tests, failures, errors, skipped = (
+                int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
+            )
+            result.failed += failures + errors
+            result.skipped += skipped
+            result.passed += tests - failures - errors - skipped
+    elif exit_code == 0:
+        result.passed = 1
+    if exit_code and not result.failed:
+        result.failed, result.because = 1, f"a command ended with status {exit_code}"
+
+
+def _summarize() -> bool:
+    """Print the summary, and tell whether tests ran if any were to run."""
+    print()
+    for name, result in _results.items():
+        if result.was_run:
+            print(f"{name}: {result} {result.because}".rstrip())
+    for name, result in _results.items():
+        if not result.was_run:
+            print(f"{'SKIPPED' if result.skipped else 'FAILED'} {name}: {result.because}")
+    holders = [result for result in _results.values() if result.has_tests]
+    ran = not holders or any(result.was_run and result.passed + result.failed for result in holders)
+    if not ran:
+        print("no test ran")
+    results = _results.values()
+    total = (sum(getattr(r, count) for r in results) for count in ("passed", "failed", "skipped"))
+    print(f"\n{Result(*total)}", flush=True)
+    return ran
+
+
+def _then_summarize(handler: Callable[[State], int]) -> Callable[[State], int]:
+    @wraps(handler)
+    def handle(state: State) -> int:
+        status = handler(state)
+        worth_it = any(result.has_tests or not result.was_run for result in _results.values())
+        if not worth_it or state.conf.options.no_test or _summarize():
+            return status
+        return status or 1
+
+    return handle
+
+
+@impl
+def tox_add_option(parser: ToxParser) -> None:
+    """Let the commands that run environments end with the summary."""
+    for name in ("run", "r", "run-parallel", "p", "legacy", "le"):
+        options, handler = parser.handlers[name]
+        parser.handlers[name] = options, _then_summarize(handler)
