@@ -53,11 +53,14 @@ def cpu() -> Iterator[None]:
 
     with contextlib.suppress(ModuleNotFoundError):  # not in every environment
         import_megatron_bridge()
+    import torch
     import verl.utils.megatron.optimizer
     import verl.utils.megatron_utils
     import verl.workers.engine.megatron.transformer_impl  # noqa: F401
 
-    with megatron_on_cpu(), model_parallel(), local_layers():
+    with megatron_on_cpu(), model_parallel(), local_layers(), pytest.MonkeyPatch.context() as patch:
+        # A CPU has no cache of freed memory to empty.
+        patch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
         yield
 
 

@@ -95,7 +95,8 @@ def engine(
 
     Args:
         checkpoint: from ``make_checkpoint``.
-        dtype: the engine's dtype, ``"bfloat16"`` or ``"float16"``.
+        dtype: the engine's dtype. verl's own check lets only ``"bfloat16"`` and ``"float16"``
+            through; ``"float32"`` is put into the config behind it.
         critic: the engine with the value head.
         optim: a McoreOptimizerConfig; ``None`` for verl's defaults.
         ddp: ``override_ddp_config``.
@@ -113,7 +114,7 @@ def engine(
     transformer |= config.pop("override_transformer_config", {})
     known = inspect.signature(McoreEngineConfig).parameters
     values: dict[str, Any] = {
-        "dtype": dtype,
+        "dtype": "bfloat16" if dtype == "float32" else dtype,
         "vanilla_mbridge": not bridge,
         "override_ddp_config": dict(ddp or {}),
         "override_transformer_config": transformer,
@@ -126,11 +127,13 @@ def engine(
         model_config = HFModelConfig(
             path=str(checkpoint), use_remove_padding=False, model_type="value_model"
         )
+    engine_config = McoreEngineConfig(
+        **{key: value for key, value in values.items() if key in known}
+    )
+    object.__setattr__(engine_config, "dtype", dtype)
     return getattr(impl, kinds[critic])(
         model_config=model_config,
-        engine_config=McoreEngineConfig(
-            **{key: value for key, value in values.items() if key in known}
-        ),
+        engine_config=engine_config,
         optimizer_config=optim_config() if optim is None else optim,
         checkpoint_config=CheckpointConfig(
             save_contents=["optimizer", "extra"], load_contents=["optimizer", "extra"]

@@ -119,6 +119,41 @@ def test_table_in_live_objects(
 
 
 @pytest.mark.parametrize("bridge", PATHS)
+@pytest.mark.parametrize("states_of", ["auto", "follow-model"])
+def test_fp32_model_gets_an_fp32_optimizer(
+    build: Any, shim: Any, bridge: bool, states_of: str
+) -> None:
+    """Also before 0.9, where the engine says of an fp32 model only that it is not fp16."""
+    shim(settings={"optimizer_states": states_of})
+    built = build("float32", bridge=bridge)
+    config = built.optimizer.config
+    assert {p.dtype for chunk in built.module for p in chunk.parameters()} == {FP32}
+    assert bucket(built) is FP32
+    assert (config.bf16, config.fp16, config.params_dtype) == (False, False, FP32)
+    assert not config.use_precision_aware_optimizer
+    assert states(built)["exp_avg"] is FP32
+
+
+@pytest.mark.skipif(HAS_FIELDS, reason="verl 0.9 passes bf16= itself")
+def test_fp32_model_without_the_shim(build: Any) -> None:
+    """What the test above differs from."""
+    assert build("float32").optimizer.config.bf16
+
+
+@pytest.mark.parametrize("bridge", PATHS)
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_users_bucket_of_an_fp32_model(build: Any, shim: Any, bridge: bool, in_fp32: bool) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    ddp = {"grad_reduce_in_fp32": in_fp32}
+    if in_fp32:
+        built = build("float32", bridge=bridge, ddp=ddp)
+    else:  # the bucket is fp32 all the same: its parameters are
+        with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
+            built = build("float32", bridge=bridge, ddp=ddp)
+    assert bucket(built) is FP32
+
+
+@pytest.mark.parametrize("bridge", PATHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_auto(build: Any, shim: Any, bridge: bool, dtype: str) -> None:
     """Older versions follow the model with the guard; from 0.9 the config has its word."""
