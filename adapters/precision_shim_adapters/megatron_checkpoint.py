@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Seam
+from precision_shim.adapting import Seam, warn
 from precision_shim.errors import CheckpointLayoutError
 from precision_shim.rules.dtypes import name_of
 from precision_shim.rules.remainders import (
@@ -181,7 +181,7 @@ def split_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     aware = _precision_aware(instance)
     value = tensors["param"]
     if value.dtype is not torch.int16 and looks_like_remainders(
-        value, model_shard(instance, model_param)
+        value, lambda: model_shard(instance, model_param)
     ):
         raise CheckpointLayoutError(
             "Megatron optimizer checkpoint: its master weights are the int16 remainders of a "
@@ -321,7 +321,14 @@ def compare_layouts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     from megatron.core.dist_checkpointing import load_tensors_metadata
 
-    stored = load_tensors_metadata(str(given["checkpoint_dir"]))
+    try:
+        stored = load_tensors_metadata(str(given["checkpoint_dir"]))
+    except Exception as error:  # a format that cannot tell; its reading is Megatron's business
+        warn(
+            f"Megatron optimizer checkpoint {given['checkpoint_dir']}: its layout could not be "
+            f"compared with the live optimizer's: {error!r}."
+        )
+        return wrapped(*args, **kwargs)
     for tensor in wanted:
         if tensor.key not in stored:
             tensor.key = _stored_key(tensor.key, stored)

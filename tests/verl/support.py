@@ -12,19 +12,12 @@ from typing import Any
 
 import pytest
 
+from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
+
 VOCABULARY = 64
 
-CPU_TRANSFORMER = {
-    "use_cpu_initialization": True,
-    "masked_softmax_fusion": False,
-    "bias_dropout_fusion": False,
-    "bias_activation_fusion": False,
-    "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "persist_layer_norm": False,
-    "attention_backend": "unfused",
-}
-"""Fields of Megatron's TransformerConfig that a CPU needs."""
+CPU_FIELDS = {**CPU_TRANSFORMER, "attention_backend": "unfused"}
+"""What verl's override_transformer_config needs on a CPU."""
 
 
 def make_checkpoint(folder: Path, *, value_head: bool = False) -> Path:
@@ -108,7 +101,7 @@ def engine(
     from verl.workers.config import HFModelConfig, McoreEngineConfig
     from verl.workers.engine.megatron import transformer_impl as impl
 
-    transformer: dict[str, Any] = dict(CPU_TRANSFORMER)
+    transformer: dict[str, Any] = dict(CPU_FIELDS)
     if bridge:
         transformer["transformer_layer_spec"] = get_gpt_layer_local_spec(normalization="RMSNorm")
     transformer |= config.pop("override_transformer_config", {})

@@ -13,7 +13,7 @@ from packaging.version import Version
 import precision_shim
 
 from .conftest import VERL
-from .support import CPU_TRANSFORMER
+from .support import CPU_FIELDS
 
 pytestmark = pytest.mark.skipif(
     not Version("0.7") <= VERL < Version("0.8"),
@@ -49,7 +49,7 @@ def config(
     ]
     common += [
         f"++{owner}.megatron.override_transformer_config.{key}={value}"
-        for key, value in CPU_TRANSFORMER.items()
+        for key, value in CPU_FIELDS.items()
         for owner in OWNERS
     ]
 

@@ -163,6 +163,28 @@ ADAPTER = Adapter(
             native=f"{_MEGATRON}:native_bucket",
             optional=True,
         ),
+        # Between its phases verl moves the optimizer's states to the CPU and back.
+        *(
+            Seam(
+                target=f"verl.utils.megatron_utils:{name}",
+                feature="bf16-dispatch",
+                wrapper=f"{_MEGATRON}:{wrapper}",
+                path="offload",
+                why="before 0.9 verl leaves FusedAdam's masters on the GPU",
+                delete_when="verl >= 0.9 is the oldest in use",
+                parameters=("optimizers",),
+                relies_on=("exp_avg", "exp_avg_sq"),
+                aliases=(
+                    f"verl.workers.engine.megatron.transformer_impl:{name}",
+                    f"{_LEGACY}:{name}",
+                ),
+                native=f"{_MEGATRON}:native_offload",
+            )
+            for name, wrapper in (
+                ("offload_megatron_optimizer", "offload_masters"),
+                ("load_megatron_optimizer", "load_masters"),
+            )
+        ),
         # Engines whose optimizer is not Megatron's.
         *(
             Seam(

@@ -7,6 +7,8 @@ rebuild it bit for bit, as its kernel does (``common/multi_tensor/adam.cu``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -65,7 +67,7 @@ def _wrap_int16(value: torch.Tensor) -> torch.Tensor:
     return (((value + 0x8000) & 0xFFFF) - 0x8000).to(torch.int16)
 
 
-def looks_like_remainders(master: torch.Tensor, param: torch.Tensor) -> bool:
+def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor]) -> bool:
     """Whether fp32 "masters" are really int16 remainders that were cast to numbers.
 
     Megatron stores remainders under the master's name, and torch's distributed checkpoint casts
@@ -73,8 +75,9 @@ def looks_like_remainders(master: torch.Tensor, param: torch.Tensor) -> bool:
     practically never a tensor of whole numbers.
 
     Args:
-        master: fp32, as loaded.
-        param: the live parameter shard of any floating dtype, the same number of elements.
+        master: floating point, any shape, as loaded.
+        param: returns the live parameter's elements, as many, of any floating dtype; asked only
+            where the master alone does not tell.
     """
     if master.numel() == 0 or not master.dtype.is_floating_point:
         return False
@@ -82,7 +85,7 @@ def looks_like_remainders(master: torch.Tensor, param: torch.Tensor) -> bool:
     if not bool(torch.equal(value, value.round())) or float(value.abs().max()) > 32768.0:
         return False
     # All zeros and ones are honest values of norms, biases and fresh adapters.
-    here = param.detach().float().flatten().to(value.device)
+    here = param().detach().float().flatten().to(value.device)
     return not bool(torch.allclose(value, here, rtol=2.0**-7, atol=2.0**-24))
 
 

@@ -27,7 +27,24 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["cuda_means_cpu", "megatron_on_cpu", "model_parallel", "tiny_gpt"]
+__all__ = [
+    "CPU_TRANSFORMER",
+    "cuda_means_cpu",
+    "megatron_on_cpu",
+    "model_parallel",
+    "tiny_gpt",
+]
+
+CPU_TRANSFORMER = {
+    "use_cpu_initialization": True,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+}
+"""Fields of Megatron's TransformerConfig that a CPU needs: no fused kernels."""
 
 _CPU = torch.device("cpu")
 
@@ -328,15 +345,9 @@ def tiny_gpt(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "use_cpu_initialization": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
+        **CPU_TRANSFORMER,
     }
     if num_moe_experts is not None:
         values |= {

@@ -1,0 +1,66 @@
+"""Remainders: told from true masters, and what rounds exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precision_shim.rules.remainders import (
+    join_master,
+    looks_like_remainders,
+    rounds_exactly,
+    split_master,
+)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=32))
+def test_masters_come_back_bit_for_bit(numbers):
+    master = torch.tensor(numbers, dtype=torch.float32)
+    param, remainder = split_master(master)
+    assert param.dtype is torch.bfloat16
+    assert remainder.dtype is torch.int16
+    back = join_master(param, remainder)
+    assert torch.equal(back.view(torch.int32), master.view(torch.int32))
+
+
+def weights(seed: int = 0) -> torch.Tensor:
+    return torch.randn(512, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def test_cast_remainders_are_told_from_masters():
+    param, remainder = split_master(weights())
+    assert looks_like_remainders(remainder.float(), lambda: param)
+    assert not looks_like_remainders(weights(), lambda: param)
+
+
+def test_remainders_of_weights_that_are_exactly_bf16_are_all_zero():
+    param, remainder = split_master(weights().bfloat16().float())
+    assert not remainder.any()
+    assert looks_like_remainders(remainder.float(), lambda: param)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 2.0])
+def test_honest_whole_numbers_pass(value):
+    """Biases at zero, norms at one."""
+    master = torch.full((8,), value)
+    assert not looks_like_remainders(master, master.bfloat16)
+
+
+def test_the_parameter_is_not_asked_without_need():
+    def never() -> torch.Tensor:
+        raise AssertionError("asked")
+
+    assert not looks_like_remainders(weights(), never)
+    assert not looks_like_remainders(torch.zeros(0), never)
+    assert not looks_like_remainders(torch.zeros(4, dtype=torch.int16), never)
+    assert not looks_like_remainders(torch.full((4,), 1e6), never)
+
+
+def test_what_rounds_exactly():
+    values = weights()
+    assert not rounds_exactly(values, torch.bfloat16)
+    assert rounds_exactly(values.bfloat16().float(), torch.bfloat16)
+    assert rounds_exactly(torch.tensor([0.0, float("inf"), float("nan")]), torch.bfloat16)
+    assert rounds_exactly(torch.zeros(0), torch.bfloat16)
