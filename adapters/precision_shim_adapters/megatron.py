@@ -110,6 +110,8 @@ class Build:
             is used, to the optimizer's plan.
         bucket_set: whether the user wrote ``grad_reduce_in_fp32``.
         seen: trainable parameters of the model chunks that were put into a DDP so far.
+        in_fp32: the bucket's ``grad_reduce_in_fp32`` once decided; Megatron asserts that all
+            chunks of a model have the same DDP config.
     """
 
     framework: str
@@ -117,6 +119,7 @@ class Build:
     plan: Callable[[TrainableDtypes, bool], OptimizerPlan]
     bucket_set: bool = False
     seen: TrainableDtypes = dataclasses.field(default_factory=TrainableDtypes)
+    in_fp32: bool | None = None
 
 
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)
@@ -234,6 +237,14 @@ def align_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         main_grads=plan.main_grads,
         model=model,
     )
+    if build.in_fp32 is not None and choice.grad_reduce_in_fp32 != build.in_fp32:
+        choice = dataclasses.replace(
+            choice,
+            grad_reduce_in_fp32=build.in_fp32,
+            changed=bool(ddp_config.grad_reduce_in_fp32) != build.in_fp32,
+            because=f"as the model's first chunk; here {choice.because}",
+        )
+    build.in_fp32 = choice.grad_reduce_in_fp32
     because, problem = choice.because, choice.problem
     layer_wise = bool(getattr(ddp_config, "use_layer_wise_param_layout", False))
     if choice.changed and layer_wise:

@@ -39,9 +39,9 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _ISSUE = "https://github.com/NVIDIA/Megatron-LM/issues/4222"
 _DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
 _REMEDY = (
-    "To continue with fp32 states, set PRECISION_SHIM_OPTIMIZER_STATES=as-configured (and leave "
-    "use_precision_aware_optimizer out of the config), or start from the model's weights without "
-    "the optimizer's states."
+    "PRECISION_SHIM_OPTIMIZER_STATES=as-configured to continue with fp32 states (and leave low-"
+    "precision dtypes out of the config), or start from the model's weights without the "
+    "optimizer's states."
 )
 
 STATES = "megatron checkpoint states"
@@ -136,6 +136,10 @@ bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDicti
 """DDP modules whose bucket the shim aligned, to the ``grad_reduce_in_fp32`` they came with."""
 
 
+_loading: weakref.WeakKeyDictionary[Any, list[CheckpointLayoutError]] = weakref.WeakKeyDictionary()
+"""Optimizers whose ``load_state_dict`` is under way, to what was refused in it so far."""
+
+
 # -- one parameter's states -------------------------------------------------------------------
 
 
@@ -159,7 +163,9 @@ def join_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         model_param = args[0] if args else kwargs["model_param"]
         shard = _shard_of(instance, model_param)
         if tensors["param"].dtype is torch.int16:
-            tensors["param"] = join_master(shard.detach(), tensors["param"])
+            # Where the remainder is: verl saves while the optimizer is offloaded.
+            remainder = tensors["param"]
+            tensors["param"] = join_master(shard.detach().to(remainder.device), remainder)
         elif shard.dtype is torch.float32:
             # FusedAdam keeps a master beside fp32 parameters and never updates it.
             tensors["param"] = shard.detach()
@@ -177,33 +183,22 @@ def split_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     given = args[1] if len(args) > 1 else kwargs["tensors"]
     # Up to 0.16 the dp_reshardable form hands a bool named 'padding' on, which FusedAdam rejects.
     tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    try:
+        _refuse_what_is_lost(instance, model_param, tensors)
+    except CheckpointLayoutError as error:
+        if instance not in _loading:
+            raise
+        # Raised for all ranks alike once each has gone through the loader's collectives.
+        _loading[instance].append(error)
+        return None
     shard = _shard_of(instance, model_param)
-    aware = _precision_aware(instance)
     value = tensors["param"]
-    if value.dtype is not torch.int16 and looks_like_remainders(
-        value, lambda: model_shard(instance, model_param)
-    ):
-        raise CheckpointLayoutError(
-            "Megatron optimizer checkpoint: its master weights are the int16 remainders of a "
-            "precision-aware optimizer, stored as numbers by a Megatron without the shim; they "
-            "cannot be turned back into weights for certain. The live optimizer keeps "
-            f"{'remainders' if aware else 'fp32 masters'}. Resume with the settings and the "
-            "Megatron that wrote it, save again with the shim on or with "
-            "override_optimizer_config.store_param_remainders=False, or start from the model's "
-            "weights without the optimizer's states."
-        )
-    if not aware:
+    if not _precision_aware(instance):
+        if value.dtype is torch.int16:
+            live = model_shard(instance, model_param)
+            tensors["param"] = join_master(live, value.to(live.device))
         return wrapped(model_param, tensors)
-    state = instance.optimizer.state[shard]
-    for name in ("exp_avg", "exp_avg_sq"):
-        live = state[name].dtype if name in state else None
-        if live is torch.bfloat16 and not rounds_exactly(tensors[name], torch.bfloat16):
-            raise CheckpointLayoutError(
-                f"Megatron optimizer checkpoint: its {name} holds fp32 values, the live optimizer "
-                f"keeps {name_of(live)}: continuing would round them, and training would not be "
-                f"the one that was saved. {_REMEDY}"
-            )
-    master = state["master_param"]
+    master = instance.optimizer.state[shard]["master_param"]
     if value.dtype is torch.int16 and master.dtype is not torch.int16:
         tensors["param"] = join_master(shard.detach(), value.to(shard.device))
     elif value.dtype is not torch.int16 and master.dtype is torch.int16:
@@ -215,6 +210,43 @@ def split_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return wrapped(model_param, tensors)
 
 
+def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    value = tensors["param"]
+    aware = _precision_aware(optimizer)
+    lost = (
+        model_shard(optimizer, model_param).dtype is not torch.bfloat16 and not aware
+        if value.dtype is torch.int16
+        else looks_like_remainders(value, lambda: model_shard(optimizer, model_param))
+    )
+    if lost:
+        raise CheckpointLayoutError(
+            "Megatron optimizer checkpoint: its master weights are the int16 remainders of a "
+            "precision-aware optimizer, stored as numbers by a Megatron without the shim; they "
+            "cannot be turned back into weights for certain. The live optimizer keeps "
+            f"{'remainders' if aware else 'fp32 masters'}. Resume with the settings and the "
+            "Megatron that wrote it, save again with the shim on or with "
+            "override_optimizer_config.store_param_remainders=False, or start from the model's "
+            "weights without the optimizer's states."
+        )
+    if not aware:
+        return
+    state = optimizer.optimizer.state[_shard_of(optimizer, model_param)]
+    for name in ("exp_avg", "exp_avg_sq"):
+        live = state[name].dtype if name in state else torch.float32
+        if live is torch.bfloat16 and not rounds_exactly(tensors[name], live):
+            raise CheckpointLayoutError(
+                f"Megatron optimizer checkpoint: its {name} holds fp32 values, the live optimizer "
+                f"keeps {name_of(live)}: continuing would round them, and training would not be "
+                f"the one that was saved. Set override_optimizer_config.{name}_dtype to fp32, or "
+                f"{_REMEDY}"
+            )
+        if live not in (torch.float32, torch.bfloat16):
+            warn(
+                f"Megatron optimizer checkpoint: {name} is kept in {name_of(live)} with a scale "
+                "that is computed anew on load; training may differ in the last bits."
+            )
+
+
 def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
     """The live parameter's elements that this rank's optimizer owns."""
     owned = optimizer._get_model_param_range_map(model_param)["param"]
@@ -223,10 +255,34 @@ def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
 
 
 def spread_parameters(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Gather the parameters that came with the masters, as a step would."""
-    result = wrapped(*args, **kwargs)
+    """Refuse on all ranks alike; gather the parameters that came with the masters, as a step would.
+
+    Raises:
+        CheckpointLayoutError: ``split_states`` refused on this rank or on another one.
+    """
+    refused: list[CheckpointLayoutError] = []
+    _loading[instance] = refused
+    try:
+        result = wrapped(*args, **kwargs)
+    finally:
+        del _loading[instance]
     state_dict = args[0] if args else kwargs["state_dict"]
-    if _precision_aware(instance) and "param_state" in state_dict:
+    if "param_state" not in state_dict:
+        return result
+    # Ranks own different parameters: one may have nothing to refuse and would wait for the others.
+    device = next(iter(instance.model_param_group_index_map), torch.zeros(0)).device
+    flag = torch.tensor([float(bool(refused))], device=device)
+    torch.distributed.all_reduce(
+        flag, op=torch.distributed.ReduceOp.MAX, group=instance.data_parallel_group
+    )
+    if refused:
+        raise refused[0]
+    if flag.item():
+        raise CheckpointLayoutError(
+            "Megatron optimizer checkpoint: another rank of the data-parallel group refused it; "
+            "its message says why."
+        )
+    if _precision_aware(instance):
         for chunk in instance.model_chunks:
             chunk.start_param_sync(force_sync=True)
     return result
@@ -320,10 +376,11 @@ def compare_layouts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if not wanted:
         return wrapped(*args, **kwargs)
     from megatron.core.dist_checkpointing import load_tensors_metadata
+    from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
         stored = load_tensors_metadata(str(given["checkpoint_dir"]))
-    except Exception as error:  # a format that cannot tell; its reading is Megatron's business
+    except (CheckpointingException, NotImplementedError) as error:  # a format that cannot tell
         warn(
             f"Megatron optimizer checkpoint {given['checkpoint_dir']}: its layout could not be "
             f"compared with the live optimizer's: {error!r}."
@@ -342,7 +399,8 @@ def compare_layouts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             continue
         raise CheckpointLayoutError(
             f"Megatron optimizer checkpoint {given['checkpoint_dir']}: {tensor.key} is "
-            f"{name_of(there)} there and {name_of(tensor.dtype)} in the live optimizer. {_REMEDY}"
+            f"{name_of(there)} there and {name_of(tensor.dtype)} in the live optimizer. Set "
+            f"{_REMEDY}"
         )
     return wrapped(*args, **kwargs)
 

@@ -209,7 +209,8 @@ def start(*, export: bool = False) -> None:
 def uninstall() -> None:
     """Take every patch out again and leave each touched namespace as it was.
 
-    Objects already built (optimizers, scalers) keep what they were built with. Variables that
+    Objects already built (optimizers, scalers) keep what they were built with; save what they
+    hold before, since their checkpoints are then written without the shim. Variables that
     ``install()`` exported are taken back. Where another tool has wrapped a symbol since, its
     wrapper is left alone, ours passes calls through, and a warning says so.
     """

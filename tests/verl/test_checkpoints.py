@@ -7,6 +7,8 @@ optimizer has; "off" is the unpatched Megatron.
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +103,7 @@ class Job:
     def save(self, folder: Path, sharding: str) -> None:
         from verl.utils.megatron.dist_checkpointing import save_dist_checkpointing
 
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)  # each rank comes here
         state, metadata = self.sharded(sharding, loading=False)
         save_dist_checkpointing(state, str(folder), content_metadata=metadata)
 
@@ -115,9 +117,9 @@ class Job:
 
 
 @contextlib.contextmanager
-def shim(on: bool) -> Iterator[None]:
+def shim(on: bool, policy: str = "follow-model") -> Iterator[None]:
     if on:
-        precision_shim.install(settings={"optimizer_states": "follow-model"})
+        precision_shim.install(settings={"optimizer_states": policy})
     try:
         yield
     finally:
@@ -219,27 +221,21 @@ class TestTheOtherWay:
         finally:
             precision_shim.uninstall()
 
+    @pytest.mark.parametrize("policy", ["follow-model", "as-configured"])
     def test_remainders_of_an_unpatched_megatron(
-        self, fused_adam: str, tmp_path: Path, sharding: str
+        self, fused_adam: str, tmp_path: Path, sharding: str, policy: str
     ) -> None:
         """Stored as numbers: read exactly where the file says what they are, else refused."""
-        own = {
-            "use_precision_aware_optimizer": True,
-            "main_grads_dtype": torch.bfloat16,
-            "exp_avg_dtype": torch.bfloat16,
-            "exp_avg_sq_dtype": torch.bfloat16,
-        }
-        from megatron.core.optimizer import OptimizerConfig
-
         with shim(on=True):  # build what a user's own code would, then save without the shim
             first = job()
-            assert isinstance(first.optimizer.config, OptimizerConfig)
-            assert all(getattr(first.optimizer.config, key) == own[key] for key in own)
+        assert first.optimizer.config.exp_avg_dtype is torch.bfloat16
         first.train(STEPS)
         first.save(tmp_path / "saved", sharding)
         saved = first.states()
-        with shim(on=True):
+        with shim(on=True, policy=policy):
             second = job(seed=1)
+            aware = second.optimizer.config.use_precision_aware_optimizer
+            assert aware == (policy == "follow-model")
             if sharding == "dp_reshardable":
                 second.load(tmp_path / "saved", sharding)
                 assert same(saved, second.states())
@@ -292,3 +288,83 @@ def test_through_the_engine(
         second = build()
         second.load_checkpoint(str(tmp_path / "saved"), del_local_after_load=False)
         assert same(saved, Job(second.module, second.optimizer).states())
+
+
+TWO_RANKS = """
+import sys
+from pathlib import Path
+import torch
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+from precision_shim.errors import CheckpointLayoutError
+from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
+from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+import verl.utils.megatron.optimizer, verl.utils.megatron_utils
+from tests.verl.support import local_layers
+from tests.verl.test_checkpoints import job, same, shim
+
+def everywhere(one):
+    flat = torch.cat([p.detach().float().flatten() for c in one.chunks for p in c.parameters()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    torch.distributed.all_gather(both, flat)
+    return torch.equal(*both), flat
+
+def barrier_after(step):
+    step()
+    torch.distributed.barrier()
+
+with stand_in_transformer_engine("2.11.0"), megatron_on_cpu(), \\
+        model_parallel(2, rank, str(folder / "meet")), local_layers():
+    for sharding in ("dp_reshardable", "fully_reshardable"):
+        with shim(on=True):
+            first = job()
+            first.train(3)
+            barrier_after(lambda: first.save(folder / f"on-{sharding}", sharding))
+            second = job(seed=1)
+            second.load(folder / f"on-{sharding}", sharding)
+            equal, flat = everywhere(second)
+            assert equal and torch.equal(flat, everywhere(first)[1])
+            assert same(first.states(), second.states())
+            assert first.train(2, first=3) == second.train(2, first=3)
+        # One rank has nothing to refuse; it must not wait for the other for ever.
+        with shim(on=False):
+            third = job()
+            third.train(3)
+            if rank == 1:
+                for one in third.optimizer.chained_optimizers:
+                    for state in one.optimizer.state.values():
+                        state["exp_avg"].zero_()
+                        state["exp_avg_sq"].zero_()
+            barrier_after(lambda: third.save(folder / f"off-{sharding}", sharding))
+        with shim(on=True):
+            fourth = job(seed=1)
+            try:
+                fourth.load(folder / f"off-{sharding}", sharding)
+            except CheckpointLayoutError as error:
+                print(rank, sharding, "refused:", str(error)[:60])
+            else:
+                raise AssertionError("loaded")
+print("DONE")
+"""
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """Parameters reach the other rank, and a refusal is everybody's."""
+    root = Path(__file__).parents[2]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", TWO_RANKS, str(rank), str(tmp_path)],
+            cwd=root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for output in said:
+        assert output.rstrip().endswith("DONE"), output[-3000:]
+        assert output.count("refused:") == 2

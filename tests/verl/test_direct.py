@@ -217,3 +217,31 @@ def test_without_the_shim_there_is_no_bf16_argument(cpu: None) -> None:
 
     with pytest.raises(TypeError, match="bf16"):
         init_megatron_optim_config(config(), bf16=False)
+
+
+def test_chunks_of_a_model_share_one_bucket_dtype(fused_adam: str, shim: Any) -> None:
+    """Megatron asserts it; a chunk may train nothing (LoRA under virtual pipeline parallelism)."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    from precision_shim.testing.megatron_cpu import tiny_gpt
+
+    shim(settings=FOLLOW)
+
+    from precision_shim_adapters.megatron import building
+    from precision_shim_adapters.verl.megatron import _VerlBuild
+
+    provider = tiny_gpt(BF16)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True
+    )
+    made = []
+    build = _VerlBuild(lambda: "actor", config, lambda: BF16, bucket_set=False)
+    with building(build):
+        for trains in (True, False, True):
+            module = Float16Module(provider.config, provider())
+            module.requires_grad_(trains)
+            made.append(DistributedDataParallel(provider.config, ddp_config, module))
+    assert bucket(made[:1]) == {BF16}
+    assert made[0].ddp_config == made[1].ddp_config == made[2].ddp_config
+    assert ddp_config.grad_reduce_in_fp32, "the caller's config"

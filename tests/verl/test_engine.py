@@ -286,6 +286,57 @@ def test_overrides_win_field_by_field(
     assert optim.override_optimizer_config == {"adam_beta2": 0.95, **overrides}, "caller's config"
 
 
+@pytest.mark.skipif(HAS_FIELDS, reason="from 0.9 the fields cannot be told from their defaults")
+@pytest.mark.parametrize(
+    ("fields", "first", "second"),
+    [
+        ({"use_precision_aware_optimizer": False}, FP32, FP32),
+        ({"exp_avg_dtype": "fp32"}, FP32, BF16),
+        ({"exp_avg_sq_dtype": "fp32"}, BF16, FP32),
+        ({"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "fp32"}, BF16, FP32),
+    ],
+    ids=str,
+)
+def test_fields_that_this_version_lacks_are_the_users_when_written(
+    build: Any, shim: Any, fields: dict[str, Any], first: torch.dtype, second: torch.dtype
+) -> None:
+    shim()
+    optim = optim_config(override_optimizer_config={"adam_beta2": 0.95}, **fields)
+    live = states(build(optim=optim))
+    assert (live["exp_avg"], live["exp_avg_sq"]) == (first, second)
+
+
+@pytest.mark.parametrize(
+    ("config", "optim", "reason"),
+    [
+        ({"use_megatron_fsdp": True}, {}, "Megatron-FSDP"),
+        ({}, {"use_layer_wise_distributed_optimizer": True}, "layer-wise"),
+    ],
+    ids=["megatron-fsdp", "layer-wise-muon"],
+)
+def test_blockers_are_read_from_verls_config(
+    cpu: None, checkpoint: Path, config: dict[str, Any], optim: dict[str, Any], reason: str
+) -> None:
+    """They cannot run on a CPU; what the shim reads of verl's own config objects can."""
+    from inspect import signature
+
+    from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
+
+    from precision_shim_adapters.megatron import current_build
+    from precision_shim_adapters.verl.megatron import engine_build
+
+    known = {
+        **signature(McoreEngineConfig).parameters,
+        **signature(McoreOptimizerConfig).parameters,
+    }
+    if not {*config, *optim} <= known.keys():
+        pytest.skip(f"verl {VERL} has no {', '.join({*config, *optim} - known.keys())}")
+    made = engine(checkpoint, "bfloat16", optim=optim_config(**optim), **config)
+    seen: list[Any] = []
+    engine_build(lambda: seen.append(current_build()), made, (), {})
+    assert reason in " ".join(seen[0].blockers)
+
+
 @pytest.mark.skipif(not HAS_FIELDS, reason="verl has the fields only from 0.9")
 class TestWhatTheNativeAlignmentLeavesOut:
     @pytest.mark.parametrize("bridge", PATHS)

@@ -20,12 +20,16 @@ MODULES = (
     "megatron.core.optimizer.optimizer_config",
     "megatron.core.distributed",
     "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.serialization",
     "verl.utils.megatron.optimizer",
     "verl.utils.megatron_utils",
     "verl.workers.config.optimizer",
     "verl.workers.engine.megatron.transformer_impl",
 )
 CLASSES = {
+    "megatron.core.optimizer.distrib_optimizer": "DistributedOptimizer",
     "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel",
     "verl.workers.config.optimizer": "McoreOptimizerConfig",

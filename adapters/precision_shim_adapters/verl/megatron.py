@@ -105,10 +105,17 @@ def _opt_in(optim_config: Any) -> dict[str, Any]:
     """The fields of verl 0.9's opt-in, as dtypes; empty where the config does not opt in."""
     if not _read(optim_config, "use_precision_aware_optimizer", False):
         return {}
-    fields: dict[str, Any] = {"use_precision_aware_optimizer": True}
-    for key in PRECISION_AWARE_FIELDS[1:]:
-        fields[key] = coerce_dtype(_read(optim_config, key) or "fp32", key=key, where=_where())
-    return fields
+    return {**dict.fromkeys(PRECISION_AWARE_FIELDS[1:], torch.float32), **_written(optim_config)}
+
+
+def _written(optim_config: Any) -> dict[str, Any]:
+    """Those of the opt-in's fields that the config carries, as dtypes."""
+    fields = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
+    return {
+        key: coerce_dtype(value, key=f"optim.{key}", where=_where())
+        for key, value in fields.items()
+        if value is not None
+    }
 
 
 def _has_fields() -> bool:
@@ -150,14 +157,14 @@ def plan_for(
     if dtype is torch.float16:
         native = dict(ROWS[torch.float16])  # verl's own fp16 branch, in every version
     elif dtype is torch.bfloat16:
-        opt_in = _opt_in(optim_config)
         if policy == "as-configured":
-            native = opt_in
-            beneath = {} if _has_fields() else opt_in
+            native = _opt_in(optim_config)
+            beneath = {} if _has_fields() else native
         else:
-            asked = {**opt_in, **asked}
-    elif dtype is torch.float32:
-        native = {}
+            # Where verl has the fields, False cannot be told from the default that the user asked
+            # follow-model to go over; where it has not, whatever is there was written.
+            own = _opt_in(optim_config) if _has_fields() else _written(optim_config)
+            asked = {**own, **asked}
     plan = plan_optimizer(
         OptimizerRequest(
             model=model,
@@ -216,12 +223,11 @@ def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Make verl's OptimizerConfig follow the model; accept ``bf16=`` on every version."""
     own = inspect.signature(wrapped).parameters
     kwargs = dict(kwargs)
-    bf16 = bool(kwargs.get("bf16", True))
-    if "bf16" not in own:
-        kwargs.pop("bf16", None)
+    bf16 = True if "bf16" in own else bool(kwargs.pop("bf16", True))
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    bf16 = bool(given.get("bf16", bf16))
     config = given["optim_config"]
     flagged = torch.float16 if given["fp16"] else torch.bfloat16 if bf16 else torch.float32
 
@@ -254,7 +260,9 @@ def accept_fields(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     extra = {key: kwargs[key] for key in PRECISION_AWARE_FIELDS if key in kwargs}
     rest = {key: value for key, value in kwargs.items() if key not in extra}
     for key, value in extra.items():
-        extra[key] = coerce_dtype(value, key=key, where=_where()) if "dtype" in key else value
+        extra[key] = (
+            coerce_dtype(value, key=f"optim.{key}", where=_where()) if "dtype" in key else value
+        )
         if isinstance(extra[key], torch.dtype):
             extra[key] = name_of(extra[key])  # verl's configs hold names, and stay serializable
     result = wrapped(*args, **rest)

@@ -49,7 +49,9 @@ def choose_bucket(
         model: the trainable parameters that share the bucket.
     """
     low = main_grads is not torch.float32
-    wanted = not (low and model.single is main_grads)
+    # A model chunk that trains nothing has no bucket of its own: it goes with the others.
+    nothing = not model.counts and not model.fp8
+    wanted = not (low and (model.single is main_grads or nothing))
     because = f"main grads are {name_of(main_grads)}"
     if low and wanted:
         because += f", but the parameters are not all {name_of(main_grads)} ({model})"

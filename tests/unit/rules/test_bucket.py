@@ -14,7 +14,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ONLY_BF16, ONLY_FP16 = TrainableDtypes({BF16: 100}), TrainableDtypes({FP16: 100})
 MIXED = TrainableDtypes({BF16: 100, FP32: 2})
 FP8 = TrainableDtypes({BF16: 100}, fp8=True)
-UNKNOWN = TrainableDtypes()
+NOTHING = TrainableDtypes()
 
 models = st.builds(
     TrainableDtypes,
@@ -41,7 +41,7 @@ inputs = st.fixed_dictionaries(
         (BF16, ONLY_FP16, True),  # a bucket has its parameters' dtype or fp32
         (BF16, MIXED, True),
         (BF16, FP8, True),
-        (BF16, UNKNOWN, True),
+        (BF16, NOTHING, False),  # a chunk that trains nothing goes with the others
         (FP32, MIXED, True),
     ],
 )
@@ -92,5 +92,5 @@ def test_aligning_twice_is_aligning_once(case, align):
 def test_a_low_precision_bucket_only_where_all_parameters_have_that_dtype(case):
     choice = choose_bucket(user_set=False, align=False, **case)
     if not choice.grad_reduce_in_fp32:
-        assert set(case["model"].counts) == {case["main_grads"]}
+        assert set(case["model"].counts) <= {case["main_grads"]}
         assert case["main_grads"] is not FP32
