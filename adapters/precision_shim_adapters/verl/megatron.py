@@ -232,15 +232,16 @@ def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     flagged = torch.float16 if given["fp16"] else torch.bfloat16 if bf16 else torch.float32
 
     build = current_build()
+    if not isinstance(build, _VerlBuild):  # another framework's is none of ours
+        build = None
     subject = build.subject() if build is not None else "direct caller"
     distributed = bool(given.get("use_distributed_optimizer", True))
     if build is None:
         plan, overrides = plan_for(config, TrainableDtypes(), flagged, distributed)
         dtype: torch.dtype | None = flagged
     else:
-        declared = getattr(build, "declared", None) or flagged
-        blockers = getattr(build, "blockers", ())
-        plan, overrides = plan_for(config, build.seen, declared, distributed, blockers)
+        declared = build.declared or flagged
+        plan, overrides = plan_for(config, build.seen, declared, distributed, build.blockers)
         dtype = build.seen.single or declared
     given["fp16"] = dtype is torch.float16
     if "bf16" in own:
