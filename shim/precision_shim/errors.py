@@ -35,5 +35,13 @@ class CheckpointLayoutError(PrecisionShimError, RuntimeError):
     """A checkpoint's optimizer states cannot be continued exactly by the live optimizer."""
 
 
+class LossScaleError(PrecisionShimError, RuntimeError):
+    """Gradients stayed non-finite over many steps in a row, whatever the loss scale."""
+
+
+class ScalerCheckpointError(PrecisionShimError, RuntimeError):
+    """A saved scaler state is damaged, of a newer format, or could not be written or read."""
+
+
 class PrecisionShimWarning(UserWarning):
     """Category of every warning that this package emits, so that users can filter it as one."""

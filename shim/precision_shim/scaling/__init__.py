@@ -1,0 +1,26 @@
+"""Loss scaling for fp16: the scaler, what it counts, and how its state is kept.
+
+These are rules (torch only): they know no framework and patch nothing.
+"""
+
+from __future__ import annotations
+
+from .checkpoint import FILE_NAME, load, save
+from .record import FORMAT, ScalerRecord, read_record, record_of, restore
+from .scaler import LossScaler, ScalerSettings
+from .skips import MAX_SKIPS, SkipCounter
+
+__all__ = [
+    "FILE_NAME",
+    "FORMAT",
+    "MAX_SKIPS",
+    "LossScaler",
+    "ScalerRecord",
+    "ScalerSettings",
+    "SkipCounter",
+    "load",
+    "read_record",
+    "record_of",
+    "restore",
+    "save",
+]

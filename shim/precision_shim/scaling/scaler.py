@@ -1,0 +1,191 @@
+"""The loss scaler of fp16 training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from .skips import MAX_SKIPS, SkipCounter
+
+MAX_SCALE = 2.0**126
+"""The largest scale: its reciprocal is float32's smallest normal number. Gradients that are all
+zero (GRPO without a reward difference) never overflow, so that without a bound the scale ends at
+inf, and 0 x inf is NaN for good."""
+
+
+@dataclass(frozen=True)
+class ScalerSettings:
+    """What a scaler is made with; see ``torch.amp.GradScaler`` for the first four.
+
+    Attributes:
+        init_scale: first loss scale.
+        growth_interval: steps without overflow before the scale grows. 400 is what verl takes
+            (PyTorch's default is 2000): an RL run has some hundred steps, not some ten thousand.
+        growth_factor: factor by which it grows, above 1.
+        backoff_factor: factor at an overflow, between 0 and 1.
+        min_scale: the scale never falls below; ShardedGradScaler itself has no minimum.
+        max_skips: skipped steps in a row that are an error.
+        chosen: names of the values that this process's user set. They win over the values of a
+            checkpoint.
+    """
+
+    init_scale: float = 65536.0
+    growth_interval: int = 400
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_skips: int = MAX_SKIPS
+    chosen: frozenset[str] = frozenset()
+
+
+class LossScaler(ShardedGradScaler):
+    """torch's ``ShardedGradScaler`` with a hook for the loss, bounds, counters and an end.
+
+    Wherever a framework takes a GradScaler it takes this one: ``scale``, ``unscale_``, ``step``
+    and ``update`` do what they do there. It needs no process group in a job of one process. An
+    overflow is summed over the process group, by default over the world: data-parallel, tensor-
+    and context-parallel ranks skip together and keep one scale.
+
+    A step costs one transfer from the device, as GradScaler's own: it brings the overflow and the
+    scale together.
+
+    Args:
+        settings: see ``ScalerSettings``.
+        device: device type of the gradients, ``"cuda"`` or ``"cpu"``.
+        process_group: ranks that skip together; ``None`` for all.
+
+    Attributes:
+        settings: what it was made with.
+        counter: steps, skipped steps, skips in a row.
+    """
+
+    def __init__(
+        self,
+        settings: ScalerSettings | None = None,
+        *,
+        device: str,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.settings = settings or ScalerSettings()
+        self.counter = SkipCounter(self.settings.max_skips)
+        self._last_scale: float | None = None
+        self._overflow: bool | None = None
+        super().__init__(
+            device=device,
+            init_scale=self.settings.init_scale,
+            growth_factor=self.settings.growth_factor,
+            backoff_factor=self.settings.backoff_factor,
+            growth_interval=self.settings.growth_interval,
+            process_group=process_group,
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the last step was made with (before the first: the initial scale).
+
+        Reading it does not synchronise with the device.
+        """
+        return float(self._init_scale) if self._last_scale is None else self._last_scale
+
+    def attach(self, loss: torch.Tensor) -> None:
+        """Scale the gradients that this loss will send back; its value stays as it is.
+
+        The gradients are bitwise those of ``scaler.scale(loss).backward()``. A loss that needs no
+        gradient (eval mode) is left alone.
+
+        Args:
+            loss: a scalar, of any floating dtype.
+        """
+        if not self._enabled or not loss.requires_grad:
+            return
+        self._make_ready(loss.device)
+        assert self._scale is not None
+        scale = self._scale.to(loss.device, non_blocking=True)
+        loss.register_hook(lambda grad: (grad * scale).type(grad.dtype))  # type: ignore[no-untyped-call]
+
+    def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """``unscale_``, unless this step's gradients already are: to call before clipping."""
+        if self._enabled and self._stage(optimizer) is OptState.READY:
+            self.unscale_(optimizer)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, and learn whether any rank has a non-finite one."""
+        if not self._enabled:
+            return
+        self._make_ready()
+        if dist.is_available() and dist.is_initialized():
+            super().unscale_(optimizer)
+        else:
+            super(ShardedGradScaler, self).unscale_(optimizer)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        # Without a process group GradScaler would refuse fp16 gradients, which FSDP frameworks
+        # have on purpose.
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Take the optimizer's step, or skip it if a gradient of any rank is not finite."""
+        if not self._enabled:
+            return super().step(optimizer, *args, **kwargs)
+        # GradScaler hands a fused optimizer this rank's own finding if nobody unscaled before.
+        self.unscale_once(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        before, self._overflow = self._overflow, None
+        result = super().step(optimizer, *args, **kwargs)
+        if self._overflow is None:  # a fused optimizer skips within its kernel and tells nobody
+            self._look(state)
+        self._overflow = bool(self._overflow or before)
+        return result
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
+    ) -> float | None:
+        self._look(optimizer_state)
+        return None if self._overflow else optimizer.step(*args, **kwargs)
+
+    def _look(self, optimizer_state: Any) -> None:
+        assert self._scale is not None
+        found = optimizer_state["found_inf_per_device"].values()
+        values = [self._scale, *(one.to(self._scale.device, non_blocking=True) for one in found)]
+        self._last_scale, *overflows = torch.cat([one.reshape(1) for one in values]).tolist()
+        self._overflow = any(overflows)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Update the scale after the step, within its bounds, and count the step.
+
+        Raises:
+            LossScaleError: ``max_skips`` steps in a row were skipped.
+        """
+        super().update(new_scale)
+        if not self._enabled:
+            return
+        assert self._scale is not None
+        self._scale.clamp_(min=self.settings.min_scale, max=MAX_SCALE)
+        overflow, self._overflow = self._overflow, None
+        if overflow is not None:
+            self.counter.note(overflow, self.loss_scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over scale, growth tracker and settings, as GradScaler does."""
+        super().load_state_dict(state_dict)
+        self._last_scale = None
+
+    def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
+        stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
+        return stage
+
+    def _make_ready(self, device: torch.device | None = None) -> None:
+        # torch makes the scale's tensor in scale(), which the hook does without.
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device or torch.device(self._device))

@@ -1,0 +1,165 @@
+"""Several processes over gloo: FSDP2 in fp16, resumed bit for bit; one fault reaches all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torch.distributed.fsdp", reason="FSDP2 needs torch >= 2.6")
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+ROOT = SCRIPT.parents[2]  # for the script's own imports from tests
+
+
+@pytest.fixture(scope="module")
+def run_ranks(tmp_path_factory):
+    def run(case, world_size=2, directory=None):
+        work = tmp_path_factory.mktemp(case)
+        directory = directory or work
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        results = [work / f"{rank}.json" for rank in range(world_size)]
+        ranks = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-W", "ignore", str(SCRIPT), case, str(rank)),
+                    *(str(world_size), str(work / "store"), str(directory), str(results[rank])),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": path},
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(said)
+        return [json.loads(result.read_text(encoding="utf-8")) for result in results]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def halves(run_ranks, tmp_path_factory):
+    """Twenty steps straight, and in two processes of ten."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    first = run_ranks("first_half", directory=directory)
+    second = run_ranks("second_half", directory=directory)
+    return first, second
+
+
+EXACT = ("parameters", "states", "scale", "growth_tracker", "counter")
+
+
+def test_both_halves_overflow_and_grow(halves):
+    """Otherwise the comparison below would show little."""
+    for rank in halves[0]:
+        scales = rank["straight"]["scales"]
+        for half in (scales[:10], scales[10:]):
+            steps = list(itertools.pairwise(half))
+            assert any(after < before for before, after in steps)
+            assert any(after > before for before, after in steps)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_new_process_continues_bit_for_bit(halves, name):
+    for straight, resumed in zip(*halves, strict=True):
+        assert resumed["resumed"][name] == straight["straight"][name]
+        assert resumed["resumed"]["losses"] == straight["straight"]["losses"][20:]
+        assert resumed["resumed"]["scales"] == straight["straight"]["scales"][10:]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_same_process_continues_bit_for_bit(halves, name):
+    for rank in halves[0]:
+        assert rank["same process"][name] == rank["straight"][name]
+
+
+def test_without_the_scalers_state_it_differs(halves, capsys):
+    for straight, resumed in zip(*halves, strict=True):
+        fresh, exact = resumed["fresh"], straight["straight"]
+        assert fresh["scales"] != exact["scales"][10:]
+        apart = max(
+            (values(one) - values(other)).abs().max().item()
+            for one, other in zip(fresh["parameters"], exact["parameters"], strict=True)
+        )
+        assert apart > 1e-3
+        with capsys.disabled():
+            print(
+                f"\nwithout the scaler's state: first scales {fresh['scales'][:3]} instead of "
+                f"{exact['scales'][10:13]}, parameters apart by up to {apart:.4f}, "
+                f"last loss {fresh['losses'][-1]:.6f} instead of {exact['losses'][-1]:.6f}"
+            )
+
+
+def values(bits):
+    return torch.tensor(bits, dtype=torch.uint8).view(torch.float32)
+
+
+def test_all_ranks_have_one_scale_throughout(halves):
+    first, second = halves
+    assert first[0]["straight"]["scales"] == first[1]["straight"]["scales"]
+    assert second[0]["resumed"]["scales"] == second[1]["resumed"]["scales"]
+
+
+def test_torchs_distributed_checkpoint_moves_neither_scaler_nor_moments(halves):
+    """It calls ``optimizer.step()`` on zeros to make states: while saving, and in a fresh one."""
+    first, second = halves
+    for rank in first:
+        assert rank["saving moved nothing"]
+    for rank in second:
+        loaded = rank["loaded"]
+        assert loaded["counter"] == {"limit": 25, "steps": 0, "skipped": 0, "in_row": 0}
+        assert loaded["scale"] == 2.0**22
+        assert all(any(any(state) for state in states) for states in loaded["states"])
+
+
+def test_ranks_skip_by_the_process_group(run_ranks):
+    """Rank 3 of a 2 x 2 mesh overflows alone: over the world all four skip and stay alike."""
+    found = run_ranks("groups", world_size=4)
+    assert [rank["world"] for rank in found] == [{"scale": 8.0, "skipped": 1}] * 4
+    assert [rank["sharded"] for rank in found] == [{"scale": 8.0, "skipped": 1}] * 4
+    assert all(rank["parameter"] for rank in found)
+    # Of a smaller group only its ranks know: why the default is the world.
+    assert [rank["tp"]["skipped"] for rank in found] == [0, 0, 1, 1]
+
+
+def test_a_fault_on_one_rank_reaches_all(run_ranks):
+    one, other = run_ranks("faults")
+    for rank in (one, other):
+        assert rank["save"][0].endswith("precision_shim_scaler.json")
+        assert (rank["load"], rank["scale"]) == ([[], None], 2.0**10)
+        assert (rank["node-local"], rank["node-local scale"]) == ([[], None], 2.0**10)
+        assert rank["missing"] == [None, None]
+        assert "cannot write the loss scaler's state" in rank["cannot save"][1]
+        assert "not whole JSON" in rank["truncated"][1]
+        assert rank["untouched"]
+    assert one["truncated"] == other["truncated"]
+
+
+def test_a_nan_on_one_rank_skips_on_both_and_an_epoch_of_them_ends(run_ranks):
+    for rank in run_ranks("nan_on_one_rank"):
+        assert rank["unchanged"]
+        assert rank["norm is nan"]
+        assert rank["ended at"] == 26  # the 25th of the skips that began with step 2
+        assert "LossScaleError" in rank["told"]
+        assert "25 optimizer steps in a row" in rank["told"]
+        assert rank["scale"] >= 1.0
+
+
+def test_a_step_waits_for_no_more_than_a_scaler_written_in_by_hand(run_ranks, capsys):
+    for rank in run_ranks("overhead"):
+        for by_hand, ours in rank["counts"].values():
+            assert by_hand["reads"] > 0
+            assert by_hand["collectives"] > 0
+            assert ours["reads"] <= by_hand["reads"]
+            assert ours["collectives"] <= by_hand["collectives"]
+        assert rank["equal"]
+        with capsys.disabled():
+            print(f"\nours beside a hand-written loop: {rank['counts']}, time x{rank['ratio']:.3f}")

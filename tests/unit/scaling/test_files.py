@@ -1,0 +1,264 @@
+"""The scaler's file: whole or not at all, whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from precision_shim.errors import ScalerCheckpointError
+from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings, load, save
+
+
+def scaler(**settings):
+    return LossScaler(ScalerSettings(**settings), device="cpu")
+
+
+def restored(directory):
+    target = scaler(init_scale=1.5)
+    assert load(directory, target) is not None
+    return target.get_scale()
+
+
+def child(code, *arguments, **options):
+    prelude = (
+        "import os, sys, signal\n"
+        "from precision_shim.scaling import LossScaler, ScalerSettings, checkpoint\n"
+        "scaler = LossScaler(ScalerSettings(init_scale=64.0), device='cpu')\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", prelude + code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def test_a_round_trip_and_nothing_else_in_the_directory(tmp_path):
+    path = save(tmp_path / "step_1" / "actor", scaler(init_scale=64.0))
+    assert [one.name for one in path.parent.iterdir()] == [FILE_NAME]
+    assert restored(path.parent) == 64.0
+    assert b"\x80" not in path.read_bytes()  # JSON, no pickle
+    json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_it_is_readable_as_the_umask_says(tmp_path):
+    """Checkpoints are read by other accounts; a temporary file of the library is not."""
+    before = os.umask(0o022)
+    try:
+        path = save(tmp_path, scaler())
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_missing_file_is_no_error(tmp_path):
+    assert load(tmp_path, scaler()) is None
+    assert load(tmp_path / "nowhere", scaler()) is None
+
+
+def test_every_truncation_is_refused(tmp_path):
+    path = save(tmp_path, scaler())
+    whole = path.read_bytes()
+    for length in range(len(whole) - 2):  # the last two are the brace's and the line's end
+        path.write_bytes(whole[:length])
+        with pytest.raises(ScalerCheckpointError, match=FILE_NAME):
+            load(tmp_path, scaler())
+
+
+def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    path = save(tmp_path, scaler(init_scale=1024.0, growth_interval=7))
+    whole = path.read_bytes()
+    harmless = 0
+    for position in range(len(whole)):
+        for bit in range(8):
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << bit
+            path.write_bytes(damaged)
+            target = scaler(init_scale=3.0)
+            try:
+                load(tmp_path, target)
+            except ScalerCheckpointError:
+                assert target.get_scale() == 3.0
+            else:  # a space between two values became another white space
+                harmless += 1
+                assert (target.get_scale(), target.get_growth_interval()) == (1024.0, 7)
+    assert harmless < len(whole) / 4
+
+
+# The points of a save, by the call that the process does not survive.
+POINTS = {
+    "before the temporary file": ("Path.open", "before"),
+    "after it was made": ("Path.open", "after"),
+    "before it is flushed to the disk": ("os.fsync", "before"),
+    "after it was flushed": ("os.fsync", "after"),
+    "before it gets its name": ("Path.replace", "before"),
+    "after it got its name": ("Path.replace", "after"),
+}
+
+KILL = """
+from pathlib import Path
+owner, name, when = {"Path": Path, "os": os}[sys.argv[2]], sys.argv[3], sys.argv[4]
+called = getattr(owner, name)
+def killed(*args, **kwargs):
+    if when == "after":
+        called(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(owner, name, killed)
+checkpoint.save(sys.argv[1], scaler)
+"""
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_process_killed_during_a_save_leaves_the_old_file_or_the_new(tmp_path, point, earlier):
+    where, when = POINTS[point]
+    if earlier:
+        save(tmp_path, scaler(init_scale=32.0))
+    done = child(KILL, tmp_path, *where.split("."), when)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    if point == "after it got its name":
+        assert restored(tmp_path) == 64.0
+    elif earlier:
+        assert restored(tmp_path) == 32.0
+    else:
+        assert load(tmp_path, scaler()) is None
+    # The next save is not hindered by what was left.
+    save(tmp_path, scaler(init_scale=128.0))
+    assert restored(tmp_path) == 128.0
+
+
+def test_a_kill_in_the_middle_of_the_text_leaves_the_old_file(tmp_path):
+    save(tmp_path, scaler(init_scale=32.0))
+    code = """
+import resource
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel ends the process in its write
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+checkpoint.save(sys.argv[1], scaler)
+"""
+    done = child(code, tmp_path)
+    assert done.returncode == -signal.SIGXFSZ, done.stderr
+    assert restored(tmp_path) == 32.0
+
+
+def test_a_full_disk_is_told_and_leaves_the_old_file(tmp_path):
+    """The kernel refuses the write half way, as a quota does."""
+    save(tmp_path, scaler(init_scale=32.0))
+    code = """
+import resource
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+checkpoint.save(sys.argv[1], scaler)
+"""
+    done = child(code, tmp_path)
+    assert "ScalerCheckpointError" in done.stderr
+    assert str(tmp_path / FILE_NAME) in done.stderr
+    assert [one.name for one in tmp_path.iterdir()] == [FILE_NAME]
+    assert restored(tmp_path) == 32.0
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "os.open"])
+def test_a_disk_that_fills_at_the_flush_is_told(tmp_path, monkeypatch, call):
+    """Network file systems say ENOSPC only when the data is flushed; a folder that cannot be
+    flushed is no fault."""
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(call, full)
+    if call == "os.open":
+        save(tmp_path, scaler(init_scale=16.0))
+        monkeypatch.undo()
+        assert restored(tmp_path) == 16.0
+        return
+    with pytest.raises(ScalerCheckpointError, match="No space left on device"):
+        save(tmp_path, scaler())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_real_file_system_that_is_full(tmp_path):
+    """A tmpfs of one page, where this account may mount one."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("this account may not mount a file system; a limit of the kernel stands for it")
+    try:
+        (tmp_path / "shards").write_bytes(b"x" * 4096)
+        with pytest.raises(ScalerCheckpointError, match="No space left on device"):
+            save(tmp_path, scaler())
+        assert [one.name for one in tmp_path.iterdir()] == ["shards"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_directory_without_write_access_is_told():
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        directory.chmod(0o755)
+        save(directory, scaler(init_scale=32.0))
+        directory.chmod(0o555)
+        # Root may write anywhere: the child is somebody else.
+        code = "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+        code += "checkpoint.save(sys.argv[1], scaler)\n"
+        done = child(code, directory)
+        directory.chmod(0o755)
+        assert "ScalerCheckpointError" in done.stderr, done.stderr
+        assert "Permission denied" in done.stderr
+        assert restored(directory) == 32.0
+
+
+def test_two_saves_at_once_leave_one_whole_file(tmp_path):
+    """Say, a job that was started twice. The last rename wins; no reader sees a mixture."""
+    scales = [2.0**exponent for exponent in range(8)]
+    stop, seen, wrong = threading.Event(), set(), []
+    save(tmp_path, scaler(init_scale=1.0))
+
+    def read():
+        try:
+            while not stop.is_set():
+                seen.add(restored(tmp_path))
+        except ScalerCheckpointError as error:
+            wrong.append(error)
+
+    def write(scale):
+        for _ in range(20):
+            save(tmp_path, scaler(init_scale=scale))
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write, args=(scale,)) for scale in scales]
+    reader.start()
+    for one in writers:
+        one.start()
+    for one in writers:
+        one.join()
+    stop.set()
+    reader.join()
+    assert wrong == []
+    assert seen <= set(scales)
+    assert [one.name for one in tmp_path.iterdir()] == [FILE_NAME]
+    assert restored(tmp_path) in scales
+
+
+def test_what_is_no_text_is_refused(tmp_path):
+    (tmp_path / FILE_NAME).write_bytes(b"\x80\x04\x95")  # a pickle
+    with pytest.raises(ScalerCheckpointError, match="cannot read"):
+        load(tmp_path, scaler())
+    (tmp_path / FILE_NAME).unlink()
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(ScalerCheckpointError, match="cannot read"):
+        load(tmp_path, scaler())
+
+
+def test_deeply_nested_json_is_refused(tmp_path):
+    (tmp_path / FILE_NAME).write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ScalerCheckpointError, match=FILE_NAME):
+        load(tmp_path, scaler())

@@ -1,0 +1,288 @@
+"""The loss scaler in one process: gradients, skips, bounds, counters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from precision_shim.errors import LossScaleError
+from precision_shim.scaling import LossScaler, ScalerSettings, SkipCounter
+from precision_shim.scaling.scaler import MAX_SCALE
+
+
+def scaler(**settings):
+    return LossScaler(ScalerSettings(**settings), device="cpu")
+
+
+def one_parameter(value=1.0, lr=1.0, dtype=torch.float32):
+    parameter = torch.nn.Parameter(torch.full((2,), value, dtype=dtype))
+    return parameter, torch.optim.SGD([parameter], lr=lr)
+
+
+def train(scaling, parameter, optimizer, weight=1.0):
+    optimizer.zero_grad()
+    loss = (parameter * weight).sum()
+    scaling.attach(loss)
+    loss.backward()
+    scaling.unscale_once(optimizer)
+    scaling.step(optimizer)
+    scaling.update()
+    return loss
+
+
+# -- the hook --------------------------------------------------------------------------------
+
+
+@given(
+    scale=st.one_of(
+        st.integers(-20, 40).map(lambda exponent: 2.0**exponent),
+        st.floats(2.0**-10, 2.0**30, width=32),
+    ),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    # A framework multiplies its loss by dp x cp or divides by the accumulation before it is scaled.
+    factor=st.sampled_from([1.0, 3.0, 0.1, 1 / 7]),
+    seed=st.integers(0, 99),
+)
+def test_the_hooks_gradients_are_those_of_scale(scale, dtype, factor, seed):
+    def gradients(scaled):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.GELU(), torch.nn.Linear(7, 1))
+        model.to(dtype)
+        scaling = scaler(init_scale=scale)
+        loss = model(torch.randn(3, 5).to(dtype)).square().mean() * factor
+        if scaled == "hook":
+            value = loss.item()
+            scaling.attach(loss)
+            loss.backward()
+            assert loss.item() == value or math.isnan(value)  # what is reported stays unscaled
+        else:
+            scaling.scale(loss).backward()
+        return [parameter.grad.view(torch.uint8) for parameter in model.parameters()]
+
+    for ours, theirs in zip(gradients("hook"), gradients("scale"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_without_the_hook_the_gradients_are_others():
+    parameter, _ = one_parameter()
+    scaling = scaler(init_scale=8.0)
+    loss = parameter.sum()
+    scaling.attach(loss)
+    loss.backward()
+    assert parameter.grad.tolist() == [8.0, 8.0]
+
+
+def test_a_loss_in_eval_mode_is_left_alone():
+    parameter, _ = one_parameter()
+    scaling = scaler()
+    with torch.no_grad():
+        loss = parameter.sum()
+    scaling.attach(loss)
+    assert loss._backward_hooks is None
+    assert scaling.counter == SkipCounter()
+
+
+def test_a_hook_under_a_graph_is_the_mean_of_all_micro_batches():
+    """Accumulation over three backward calls, one unscale, and the norm is that of no scaling."""
+    parameter, optimizer = one_parameter(lr=0.5)
+    scaling = scaler(init_scale=1024.0)
+    for weight in (1.0, 2.0, 4.0):
+        loss = (parameter * weight).sum() / 3
+        scaling.attach(loss)
+        loss.backward()
+    scaling.unscale_once(optimizer)
+    scaling.unscale_once(optimizer)  # an adapter may enter clip and step both
+    assert torch.allclose(parameter.grad, torch.full((2,), 7 / 3))
+    scaling.step(optimizer)
+    scaling.update()
+    assert torch.allclose(parameter.detach(), torch.full((2,), 1 - 0.5 * 7 / 3))
+
+
+# -- steps -----------------------------------------------------------------------------------
+
+
+def test_it_is_a_sharded_grad_scaler_and_does_what_that_does():
+    """Step by step beside torch's own, over overflows and growth."""
+    mine, other = one_parameter(), one_parameter()
+    ours = scaler(init_scale=2.0**10, growth_interval=3)
+    theirs = torch.amp.GradScaler(device="cpu", init_scale=2.0**10, growth_interval=3)
+    assert isinstance(ours, ShardedGradScaler)
+    for weight in (1, 1, 1, math.inf, 1, 1, math.nan, math.nan, 1, 1, 1, 1, 1):
+        train(ours, *mine, weight)
+        other[1].zero_grad()
+        theirs.scale((other[0] * weight).sum()).backward()
+        theirs.step(other[1])
+        theirs.update()
+        assert ours.get_scale() == theirs.get_scale()
+        assert ours._get_growth_tracker() == theirs._get_growth_tracker()
+        assert torch.equal(mine[0], other[0])
+    assert (ours.counter.steps, ours.counter.skipped, ours.counter.in_row) == (13, 3, 0)
+
+
+def test_the_loss_scale_is_the_one_of_the_last_step():
+    parameter, optimizer = one_parameter()
+    scaling = scaler(init_scale=64.0)
+    assert scaling.loss_scale == 64.0
+    train(scaling, parameter, optimizer, math.inf)
+    assert scaling.loss_scale == 64.0
+    train(scaling, parameter, optimizer)
+    assert scaling.loss_scale == 32.0
+
+
+def test_a_skipped_step_leaves_parameter_and_moments():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    scaling = scaler()
+    train(scaling, parameter, optimizer)
+    before = (
+        parameter.detach().clone(),
+        {k: v.clone() for k, v in optimizer.state[parameter].items()},
+    )
+    train(scaling, parameter, optimizer, math.nan)
+    assert torch.equal(parameter, before[0])
+    for name, value in optimizer.state[parameter].items():
+        assert torch.equal(value, before[1][name])
+    assert scaling.counter.skipped == 1
+
+
+def test_one_nan_micro_batch_skips_the_step():
+    parameter, optimizer = one_parameter()
+    scaling = scaler()
+    for weight in (1.0, math.nan, 1.0):
+        loss = (parameter * weight).sum()
+        scaling.attach(loss)
+        loss.backward()
+    scaling.unscale_once(optimizer)
+    scaling.step(optimizer)
+    scaling.update()
+    assert parameter.tolist() == [1.0, 1.0]
+    assert scaling.counter.skipped == 1
+
+
+def test_clipping_sees_unscaled_gradients():
+    parameter, optimizer = one_parameter()
+    scaling = scaler(init_scale=4096.0)
+    loss = parameter.sum()
+    scaling.attach(loss)
+    loss.backward()
+    scaling.unscale_once(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(2))
+
+
+def test_fp16_gradients_are_unscaled_without_a_process_group():
+    parameter, optimizer = one_parameter(dtype=torch.float16)
+    scaling = scaler(init_scale=256.0)
+    train(scaling, parameter, optimizer, 0.5)
+    assert parameter.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_fused_optimizer_skips_too_and_is_counted(fused):
+    """A fused step is always called and skips within its kernel."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], fused=fused, lr=0.1)
+    scaling = scaler(init_scale=16.0)
+    train(scaling, parameter, optimizer, math.inf)
+    assert parameter.tolist() == [1.0, 1.0]
+    assert (scaling.counter.steps, scaling.counter.skipped) == (1, 1)
+    train(scaling, parameter, optimizer)
+    assert parameter.tolist() != [1.0, 1.0]
+    assert (scaling.counter.steps, scaling.counter.skipped) == (2, 1)
+    assert scaling.loss_scale == 8.0
+
+
+def test_two_optimizers_make_one_step():
+    (one, first), (two, second) = one_parameter(), one_parameter()
+    scaling = scaler(init_scale=16.0)
+    for weight, skipped in ((math.inf, 1), (1.0, 1)):
+        for parameter, optimizer, factor in ((one, first, weight), (two, second, 1.0)):
+            optimizer.zero_grad()
+            loss = (parameter * factor).sum()
+            scaling.attach(loss)
+            loss.backward()
+        scaling.step(first)
+        scaling.step(second)
+        scaling.update()
+        assert scaling.counter.skipped == skipped
+    assert scaling.counter.steps == 2
+
+
+def test_a_rank_without_a_loss_can_still_unscale_and_step():
+    """Only dummy micro-batches: no loss, no gradient, and still part of the step."""
+    _, optimizer = one_parameter()
+    scaling = scaler(init_scale=16.0)
+    scaling.unscale_once(optimizer)
+    scaling.step(optimizer)
+    scaling.update()
+    assert scaling.get_scale() == 16.0
+
+
+# -- bounds ----------------------------------------------------------------------------------
+
+
+def test_the_scale_never_falls_below_its_minimum_and_endless_skips_end():
+    parameter, optimizer = one_parameter()
+    scaling = scaler(init_scale=8.0, min_scale=1.0, max_skips=25)
+    for _ in range(24):
+        train(scaling, parameter, optimizer, math.nan)
+        assert scaling.get_scale() >= 1.0
+    with pytest.raises(
+        LossScaleError, match=r"25 optimizer steps in a row .* step 25 .* scale 1\b"
+    ):
+        train(scaling, parameter, optimizer, math.nan)
+    assert scaling.get_scale() == 1.0
+    assert parameter.tolist() == [1.0, 1.0]
+
+
+def test_torchs_own_scaler_has_no_minimum():
+    """The reason for ours: shown, so that it can go when torch has one."""
+    parameter, optimizer = one_parameter()
+    theirs = torch.amp.GradScaler(device="cpu", init_scale=2.0)
+    for _ in range(200):
+        optimizer.zero_grad()
+        theirs.scale((parameter * math.nan).sum()).backward()
+        theirs.step(optimizer)
+        theirs.update()
+    assert theirs.get_scale() == 0.0
+
+
+def test_gradients_of_zero_do_not_drive_the_scale_to_inf():
+    """GRPO groups without a reward difference: every gradient is zero, for as long as it takes."""
+    parameter, optimizer = one_parameter()
+    scaling = scaler(init_scale=2.0**120, growth_interval=1)
+    for _ in range(20):
+        train(scaling, parameter, optimizer, 0.0)
+    assert scaling.get_scale() == MAX_SCALE
+    assert scaling.counter.skipped == 0
+
+
+def test_a_taken_step_begins_the_row_anew():
+    parameter, optimizer = one_parameter()
+    scaling = scaler(max_skips=3)
+    for weight in (math.nan, math.nan, 1.0, math.nan, math.nan):
+        train(scaling, parameter, optimizer, weight)
+    assert (scaling.counter.skipped, scaling.counter.in_row) == (4, 2)
+    with pytest.raises(LossScaleError):
+        train(scaling, parameter, optimizer, math.nan)
+
+
+def test_a_closure_is_refused_as_torch_refuses_it():
+    parameter, optimizer = one_parameter()
+    scaling = scaler()
+    parameter.sum().backward()
+    with pytest.raises(RuntimeError, match="Closure"):
+        scaling.step(optimizer, closure=lambda: None)
+
+
+def test_a_failed_optimizer_step_is_not_hidden():
+    parameter, optimizer = one_parameter()
+    optimizer.step = lambda: 1 / 0
+    parameter.sum().backward()
+    with pytest.raises(ZeroDivisionError):
+        scaler().step(optimizer)
