@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings, load
+
 pytest.importorskip("torch.distributed.fsdp", reason="FSDP2 needs torch >= 2.6")
 
 SCRIPT = Path(__file__).with_name("ranks.py")
@@ -46,11 +48,15 @@ def run_ranks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def halves(run_ranks, tmp_path_factory):
+def checkpoint(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoint")
+
+
+@pytest.fixture(scope="module")
+def halves(run_ranks, checkpoint):
     """Twenty steps straight, and in two processes of ten."""
-    directory = tmp_path_factory.mktemp("checkpoint")
-    first = run_ranks("first_half", directory=directory)
-    second = run_ranks("second_half", directory=directory)
+    first = run_ranks("first_half", directory=checkpoint)
+    second = run_ranks("second_half", directory=checkpoint)
     return first, second
 
 
@@ -163,3 +169,13 @@ def test_a_step_waits_for_no_more_than_a_scaler_written_in_by_hand(run_ranks, ca
         assert rank["equal"]
         with capsys.disabled():
             print(f"\nours beside a hand-written loop: {rank['counts']}, time x{rank['ratio']:.3f}")
+
+
+def test_another_world_size_gets_the_exact_state(halves, checkpoint):
+    """Two ranks wrote it, this process alone reads it: nothing of a rank is in it."""
+    scaler = LossScaler(ScalerSettings(), device="cpu")
+    assert load(checkpoint, scaler) == ()
+    written = json.loads((checkpoint / FILE_NAME).read_text(encoding="utf-8"))
+    assert written["world_size"] == 2
+    for rank in halves[0]:
+        assert scaler.get_scale() == rank["straight"]["scales"][9]
