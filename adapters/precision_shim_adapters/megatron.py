@@ -112,6 +112,8 @@ class Build:
         seen: trainable parameters of the model chunks that were put into a DDP so far.
         in_fp32: the bucket's ``grad_reduce_in_fp32`` once decided; Megatron asserts that all
             chunks of a model have the same DDP config.
+        constant_scale: tells whether the config asks for a static ``loss_scale``.
+        nan_check_set: whether the user wrote ``check_for_nan_in_grad``.
     """
 
     framework: str
@@ -120,6 +122,8 @@ class Build:
     bucket_set: bool = False
     seen: TrainableDtypes = dataclasses.field(default_factory=TrainableDtypes)
     in_fp32: bool | None = None
+    constant_scale: Callable[[], bool] = bool
+    nan_check_set: bool = False
 
 
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)

@@ -296,10 +296,18 @@ class _VerlBuild(Build):
         declared: Callable[[], torch.dtype | None],
         *,
         bucket_set: bool,
+        nan_check_set: bool = False,
         blockers: tuple[str, ...] = (),
         distributed: bool = True,
     ) -> None:
-        super().__init__("verl", subject, self._plan, bucket_set)
+        super().__init__(
+            "verl",
+            subject,
+            self._plan,
+            bucket_set,
+            constant_scale=lambda: bool((_read(optim_config(), _KEY) or {}).get("loss_scale")),
+            nan_check_set=nan_check_set,
+        )
         # mbridge's DDP has the distributed optimizer on whatever verl's config says (0.7.1).
         self._distributed = distributed
         self._optim_config = optim_config
@@ -316,6 +324,12 @@ class _VerlBuild(Build):
         return plan_for(self._optim_config(), model, self.declared, both, self.blockers)[0]
 
 
+def _set_by_user(ddp_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Which of the DDP's fields the user wrote in ``override_ddp_config``."""
+    fields = {"bucket_set": "grad_reduce_in_fp32", "nan_check_set": "check_for_nan_in_grad"}
+    return {name: field in (ddp_config or {}) for name, field in fields.items()}
+
+
 def engine_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around ``MegatronEngine.initialize``."""
     config = instance.engine_config
@@ -329,7 +343,7 @@ def engine_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         lambda: instance.optimizer_config,
         lambda: getattr(instance, "param_dtype", None),
         # From 0.9 the engine itself adds the key on the way to the DDP: ask the config.
-        bucket_set="grad_reduce_in_fp32" in (_read(config, "override_ddp_config") or {}),
+        **_set_by_user(_read(config, "override_ddp_config")),
         blockers=tuple(blockers),
         distributed=bool(_read(config, "use_distributed_optimizer", True)),
     )
@@ -356,7 +370,7 @@ def _legacy(subject: str, config: Any, worker: Any, given: Mapping[str, Any]) ->
         lambda: subject,
         lambda: given.get("optim_config"),
         lambda: getattr(worker, "dtype", None),
-        bucket_set="grad_reduce_in_fp32" in (given.get("override_ddp_config") or {}),
+        **_set_by_user(given.get("override_ddp_config")),
         distributed=bool(_read(config, "use_distributed_optimizer", True)),
     )
 
@@ -368,7 +382,7 @@ def direct_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         lambda: "direct caller",
         lambda: None,
         lambda: None,
-        bucket_set="grad_reduce_in_fp32" in (given.get("override_ddp_config") or {}),
+        **_set_by_user(given.get("override_ddp_config")),
     )
     with building(build):
         return wrapped(*args, **kwargs)

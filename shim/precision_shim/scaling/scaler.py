@@ -181,6 +181,21 @@ class LossScaler(ShardedGradScaler):
         super().load_state_dict(state_dict)
         self._last_scale = None
 
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update after a step that a framework's own loop took, or skipped for its grad norm.
+
+        For a loop that looks at the norm of the unscaled gradients itself, where ``step`` cannot
+        stand in for the optimizer's: call ``unscale_once`` before the loop's step, this after it.
+
+        Raises:
+            LossScaleError: see ``update``.
+        """
+        if not self._enabled:
+            return
+        self.unscale_once(optimizer)
+        self._look(self._per_optimizer_states[id(optimizer)])
+        self.update()
+
     def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
         stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
         return stage

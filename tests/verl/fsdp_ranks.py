@@ -1,0 +1,685 @@
+"""The ranks of the fp16 tests on FSDP: one process that has verl imported, and forks them.
+
+Importing verl takes longer than all of these trainings. So a server imports it once, and each
+launch is as many new processes as it has ranks. A launch is a line of JSON on stdin:
+``{"case", "world", "directory", "options", "model", "value_model"}``; the answer is one on stdout:
+the ranks' exit statuses. What a case returns lies in ``directory`` as ``result-RANK.json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import precision_shim
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fsdp_support as support
+
+OVERFLOWS = (4, 15)
+"""One in each half of twenty steps."""
+
+SETTINGS = {"loss_scale_init": 2.0**12, "growth_interval": 3}
+"""A fresh scaler then differs from one that grew and fell; the scale grows in both halves."""
+
+CASES: dict[str, Callable[..., Any]] = {}
+
+
+def case(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that the ranks of a launch run."""
+    CASES[function.__name__] = function
+    return function
+
+
+class Job:
+    """What a launch gave: models, folder, options."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.model, self.value_model = plan["model"], plan["value_model"]
+        self.folder = Path(plan["directory"])
+
+    def path(self, name: str) -> str:
+        """A checkpoint's directory."""
+        return str(self.folder / name)
+
+
+def install(**settings: Any) -> None:
+    """The shim on, as a user's variables would have it."""
+    precision_shim.install(settings={**SETTINGS, **settings})
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[list[str]]:
+    """The shim's own warnings."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(one.message) for one in caught if "recision" in one.category.__name__]
+
+
+def verls_own(one: Any) -> None:
+    """verl's own scaler, which torch turns off without an accelerator, made to work on a CPU."""
+    one.scaler = ShardedGradScaler(
+        device="cpu", init_scale=SETTINGS["loss_scale_init"], growth_interval=3
+    )
+
+
+# -- engines -----------------------------------------------------------------------------------
+
+
+@case
+def exact(job: Job) -> dict[str, Any]:
+    """Twenty steps straight; ten, a save and ten more in the same process; the first half saved."""
+    install()
+    one = support.engine(job.model)
+    kind = type(one.scaler).__name__
+    said = support.train(one, range(20), OVERFLOWS)
+    straight, weights = support.engine_state(one), support.parameters(one.module)
+    torch.save(weights, job.folder / f"straight-{dist.get_rank()}.pt")
+
+    two = support.engine(job.model)
+    support.train(two, range(10), OVERFLOWS)
+    half = support.engine_state(two)
+    calls: list[int] = []
+    step = two.optimizer.step
+    two.optimizer.step = lambda *args, **kwargs: calls.append(1) or step(*args, **kwargs)
+    two.save_checkpoint(job.path("shim"), global_step=10)
+    after_save = support.engine_state(two)
+    three = support.engine(job.model)
+    support.train(three, range(50, 53))  # not fresh: what is loaded must replace what is there
+    three.load_checkpoint(job.path("shim"), del_local_after_load=False)
+    loaded = support.engine_state(three)
+    again = support.train(three, range(10, 20), OVERFLOWS)
+    return {
+        "kind": kind,
+        "straight": straight,
+        "half": half,
+        "after_save": after_save,
+        "loaded": loaded,
+        "same_process": support.engine_state(three),
+        "said": said,
+        "said_again": again,
+        "steps_while_saving": len(calls),
+        "files": support.folder_of(job.path("shim")),
+        "decisions": [str(one) for one in precision_shim.status().decisions],
+        "metrics_of_late": len(two.optimizer.state),
+    }
+
+
+@case
+def resumed(job: Job) -> dict[str, Any]:
+    """A new process: load what ``exact`` saved, ten more steps; then one written without us."""
+    install()
+    one = support.engine(job.model)
+    with ours() as said:
+        one.load_checkpoint(None)
+        one.load_checkpoint(job.path("shim"), del_local_after_load=False)
+    support.train(one, range(10, 20), OVERFLOWS)
+    end = support.engine_state(one)
+    two = support.engine(job.model)
+    with ours() as without:
+        two.load_checkpoint(job.path("plain"), del_local_after_load=False)
+        two.load_checkpoint(job.path("plain"), del_local_after_load=False)
+    return {
+        "end": end,
+        "said": said,
+        "said_without": without,
+        "fresh": support.engine_state(two)["scale"],
+        "trains": support.train(two, range(10, 12)),
+    }
+
+
+@case
+def plain(job: Job) -> dict[str, Any]:
+    """The same without the shim: saved, resumed, and a checkpoint of the shim's loaded."""
+    found = {}
+    one = support.engine(job.model)
+    own = getattr(one, "scaler", None)
+    found["own"] = None if own is None else [type(own).__name__, own.is_enabled()]
+    if own is None:
+        return found | plain_without_scaler(job, one)
+    verls_own(one)
+    support.train(one, range(20), OVERFLOWS)
+    found["straight"], weights = support.engine_state(one), support.parameters(one.module)
+    two = support.engine(job.model)
+    verls_own(two)
+    support.train(two, range(10), OVERFLOWS)
+    two.save_checkpoint(job.path("plain"), global_step=10)
+    found["files"] = support.folder_of(job.path("plain"))
+    three = support.engine(job.model)
+    verls_own(three)
+    three.load_checkpoint(job.path("plain"), del_local_after_load=False)
+    support.train(three, range(10, 20), OVERFLOWS)
+    found["resumed"] = support.engine_state(three)
+    found["differs_by"] = support.furthest(weights, support.parameters(three.module))
+    four = support.engine(job.model)
+    verls_own(four)
+    four.load_checkpoint(job.path("shim"), del_local_after_load=False)
+    found["of_the_shim"] = support.engine_state(four)
+    return found
+
+
+def plain_without_scaler(job: Job, one: Any) -> dict[str, Any]:
+    """0.7.1's engine, which makes no scaler: what it does instead."""
+    support.train(one, range(10), ())
+    one.save_checkpoint(job.path("plain"), global_step=10)
+    four = support.engine(job.model)
+    four.load_checkpoint(job.path("shim"), del_local_after_load=False)
+    return {
+        "files": support.folder_of(job.path("plain")),
+        "of_the_shim": support.engine_state(four),
+    }
+
+
+@case
+def faults(job: Job) -> dict[str, Any]:
+    """Rank 1 overflows alone; NaN in one micro-batch; eval; skips to the end; a failing save."""
+    install()
+    found: dict[str, Any] = {}
+    one = support.engine(job.model)
+    support.train(one, range(2))
+    before = support.engine_state(one)
+    with one.train_mode():
+        one.optimizer_zero_grad()
+        one.forward_backward_batch(support.batch(2), support.loss_function(), forward_only=False)
+        grad = support.local(next(p.grad for p in one.module.parameters() if p.grad is not None))
+        if dist.get_rank() == 1:
+            grad.view(-1)[0] = math.inf
+        norm = one.optimizer_step()
+    found["alone"] = [before, support.engine_state(one), norm]
+
+    before = support.engine_state(one)
+    with one.train_mode():
+        weights = (1.0, math.nan) if dist.get_rank() == 0 else (1.0, 1.0)
+        got = one.train_batch(support.batch(3), support.loss_function(weights))
+    found["nan"] = [before, support.engine_state(one), got["metrics"]["grad_norm"], got["loss"]]
+
+    before = support.engine_state(one)
+    with one.eval_mode():
+        looked = one.infer_batch(support.batch(4), support.loss_function())
+    found["eval"] = [before, support.engine_state(one), looked["loss"]]
+    found["after"] = support.train(one, range(5, 7))
+
+    # Something in the way of our file; verl's own are written.
+    Path(job.path("blocked"), "precision_shim_scaler.json").mkdir(parents=True, exist_ok=True)
+    with ours() as said:
+        one.save_checkpoint(job.path("blocked"), global_step=1)
+    found["blocked"] = [said, support.folder_of(job.path("blocked"))]
+
+    two = support.engine(job.model)
+    try:
+        support.train(two, range(40), range(40))
+    except precision_shim.PrecisionShimError as error:
+        found["end"] = [type(error).__name__, str(error), two.scaler.counter.steps]
+    return found
+
+
+@case
+def contents(job: Job) -> dict[str, Any]:
+    """What goes with which contents; rotation; a directory saved again; LoRA; reference; remote."""
+    install()
+    found: dict[str, Any] = {}
+    only = support.engine(job.model, contents=("model",))
+    support.train(only, range(2))
+    with ours() as said:
+        only.save_checkpoint(job.path("only"), global_step=1)
+        only.load_checkpoint(job.path("only"), del_local_after_load=False)
+    found["model_only"] = [support.folder_of(job.path("only")), said]
+
+    one = support.engine(job.model)
+    support.train(one, range(2), (1,))
+    for number in (1, 2, 3):
+        one.save_checkpoint(job.path(f"turn/{number}"), global_step=number, max_ckpt_to_keep=2)
+    found["rotated"] = support.folder_of(job.path("turn"))
+    one.save_checkpoint(job.path("turn/2"), global_step=4, max_ckpt_to_keep=2)
+    found["again"] = support.folder_of(job.path("turn/2"))
+    one.save_checkpoint(None)
+
+    part = support.engine(job.model, contents=("model", "optimizer", "extra"), load=("model",))
+    before = support.engine_state(part)["scale"]
+    with ours() as said:
+        part.load_checkpoint(job.path("turn/3"), del_local_after_load=False)
+    found["load_model_only"] = [before, support.engine_state(part)["scale"], said]
+
+    import verl.utils.fs as fs
+    import verl.utils.hdfs_io as hdfs_io
+
+    def get(source: str, target: str, **kwargs: Any) -> bool:
+        import shutil
+
+        near = job.path("turn/3") + source.removeprefix("hdfs://far")
+        with contextlib.suppress(OSError):  # as hdfs's client: it prints, and returns False
+            shutil.copy(near, target)
+        return True
+
+    fs.copy = hdfs_io.copy = get
+    tempfile.tempdir = str(job.folder)  # verl keeps its copies there, by the path they are of
+    far = support.engine(job.model)
+    with ours() as said:
+        far.load_checkpoint("hdfs://far", del_local_after_load=True)
+    found["remote"] = [support.engine_state(one), support.engine_state(far), said]
+
+    reference = support.engine(job.model, forward_only=True, offload_policy=False)
+    found["reference"] = type(getattr(reference, "scaler", None)).__name__
+    return found
+
+
+@case
+def lora(job: Job) -> dict[str, Any]:
+    """Adapters in fp16: scaled and kept like a whole model."""
+    install()
+    one = support.engine(job.model, lora=True)
+    support.train(one, range(3), (1,))
+    one.save_checkpoint(job.path("lora"), global_step=1)
+    two = support.engine(job.model, lora=True)
+    two.load_checkpoint(job.path("lora"), del_local_after_load=False)
+    return {"saved": support.engine_state(one), "loaded": support.engine_state(two)}
+
+
+@case
+def late(job: Job) -> dict[str, Any]:
+    """install() when the engine is built: verl's scaler goes on, and is kept."""
+    one = support.engine(job.model)
+    verls_own(one)
+    support.train(one, range(2), (1,))
+    install()
+    support.train(one, range(2, 3))
+    one.save_checkpoint(job.path("late"), global_step=1)
+    two = support.engine(job.model)
+    two.load_checkpoint(job.path("late"), del_local_after_load=False)
+    return {
+        "kind": type(one.scaler).__name__,
+        "saved": support.engine_state(one),
+        "loaded": support.engine_state(two),
+        "loaded_kind": type(two.scaler).__name__,
+    }
+
+
+@case
+def metrics(job: Job) -> dict[str, Any]:
+    """What verl's TrainingWorker hands to a trainer, for an actor and a critic."""
+    import verl.utils.tensordict_utils as tu
+    from verl.utils.metric import reduce_metrics
+
+    install()
+    found: dict[str, Any] = {}
+    for critic in (False, True):
+        path = job.value_model if critic else job.model
+        one = support.engine(path, critic=critic)
+        worker = support.training_worker(one, critic=critic)
+        said = []
+        for step in range(3):
+            weight = support.HUGE if step == 1 else 1.0
+            worker.set_loss_fn(support.loss_function([weight] * 9, critic=critic))
+            data = support.batch(step)
+            tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
+            said.append(dict(tu.get(worker.train_batch(data), "metrics")))
+        plain = support.loss_function([1.0] * 9, critic=critic)
+        worker.set_loss_fn(plain)
+        data = support.batch(5)
+        tu.assign_non_tensor(data, global_token_num=None)
+        looked = dict(tu.get(worker.infer_batch(data), "metrics"))
+        minis = None
+        if hasattr(worker, "train_mini_batch"):
+            data = support.batch(6, sequences=4)
+            tu.assign_non_tensor(data, mini_batch_size=2 * dist.get_world_size(), epochs=1, seed=1)
+            minis = dict(tu.get(worker.train_mini_batch(data), "metrics"))
+            # As the trainers do before they log.
+            minis = {k: float(v) for k, v in reduce_metrics(dict(minis)).items()}
+        found["critic" if critic else "actor"] = [said, looked, minis]
+    return found
+
+
+@case
+def against_fp32(job: Job) -> dict[str, Any]:
+    """Reported losses and norms are unscaled: held against the same loop written by hand."""
+    install(loss_scale_init=2.0**10)
+    one = support.engine(job.model)
+    weights = support.parameters(one.module)
+    with one.train_mode():
+        got = one.train_batch(support.batch(0), support.loss_function())
+    by_engine = [*got["loss"], got["metrics"]["grad_norm"]]
+    precision_shim.uninstall()
+
+    # fp32 throughout, the gradients scaled and unscaled by hand, the norm taken by hand.
+    two = support.engine(job.model, param_dtype="fp32")
+    same = support.furthest(weights, support.parameters(two.module))
+    losses: list[float] = []
+    with two.train_mode():
+        two.optimizer_zero_grad()
+        made = support.loss_function()
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            loss, metrics = made(*args, **kwargs)
+            losses.append(loss.item())
+            return loss * 1024.0, metrics
+
+        two.forward_backward_batch(support.batch(0), scaled, forward_only=False)
+        total = torch.zeros(())
+        for parameter in two.module.parameters():
+            parameter.grad /= 1024.0
+            total += support.local(parameter.grad).double().square().sum().float()
+        dist.all_reduce(total)
+    return {"engine": by_engine, "hand": [*losses, total.sqrt().item()], "start": same}
+
+
+@case
+def untouched(job: Job, dtype: str | None, on: bool) -> dict[str, Any]:
+    """A model that is not fp16, with the shim and without: every call of its training."""
+    if on:
+        install()
+    calls: dict[str, int] = {}
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        name = frame.f_code.co_filename
+        theirs = "precision_shim" not in name
+        if (
+            event == "call"
+            and theirs
+            and ("/verl/" in name or "grad_scaler" in name or "c10d" in name)
+        ):
+            key = f"{name.rpartition('site-packages/')[2]}:{frame.f_code.co_name}"
+            calls[key] = calls.get(key, 0) + 1
+
+    with ours() as said:
+        one = support.engine(job.model, param_dtype=dtype)
+        sys.setprofile(count)
+        try:
+            support.train(one, range(2))
+            one.save_checkpoint(job.path("plain"), global_step=1)
+            one.load_checkpoint(job.path("plain"), del_local_after_load=False)
+        finally:
+            sys.setprofile(None)
+    return {
+        "state": support.engine_state(one),
+        "calls": calls,
+        "files": support.folder_of(job.path("plain")),
+        "scaler": type(getattr(one, "scaler", None)).__name__,
+        "said": said,
+    }
+
+
+@case
+def killed(job: Job, when: str) -> dict[str, Any]:
+    """A second save is killed: before our file, while it is written, or after, before verl's."""
+    install()
+    one = support.engine(job.model)
+    support.train(one, range(3), (1,))
+    one.save_checkpoint(job.path("first"), global_step=1, max_ckpt_to_keep=1)
+    Path(job.path("state.json")).write_text(json.dumps(support.engine_state(one)))
+    support.train(one, range(3, 6))
+    from precision_shim.scaling import checkpoint
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if when == "before":
+        checkpoint.record_of = die
+    elif when == "during":
+        os.fsync = die
+    else:
+        torch.save = die
+    one.save_checkpoint(job.path("second"), global_step=2, max_ckpt_to_keep=1)
+    return {}
+
+
+@case
+def survived(job: Job) -> dict[str, Any]:
+    """The first of two saves, the second of which was killed, loads."""
+    install()
+    one = support.engine(job.model)
+    with ours() as said:
+        one.load_checkpoint(job.path("first"), del_local_after_load=False)
+    return {
+        "loaded": support.engine_state(one),
+        "saved": json.loads(Path(job.path("state.json")).read_text()),
+        "said": said,
+    }
+
+
+@case
+def chosen(job: Job) -> dict[str, Any]:
+    """Settings: verl's where the user set none, the user's else."""
+    found = {}
+    for name, settings in {
+        "verl": {},
+        "user": {"growth_interval": 7, "backoff_factor": 0.25},
+    }.items():
+        precision_shim.install(settings=settings)
+        one = support.engine(job.model)
+        inner = one.scaler.state_dict()
+        found[name] = [
+            inner["scale"],
+            inner["growth_interval"],
+            inner["growth_factor"],
+            inner["backoff_factor"],
+        ]
+        found[f"{name}_subject"] = [
+            [one.subject, one.chosen, one.because] for one in precision_shim.status().decisions
+        ]
+        precision_shim.uninstall()
+    return found
+
+
+@case
+def other_keys(job: Job) -> dict[str, Any]:
+    """float16 under a key that FSDP does not read: said by name, and nothing else."""
+    install()
+    with ours() as said:
+        one = support.engine(job.model, param_dtype=None, dtype="float16")
+    return {"said": said, "scaler": type(getattr(one, "scaler", None)).__name__}
+
+
+# -- 0.7.1's legacy workers --------------------------------------------------------------------
+
+
+@case
+def legacy_exact(job: Job, role: str) -> dict[str, Any]:
+    """``exact`` for a legacy worker, with what its trainer sees."""
+    install()
+    model = job.model if role == "actor" else job.value_model
+    with ours() as said:
+        one = support.Legacy(model, role)
+    told = one.train(range(20), OVERFLOWS)
+    straight, weights = one.state(), support.parameters(one.module)
+    torch.save(weights, job.folder / f"straight-{dist.get_rank()}.pt")
+    two = support.Legacy(model, role)
+    two.train(range(10), OVERFLOWS)
+    half = two.state()
+    two.worker.save_checkpoint(job.path("shim"), global_step=10)
+    three = support.Legacy(model, role)
+    three.train(range(50, 53))
+    three.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
+    loaded = three.state()
+    three.train(range(10, 20), OVERFLOWS)
+    return {
+        "kind": type(one.inner.scaler).__name__,
+        "said": said,
+        "straight": straight,
+        "half": half,
+        "loaded": loaded,
+        "same_process": three.state(),
+        "metrics": [{k: v for k, v in one.items() if role in k} for one in told],
+        "files": support.folder_of(job.path("shim")),
+    }
+
+
+@case
+def legacy_resumed(job: Job, role: str) -> dict[str, Any]:
+    """A new process: load, ten more steps."""
+    install()
+    one = support.Legacy(job.model if role == "actor" else job.value_model, role)
+    one.worker.load_checkpoint(None)
+    one.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
+    one.train(range(10, 20), OVERFLOWS)
+    return {"end": one.state()}
+
+
+@case
+def legacy_plain(job: Job, role: str) -> dict[str, Any]:
+    """A legacy worker without the shim; the actor's scaler made to work on a CPU."""
+    model = job.model if role == "actor" else job.value_model
+
+    def made() -> Any:
+        one = support.Legacy(model, role)
+        if role == "actor":
+            verls_own(one.inner)
+        return one
+
+    one = made()
+    own = getattr(one.inner, "scaler", None)
+    told = one.train(range(20), OVERFLOWS)
+    weights = support.parameters(one.module)
+    two = made()
+    two.train(range(10), OVERFLOWS)
+    two.worker.save_checkpoint(job.path("plain"), global_step=10)
+    three = made()
+    three.worker.load_checkpoint(job.path("plain"), del_local_after_load=False)
+    three.train(range(10, 20), OVERFLOWS)
+    four = made()
+    four.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
+    return {
+        "own": type(own).__name__,
+        "differs_by": support.furthest(weights, support.parameters(three.module)),
+        "of_the_shim": four.state(),
+        "files": support.folder_of(job.path("plain")),
+        "metrics": [{k: v for k, v in one.items() if role in k} for one in told],
+    }
+
+
+@case
+def underflow(job: Job, role: str) -> dict[str, Any]:
+    """Gradients too small for fp16: how many of them are 0, without the shim and with it."""
+    found = {}
+    for on in (False, True):
+        if on:
+            install(loss_scale_init=2.0**14)
+        if role == "engine":
+            one = support.engine(job.model)
+            module = one.module
+            with one.train_mode():
+                one.optimizer_zero_grad()
+                tiny = support.loss_function((2.0**-20, 2.0**-20))
+                one.forward_backward_batch(support.batch(0), tiny, forward_only=False)
+                found[f"zeros_{on}"] = zeros(module)
+        else:
+            # verl divides the loss by the number of micro-batches that a mini-batch should have.
+            one = support.Legacy(job.value_model, role, f"{role}.ppo_mini_batch_size={2**22}")
+            found[f"zeros_{on}"] = zeros_before_the_step(one)
+    return found
+
+
+def zeros_before_the_step(one: Any) -> float:
+    """``zeros`` of a legacy worker's gradients, as its loop has them before it clips."""
+    kept: list[float] = []
+    own = one.inner._optimizer_step
+    one.inner._optimizer_step = lambda: kept.append(zeros(one.module)) or own()
+    one.train(range(1))
+    return kept[0]
+
+
+def zeros(module: torch.nn.Module) -> float:
+    """The share of this rank's gradient elements that are 0."""
+    grads = [support.local(p.grad).reshape(-1) for p in module.parameters() if p.grad is not None]
+    flat = torch.cat([one.float() for one in grads])
+    return (flat == 0).float().mean().item()
+
+
+# -- processes ---------------------------------------------------------------------------------
+
+
+def rank_of(plan: dict[str, Any], rank: int) -> None:
+    """A rank, from its start to its end."""
+    folder = Path(plan["directory"])
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    world = plan["world"]
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{plan['store']}", rank=rank, world_size=world
+    )
+    start = time.perf_counter()
+    found = CASES[plan["case"]](Job(plan), **plan["options"])
+    found["seconds"] = time.perf_counter() - start
+    (folder / f"result-{rank}.json").write_text(json.dumps(found, default=float))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(plan: dict[str, Any]) -> list[int]:
+    """Fork the ranks of a launch and wait for them."""
+    children = []
+    for rank in range(plan["world"]):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                rank_of(plan, rank)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(child)
+    # A rank that was killed leaves others waiting for it.
+    codes: dict[int, int] = {}
+    end = time.monotonic() + plan.get("timeout", 600)
+    while len(codes) < len(children):
+        done, status = os.waitpid(-1, os.WNOHANG)
+        if done:
+            codes[done] = os.waitstatus_to_exitcode(status)
+            if codes[done]:
+                end = min(end, time.monotonic() + 5)
+            continue
+        if time.monotonic() > end:
+            for child in children:
+                if child not in codes:
+                    os.kill(child, signal.SIGTERM)
+                    os.kill(child, signal.SIGKILL)
+            end = math.inf
+        time.sleep(0.01)
+    return [codes[child] for child in children]
+
+
+def serve() -> None:
+    """Answer launches until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    support.prepare()
+    # verl collects garbage around each step; what an import leaves behind need not be looked at.
+    gc.collect()
+    gc.freeze()
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(launch(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,415 @@
+"""What the fp16 tests on FSDP share: verl's real engines and workers on a CPU, over gloo.
+
+Imported by the ranks' processes (``fsdp_ranks.py``), never by pytest itself. FSDP2 trains on a CPU
+as it is; what follows only answers verl's questions about the device. FSDP1 does not start on one:
+torch refuses ("FSDP needs a non-CPU accelerator device").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch.distributed.tensor import DTensor
+
+VOCABULARY = 64
+VERL = Version(version("verl"))
+LEGACY = Version("0.8") > VERL
+"""Whether this version trains with its legacy workers by default."""
+
+
+def prepare() -> None:
+    """Import verl's engine once, as on a machine whose accelerator is its CPU."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        os.environ[name] = "1"
+    for name, value in {
+        "empty_cache": None,
+        "max_memory_allocated": 0,
+        "max_memory_reserved": 0,
+        "memory_allocated": 0,
+        "memory_reserved": 0,
+        "mem_get_info": (1, 1),
+    }.items():
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, lambda *args, _value=value, **kwargs: _value)
+    for name in ("get_rng_state", "set_rng_state"):  # 0.9 restores the device's beside the CPU's
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, getattr(torch, name))
+    try:
+        from verl.plugin.platform import platform_cuda, set_platform
+    except ImportError:  # before 0.9 verl takes the CPU by itself
+        pass
+    else:
+
+        class CpuPlatform(platform_cuda.PlatformCUDA):
+            """verl 0.9 has no platform for a CPU and falls back on cuda."""
+
+            device_name = "cpu"
+            device_module = torch.cpu
+
+            def is_available(self) -> bool:
+                return True
+
+            def current_device(self) -> Any:
+                return "cpu"
+
+            def device_count(self) -> int:
+                return 1
+
+            def set_device(self, device_index: Any) -> None:
+                pass
+
+            def synchronize(self, device_index: Any = None) -> None:
+                pass
+
+            def empty_cache(self) -> None:
+                pass
+
+            def manual_seed(self, seed: int) -> None:
+                torch.manual_seed(seed)
+
+            manual_seed_all = manual_seed
+
+            def communication_backend_name(self) -> str:
+                return "gloo"
+
+        set_platform(CpuPlatform())
+    import transformers
+    import verl.workers.engine.fsdp.transformer_impl
+    import verl.workers.engine_workers
+
+    # A CUDA build of torch cannot pin memory without a driver.
+    impl = verl.workers.engine.fsdp.transformer_impl
+    offload = impl.CPUOffloadPolicy
+    impl.CPUOffloadPolicy = lambda **kwargs: offload(pin_memory=False)
+    # verl asks for flash attention for every model with a value head.
+    kind = transformers.AutoModelForTokenClassification
+    load = kind.from_pretrained
+    kind.from_pretrained = lambda *args, **kwargs: load(
+        *args, **{**kwargs, "attn_implementation": "eager"}
+    )
+    if LEGACY:
+        import verl.workers.fsdp_workers
+
+        # It reports the cache of freed memory, of which a CPU has none.
+        verl.workers.fsdp_workers.aggressive_empty_cache = lambda **kwargs: None
+
+
+def engine(
+    model: str,
+    *,
+    param_dtype: str | None = "fp16",
+    critic: bool = False,
+    forward_only: bool = False,
+    contents: Sequence[str] = ("model", "optimizer", "extra"),
+    load: Sequence[str] | None = None,
+    lora: bool = False,
+    initialize: bool = True,
+    **fields: Any,
+) -> Any:
+    """A real FSDP2 engine of the installed verl.
+
+    Args:
+        model: folder of a tiny Hugging Face checkpoint.
+        param_dtype: ``mixed_precision.param_dtype``; ``None`` for verl's default.
+        critic: with the value head.
+        forward_only: a reference model.
+        contents: ``checkpoint.save_contents``.
+        load: ``checkpoint.load_contents``, if they differ.
+        lora: train adapters only.
+        initialize: build it.
+        fields: further fields of FSDPEngineConfig.
+    """
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine.fsdp import transformer_impl as impl
+
+    torch.manual_seed(11)
+    options: dict[str, Any] = {"lora_rank": 4, "target_modules": "all-linear"} if lora else {}
+    if critic and "model_type" in inspect.signature(HFModelConfig).parameters:
+        options["model_type"] = "value_model"
+    model_config = HFModelConfig(
+        path=model,
+        use_remove_padding=False,
+        enable_gradient_checkpointing=False,
+        override_config={"attn_implementation": "eager"},
+        **options,
+    )
+    if critic:
+        model_config.model_type = "value_model"
+    values: dict[str, Any] = {
+        "strategy": "fsdp2",
+        "mixed_precision": {"param_dtype": param_dtype} if param_dtype else None,
+        "use_torch_compile": False,
+        "use_dynamic_bsz": False,
+        "forward_only": forward_only,
+        **fields,
+    }
+    kinds = {False: impl.FSDPEngineWithLMHead, True: impl.FSDPEngineWithValueHead}
+    one = kinds[critic](
+        model_config,
+        FSDPEngineConfig(**values),
+        FSDPOptimizerConfig(lr=1e-2, total_training_steps=40),
+        CheckpointConfig(save_contents=list(contents), load_contents=list(load or contents)),
+    )
+    if initialize:
+        one.initialize()
+    return one
+
+
+def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sequences of several lengths, as verl's trainers pass them."""
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def batch(step: int, *, sequences: int = 2, length: int = 9) -> Any:
+    """This rank's batch of a step, in two micro-batches."""
+    import verl.utils.tensordict_utils as tu
+
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    tokens = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator) for _ in range(sequences)
+    ]
+    return tu.get_tensordict(
+        tensor_dict={
+            "input_ids": jagged(tokens),
+            "position_ids": jagged([torch.arange(length) for _ in tokens]),
+            "loss_mask": jagged([torch.ones(length) for _ in tokens]),
+            "returns": jagged([torch.rand(length, generator=generator) for _ in tokens]),
+            "temperature": torch.ones(sequences),
+        },
+        non_tensor_dict={
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": 1,
+            "use_fused_kernels": False,
+            "use_remove_padding": False,
+        },
+    )
+
+
+def loss_function(weights: Sequence[float] = (1.0, 1.0), *, critic: bool = False) -> Callable:
+    """verl's SFT loss (a critic's: squared error), with a weight for each micro-batch."""
+    from verl.workers.utils.losses import sft_loss
+
+    left = iter(weights)
+
+    def value_loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        values = model_output["values"]
+        values = values.values() if values.is_nested else values
+        error = values.float().flatten() - data["returns"].values().float().flatten()
+        return error.square().mean(), {}
+
+    made = value_loss if critic else partial(sft_loss, None)
+
+    def weighted(*args: Any, **kwargs: Any) -> Any:
+        loss, metrics = made(*args, **kwargs)
+        return loss.float() * next(left), metrics
+
+    return weighted
+
+
+HUGE = 2.0**30
+"""A loss weight at which fp16 gradients overflow at every scale used here."""
+
+
+def train(one: Any, steps: range, overflows: Sequence[int] = (), *, critic: bool = False) -> list:
+    """Train an engine; at the steps named, this rank's second micro-batch overflows.
+
+    Returns:
+        For each step: losses of the micro-batches, grad norm.
+    """
+    said = []
+    for step in steps:
+        weights = (1.0, HUGE) if step in overflows else (1.0, 1.0)
+        with one.train_mode():
+            found = one.train_batch(batch(step), loss_function(weights, critic=critic))
+            one.lr_scheduler_step()
+        said.append([*found["loss"], found["metrics"]["grad_norm"]])
+    return said
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bits(tensors: Sequence[torch.Tensor]) -> str:
+    """A digest of the tensors' bits."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(local(tensor).detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def parameters(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters, this rank's shards, as copies."""
+    return [local(one).detach().clone() for one in module.parameters()]
+
+
+def state(module: torch.nn.Module, optimizer: Any, scaler: Any) -> dict[str, Any]:
+    """What two trainings must share to be the same, on this rank."""
+    moments = [
+        value if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        for one in optimizer.state.values()
+        for _, value in sorted(one.items())
+    ]
+    counter = getattr(scaler, "counter", None)
+    inner = scaler.state_dict() if scaler is not None else {}
+    return {
+        "parameters": bits([one.reshape(-1) for one in parameters(module)]),
+        "moments": bits([local(one).reshape(-1) for one in moments]),
+        "moment_count": len(moments),
+        "scale": inner.get("scale"),
+        "tracker": inner.get("_growth_tracker"),
+        "counter": [counter.steps, counter.skipped, counter.in_row] if counter else None,
+    }
+
+
+def engine_state(one: Any) -> dict[str, Any]:
+    """``state`` of an engine."""
+    return state(one.module, one.optimizer, getattr(one, "scaler", None))
+
+
+def furthest(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+    """The largest difference of any two elements."""
+    return max((a - b).abs().max().item() for a, b in zip(first, second, strict=True) if a.numel())
+
+
+def training_worker(one: Any, *, critic: bool = False) -> Any:
+    """verl's real ``TrainingWorker`` around an engine."""
+    from verl.workers.config import TrainingWorkerConfig
+    from verl.workers.engine import base
+    from verl.workers.engine_workers import TrainingWorker
+
+    base.EngineRegistry.new = classmethod(lambda *args, **kwargs: one)
+    fields = {
+        "model_type": "value_model" if critic else "language_model",
+        "model_config": one.model_config,
+        "engine_config": one.engine_config,
+        "optimizer_config": one.optimizer_config,
+        "checkpoint_config": one.checkpoint_config,
+    }
+    known = inspect.signature(TrainingWorkerConfig).parameters
+    worker = TrainingWorker(TrainingWorkerConfig(**{k: v for k, v in fields.items() if k in known}))
+    return worker
+
+
+class Legacy:
+    """0.7.1's real legacy worker, actor or critic, from verl's shipped config."""
+
+    def __init__(self, model: str, role: str = "actor", *overrides: str) -> None:
+        import verl.trainer.config as shipped
+        from hydra import compose, initialize_config_dir
+        from verl.utils.config import omega_conf_to_dataclass
+        from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+
+        actor = "actor_rollout_ref.actor"
+        place = {"actor": actor, "critic": "critic"}[role]
+        sharding = {"actor": f"{actor}.fsdp_config", "critic": "critic.model.fsdp_config"}[role]
+        owner = {"actor": "actor_rollout_ref.model", "critic": "critic.model"}[role]
+        fp16 = [f"{sharding}.dtype=float16"] if role == "actor" else []
+        with initialize_config_dir(os.path.dirname(shipped.__file__), version_base=None):
+            config = compose(
+                "ppo_trainer",
+                overrides=[
+                    f"actor_rollout_ref.model.path={model}",
+                    f"critic.model.path={model}",
+                    f"{actor}.strategy=fsdp2",
+                    "critic.strategy=fsdp2",
+                    f"{place}.ppo_mini_batch_size=4",
+                    f"{place}.ppo_micro_batch_size_per_gpu=1",
+                    f"{place}.optim.total_training_steps=40",
+                    f"{place}.optim.lr=1e-2",
+                    f"{actor}.use_torch_compile=False",
+                    f"{owner}.enable_gradient_checkpointing=False",
+                    f"{owner}.use_remove_padding=False",
+                    f"++{owner}.override_config.attn_implementation=eager",
+                    f"++{sharding}.mixed_precision.param_dtype=fp16",
+                    *fp16,
+                    *overrides,
+                ],
+            )
+        torch.manual_seed(11)
+        if role == "actor":
+            self.worker = ActorRolloutRefWorker(config.actor_rollout_ref, "actor")
+        else:
+            self.worker = CriticWorker(omega_conf_to_dataclass(config.critic))
+        self.role = role
+        self.worker.init_model()
+
+    @property
+    def inner(self) -> Any:
+        """verl's DataParallelPPOActor or DataParallelPPOCritic."""
+        return getattr(self.worker, self.role)
+
+    @property
+    def optimizer(self) -> Any:
+        """Its optimizer."""
+        return getattr(self.inner, f"{self.role}_optimizer")
+
+    @property
+    def module(self) -> Any:
+        """Its sharded module."""
+        return getattr(self.inner, f"{self.role}_module")
+
+    def train(self, steps: range, overflows: Sequence[int] = (), weight: float = HUGE) -> list:
+        """``update_policy`` or ``update_critic``; returns verl's metrics of each step."""
+        said = []
+        for step in steps:
+            data = self._batch(step, weight if step in overflows else 1.0)
+            update = {"actor": "update_policy", "critic": "update_critic"}[self.role]
+            said.append(dict(getattr(self.inner, update)(data)))
+            getattr(self.worker, f"{self.role}_lr_scheduler").step()
+        return said
+
+    def _batch(self, step: int, weight: float) -> Any:
+        from verl import DataProto
+
+        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        size, length, answer = 2, 9, 4
+        tokens = torch.randint(3, VOCABULARY, (size, length), generator=generator)
+        ones = torch.ones(size, answer)
+        floats = {
+            name: torch.rand(size, answer, generator=generator)
+            for name in ("advantages", "values", "returns")
+        }
+        # Large advantages, or returns far away, make large gradients; in one micro-batch only.
+        factor = torch.tensor([[1.0], [weight]])
+        floats = {name: value * factor for name, value in floats.items()}
+        return DataProto.from_dict(
+            tensors={
+                "input_ids": tokens,
+                "responses": tokens[:, -answer:],
+                "attention_mask": torch.ones_like(tokens),
+                "position_ids": torch.arange(length).expand(size, length),
+                "response_mask": ones,
+                "old_log_probs": torch.full((size, answer), -4.0),
+                "ref_log_prob": torch.full((size, answer), -4.0),
+                **floats,
+            },
+            meta_info={"temperature": 1.0, "pad_token_id": 0, "global_token_num": [18]},
+        )
+
+    def state(self) -> dict[str, Any]:
+        """``state`` of the worker's model."""
+        return state(self.module, self.optimizer, getattr(self.inner, "scaler", None))
+
+
+def quiet() -> None:
+    """verl prints much; results go through files."""
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def folder_of(path: str) -> list[str]:
+    """Names in a checkpoint's directory."""
+    return sorted(one.name for one in Path(path).iterdir())

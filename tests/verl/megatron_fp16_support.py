@@ -1,0 +1,136 @@
+"""What the fp16 tests on Megatron share: verl's own training worker around its real engine."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from .conftest import VERL
+from .support import VOCABULARY, engine, optim_config
+
+BRIDGE_FOR_CRITIC = Version("0.9.0") == VERL
+"""verl 0.9.0 cannot build a critic through mbridge (TypeError of its own)."""
+
+CRITIC_RUNS = Version("0.8") <= VERL
+"""The critic of 0.7's engine ends in a TypeError of its own before the first loss."""
+
+
+def batch(*, seed: int = 0, sequences: int = 2, length: int = 9) -> Any:
+    """A batch as verl's trainers make it: jagged token ids, and what the losses read."""
+    import verl.utils.tensordict_utils as tu
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+    tokens = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator) for _ in range(sequences)
+    ]
+    return tu.get_tensordict(
+        tensor_dict={
+            "input_ids": jagged(tokens),
+            "position_ids": jagged([torch.arange(length) for _ in tokens]),
+            "loss_mask": jagged([torch.ones(length) for _ in tokens]),
+            "returns": jagged([torch.rand(length, generator=generator) for _ in tokens]),
+            "temperature": torch.ones(sequences),
+        },
+        non_tensor_dict={
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": 1,
+            "use_fused_kernels": False,
+            "use_remove_padding": False,
+        },
+    )
+
+
+def value_loss(
+    model_output: Any, data: Any, dp_group: Any = None
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Squared error of the values; verl's own needs the trainer's padded fields."""
+    values = model_output["values"]
+    values = values.values() if values.is_nested else values
+    error = values.float().flatten() - data["returns"].values().float().flatten()
+    return error.square().mean(), {}
+
+
+class Training:
+    """verl's real ``TrainingWorker`` around its real engine, initialized."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        patch: pytest.MonkeyPatch,
+        *,
+        dtype: str = "float16",
+        critic: bool = False,
+        kind: str = "verl.workers.engine_workers:TrainingWorker",
+        overrides: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from verl.workers.config import TrainingWorkerConfig
+        from verl.workers.engine import base
+        from verl.workers.utils.losses import sft_loss
+
+        options.setdefault("bridge", critic and BRIDGE_FOR_CRITIC)
+        options.setdefault("optim", optim_config(override_optimizer_config=overrides or {}))
+        self.engine = engine(checkpoint, dtype, critic=critic, **options)
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            patch.setenv(name, value)
+        for name in ("max_memory_allocated", "max_memory_reserved"):
+            patch.setattr(torch.cpu, name, lambda: 0, raising=False)  # a CPU keeps no such figures
+        patch.setattr(base.EngineRegistry, "new", classmethod(lambda *args, **kwargs: self.engine))
+        fields = {
+            "model_type": "value_model" if critic else "language_model",
+            "model_config": self.engine.model_config,
+            "engine_config": self.engine.engine_config,
+            "optimizer_config": self.engine.optimizer_config,
+            "checkpoint_config": self.engine.checkpoint_config,
+        }
+        known = inspect.signature(TrainingWorkerConfig).parameters
+        module, _, name = kind.partition(":")
+        worker = getattr(__import__(module, fromlist=[name]), name)
+        self.worker = worker(
+            TrainingWorkerConfig(**{key: value for key, value in fields.items() if key in known})
+        )
+        self.worker.flops_counter.estimate_flops = lambda *args, **kwargs: (0.0, 1.0)
+        self.worker.reset()
+        self.worker.set_loss_fn(value_loss if critic else partial(sft_loss, None))
+
+    @property
+    def scaler(self) -> Any:
+        return self.engine.optimizer.chained_optimizers[0].grad_scaler
+
+    @property
+    def scale(self) -> float:
+        return float(self.engine.optimizer.get_loss_scale())
+
+    def parameters(self) -> torch.Tensor:
+        """All parameters in one."""
+        return torch.cat([p.detach().float().flatten() for p in self.engine.module[0].parameters()])
+
+    def data(self, **options: Any) -> Any:
+        import verl.utils.tensordict_utils as tu
+
+        made = batch(**options)
+        tu.assign_non_tensor(made, global_token_num=None, update_lr_scheduler=True)
+        return made
+
+    def train(self, **data: Any) -> dict[str, Any]:
+        """One ``train_batch``: the metrics that a trainer gets."""
+        import verl.utils.tensordict_utils as tu
+
+        return dict(tu.get(self.worker.train_batch(self.data(**data)), "metrics"))
+
+    def evaluate(self, **data: Any) -> dict[str, Any]:
+        """One ``infer_batch``: its metrics."""
+        import verl.utils.tensordict_utils as tu
+
+        return dict(tu.get(self.worker.infer_batch(self.data(**data)), "metrics"))

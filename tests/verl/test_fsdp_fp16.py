@@ -1,0 +1,416 @@
+"""verl's FSDP engines in fp16: two real processes over gloo, FSDP2, verl's own checkpoints.
+
+What runs in the ranks is in ``fsdp_ranks.py``; here it is launched, and looked at. FSDP1 does not
+start on a CPU: torch refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from .conftest import VERL
+
+pytestmark = [
+    pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's are covered by test_untested_version"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
+]
+
+FILE = "precision_shim_scaler.json"
+OWN_SCALER = Version("0.8") <= VERL
+"""Whether verl's FSDP engine makes a scaler of its own."""
+
+Launch = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def launch(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, value_checkpoint: Path
+) -> Iterator[Launch]:
+    """Runs a case on fresh processes; returns what each rank found."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PRECISION_SHIM")
+    }
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fsdp_ranks.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+
+    def run(
+        case: str,
+        *,
+        directory: Path | None = None,
+        world: int = 2,
+        dies: bool = False,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        folder = directory or tmp_path_factory.mktemp(case)
+        for rank in range(world):
+            (folder / f"result-{rank}.json").unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory() as store:
+            plan = {
+                "case": case,
+                "world": world,
+                "directory": str(folder),
+                "store": f"{store}/store",
+                "options": options,
+                "model": str(checkpoint),
+                "value_model": str(value_checkpoint),
+            }
+            server.stdin.write(json.dumps(plan) + "\n")
+            server.stdin.flush()
+            codes = json.loads(server.stdout.readline())
+        logs = "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(world))
+        if dies:
+            assert -9 in codes, logs
+            return []
+        assert codes == [0] * world, logs
+        return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world)]
+
+    yield run
+    server.stdin.close()
+    server.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first half is saved, with the shim and without."""
+    return tmp_path_factory.mktemp("halves")
+
+
+@pytest.fixture(scope="module")
+def with_shim(launch: Launch, folder: Path) -> list[dict[str, Any]]:
+    return launch("exact", directory=folder)
+
+
+@pytest.fixture(scope="module")
+def without(launch: Launch, folder: Path, with_shim: Any) -> list[dict[str, Any]]:
+    return launch("plain", directory=folder)
+
+
+@pytest.fixture(scope="module")
+def resumed(launch: Launch, folder: Path, without: Any) -> list[dict[str, Any]]:
+    return launch("resumed", directory=folder)
+
+
+# -- resuming ----------------------------------------------------------------------------------
+
+
+def test_resumed_in_a_new_process_is_bit_identical(with_shim: Any, resumed: Any) -> None:
+    for straight, second in zip(with_shim, resumed, strict=True):
+        assert second["end"] == straight["straight"]
+        assert second["said"] == []
+
+
+def test_resumed_in_the_same_process_is_bit_identical(with_shim: Any) -> None:
+    for one in with_shim:
+        assert one["loaded"] == one["half"]
+        assert one["same_process"] == one["straight"]
+        assert json.dumps(one["said_again"]) == json.dumps(one["said"][10:])  # NaN is its text
+
+
+def test_an_overflow_and_growth_in_each_half(with_shim: Any) -> None:
+    for one in with_shim:
+        assert one["kind"] == "LossScaler"
+        assert one["half"]["counter"] == [10, 1, 0]
+        assert one["straight"]["counter"] == [20, 2, 0]
+        assert one["half"]["scale"] > 2.0**12  # it grew further than it fell
+        assert one["straight"]["scale"] > one["half"]["scale"]
+        skipped = [step for step, said in enumerate(one["said"]) if math.isnan(said[-1])]
+        assert skipped == [4, 15]
+
+
+def test_saving_moves_neither_scaler_nor_moments(with_shim: Any) -> None:
+    """torch's DCP would step the optimizer on a dummy; verl's manager calls no such thing."""
+    for one in with_shim:
+        assert one["steps_while_saving"] == 0
+        assert one["after_save"] == one["half"]
+        assert FILE in one["files"]
+
+
+@pytest.mark.skipif(not OWN_SCALER, reason="0.7.1's FSDP engine has no scaler")
+def test_without_the_shim_the_resumed_training_is_another(
+    with_shim: Any, without: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ours, plain in zip(with_shim, without, strict=True):
+        for key in ("parameters", "moments", "scale", "tracker"):
+            assert plain["straight"][key] == ours["straight"][key]  # the shim changes no step
+        assert plain["resumed"]["parameters"] != plain["straight"]["parameters"]
+        assert plain["resumed"]["scale"] != plain["straight"]["scale"]
+        assert plain["differs_by"] > 1e-4
+        assert FILE not in plain["files"]
+    with capsys.disabled():
+        print(
+            f"\nverl {VERL}, resumed without the shim: parameters differ by up to "
+            f"{max(one['differs_by'] for one in without):.2g}"
+        )
+
+
+def test_a_checkpoint_of_the_shims_loads_without_it(with_shim: Any, without: Any) -> None:
+    for ours, plain in zip(with_shim, without, strict=True):
+        for key in ("parameters", "moments"):
+            assert plain["of_the_shim"][key] == ours["half"][key]
+
+
+def test_a_checkpoint_without_the_scaler_loads_with_one_warning(resumed: Any) -> None:
+    for one in resumed:
+        (said,) = one["said_without"]
+        assert "no loss scaler state" in said
+        assert one["fresh"] == 2.0**12
+        assert all(math.isfinite(value) for step in one["trains"] for value in step)
+
+
+def test_installed_after_the_engine_was_built(launch: Launch) -> None:
+    if not OWN_SCALER:
+        pytest.skip("0.7.1's FSDP engine has no scaler")
+    for one in launch("late"):
+        assert one["kind"] == "ShardedGradScaler"
+        assert one["loaded_kind"] == "LossScaler"
+        for key in ("parameters", "moments", "scale", "tracker"):
+            assert one["loaded"][key] == one["saved"][key]
+
+
+def test_lora(launch: Launch) -> None:
+    pytest.importorskip("peft")
+    for one in launch("lora"):
+        assert one["loaded"] == one["saved"]
+        assert one["saved"]["counter"] == [3, 1, 0]
+
+
+# -- what goes with which checkpoint -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def contents(launch: Launch) -> list[dict[str, Any]]:
+    return launch("contents")
+
+
+def test_without_the_optimizer_no_scaler(contents: Any) -> None:
+    for one in contents:
+        files, said = one["model_only"]
+        assert FILE not in files
+        assert said == []
+        before, after, said = one["load_model_only"]
+        assert before == after
+        assert said == []
+
+
+def test_rotated_with_the_checkpoint(contents: Any) -> None:
+    for one in contents:
+        assert one["rotated"] == ["2", "3"]
+        assert FILE in one["again"]
+
+
+def test_remote_checkpoint(contents: Any) -> None:
+    for one in contents:
+        saved, loaded, said = one["remote"]
+        assert loaded == saved
+        assert said == []
+
+
+def test_a_reference_model_gets_nothing(contents: Any) -> None:
+    for one in contents:
+        assert one["reference"] != "LossScaler"
+
+
+# -- faults ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faults(launch: Launch) -> list[dict[str, Any]]:
+    return launch("faults")
+
+
+def assert_skipped(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert after["parameters"] == before["parameters"]
+    assert after["moments"] == before["moments"]
+    assert after["scale"] == before["scale"] / 2
+    assert after["tracker"] == 0
+    assert after["counter"][0] == before["counter"][0] + 1
+    assert after["counter"][1] == before["counter"][1] + 1
+
+
+def test_rank_1_overflows_alone(faults: Any) -> None:
+    for one in faults:
+        before, after, norm = one["alone"]
+        assert_skipped(before, after)
+        assert math.isnan(norm)
+
+
+def test_nan_in_one_micro_batch(faults: Any) -> None:
+    for one in faults:
+        before, after, norm, _ = one["nan"]
+        assert_skipped(before, after)
+        assert math.isnan(norm)
+        assert all(math.isfinite(value) for step in one["after"] for value in step)
+    assert math.isnan(faults[0]["nan"][3][1])
+    assert all(math.isfinite(loss) for loss in faults[1]["nan"][3])
+
+
+def test_eval_mode(faults: Any) -> None:
+    for one in faults:
+        before, after, losses = one["eval"]
+        assert after == before
+        assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_every_step_skipped_is_an_error(faults: Any) -> None:
+    for one in faults:
+        kind, message, steps = one["end"]
+        assert kind == "LossScaleError"
+        assert "25 optimizer steps in a row" in message
+        assert "step 25 at loss scale" in message
+        assert steps == 25
+
+
+def test_a_file_that_cannot_be_written_loses_no_checkpoint(faults: Any) -> None:
+    for one in faults:
+        (said,), files = one["blocked"]
+        assert "cannot write the loss scaler's state" in said
+        assert {"optim_world_size_2_rank_0.pt", "extra_state_world_size_2_rank_1.pt"} <= set(files)
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+def test_killed_while_saving(launch: Launch, tmp_path: Path, when: str) -> None:
+    launch("killed", directory=tmp_path, world=1, dies=True, when=when)
+    second = tmp_path / "second"
+    assert (second / FILE).exists() == (when == "after")
+    (one,) = launch("survived", directory=tmp_path, world=1)
+    assert one["loaded"] == one["saved"]
+    assert one["said"] == []
+
+
+# -- what the user sees ------------------------------------------------------------------------
+
+
+def test_metrics(launch: Launch) -> None:
+    for one in launch("metrics"):
+        del one["seconds"]
+        for subject, (steps, looked, minis) in one.items():
+            scales = [step["loss_scale"] for step in steps]
+            assert scales == [2.0**12, 2.0**12, 2.0**11], subject  # the step's own
+            assert [step["skipped_steps"] for step in steps] == [0.0, 1.0, 1.0]
+            assert math.isnan(steps[1]["grad_norm"])
+            assert all(isinstance(step["grad_norm"], float) for step in steps)
+            assert "loss_scale" not in looked
+            if minis is not None:
+                assert minis["loss_scale"] == 2.0**11
+                assert minis["skipped_steps"] == 1.0
+
+
+@pytest.mark.skipif(not OWN_SCALER, reason="0.7.1 computes under a bfloat16 autocast")
+def test_losses_and_norms_are_unscaled(launch: Launch) -> None:
+    for one in launch("against_fp32"):
+        assert one["start"] == 0
+        assert one["engine"] == pytest.approx(one["hand"], rel=2e-3)
+
+
+def test_small_gradients_survive(launch: Launch) -> None:
+    for one in launch("underflow", role="engine"):
+        assert one["zeros_False"] > 0.5
+        assert one["zeros_True"] < 0.5 * one["zeros_False"]
+
+
+def test_verls_values_and_the_users(launch: Launch) -> None:
+    (one,) = launch("chosen", world=1)
+    assert one["verl"] == [65536.0, 400, 2.0, 0.5]
+    assert one["user"] == [65536.0, 7, 2.0, 0.25]
+    (decision,) = one["verl_subject"]
+    assert decision[0] == "actor"
+
+
+def test_float16_under_another_key_is_said(launch: Launch) -> None:
+    (one,) = launch("other_keys", world=1)
+    (said,) = one["said"]
+    assert "dtype=float16 is no fp16 training here" in said
+    assert one["scaler"] == "NoneType"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", None])
+def test_other_dtypes_are_untouched(launch: Launch, dtype: str | None) -> None:
+    (off,) = launch("untouched", world=1, dtype=dtype, on=False)
+    (on,) = launch("untouched", world=1, dtype=dtype, on=True)
+    assert on["said"] == []
+    for key in ("state", "files", "scaler", "calls"):
+        assert on[key] == off[key], key
+    assert FILE not in on["files"]
+
+
+@pytest.mark.skipif(OWN_SCALER, reason="a fault of 0.7.1 only")
+def test_the_autocast_is_said(launch: Launch, with_shim: Any) -> None:
+    log = [one["decisions"] for one in with_shim]
+    assert all("has no scaler" in " ".join(lines) for lines in log)
+
+
+# -- 0.7.1's legacy workers --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["actor", "critic"])
+def legacy(
+    request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Any, Any, Any]:
+    if not Version("0.7") <= VERL < Version("0.8"):
+        pytest.skip("verl 0.8 has no legacy workers")
+    role, place = request.param, tmp_path_factory.mktemp("legacy")
+    ours = launch("legacy_exact", directory=place, role=role)
+    plain = launch("legacy_plain", directory=place, role=role)
+    return role, ours, plain, launch("legacy_resumed", directory=place, role=role)
+
+
+def test_legacy_workers_resume_bit_identically(legacy: Any) -> None:
+    _, ours, _, resumed = legacy
+    for one, second in zip(ours, resumed, strict=True):
+        assert one["kind"] == "LossScaler"
+        assert one["loaded"] == one["half"]
+        assert one["same_process"] == one["straight"]
+        assert second["end"] == one["straight"]
+        assert one["straight"]["counter"] == [20, 2, 0]
+        assert one["straight"]["scale"] > one["half"]["scale"] > 2.0**12
+        assert FILE in one["files"]
+
+
+def test_legacy_workers_metrics(legacy: Any) -> None:
+    role, ours, *_ = legacy
+    for one in ours:
+        norms = [step[f"{role}/grad_norm"][0] for step in one["metrics"]]
+        assert [step for step, norm in enumerate(norms) if math.isnan(norm)] == [4, 15]
+        assert [step[f"{role}/skipped_steps"] for step in one["metrics"]][-1] == 2.0
+        assert all(step[f"{role}/loss_scale"] >= 2.0**11 for step in one["metrics"])
+
+
+def test_legacy_workers_without_the_shim(legacy: Any) -> None:
+    role, ours, plain, _ = legacy
+    for one, other in zip(ours, plain, strict=True):
+        assert other["own"] == {"actor": "ShardedGradScaler", "critic": "NoneType"}[role]
+        assert FILE not in other["files"]
+        for key in ("parameters", "moments"):
+            assert other["of_the_shim"][key] == one["half"][key]
+        if role == "actor":
+            assert other["differs_by"] > 0
+        # Reported losses are those of the unpatched worker: unscaled.
+        loss = {"actor": "actor/pg_loss", "critic": "critic/vf_loss"}[role]
+        assert one["metrics"][0][loss] == pytest.approx(other["metrics"][0][loss], rel=1e-3)
+
+
+def test_legacy_critics_small_gradients_survive(launch: Launch) -> None:
+    if not Version("0.7") <= VERL < Version("0.8"):
+        pytest.skip("verl 0.8 has no legacy workers")
+    for one in launch("underflow", role="critic"):
+        assert one["zeros_False"] > 0.5
+        assert one["zeros_True"] < 0.5 * one["zeros_False"]

@@ -1,0 +1,461 @@
+"""fp16 in verl's Megatron engine: real engine, real worker, verl's metrics; overflows made."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.errors import LossScaleError, PrecisionShimWarning, SettingsError
+
+from .conftest import VERL
+from .megatron_fp16_support import CRITIC_RUNS, Training
+from .support import engine, optim_config
+
+pytestmark = pytest.mark.skipif(
+    Version("0.7") > VERL, reason="verl 0.6's engine: covered whole by test_untested_version"
+)
+
+HUGE = 2.0**40
+"""A loss scale at which every gradient of these models overflows fp16."""
+
+SUBJECTS = [
+    "actor",
+    pytest.param(
+        "critic",
+        marks=pytest.mark.skipif(
+            not CRITIC_RUNS, reason="verl 0.7's engine: its critic's forward is a TypeError"
+        ),
+    ),
+]
+
+
+@pytest.fixture
+def build(
+    fused_adam: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Training]:
+    """A function that builds verl's worker with a real engine."""
+
+    def make(subject: str = "actor", **options: Any) -> Training:
+        return Training(checkpoint, monkeypatch, critic=subject == "critic", **options)
+
+    return make
+
+
+def reasons() -> str:
+    """What the shim decided under fp16-scaling, as one text."""
+    return "\n".join(
+        str(one) for one in precision_shim.status().decisions if one.feature == "fp16-scaling"
+    )
+
+
+# -- an overflow -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+class TestOverflow:
+    def test_is_a_skipped_step(self, build: Any, shim: Any, subject: str) -> None:
+        """Skipped, counted, reported; training goes on by itself once the scale has come down."""
+        shim()
+        one = build(subject, overrides={"initial_loss_scale": 2.0**22, "hysteresis": 1})
+        start, rates, scale = one.parameters(), [], 2.0**22
+        for step in range(1, 20):
+            metrics = one.train()
+            rates.append(metrics["lr"])
+            assert metrics["loss_scale"] == scale
+            assert 0.0 < metrics["loss"] < 100.0
+            assert isinstance(metrics["grad_norm"], float)
+            if math.isfinite(metrics["grad_norm"]):
+                break
+            assert metrics["skipped_steps"] == step
+            assert torch.equal(one.parameters(), start)
+            scale /= 2
+            assert one.scale == scale
+        assert 2 < step < 20
+        assert metrics["skipped_steps"] == step - 1
+        assert not torch.equal(one.parameters(), start)
+        # verl's scheduler goes on at each step, skipped or not.
+        assert rates == sorted(rates, reverse=True)
+        assert len(set(rates[:10])) == len(rates[:10])
+        assert f"verl {subject}: fp16-scaling: Megatron's dynamic loss scaler" in reasons()
+
+    def test_without_the_shim(self, build: Any, subject: str) -> None:
+        one = build(subject, overrides={"initial_loss_scale": HUGE})
+        with pytest.raises(NotImplementedError):
+            one.train()
+
+    def test_reversible(self, build: Any, shim: Any, subject: str) -> None:
+        """The engine that was built with the shim is verl's own without it."""
+        shim()
+        one = build(subject, overrides={"initial_loss_scale": HUGE})
+        assert math.isnan(one.train()["grad_norm"])
+        precision_shim.uninstall()
+        with pytest.raises(NotImplementedError):
+            one.train()
+
+    def test_by_itself(self, build: Any, shim: Any, subject: str) -> None:
+        """The feature needs no other one."""
+        shim(features=["fp16-scaling"])
+        one = build(subject, bridge=False) if subject == "actor" else build(subject)
+        one.scaler.load_state_dict(
+            {"scale": torch.tensor([HUGE]), "growth_tracker": 0, "hysteresis_tracker": 1}
+        )
+        metrics = one.train()
+        assert math.isnan(metrics["grad_norm"])
+        assert (metrics["loss_scale"], metrics["skipped_steps"]) == (HUGE, 1.0)
+
+
+@pytest.mark.skipif(CRITIC_RUNS, reason="there the critic's own training shows it")
+def test_critic_of_an_engine_that_cannot_train_it(
+    fused_adam: str, value_checkpoint: Path, shim: Any
+) -> None:
+    """verl 0.7.1's new engine: only the step runs; its default critic is the legacy worker."""
+    shim()
+    one = engine(value_checkpoint, "float16", critic=True)
+    one.initialize()
+    for buffer in one.module[0].buffers:
+        buffer.grad_data.fill_(math.inf)
+    assert math.isnan(one.optimizer_step())
+    for buffer in one.module[0].buffers:
+        buffer.grad_data.normal_()
+    assert math.isfinite(one.optimizer_step())
+    precision_shim.uninstall()
+    for buffer in one.module[0].buffers:
+        buffer.grad_data.fill_(math.inf)
+    with pytest.raises(NotImplementedError):
+        one.optimizer_step()
+
+
+def test_every_step_of_an_epoch(build: Any, shim: Any) -> None:
+    shim()
+    one = build(overrides={"initial_loss_scale": 2.0**100})
+    for _ in range(24):
+        assert math.isnan(one.train()["grad_norm"])
+    # Hysteresis 2 lets the first overflow pass; each of the 23 others has halved the scale.
+    with pytest.raises(LossScaleError, match=r"25 optimizer steps.*step 25 at loss scale 1.5"):
+        one.train()
+
+
+def test_eval_mode(build: Any, shim: Any) -> None:
+    shim()
+    one = build(overrides={"initial_loss_scale": HUGE})
+    one.train()
+    before = one.scaler.state_dict(), one.parameters()
+    metrics = one.evaluate()
+    assert "loss" in metrics
+    assert not {"grad_norm", "loss_scale", "skipped_steps"} & set(metrics)
+    assert one.scaler.state_dict() == before[0]
+    assert torch.equal(one.parameters(), before[1])
+    assert one.train()["skipped_steps"] == 2.0
+
+
+# -- what stays the framework's own error ------------------------------------------------------
+
+
+def test_constant_scale(build: Any, shim: Any) -> None:
+    """A static loss_scale is the user's: passed through, and an overflow is verl's error."""
+    shim()
+    one = build(overrides={"loss_scale": HUGE})
+    with pytest.raises(NotImplementedError):
+        one.train()
+    one = build(overrides={"loss_scale": 1024.0})
+    metrics = one.train()
+    assert math.isfinite(metrics["grad_norm"])
+    assert "loss_scale" not in metrics
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_failed_step_without_a_scaler(build: Any, shim: Any, dtype: str) -> None:
+    shim(settings={"optimizer_states": "as-configured"})
+    one = build(dtype=dtype)
+    for inner in one.engine.optimizer.chained_optimizers:
+        inner.prepare_grads = lambda: True
+    with pytest.raises(NotImplementedError):
+        one.train()
+
+
+def test_skip_of_another_kind(build: Any, shim: Any) -> None:
+    """Megatron 0.18's threshold on the gradient norm fails a step that has a norm to tell."""
+    shim()
+    one = build()
+    one.engine.optimizer.step = lambda: (False, 3.0, None)
+    with pytest.raises(NotImplementedError):
+        one.train()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_other_dtypes_are_untouched(build: Any, shim: Any, dtype: str) -> None:
+    """Not a bit, not a key, not a decision."""
+
+    def run() -> tuple[list[dict[str, Any]], torch.Tensor]:
+        torch.manual_seed(0)
+        one = build(dtype=dtype)
+        return [one.train(seed=step) for step in range(3)], one.parameters()
+
+    expected = run()
+    shim(features=["fp16-scaling"])
+    found = run()
+    for mine, plain in zip(found[0], expected[0], strict=True):
+        assert set(mine) == set(plain)
+        assert all(mine[key] == plain[key] for key in ("loss", "grad_norm", "lr"))
+    assert torch.equal(found[1], expected[1])
+    assert not reasons()
+
+
+# -- metrics -----------------------------------------------------------------------------------
+
+
+class TestMetrics:
+    def test_sft_trainers(self, build: Any, shim: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        """What both SFT trainers do with a skipped step's metrics, and verl's console logger."""
+        from verl.utils.tracking import Tracking
+
+        shim()
+        metrics = build(overrides={"initial_loss_scale": HUGE}).train()
+        for key in ("loss", "grad_norm", "lr"):
+            metrics[f"train/{key}"] = metrics.pop(key)
+        assert all(isinstance(value, (int, float)) for value in metrics.values())
+        Tracking("project", "experiment", ["console"]).log(metrics, step=1)
+        said = capsys.readouterr().out
+        assert "train/grad_norm:nan" in said
+        assert f"loss_scale:{HUGE}" in said
+        assert "skipped_steps:1" in said
+
+    def test_mini_batches(self, build: Any, shim: Any) -> None:
+        """The path of PPO's trainers: gathered over ranks and mini-batches, averaged, renamed."""
+        import verl.utils.tensordict_utils as tu
+        from verl.utils.metric import reduce_metrics
+        from verl.utils.py_functional import rename_dict
+
+        shim()
+        one = build(overrides={"initial_loss_scale": HUGE})
+        data = one.data(sequences=4)
+        del data["global_token_num"]
+        tu.assign_non_tensor(data, mini_batch_size=2, epochs=1, seed=1)
+        metrics = dict(tu.get(one.worker.train_mini_batch(data), "metrics"))
+        assert metrics["loss_scale"] == [HUGE, HUGE]
+        assert metrics["skipped_steps"] == [1.0, 2.0]
+        metrics.pop("mfu", None)
+        reduced = reduce_metrics(rename_dict(metrics, "actor/"))
+        assert math.isnan(reduced["actor/grad_norm"])
+        assert reduced["actor/loss_scale"] == HUGE
+        assert reduced["actor/skipped_steps"] == 1.5
+
+    def test_scaling_does_not_show(self, build: Any, shim: Any) -> None:
+        """Losses, gradient norms and updates are those of another scale, bit for bit."""
+        shim()
+        found = []
+        for scale in (2.0**6, 2.0**8):
+            torch.manual_seed(0)
+            one = build(overrides={"initial_loss_scale": scale})
+            found.append(([one.train(seed=step) for step in range(3)], one.parameters()))
+        for mine, other in zip(found[0][0], found[1][0], strict=True):
+            assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
+            assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+            assert (mine["loss_scale"], other["loss_scale"]) == (2.0**6, 2.0**8)
+
+    @pytest.mark.skipif(Version("0.9") > VERL, reason="verl has the Tinker worker from 0.9")
+    def test_tinker(self, build: Any, shim: Any) -> None:
+        """The worker whose step is a call of its own."""
+        import verl.utils.tensordict_utils as tu
+
+        shim()
+        one = build(
+            overrides={"initial_loss_scale": HUGE},
+            kind="verl.workers.engine_workers_tinker:TinkerTrainingWorker",
+        )
+        passed = tu.get(one.worker.forward_backward(one.data()), "metrics")
+        assert not {"loss_scale", "grad_norm"} & set(passed)
+        metrics = one.worker.optimizer_step()
+        assert math.isnan(metrics["grad_norm"])
+        assert (metrics["loss_scale"], metrics["skipped_steps"]) == (HUGE, 1.0)
+
+
+def test_no_more_device_reads(build: Any, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale is read where it changed; a steady step asks the device no oftener than verl."""
+    own, reads = torch.Tensor.item, [0]
+
+    def counting(self: Any) -> Any:
+        reads[0] += 1
+        return own(self)
+
+    def run() -> int:
+        one = build(overrides={"initial_loss_scale": 256.0})
+        one.train()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "item", counting)
+            reads[0] = 0
+            for step in range(3):
+                assert math.isfinite(one.train(seed=step)["grad_norm"])
+        return reads[0]
+
+    plain = run()
+    shim()
+    assert plain > 0
+    assert run() == plain
+
+
+# -- settings ----------------------------------------------------------------------------------
+
+
+class TestSettings:
+    CHOSEN: ClassVar[dict[str, float]] = {
+        "loss_scale_init": 512.0,
+        "growth_interval": 2,
+        "growth_factor": 4.0,
+        "backoff_factor": 0.25,
+    }
+
+    def test_verls_own_without_them(self, build: Any, shim: Any) -> None:
+        shim()
+        scaler = build().scaler
+        assert (float(scaler.scale), scaler.growth_interval) == (32768.0, 1000)
+        assert (float(scaler.growth_factor), float(scaler.backoff_factor)) == (2.0, 0.5)
+
+    def test_are_taken(self, build: Any, shim: Any) -> None:
+        shim(settings=self.CHOSEN)
+        one = build()
+        assert [one.train(seed=step)["loss_scale"] for step in range(4)] == [512, 512, 2048, 2048]
+        assert float(one.scaler.backoff_factor) == 0.25
+        assert "from 512, growth x4 after 2 steps, backoff x0.25" in reasons()
+
+    def test_the_users_config_wins(self, build: Any, shim: Any) -> None:
+        shim(settings=self.CHOSEN)
+        scaler = build(overrides={"initial_loss_scale": 64.0, "loss_scale_window": 7}).scaler
+        assert (float(scaler.scale), scaler.growth_interval) == (64.0, 7)
+        assert float(scaler.growth_factor) == 4.0  # no config has a field for it
+
+    @pytest.mark.parametrize("positional", [False, True])
+    def test_direct_caller(self, cpu: None, shim: Any, positional: bool) -> None:
+        """verl's function by itself, with ``bf16=`` also where verl's own lacks it."""
+        from verl.utils.megatron import optimizer
+
+        shim(settings=self.CHOSEN)
+        make = optimizer.init_megatron_optim_config
+        plain = {"override_optimizer_config": {"use_precision_aware_optimizer": False}}
+        config = optim_config(**plain)
+        if positional:
+            made = make(config, True, True, bf16=False)
+        else:
+            made = make(optim_config=config, fp16=True, bf16=False)
+        assert (made.initial_loss_scale, made.loss_scale_window) == (512.0, 2)
+        assert make(config, fp16=False, bf16=True).initial_loss_scale == 2**32
+
+    def test_leave_bf16_alone(self, build: Any, shim: Any) -> None:
+        shim(settings=self.CHOSEN)
+        config = build(dtype="bfloat16").engine.optimizer.config
+        assert (config.initial_loss_scale, config.loss_scale_window) == (2**32, 1000)
+
+    def test_below_the_minimum(self, build: Any, shim: Any) -> None:
+        shim(settings={"loss_scale_init": 0.5})
+        with pytest.raises(SettingsError, match=r"LOSS_SCALE_INIT=0.5.*min_loss_scale"):
+            build()
+
+
+# -- the DDP's check, and the bucket -----------------------------------------------------------
+
+
+class TestCheckForNan:
+    """``check_for_nan_in_grad`` ends the job at an overflow before the step is reached."""
+
+    @staticmethod
+    def on_by_default(patch: pytest.MonkeyPatch) -> None:
+        """Make Megatron's own default what Megatron-Bridge's recipes set."""
+        from megatron.core.distributed import DistributedDataParallelConfig as Config
+
+        own = Config.__init__
+
+        def with_check(self: Any, *args: Any, **kwargs: Any) -> None:
+            own(self, *args, **{"check_for_nan_in_grad": True, **kwargs})
+
+        patch.setattr(Config, "__init__", with_check)
+
+    def test_gives_way(self, build: Any, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on_by_default(monkeypatch)
+        shim()
+        one = build(overrides={"initial_loss_scale": HUGE})
+        assert not one.engine.module[0].ddp_config.check_for_nan_in_grad
+        assert "check_for_nan_in_grad=False" in reasons()
+        assert math.isnan(one.train()["grad_norm"])
+
+    def test_without_the_shim(self, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on_by_default(monkeypatch)
+        one = build(overrides={"initial_loss_scale": HUGE})
+        with pytest.raises(RuntimeError, match=r"(?i)nan|inf"):
+            one.train()
+
+    def test_stays_under_a_constant_scale(
+        self, build: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.on_by_default(monkeypatch)
+        shim()
+        one = build(overrides={"loss_scale": 1024.0})
+        assert one.engine.module[0].ddp_config.check_for_nan_in_grad
+
+    def test_stays_in_bf16(self, build: Any, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on_by_default(monkeypatch)
+        shim()
+        assert build(dtype="bfloat16").engine.module[0].ddp_config.check_for_nan_in_grad
+
+    def test_gives_way_in_megatron_fsdp(self, cpu: None, shim: Any) -> None:
+        """A class of its own; a CPU gets it as far as the config that it is given."""
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        from precision_shim_adapters.megatron import Build, building
+
+        def given(dtype: torch.dtype) -> Any:
+            config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+            made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+            build = Build("verl", lambda: "actor", lambda *args: None)  # type: ignore[arg-type]
+            with building(build), contextlib.suppress(Exception):
+                made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]
+            assert config.check_for_nan_in_grad  # the caller's is the caller's
+            return vars(made)["ddp_config"].check_for_nan_in_grad
+
+        assert given(torch.float16)
+        shim()
+        assert not given(torch.float16)
+        assert given(torch.bfloat16)
+
+    def test_the_users_stays(self, build: Any, shim: Any) -> None:
+        shim()
+        with pytest.warns(PrecisionShimWarning, match="check_for_nan_in_grad=True is the user's"):
+            one = build(overrides={"initial_loss_scale": HUGE}, ddp={"check_for_nan_in_grad": True})
+        assert one.engine.module[0].ddp_config.check_for_nan_in_grad
+        with pytest.raises(RuntimeError, match=r"(?i)nan|inf"):
+            one.train()
+
+
+@pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("megatron.bridge") is None,
+    reason="Megatron-Bridge is not installed in this environment",
+)
+class TestBucket:
+    """fp16 parameters, an fp16 bucket and the precision-aware optimizer: a bare AssertionError."""
+
+    OPTIONS: ClassVar[dict[str, Any]] = {"bridge": True}
+    if Version("0.9.1") <= VERL:  # its own alignment keeps the default bucket fp32
+        OPTIONS = {"bridge": True, "ddp": {"grad_reduce_in_fp32": False}}
+
+    def test_without_the_shim(self, build: Any) -> None:
+        one = build(**self.OPTIONS)
+        assert one.engine.module[0].buffers[0].grad_data.dtype is torch.float16
+        with pytest.raises(AssertionError):
+            one.train()
+
+    def test_trains(self, build: Any, shim: Any) -> None:
+        shim()
+        one = build(bridge=True)
+        assert one.engine.module[0].buffers[0].grad_data.dtype is torch.float32
+        start = one.parameters()
+        assert math.isfinite(one.train()["grad_norm"])
+        assert not torch.equal(one.parameters(), start)

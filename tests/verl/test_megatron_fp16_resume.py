@@ -1,0 +1,406 @@
+"""fp16 on Megatron, stopped and resumed, and on two ranks: mixtures of experts, lone overflows.
+
+Megatron saves its scaler itself; these tests hold it to that with the shim on, in every sharding
+type, with the trackers away from their starts.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+
+from .conftest import VERL
+from .support import optim_config
+from .test_checkpoints import SHARDINGS, Job, same
+
+pytestmark = pytest.mark.skipif(
+    Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+)
+
+SCALER = {
+    "initial_loss_scale": 2.0**14,
+    "loss_scale_window": 4,
+    "hysteresis": 3,
+}
+"""Growth after four good steps; three overflows, in a row or not, before the scale falls."""
+
+
+class Fp16Job(Job):
+    """A model and its optimizer as verl builds them for fp16; steps as verl's engine makes them."""
+
+    OVERFLOWS = (2, 8)
+    """Steps whose loss is infinite."""
+
+    def train(self, steps: int, first: int = 0) -> list[float]:
+        """Losses and gradient norms of some steps, the loss scaled as Megatron's schedule does."""
+        from megatron.core.distributed import finalize_model_grads
+
+        from precision_shim_adapters.megatron_overflow import skipping
+
+        found = []
+        for step in range(first, first + steps):
+            generator = torch.Generator().manual_seed(step)
+            tokens = torch.randint(0, 32, (2, 9), generator=generator)
+            self.optimizer.zero_grad()
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            loss = self.chunks[0](
+                tokens[:, :-1],
+                torch.arange(8).expand(2, 8),
+                None,
+                labels=tokens[:, 1:].contiguous(),
+            ).mean()
+            weight = 2.0**60 if step in self.OVERFLOWS else 1.0
+            self.optimizer.scale_loss(loss * weight).backward()
+            finalize_model_grads(self.chunks)
+            self.before_step(step)
+            with skipping("verl", "actor", succeeds=True):
+                _, norm, _ = self.optimizer.step()
+            found += [float(loss), norm if math.isfinite(norm) else "skipped"]
+        return found
+
+    def before_step(self, step: int) -> None:
+        """For a test that wants another kind of overflow."""
+
+    def scalers(self) -> list[tuple[float, int, int]]:
+        """Scale, growth and hysteresis tracker of each chained optimizer."""
+        return [
+            (float(state["scale"]), state["growth_tracker"], state["hysteresis_tracker"])
+            for state in (one.grad_scaler.state_dict() for one in self.optimizer.chained_optimizers)
+        ]
+
+
+def fp16_job(kind: type[Fp16Job] = Fp16Job, seed: int = 0, **model: Any) -> Any:
+    """Build one through verl's functions; the scaler's fields as a user writes them."""
+    from omegaconf import OmegaConf
+    from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
+    from verl.utils.megatron_utils import get_model
+
+    from precision_shim.testing.megatron_cpu import tiny_gpt
+
+    torch.manual_seed(seed)
+    provider = tiny_gpt(torch.float16, num_layers=1, **model)
+    chunks = get_model(provider, transformer_config=provider.config)
+    fields = {"optimizer": "adam", "lr": 1e-2, "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.0}
+    config = OmegaConf.create({**fields, "override_optimizer_config": SCALER})
+    made = init_megatron_optim_config(config, fp16=True)
+    return kind(chunks, get_megatron_optimizer(chunks, made))
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("stop", [4, 9], ids=["after-an-overflow", "mid-growth"])
+def test_resume_is_exact(
+    fused_adam: str, shim: Any, tmp_path: Path, sharding: str, stop: int
+) -> None:
+    """Losses, norms, states, scale and both trackers: bit for bit those of a job not stopped."""
+    shim()
+    straight = fp16_job()
+    expected = straight.train(14)
+    assert expected.count("skipped") == 2
+
+    first = fp16_job()
+    begun = first.train(stop)
+    saved = first.scalers()
+    ((scale, growth, hysteresis),) = saved
+    # Neither tracker is where a fresh scaler has it.
+    assert (scale, growth, hysteresis) == {4: (2.0**14, 1, 2), 9: (2.0**15, 0, 2)}[stop]
+    first.save(tmp_path / "saved", sharding)
+
+    second = fp16_job(seed=1)
+    second.load(tmp_path / "saved", sharding)
+    assert second.scalers() == saved
+    assert begun + second.train(14 - stop, first=stop) == expected
+    assert second.scalers() == straight.scalers()
+    assert same(second.states(), straight.states())
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("on_first", [True, False], ids=["on-to-off", "off-to-on"])
+def test_switched_in_between(
+    fused_adam: str, shim: Any, tmp_path: Path, sharding: str, on_first: bool
+) -> None:
+    """The scaler's checkpoint is Megatron's: either side reads the other's, and goes on exactly."""
+
+    def switch(on: bool) -> None:
+        precision_shim.uninstall()
+        if on:
+            shim()
+
+    first, steps = (0, 4) if on_first else (3, 7)  # the second step overflows
+    switch(on_first)
+    one = fp16_job()
+    one.train(steps - first, first=first)
+    one.save(tmp_path / "saved", sharding)
+    switch(not on_first)
+    other = fp16_job(seed=1)
+    if on_first and sharding == "dp_reshardable" and Version(version("megatron-core")).minor < 18:
+        # Its own: 0.16 cannot load a precision-aware optimizer in this form, whoever saved it.
+        with pytest.raises(AttributeError, match="'bool'"):
+            other.load(tmp_path / "saved", sharding)
+        return
+    other.load(tmp_path / "saved", sharding)
+    assert other.scalers() == one.scalers() == [(2.0**14, 1, 2) if on_first else (2.0**15, 0, 3)]
+    assert other.train(1, first=steps) == one.train(1, first=steps)
+    assert same(other.states(), one.states())
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_saved_before_any_step_was_taken(
+    fused_adam: str, shim: Any, tmp_path: Path, sharding: str
+) -> None:
+    """All steps so far were skipped: Megatron has no states to save, but the job is not lost."""
+    shim()
+    first = fp16_job(Overflowing)
+    assert first.train(2)[1::2] == ["skipped"] * 2
+    first.save(tmp_path / "saved", sharding)
+    second = fp16_job(Overflowing, seed=1)
+    second.load(tmp_path / "saved", sharding)
+    assert second.scalers() == first.scalers() == [(2.0**14, 0, 1)]
+    expected = first.train(4, first=2)
+    assert "skipped" not in expected
+    assert second.train(4, first=2) == expected
+    assert same(second.states(), first.states())
+
+
+class Overflowing(Fp16Job):
+    OVERFLOWS = (0, 1)
+
+
+@pytest.mark.parametrize("reshardable", [False, True])
+@pytest.mark.skipif(Version("0.8") > VERL, reason="0.7's engine saves through the same functions")
+def test_through_the_engine(
+    fused_adam: str,
+    checkpoint: Path,
+    tmp_path: Path,
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    reshardable: bool,
+) -> None:
+    """verl's worker: save_checkpoint and load_checkpoint, in the middle of a run of overflows."""
+    from .megatron_fp16_support import Training
+
+    def build() -> Training:
+        torch.manual_seed(0)
+        return Training(
+            checkpoint,
+            monkeypatch,
+            optim=optim_config(
+                use_checkpoint_opt_param_scheduler=True,
+                override_optimizer_config={
+                    "initial_loss_scale": 2.0**22,
+                    "hysteresis": 2,
+                    "loss_scale_window": 4,
+                },
+            ),
+            dist_ckpt_optim_fully_reshardable=reshardable,
+        )
+
+    def run(one: Training, steps: range) -> list[Any]:
+        metrics = [one.train(seed=step) for step in steps]
+        return [(m["loss"], str(m["grad_norm"]), m["lr"], m["loss_scale"]) for m in metrics]
+
+    shim()
+    straight = build()
+    expected = run(straight, range(9))
+    norms = [norm for _, norm, _, _ in expected]
+    assert norms[3] == "nan"
+    assert norms[-1] != "nan"
+    first = build()
+    begun = run(first, range(3))
+    first.engine.save_checkpoint(str(tmp_path / "saved"), global_step=3)
+    second = build()
+    with torch.no_grad():  # the model's weights are not among these checkpoint contents
+        for mine, theirs in zip(
+            second.engine.module[0].parameters(), first.engine.module[0].parameters(), strict=True
+        ):
+            mine.copy_(theirs)
+    second.engine.load_checkpoint(str(tmp_path / "saved"), del_local_after_load=False)
+    assert second.scaler.state_dict() == first.scaler.state_dict()
+    assert begun + run(second, range(3, 9)) == expected
+    assert torch.equal(second.parameters(), straight.parameters())
+    assert second.scaler.state_dict() == straight.scaler.state_dict()
+
+
+TWO_RANKS = """
+import math, os, sys
+from pathlib import Path
+import pytest, torch
+rank, folder, checkpoint = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+import precision_shim
+from precision_shim.testing.megatron_bridge import import_megatron_bridge
+from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
+from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+try:
+    import_megatron_bridge()
+except ModuleNotFoundError:
+    pass
+import verl.utils.megatron.optimizer, verl.utils.megatron_utils
+import verl.workers.engine.megatron.transformer_impl
+from tests.verl.megatron_fp16_support import Training
+from tests.verl.support import local_layers
+from tests.verl.test_megatron_fp16_resume import Fp16Job, fp16_job
+
+torch.cpu.empty_cache = lambda: None
+
+def everywhere(value):
+    both = [None, None]
+    torch.distributed.all_gather_object(both, value)
+    return both
+
+class LoneExperts(Fp16Job):
+    # Overflows in the experts' gradients, of one rank alone.
+    OVERFLOWS = ()
+    def before_step(self, step):
+        if step in (1, 2, 3) and torch.distributed.get_rank() == 1:
+            experts = [p for p in self.chunks[0].parameters() if not getattr(p, "allreduce", True)]
+            assert experts
+            for param in experts:
+                param.main_grad.fill_(math.inf)
+
+def experts():
+    job = fp16_job(LoneExperts, num_moe_experts=2, expert_model_parallel_size=2,
+                   moe_token_dispatcher_type="allgather")  # gloo has no all-to-all
+    assert len(job.optimizer.chained_optimizers) == 2
+    return job
+
+def moe():
+    precision_shim.install()
+    job = experts()
+    found = job.train(4)
+    shimmed = job.scalers()
+    assert shimmed == [(2.0**13, 0, 0)] * 2, shimmed
+    assert everywhere(shimmed) == [shimmed] * 2
+    assert found[3::2] == ["skipped"] * 3, found
+    job.train(4, first=4)
+    assert job.scalers() == [(2.0**14, 0, 3)] * 2, job.scalers()
+    # A checkpoint in which they have come apart: the first, by which the loss is scaled, counts.
+    one, other = (inner.grad_scaler for inner in job.optimizer.chained_optimizers)
+    other.load_state_dict({"scale": torch.tensor([8.0]), "growth_tracker": 1,
+                           "hysteresis_tracker": 1})
+    with pytest.warns(precision_shim.PrecisionShimWarning, match="different loss scales"):
+        job.train(1, first=8)
+    assert job.scalers() == [(2.0**14, 1, 3)] * 2, job.scalers()
+    precision_shim.uninstall()
+
+    plain = unpatched(experts())
+    # One good step and three whose overflow it did not see: grown, and four times the experts'.
+    assert plain == [(2.0**15, 0, 3), (2.0**13, 0, 0)], plain
+    print("unpatched:", plain, "shimmed:", shimmed)
+
+def unpatched(job):
+    # Without the shim a skipped step is (False, None, None).
+    from megatron.core.distributed import finalize_model_grads
+    for step in range(4):
+        tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(step))
+        job.optimizer.zero_grad()
+        job.chunks[0].zero_grad_buffer()
+        loss = job.chunks[0](tokens[:, :-1], torch.arange(8).expand(2, 8), None,
+                             labels=tokens[:, 1:].contiguous()).mean()
+        job.optimizer.scale_loss(loss).backward()
+        finalize_model_grads(job.chunks)
+        job.before_step(step)
+        answer = job.optimizer.step()
+        assert (answer == (False, None, None)) == (step > 0), (step, answer)
+    return job.scalers()
+
+def lone():
+    # Rank 1's data overflow; both ranks skip, count and report.
+    precision_shim.install()
+    with pytest.MonkeyPatch.context() as patch:
+        one = Training(checkpoint, patch, overrides={"initial_loss_scale": 256.0, "hysteresis": 1})
+        own = one.worker.loss_fn
+        def loss_fn(*args, **kwargs):
+            loss, metrics = own(*args, **kwargs)
+            alone = torch.distributed.get_rank() == 1 and one.poisoned
+            return (loss * math.inf if alone else loss), metrics
+        one.worker.set_loss_fn(loss_fn)
+        seen = []
+        for poisoned in (False, True, False):
+            before = one.parameters()
+            one.poisoned = poisoned
+            metrics = one.train(seed=rank)
+            seen.append([metrics[key] for key in ("loss_scale", "skipped_steps")]
+                        + [math.isfinite(metrics["grad_norm"]),
+                           torch.equal(before, one.parameters())])
+        assert seen == [[256.0, 0.0, True, False], [256.0, 1.0, False, True],
+                        [128.0, 1.0, True, False]], seen
+        assert everywhere(seen) == [seen] * 2
+        flat = everywhere(one.parameters())
+        assert torch.equal(*flat)
+    precision_shim.uninstall()
+
+with stand_in_transformer_engine("2.11.0"), megatron_on_cpu(), local_layers():
+    with model_parallel(2, rank, str(folder / "experts"), expert_model_parallel_size=2), \\
+            pytest.MonkeyPatch.context() as patch:
+        # Megatron's dispatcher asks in its backward, where device names are not answered for.
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        moe()
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)  # the first model's attention backend
+    with model_parallel(2, rank, str(folder / "dense")):
+        lone()
+print("DONE")
+"""
+
+
+def test_two_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    """Experts keep the dense optimizer's scale, and one rank's overflow is everybody's."""
+    ranks = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-W", "ignore", "-c", TWO_RANKS),
+                *(str(rank), str(tmp_path), str(checkpoint)),
+            ],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for output in said:
+        assert output.rstrip().endswith("DONE"), output[-3000:]
+        assert "unpatched:" in output
+
+
+def test_uninstall_leaves_the_classes_as_they_were(cpu: None) -> None:
+    """Every class that the feature enters, by identity of what its namespace holds."""
+    from importlib import import_module
+
+    places = {
+        "megatron.core.optimizer.optimizer": ("ChainedOptimizer", "MixedPrecisionOptimizer"),
+        "megatron.core.optimizer.grad_scaler": ("DynamicGradScaler",),
+        "megatron.core.distributed.distributed_data_parallel": ("DistributedDataParallel",),
+        "verl.workers.engine.megatron.transformer_impl": ("MegatronEngine",),
+        "verl.workers.engine_workers": ("TrainingWorker",),
+    }
+    classes = [
+        getattr(import_module(module), name) for module, names in places.items() for name in names
+    ]
+    before = [dict(vars(one)) for one in classes]
+    precision_shim.install(features=["fp16-scaling"])
+    changed = [
+        {key for key in vars(one) if vars(one)[key] is not known.get(key)}
+        for one, known in zip(classes, before, strict=True)
+    ]
+    assert all(changed)
+    assert changed[0] == {"step", "prepare_grads"}
+    precision_shim.uninstall()
+    for one, known in zip(classes, before, strict=True):
+        assert vars(one).keys() == known.keys()
+        assert all(vars(one)[key] is known[key] for key in known)
