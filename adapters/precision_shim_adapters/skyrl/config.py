@@ -1,0 +1,96 @@
+"""SkyRL's config: what the user wrote, and what a dataclass filled in.
+
+Built from a command line or a YAML, a SkyRL config looks the same whether the user wrote a value or
+left it at the default. Here the one is told from the other while the dataclasses are built, and
+noted on them in a way that travels with them: workers get their config pickled, and a copy or
+``dataclasses.asdict`` must not lose or show anything.
+
+A default of ``grad_reduce_in_fp32`` is left to the class: the instance has no value of its own,
+reads the same, and has one as soon as somebody assigns it. The keys of ``optimizer_config_kwargs``
+that were written are noted beside them, since from 0.3 the dataclass fills in the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+BUCKET = "grad_reduce_in_fp32"
+KWARGS = "optimizer_config_kwargs"
+_WRITTEN = "_precision_shim_written"
+
+
+# -- while the dataclasses are built ---------------------------------------------------------
+
+
+def leave_default_to_class(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``MegatronDDPConfig.__init__``: what was not given is not set on the instance."""
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    result = wrapped(*args, **kwargs)
+    if BUCKET not in given:
+        _leave_to_class(instance)
+    return result
+
+
+def note_written_kwargs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``MegatronConfig.__init__``: note which optimizer settings were given."""
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get(KWARGS)
+    # Before the call: from 0.3 it adds the defaults to the very dict that was given.
+    written = tuple(str(key) for key in given) if given is not None else ()
+    result = wrapped(*args, **kwargs)
+    vars(instance)[_WRITTEN] = written
+    return result
+
+
+def note_overrides(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``SkyRLTrainConfig.from_cli_overrides``, for its way through a base YAML.
+
+    Overrides in the old style are merged over a YAML that spells out every default; the overrides
+    themselves say which of them the user wrote.
+    """
+    from omegaconf import OmegaConf
+
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments["args"]
+    lines = [f"{key}={value}" for key, value in given.items()] if isinstance(given, dict) else given
+    config = wrapped(*args, **kwargs)
+    overrides = OmegaConf.from_cli(list(lines))
+    for role in ("policy", "ref"):
+        base = f"trainer.{role}.megatron_config"
+        megatron = getattr(getattr(config.trainer, role), "megatron_config", None)
+        if megatron is None:
+            continue
+        if OmegaConf.select(overrides, f"{base}.ddp_config.{BUCKET}") is None:
+            _leave_to_class(megatron.ddp_config)
+        if _WRITTEN in vars(megatron):
+            written = OmegaConf.select(overrides, f"{base}.{KWARGS}") or {}
+            vars(megatron)[_WRITTEN] = tuple(str(key) for key in written)
+    return config
+
+
+def _leave_to_class(ddp_config: Any) -> None:
+    default = getattr(type(ddp_config), BUCKET, None)
+    own = vars(ddp_config)
+    if default is not None and own.get(BUCKET) == default:
+        del own[BUCKET]
+
+
+# -- where the config is read ----------------------------------------------------------------
+
+
+def bucket_is_written(ddp_config: Any) -> bool:
+    """Whether the user wrote ``grad_reduce_in_fp32``; what cannot be told counts as written."""
+    if ddp_config is None:
+        return False
+    if isinstance(ddp_config, Mapping):
+        return BUCKET in ddp_config
+    try:
+        return BUCKET in vars(ddp_config)
+    except TypeError:  # no plain object
+        return True
+
+
+def written_kwargs(megatron_config: Any) -> frozenset[str] | None:
+    """Keys of ``optimizer_config_kwargs`` that the user wrote, or ``None`` if that is not known."""
+    written = getattr(megatron_config, "__dict__", {}).get(_WRITTEN)
+    return None if written is None else frozenset(written)

@@ -1,0 +1,323 @@
+"""SkyRL on Megatron: translations between SkyRL's configs and the rules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from precision_shim.adapting import (
+    Settings,
+    Symbol,
+    current_settings,
+    decide,
+    in_force,
+    look,
+    version_of,
+    warn,
+)
+from precision_shim.rules.dtypes import coerce_dtypes, name_of
+from precision_shim.rules.legality import check_dtypes
+from precision_shim.rules.model import TrainableDtypes
+from precision_shim.rules.optimizer import ROWS, OptimizerPlan, OptimizerRequest, plan_optimizer
+
+from .. import megatron, megatron_checkpoint
+from ..megatron import Build, building, current_build, fused_adam_support
+from .config import KWARGS, bucket_is_written, written_kwargs
+
+CONFIG = "skyrl.backends.skyrl_train.distributed.megatron.optimizer:init_megatron_optim_config"
+_FP16_OWN = ("initial_loss_scale", "min_loss_scale")
+"""Of the fp16 row what is no optimizer state: it holds whatever the states' dtypes."""
+
+_PRECISION_AWARE = "use_precision_aware_optimizer"
+
+
+def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
+    """SkyRL 0.3 turns dtype names into dtypes itself."""
+    if "coerce_optimizer_dtype_kwargs" in symbol.names:
+        return (
+            "SkyRL coerces optimizer_config_kwargs; what the installed TransformerEngine rules out "
+            "is refused at Megatron's OptimizerConfig"
+        )
+    return None
+
+
+# -- reading SkyRL's config -------------------------------------------------------------------
+
+
+def _where() -> str:
+    return f"skyrl {version_of('skyrl', ('skyrl',))}"
+
+
+def _plain(kwargs: Any) -> dict[str, Any]:
+    """The caller's ``optimizer_config_kwargs`` as a new dict; ``None`` is an empty one."""
+    return {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
+
+
+def _coerced(kwargs: Any) -> dict[str, Any]:
+    """The same with dtype names coerced, if that feature is in force.
+
+    Raises:
+        DtypeError: names the key below ``optimizer_config_kwargs``.
+    """
+    plain = _plain(kwargs)
+    if "dtype-coercion" not in current_settings().features:
+        return plain
+    where = f"{_where()}, {KWARGS}"
+    coerced = coerce_dtypes(plain, where=where)
+    check_dtypes(coerced, fused_adam_support(), where=where)
+    return coerced
+
+
+def _passes_betas() -> bool:
+    """Whether this SkyRL hands ``adam_betas`` on to Megatron (from 0.3)."""
+    return "adam_beta2" in look(CONFIG).names
+
+
+# -- the plan ---------------------------------------------------------------------------------
+
+
+def plan_for(
+    optim_config: Any,
+    kwargs: Any,
+    *,
+    written: frozenset[str] | None,
+    model: TrainableDtypes,
+    declared: torch.dtype | None,
+    distributed: bool,
+) -> tuple[OptimizerPlan, dict[str, Any]]:
+    """Ask the rules what SkyRL's OptimizerConfig becomes.
+
+    Args:
+        optim_config: SkyRL's own optimizer config.
+        kwargs: ``optimizer_config_kwargs``.
+        written: its keys that the user wrote; ``None`` if that is not known.
+        model: the trainable parameters.
+        declared: dtype to go by where they are mixed or not known.
+        distributed: whether the DDP has the distributed optimizer.
+
+    Returns:
+        The plan, and the kwargs that put it in force in SkyRL's own function: what the shim adds
+        beneath what the user wrote.
+    """
+    states = str(current_settings()["optimizer_states"])
+    policy = "as-configured" if states == "auto" else states
+    user = _coerced(kwargs)
+    if user.get("fp16") and user.get("bf16"):
+        user["bf16"] = False  # fp16 wins where a caller passes both
+    asked = dict(user)
+    # The default is there in every config. It is no wish against the policy that the user asked
+    # for by name, unless the user wrote it out.
+    if asked.get(_PRECISION_AWARE) is False and _PRECISION_AWARE not in (written or ()):
+        del asked[_PRECISION_AWARE]
+    betas = getattr(optim_config, "adam_betas", None)
+    if betas is not None and _passes_betas():
+        asked.setdefault("adam_beta2", float(betas[1]))
+    dtype = model.single or declared
+    native = {}
+    if dtype is torch.float16:
+        native = {key: ROWS[torch.float16][key] for key in _FP16_OWN}
+    plan = plan_optimizer(
+        OptimizerRequest(
+            model=model,
+            declared=declared,
+            asked=asked,
+            policy=policy,
+            optimizer=str(asked.get("optimizer", getattr(optim_config, "optimizer", "adam"))),
+            distributed=bool(asked.get("use_distributed_optimizer", distributed)),
+            support=fused_adam_support(),
+            native=native,
+            aligned=in_force("skyrl", "grad-bucket-alignment", "megatron"),
+            whole_masters=in_force("skyrl", "bf16-dispatch", megatron_checkpoint.STATES),
+        )
+    )
+    mine = {**native, **plan.adds}
+    if mine.get(_PRECISION_AWARE) and _PRECISION_AWARE not in asked:
+        user.pop(_PRECISION_AWARE, None)
+    return plan, {**mine, **user}
+
+
+# -- init_megatron_optim_config ---------------------------------------------------------------
+
+
+def coerce_kwargs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Let dtype names in ``optimizer_config_kwargs`` work, and ``None`` for the whole of it."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound.arguments[KWARGS] = _coerced(bound.arguments[KWARGS])
+    return wrapped(*bound.args, **bound.kwargs)
+
+
+def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Make SkyRL's OptimizerConfig tell the truth about the model that it will train."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    given = bound.arguments
+    build = current_build()
+    if isinstance(build, _SkyRLBuild):
+        subject, model, distributed = build.subject(), build.seen, build.distributed
+        written = build.written
+        declared = build.declared
+    else:
+        subject, model, distributed, written = "direct caller", TrainableDtypes(), True, None
+        declared = _declared_by(_plain(given[KWARGS]))
+    plan, given[KWARGS] = plan_for(
+        given["optim_config"],
+        given[KWARGS],
+        written=written,
+        model=model,
+        declared=declared,
+        distributed=distributed,
+    )
+    decide("skyrl", subject, "bf16-dispatch", plan.chosen, plan.because)
+    for text in plan.warnings:
+        warn(f"skyrl {subject}: {text}")
+    return wrapped(*bound.args, **bound.kwargs)
+
+
+def _declared_by(flags: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a direct caller declares; SkyRL's own is bf16, and fp16 wins over it."""
+    if flags.get("fp16"):
+        return torch.float16
+    return torch.bfloat16 if flags.get("bf16", True) else torch.float32
+
+
+def dtype_to_build(kwargs: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that an OptimizerConfig is being made for."""
+    build = current_build()
+    if isinstance(build, _SkyRLBuild):
+        return build.seen.single or build.declared
+    return _declared_by(kwargs)
+
+
+def check_optimizer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Hold the OptimizerConfig against the live model before the optimizer is built."""
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    model = given["model"]
+    megatron.check_pair("skyrl", given["config"], model if isinstance(model, list) else [model])
+    return wrapped(*args, **kwargs)
+
+
+# -- which model is being built ----------------------------------------------------------------
+
+
+class _SkyRLBuild(Build):
+    """The build of a worker's model; reads the worker's config when asked."""
+
+    def __init__(self, worker: Any, ddp_config: Any) -> None:
+        super().__init__(
+            "skyrl",
+            lambda: _role(worker),
+            self._plan,
+            bucket_set=bucket_is_written(ddp_config),
+            constant_scale=lambda: bool(_plain(self._kwargs).get("loss_scale")),
+            # No field of SkyRL's dataclass; whoever passes a mapping wrote it.
+            nan_check_set=isinstance(ddp_config, Mapping) and "check_for_nan_in_grad" in ddp_config,
+        )
+        self._worker = worker
+        self.distributed = True
+
+    @property
+    def _megatron_config(self) -> Any:
+        return getattr(self._worker.cfg, self.subject()).megatron_config
+
+    @property
+    def _kwargs(self) -> Any:
+        return self._megatron_config.optimizer_config_kwargs
+
+    @property
+    def written(self) -> frozenset[str] | None:
+        """Keys of ``optimizer_config_kwargs`` that the user wrote, where known."""
+        return written_kwargs(self._megatron_config)
+
+    @property
+    def declared(self) -> torch.dtype:
+        """What ``trainer.bf16`` says; only for parameters of several dtypes."""
+        return torch.bfloat16 if self._worker.cfg.bf16 else torch.float32
+
+    def _plan(self, model: TrainableDtypes, distributed: bool) -> OptimizerPlan:
+        self.distributed = distributed
+        optim_config = getattr(self._worker.cfg, self.subject()).optimizer_config
+        return plan_for(
+            optim_config,
+            self._kwargs,
+            written=self.written,
+            model=model,
+            declared=self.declared,
+            distributed=distributed,
+        )[0]
+
+
+def _role(worker: Any) -> str:
+    return "ref" if "Ref" in type(worker).__name__ else "policy"
+
+
+def worker_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``MegatronPolicyWorkerBase.init_model``: from the model to its optimizer."""
+    with building(_SkyRLBuild(instance, instance.cfg.policy.megatron_config.ddp_config)):
+        return wrapped(*args, **kwargs)
+
+
+def module_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``make_megatron_module``, for those who call it outside ``init_model``."""
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    provider = instance.provider
+    if provider.fp16 and provider.pipeline_dtype is torch.float32 and not instance.cfg.bf16:
+        # SkyRL knows bf16 and fp32; stages of an fp16 model send one another fp16.
+        provider.pipeline_dtype = torch.float16
+    with building(_SkyRLBuild(instance, given.get("ddp_config"))):
+        return wrapped(*args, **kwargs)
+
+
+# -- the model's dtype -------------------------------------------------------------------------
+
+
+class _Flag(NamedTuple):
+    bf16: bool
+    subject: str
+
+
+_flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", default=None)
+
+
+def note_flag(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``init_configs``: hand ``bf16`` on to where the model's dtype is decided."""
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    bound.apply_defaults()
+    token = _flag.set(_Flag(bool(bound.arguments["bf16"]), _role(instance)))
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        _flag.reset(token)
+
+
+def follow_flag(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Give a provider the dtype that ``trainer.bf16`` says, before the user's own settings.
+
+    Megatron-Bridge takes the checkpoint's dtype. SkyRL's flag is ignored beside a bf16 checkpoint
+    and contradicts an fp16 one; an fp16 checkpoint without the flag stays fp16.
+    """
+    provider = wrapped(*args, **kwargs)
+    flag = _flag.get()
+    if flag is None:
+        return provider
+    if provider.bf16 and not flag.bf16:
+        wanted = torch.float32
+    elif provider.fp16 and flag.bf16:
+        wanted = torch.bfloat16
+    else:
+        return provider
+    before = provider.params_dtype
+    if getattr(provider, "autocast_dtype", None) is before:
+        provider.autocast_dtype = wanted
+    provider.params_dtype = wanted
+    provider.bf16, provider.fp16 = wanted is torch.bfloat16, False
+    decide(
+        "skyrl",
+        flag.subject,
+        "bf16-dispatch",
+        f"model in {name_of(wanted)}",
+        f"trainer.bf16={flag.bf16}; the checkpoint is {name_of(before)}",
+    )
+    return provider

@@ -1,0 +1,117 @@
+"""SkyRL on Megatron in fp16: a skipped step, the scaler's settings, and both in SkyRL's metrics.
+
+SkyRL drops what Megatron's ``step`` says of success, and a grad norm that is None from its metrics:
+a skipped step leaves no trace. It is given NaN as grad norm. The learning rate scheduler goes on,
+as SkyRL has it go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import math
+from typing import Any
+
+import torch
+import wrapt
+
+from precision_shim.adapting import current_settings
+from precision_shim.errors import SettingsError
+
+from ..megatron_overflow import metrics, skipping
+from .config import KWARGS
+from .megatron import dtype_to_build
+
+_log = logging.getLogger("precision_shim")
+
+_FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
+"""The shim's settings, to the fields of Megatron's OptimizerConfig."""
+
+_MINIMUM = 1
+"""``min_loss_scale``: the least that the dispatch, and Megatron by default, go down to."""
+
+
+def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``MegatronStrategy.optimizer_step``."""
+    optimizer = inspect.signature(wrapped).bind(*args, **kwargs).arguments["optimizer"]
+    with skipping("skyrl", "policy", succeeds=False):
+        grad_norm = wrapped(*args, **kwargs)
+    if isinstance(grad_norm, float) and math.isnan(grad_norm):
+        figures = metrics(optimizer)
+        if figures:
+            _log.warning(
+                "skyrl policy: fp16 overflow at loss scale %g, the optimizer's step was skipped "
+                "(%d so far)",
+                figures["loss_scale"],
+                figures["skipped_steps"],
+            )
+    return grad_norm
+
+
+def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``forward_backward``: loss scale and skipped steps beside the loss."""
+    output = wrapped(*args, **kwargs)
+    add_figures(output, metrics(getattr(instance, "optimizer", None)))
+    return output
+
+
+def add_figures(output: Any, figures: dict[str, float]) -> None:
+    """Put figures among a worker's metrics: a dict of them (0.2), or a record with one (0.3)."""
+    found = output if isinstance(output, dict) else getattr(output, "metrics", None)
+    if found and figures:  # no microbatch, no metrics
+        found.update(figures)
+
+
+def scale_from_settings(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Bring the variables that the user set beneath ``optimizer_config_kwargs``.
+
+    Raises:
+        SettingsError: the first scale is below the scaler's minimum.
+    """
+    settings = current_settings()
+    asked = {field: settings[key] for key, field in _FIELDS.items() if settings.is_set(key)}
+    bound = inspect.signature(wrapped).bind(*args, **kwargs)
+    written = dict(bound.arguments[KWARGS] or {})
+    if not asked or dtype_to_build(written) is not torch.float16:
+        return wrapped(*args, **kwargs)
+    values = {**asked, **written}
+    least = values.get("min_loss_scale", _MINIMUM)
+    first = values.get("initial_loss_scale")
+    if "initial_loss_scale" not in written and first is not None and first < least:
+        raise SettingsError(
+            f"PRECISION_SHIM_LOSS_SCALE_INIT={first:g} is below min_loss_scale={least:g} of "
+            f"Megatron's scaler. Raise it, or lower {KWARGS}.min_loss_scale."
+        )
+    bound.arguments[KWARGS] = values
+    return wrapped(*bound.args, **bound.kwargs)
+
+
+# -- weights to the inference engines ----------------------------------------------------------
+
+
+class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """A Megatron-Bridge whose conversion tasks show fp16 weights as bf16 ones, of equal size."""
+
+    def get_conversion_tasks(self, *args: Any, **kwargs: Any) -> Any:
+        return [_resized(task) for task in self.__wrapped__.get_conversion_tasks(*args, **kwargs)]
+
+
+def _resized(task: Any) -> Any:
+    weight = getattr(task, "param_weight", None)
+    if weight is None or weight.dtype is not torch.float16:
+        return task
+    return dataclasses.replace(task, param_weight=weight.detach().view(torch.bfloat16))
+
+
+def size_fp16(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``MegatronWeightExtractor._init_param_buckets``, which knows the sizes of two dtypes.
+
+    It keeps indices only: the weights themselves are read anew for every transfer.
+    """
+    bridge = instance.bridge
+    instance.bridge = _Bf16Sized(bridge)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        instance.bridge = bridge

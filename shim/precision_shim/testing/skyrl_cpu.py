@@ -1,0 +1,135 @@
+"""SkyRL's workers on a CPU: the packages that it cannot be imported without, and its devices.
+
+* :func:`flash_attn_placeholder` writes a package ``flash_attn`` that can be imported and does
+  nothing: SkyRL imports ``pad_input`` and ``unpad_input`` at module level. Its version is 0, so
+  that transformers takes flash attention for not installed, which is true.
+* :func:`skyrl_on_cpu` answers for the devices. SkyRL asks for ``"cuda"`` by name in its workers;
+  beside what :func:`~precision_shim.testing.megatron_cpu.cuda_means_cpu` answers, its device
+  meshes and autocasts then mean the CPU.
+* :func:`make_worker` makes a worker object as Ray's actor would hold it, in this process.
+
+What is not stood in for: packing of sequences without padding (it needs flash attention; leave
+``use_sample_packing`` or ``remove_microbatch_padding`` off), inference engines, weight sync.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .megatron_cpu import _patched, cuda_means_cpu
+
+__all__ = ["flash_attn_placeholder", "make_worker", "skyrl_on_cpu"]
+
+_PADDING = '''"""Placeholders; a CPU has no flash attention."""
+
+
+def pad_input(*args, **kwargs):
+    raise RuntimeError("flash_attn is a placeholder here: leave packing of sequences off")
+
+
+unpad_input = pad_input
+'''
+
+_METADATA = "Metadata-Version: 2.1\nName: flash-attn\nVersion: 0\n"
+
+
+def flash_attn_placeholder(folder: Path) -> Path:
+    """Write the placeholder for ``flash_attn``; the folder belongs on ``sys.path``.
+
+    Other processes find it through ``PYTHONPATH``. To be done before transformers is imported,
+    which looks then at what is installed.
+
+    Args:
+        folder: an existing folder.
+
+    Returns:
+        The folder.
+    """
+    files = {
+        "flash_attn/__init__.py": '__version__ = "0"\n',
+        "flash_attn/bert_padding.py": _PADDING,
+        "flash_attn-0.dist-info/METADATA": _METADATA,
+        "flash_attn-0.dist-info/RECORD": "",
+        "flash_attn-0.dist-info/top_level.txt": "flash_attn\n",
+    }
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+@contextmanager
+def skyrl_on_cpu() -> Iterator[None]:
+    """Let SkyRL's FSDP workers run on a CPU, and undo it on exit.
+
+    Raises:
+        ImportError: skyrl is not installed.
+    """
+    from skyrl.backends.skyrl_train.distributed import fsdp_utils
+    from torch.distributed import device_mesh
+
+    autocast, mesh = torch.autocast, device_mesh.init_device_mesh
+
+    class Autocast(autocast):  # type: ignore[misc, valid-type]
+        """``torch.autocast`` for whom ``"cuda"`` is another name of the CPU."""
+
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+            super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return mesh("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    meshes = {"init_device_mesh": init_device_mesh}
+    own = meshes if hasattr(fsdp_utils, "init_device_mesh") else {}
+    with (
+        cuda_means_cpu(),
+        _patched(torch, {"autocast": Autocast}),
+        _patched(device_mesh, meshes),
+        _patched(fsdp_utils, own),
+    ):
+        yield
+
+
+def make_worker(kind: type[Any], cfg: Any, *, rank: int = 0, world_size: int = 1) -> Any:
+    """Make a worker object of SkyRL's in this process, through its own constructor.
+
+    Args:
+        kind: the plain class, such as ``FSDPPolicyWorkerBase``.
+        cfg: the ``trainer`` part of SkyRL's config.
+        rank: of this process.
+        world_size: number of processes.
+    """
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+    before = {name: os.environ.get(name) for name in names}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    from skyrl.backends.skyrl_train.workers import worker as module
+
+    # It would take over the logging of the whole process, as is right in an actor.
+    logging = {"configure_ray_worker_logging": lambda: None}
+    try:
+        with _patched(module, logging):
+            return kind(
+                cfg=cfg,
+                world_size=world_size,
+                rank=rank,
+                local_rank=rank,
+                master_addr="127.0.0.1",
+                master_port=port,
+                sequence_parallel_size=1,
+            )
+    finally:  # its constructor sets them; the process group is up already
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

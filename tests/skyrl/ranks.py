@@ -1,0 +1,147 @@
+"""One of two ranks of ``test_two_ranks``: ``python ranks.py RANK FOLDER CHECKPOINT [PATH ...]``."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = sys.argv[4:]
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import precision_shim  # noqa: E402
+from precision_shim.errors import ScalerCheckpointError  # noqa: E402
+from precision_shim.testing.skyrl_cpu import skyrl_on_cpu  # noqa: E402
+
+RANK, FOLDER, CHECKPOINT = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+OVERFLOW = 1e9
+
+spec = importlib.util.spec_from_file_location("support", Path(__file__).with_name("support.py"))
+assert spec is not None
+assert spec.loader is not None
+support: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(support)
+
+
+def make(role: str, dtype: str | None = "fp16") -> Any:
+    # With embeddings of its own SkyRL makes a critic's model on the first rank only, by a function
+    # that transformers 5 has no more.
+    path = FOLDER / "tied" if role == "critic" else CHECKPOINT
+    return support.fsdp_worker(role, path, dtype, rank=RANK, world_size=2)
+
+
+def train(worker: Any, seed: int, advantage: float = 1.0) -> tuple[dict[str, float], float]:
+    data = support.batch(100 * seed + RANK, advantage=advantage)
+    return support.metrics_of(worker.forward_backward(data)), worker.optim_step()
+
+
+def parameters(worker: Any) -> torch.Tensor:
+    module = getattr(worker.model, "model", worker.model)
+    return torch.cat([one.detach().to_local().flatten().clone() for one in module.parameters()])
+
+
+def everywhere(value: object) -> list[object]:
+    found: list[object] = [None, None]
+    dist.all_gather_object(found, value)
+    return found
+
+
+def settle(worker: Any) -> None:
+    for seed in range(20):
+        if math.isfinite(train(worker, seed)[1]):
+            return
+    raise AssertionError("the scale never fitted")
+
+
+def one_role(role: str) -> None:
+    worker = make(role)
+    settle(worker)
+
+    # An overflow on one rank only skips the step on both, and lowers the scale of both.
+    before = parameters(worker)
+    scale = train(worker, 30, OVERFLOW if RANK == 1 else 1.0)[0]["loss_scale"]
+    assert torch.equal(before, parameters(worker))
+    after = train(worker, 31)[0]["loss_scale"]
+    assert after == scale / 2
+    assert len(set(everywhere(after))) == 1
+
+    path = str(FOLDER / role)
+    worker.save_checkpoint(path)
+    plan = [1.0, OVERFLOW, 1.0, 1.0, 1.0]
+    straight = [train(worker, 50 + i, advantage) for i, advantage in enumerate(plan)]
+    assert any(not math.isfinite(norm) for _, norm in straight)
+    assert math.isfinite(straight[-1][1])
+    again = make(role)
+    again.load_checkpoint(path)
+    resumed = [train(again, 50 + i, advantage) for i, advantage in enumerate(plan)]
+    assert str(resumed) == str(straight), (resumed, straight)
+    assert torch.equal(parameters(worker), parameters(again))
+
+    # Without the scaler's state the same resume is another run.
+    file = Path(path) / f"extra_state_world_size_2_rank_{RANK}.pt"
+    content = torch.load(file, weights_only=False)
+    record = content["client_state"].pop("precision_shim_scaler")
+    torch.save(content, file)
+    dist.barrier()
+    fresh = make(role)
+    fresh.load_checkpoint(path)
+    others = [train(fresh, 50 + i, advantage) for i, advantage in enumerate(plan)]
+    assert str(others) != str(straight)
+
+    # One rank's file of another checkpoint: all stop.
+    if RANK == 0:
+        content["client_state"]["precision_shim_scaler"] = record
+        torch.save(content, file)
+    dist.barrier()
+    assert "different loss scaler states" in refused(make(role), path)
+
+    # One rank's file damaged: all stop, with its name.
+    if RANK == 1:
+        broken = {**record, "state": {**record["state"], "scale": 1.0}}
+        content["client_state"]["precision_shim_scaler"] = broken
+        torch.save(content, file)
+    dist.barrier()
+    assert "rank_1.pt" in refused(make(role), path)
+
+
+def refused(worker: Any, path: str) -> str:
+    try:
+        worker.load_checkpoint(path)
+    except ScalerCheckpointError as error:
+        return str(error)
+    raise AssertionError("the state was accepted")
+
+
+os.environ.update(RANK=str(RANK), WORLD_SIZE="2", LOCAL_RANK="0")
+dist.init_process_group("gloo", init_method=f"file://{FOLDER / 'meet'}", rank=RANK, world_size=2)
+import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker  # noqa: E402, F401
+
+if RANK == 0:
+    support.make_checkpoint(FOLDER / "tied", "float32", tied=True)
+dist.barrier()
+with skyrl_on_cpu():
+    # A checkpoint of unpatched SkyRL.
+    plain = make("policy")
+    train(plain, 0)
+    plain.save_checkpoint(str(FOLDER / "plain"))
+    precision_shim.install(settings={"growth_interval": 3, "log": "quiet"})
+    loaded = make("policy")
+    loaded.load_checkpoint(str(FOLDER / "plain"))
+    assert torch.equal(parameters(plain), parameters(loaded))
+    settle(loaded)
+    for one in ("policy", "critic"):
+        one_role(one)
+    precision_shim.uninstall()
+    # And unpatched SkyRL loads ours.
+    plain.load_checkpoint(str(FOLDER / "policy"))
+    train(plain, 1)
+dist.barrier()
+dist.destroy_process_group()
+print("everything held")

@@ -1,0 +1,194 @@
+"""What the SkyRL tests share: a tiny Hugging Face checkpoint, and real workers built from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
+
+VOCABULARY = 64
+
+
+def make_checkpoint(folder: Path, dtype: str, *, tied: bool = False) -> Path:
+    """Write a Qwen2 of a few thousand parameters with a word-level tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 3))]
+    inner = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<eos>",
+        unk_token="<unk>",
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+    )
+    model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder)
+    return folder
+
+
+def train_config(*overrides: str) -> Any:
+    """SkyRL's own config from a command line, with what a CPU needs."""
+    from skyrl.train.config import SkyRLTrainConfig
+
+    packing = "use_sample_packing"
+    fields = SkyRLTrainConfig().trainer.__dataclass_fields__
+    if packing not in fields:
+        packing = "remove_microbatch_padding"
+    return SkyRLTrainConfig.from_cli_overrides(
+        [
+            f"trainer.{packing}=false",
+            "trainer.flash_attn=false",
+            "trainer.gradient_checkpointing=false",
+            "trainer.logger=console",
+            *overrides,
+        ]
+    )
+
+
+def megatron_worker(checkpoint: Path, *overrides: str, config: Any = None) -> Any:
+    """A real MegatronPolicyWorkerBase whose model is not built yet; the cfg is ``.cfg``.
+
+    Args:
+        checkpoint: from ``make_checkpoint``.
+        overrides: SkyRL's command line.
+        config: a whole SkyRLTrainConfig instead of a command line.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import MegatronStrategy
+    from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import (
+        MegatronPolicyWorkerBase,
+    )
+
+    from precision_shim.testing.skyrl_cpu import make_worker
+
+    if config is None:
+        config = train_config("trainer.strategy=megatron", *overrides)
+    config.trainer.policy.model.path = str(checkpoint)
+    config.trainer.policy.megatron_config.transformer_config_kwargs.update(
+        **CPU_TRANSFORMER,
+        attention_backend="unfused",
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+    )
+    worker = make_worker(MegatronPolicyWorkerBase, config.trainer)
+    # As init_worker_process_group does, without starting Megatron's parallel state again.
+    worker.strategy = MegatronStrategy(
+        megatron_config=worker.cfg.policy.megatron_config,
+        optimizer_config=worker.cfg.policy.optimizer_config,
+        seed=worker.cfg.seed,
+    )
+    worker.strategy.world_size = 1
+    return worker
+
+
+def build(checkpoint: Path, *overrides: str, config: Any = None) -> Any:
+    """The same with model, optimizer and scheduler, by SkyRL's own ``init_model``."""
+    worker = megatron_worker(checkpoint, *overrides, config=config)
+    worker.init_model(str(checkpoint))
+    return worker
+
+
+# -- FSDP --------------------------------------------------------------------------------------
+
+
+def fsdp_config(role: str, checkpoint: Path, dtype: str | None, *overrides: str) -> Any:
+    """SkyRL's config of an FSDP worker.
+
+    Args:
+        role: ``"policy"``, ``"critic"`` or ``"ref"``.
+        checkpoint: from ``make_checkpoint``.
+        dtype: ``mixed_precision.param_dtype``, or ``None`` for SkyRL's default.
+        overrides: SkyRL's command line.
+    """
+    from skyrl.train.config import SkyRLTrainConfig
+
+    strategy = SkyRLTrainConfig().trainer.strategy  # "fsdp2" in 0.2, "fsdp" for the same in 0.3
+    mixed = f"trainer.{role}.fsdp_config.mixed_precision.param_dtype={dtype}"
+    return train_config(
+        f"trainer.strategy={strategy}",
+        f"trainer.policy.model.path={checkpoint}",
+        f"trainer.{role}.model.path={checkpoint}",
+        *([f"trainer.{role}.optimizer_config.lr=1e-3"] if role != "ref" else []),
+        *([mixed] if dtype else []),
+        *overrides,
+    )
+
+
+def fsdp_worker(
+    role: str,
+    checkpoint: Path,
+    dtype: str | None,
+    *overrides: str,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Any:
+    """A real FSDP worker of SkyRL's with its model, on a process group that is up already."""
+    from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker as module
+
+    from precision_shim.testing.skyrl_cpu import make_worker
+
+    kind = getattr(module, f"FSDP{role.capitalize()}WorkerBase")
+    config = fsdp_config(role, checkpoint, dtype, *overrides)
+    worker = make_worker(kind, config.trainer, rank=rank, world_size=world_size)
+    worker.init_worker_process_group()
+    if role == "ref":
+        worker.init_model(str(checkpoint))
+    else:
+        worker.init_model(str(checkpoint), num_training_steps=100)
+    return worker
+
+
+def batch(seed: int, *, advantage: float = 1.0, size: int = 2) -> Any:
+    """A training batch of SkyRL's, the same for the same seed."""
+    import torch
+    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+
+    generator = torch.Generator().manual_seed(seed)
+    length, actions = 10, 4
+
+    def ones(value: float) -> torch.Tensor:
+        return value * torch.ones((size, actions))
+
+    data = TrainingInputBatch(
+        {
+            "sequences": torch.randint(3, VOCABULARY, (size, length), generator=generator),
+            "attention_mask": torch.ones((size, length), dtype=torch.int),
+            "action_log_probs": ones(-4.0),
+            "base_action_log_probs": ones(-4.0),
+            "values": ones(0.5),
+            "returns": ones(0.5 * advantage),
+            "advantages": torch.randn((size, actions), generator=generator) * advantage,
+            "loss_mask": torch.ones((size, actions), dtype=torch.int),
+            "response_mask": torch.ones((size, actions), dtype=torch.int),
+            "rollout_logprobs": ones(-4.0),
+        }
+    )
+    data.metadata = {"response_length": actions}
+    return data
+
+
+def metrics_of(output: Any) -> dict[str, float]:
+    """A worker's metrics: the dict itself in 0.2, in a record from 0.3."""
+    found = output if isinstance(output, dict) else output.metrics
+    return {key: value for key, value in found.items() if isinstance(value, float)}

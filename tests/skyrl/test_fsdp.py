@@ -1,0 +1,318 @@
+"""fp16 on FSDP: workers of SkyRL's own, in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.errors import LossScaleError, PrecisionShimWarning, ScalerCheckpointError
+
+from .support import batch, fsdp_worker, metrics_of
+
+ROLES = ("policy", "critic")
+
+
+@pytest.fixture
+def make(cpu: None, checkpoints: dict[str, Path]) -> Callable[..., Any]:
+    """Build a worker with its model; SkyRL's FSDP keeps fp32 parameters and computes in dtype."""
+
+    def worker(role: str = "policy", dtype: str | None = "fp16", *overrides: str) -> Any:
+        return fsdp_worker(role, checkpoints["float32"], dtype, *overrides)
+
+    return worker
+
+
+def module_of(worker: Any) -> Any:
+    return getattr(worker.model, "model", worker.model)
+
+
+def train(worker: Any, seed: int, advantage: float = 1.0) -> tuple[dict[str, float], float]:
+    found = metrics_of(worker.forward_backward(batch(seed, advantage=advantage)))
+    return found, worker.optim_step()
+
+
+def settle(worker: Any) -> int:
+    """Train until the scale fits; returns the next seed."""
+    for seed in range(20):
+        if math.isfinite(train(worker, seed)[1]):
+            return seed + 1
+    raise AssertionError("the scale never fitted")
+
+
+def parameters(worker: Any) -> torch.Tensor:
+    return torch.cat(
+        [one.detach().to_local().flatten().clone() for one in module_of(worker).parameters()]
+    )
+
+
+@pytest.fixture
+def products() -> Callable[[Any], set[torch.dtype]]:
+    """Dtypes that the linear layers of a model compute in."""
+
+    def of(worker: Any) -> set[torch.dtype]:
+        found: set[torch.dtype] = set()
+        layers = [one for one in module_of(worker).modules() if isinstance(one, torch.nn.Linear)]
+        hooks = [
+            one.register_forward_hook(lambda layer, args, output: found.add(output.dtype))
+            for one in layers
+        ]
+        try:
+            worker.forward_backward(batch(0))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_it_trains_in_fp16(make: Any, shim: Any, products: Any, role: str) -> None:
+    shim()
+    assert products(make(role)) == {torch.float16}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_without_the_shim_it_trains_in_bf16(make: Any, products: Any, role: str) -> None:
+    """What the test above differs from."""
+    assert products(make(role)) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_bf16_is_left_alone(make: Any, shim: Any, products: Any, role: str) -> None:
+    plain = make(role, None)
+    expected = [train(plain, seed) for seed in range(3)]
+    shim()
+    worker = make(role, None)
+    assert [train(worker, seed) for seed in range(3)] == expected
+    assert torch.equal(parameters(plain), parameters(worker))
+    assert products(worker) == {torch.bfloat16}
+    assert not [d for d in precision_shim.status().decisions if d.feature == "fp16-scaling"]
+
+
+def test_the_region_is_turned_and_closed_again(make: Any, shim: Any) -> None:
+    shim()
+    worker = make()
+    train(worker, 0)
+    assert not torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_an_overflow_is_skipped_and_shown(make: Any, shim: Any, role: str) -> None:
+    shim(settings={"loss_scale_init": 256})
+    worker = make(role)
+    seed = settle(worker)
+    found, _ = train(worker, seed)
+    scale, skipped = found["loss_scale"], found["skipped_steps"]
+    before, rate = parameters(worker), worker.scheduler.last_epoch
+    _, norm = train(worker, seed + 1, advantage=1e9)
+    assert not math.isfinite(norm)
+    assert torch.equal(before, parameters(worker))
+    assert worker.scheduler.last_epoch == rate, "as SkyRL has it on a step that it skips"
+    found, norm = train(worker, seed + 2)
+    assert (found["skipped_steps"], found["loss_scale"]) == (skipped + 1, scale / 2)
+    assert math.isfinite(norm)
+    assert not torch.equal(before, parameters(worker))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_step_without_clipping(make: Any, shim: Any, role: str) -> None:
+    """SkyRL looks at the norm only where it clips; there the scaler skips."""
+    shim()
+    worker = make(role, "fp16", f"trainer.{role}.optimizer_config.max_grad_norm=0")
+    before = parameters(worker)
+    norm = train(worker, 0, advantage=1e9)[1]
+    assert isinstance(norm, float)
+    assert math.isnan(norm)
+    assert torch.equal(before, parameters(worker))
+    while train(worker, 1)[1] is not None:
+        pass
+    assert not torch.equal(before, parameters(worker))
+    assert torch.isfinite(parameters(worker)).all()
+
+
+def test_without_the_shim_an_overflow_without_clipping_is_fatal(make: Any) -> None:
+    """What the test above differs from."""
+    worker = make("policy", "fp16", "trainer.policy.optimizer_config.max_grad_norm=0")
+    train(worker, 0, advantage=1e12)
+    assert not torch.isfinite(parameters(worker)).all()
+
+
+def test_small_gradients_survive(make: Any, shim: Any) -> None:
+    """What loss scaling is for: without it they become zero in fp16."""
+    alone = "trainer.algorithm.use_kl_loss=false"
+    assert train(make("policy", "fp16", alone), 0, advantage=1e-8)[1] == 0.0
+    exact = train(make("policy", "fp32", alone), 0, advantage=1e-8)[1]
+    shim(settings={"loss_scale_init": 1024})
+    norm = train(make("policy", "fp16", alone), 0, advantage=1e-8)[1]
+    assert norm == pytest.approx(exact, rel=0.1)
+
+
+def test_accumulation(make: Any, shim: Any) -> None:
+    """Micro batches add up to the gradient of the whole, and nothing of the scale is left in it."""
+    one = make("policy", None, "trainer.micro_train_batch_size_per_gpu=4")
+    data = [batch(7, size=4), batch(7, size=4)]
+    one.forward_backward(data[0])
+    expected = one.optim_step()
+    shim(settings={"loss_scale_init": 256})
+    worker = make("policy", "fp16", "trainer.micro_train_batch_size_per_gpu=1")
+    worker.forward_backward(data[1])
+    assert worker.optim_step() == pytest.approx(expected, rel=2e-2)
+
+
+def test_a_step_without_gradients(make: Any, shim: Any) -> None:
+    shim()
+    worker = make()
+    worker.optim_step()
+    seed = settle(worker)
+    assert train(worker, seed)[0]["skipped_steps"] < 20
+
+
+def test_too_many_skips_are_an_error(make: Any, shim: Any) -> None:
+    shim()
+    worker = make()
+    for seed in range(24):
+        train(worker, seed, advantage=1e30)
+    with pytest.raises(LossScaleError, match="25 optimizer steps in a row"):
+        train(worker, 24, advantage=1e30)
+
+
+def test_the_optimizers_step_is_put_back(make: Any, shim: Any) -> None:
+    shim()
+    worker = make()
+    before = worker.optimizer.step
+    settle(worker)
+    assert worker.optimizer.step == before
+    steps = worker.scheduler.last_epoch
+    assert steps == 1
+
+
+# -- checkpoints -----------------------------------------------------------------------------
+
+
+def save(worker: Any, folder: Path) -> str:
+    path = str(folder / "checkpoint")
+    worker.save_checkpoint(path)
+    return path
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_resume_is_exact_over_an_overflow(make: Any, shim: Any, tmp_path: Path, role: str) -> None:
+    shim(settings={"growth_interval": 3})
+    worker = make(role)
+    seed = settle(worker)
+    train(worker, seed)
+    path = save(worker, tmp_path)
+    plan = [1.0, 1e9, 1.0, 1.0, 1.0, 1.0]
+    straight = [train(worker, 50 + i, advantage) for i, advantage in enumerate(plan)]
+    again = make(role)
+    again.load_checkpoint(path)
+    resumed = [train(again, 50 + i, advantage) for i, advantage in enumerate(plan)]
+    assert str(resumed) == str(straight)  # NaN is NaN
+    assert torch.equal(parameters(worker), parameters(again))
+
+
+def test_the_state_is_one_record_in_client_state(make: Any, shim: Any, tmp_path: Path) -> None:
+    import json
+
+    from precision_shim.scaling import read_record
+
+    shim()
+    worker = make()
+    seed = settle(worker)
+    path = save(worker, tmp_path)
+    _, states = worker.strategy.load_checkpoint(
+        model=worker.model, optimizer=worker.optimizer, scheduler=worker.scheduler, ckpt_dir=path
+    )
+    record = json.loads(json.dumps(states["client_state"]["precision_shim_scaler"]))
+    assert read_record(record, "here").steps == seed
+    assert sorted(one.name for one in Path(path).iterdir() if one.name.endswith(".json")) == [
+        "fsdp_config.json"
+    ], "no file beside SkyRL's"
+
+
+def test_the_callers_client_state_stays(make: Any, shim: Any, tmp_path: Path) -> None:
+    shim()
+    worker = make()
+    mine = {"epoch": 3}
+    worker.strategy.save_checkpoint(
+        model=worker.model,
+        ckpt_dir=str(tmp_path / "c"),
+        node_local_rank=0,
+        optimizer=worker.optimizer,
+        scheduler=worker.scheduler,
+        client_state=mine,
+    )
+    assert mine == {"epoch": 3}
+    _, states = worker.strategy.load_checkpoint(
+        model=worker.model, optimizer=worker.optimizer, ckpt_dir=str(tmp_path / "c")
+    )
+    assert states["client_state"]["epoch"] == 3
+
+
+def test_a_checkpoint_of_unpatched_skyrl_loads(make: Any, shim: Any, tmp_path: Path) -> None:
+    plain = make()
+    train(plain, 0)
+    path = save(plain, tmp_path)
+    shim()
+    worker = make()
+    with pytest.warns(PrecisionShimWarning, match="no loss scaler state at .*extra_state"):
+        worker.load_checkpoint(path)
+    assert torch.equal(parameters(plain), parameters(worker))
+    settle(worker)
+
+
+def test_unpatched_skyrl_loads_ours(make: Any, shim: Any, tmp_path: Path) -> None:
+    shim()
+    worker = make()
+    settle(worker)
+    path = save(worker, tmp_path)
+    precision_shim.uninstall()
+    plain = make()
+    plain.load_checkpoint(path)
+    assert torch.equal(parameters(plain), parameters(worker))
+
+
+def test_a_damaged_state_is_an_error(make: Any, shim: Any, tmp_path: Path) -> None:
+    shim()
+    worker = make()
+    settle(worker)
+    path = save(worker, tmp_path)
+    (file,) = Path(path).glob("extra_state_*.pt")
+    content = torch.load(file, weights_only=False)
+    content["client_state"]["precision_shim_scaler"]["state"]["scale"] *= 2
+    torch.save(content, file)
+    with pytest.raises(ScalerCheckpointError, match=r"extra_state_.*does not match its digest"):
+        make().load_checkpoint(path)
+
+
+def test_weights_alone_leave_the_scaler_fresh(make: Any, shim: Any, tmp_path: Path) -> None:
+    shim()
+    worker = make()
+    settle(worker)
+    path = save(worker, tmp_path)
+    fresh = make()
+    fresh.load_checkpoint(path, load_optimizer_states=False)
+    assert train(fresh, 0)[0]["loss_scale"] == 65536
+
+
+@pytest.mark.parametrize("role", ["ref"])
+def test_the_reference_model_follows_too(make: Any, shim: Any, role: str) -> None:
+    """It trains nothing and has no scaler; its autocast follows its parameters all the same."""
+    shim()
+    worker = make(role)
+    found: set[torch.dtype] = set()
+    for one in module_of(worker).modules():
+        if isinstance(one, torch.nn.Linear):
+            one.register_forward_hook(lambda layer, args, output: found.add(output.dtype))
+    worker.forward(batch(0))
+    assert found == {torch.float16}
+    assert not [d for d in precision_shim.status().decisions if d.feature == "fp16-scaling"]

@@ -1,0 +1,459 @@
+"""SkyRL's Megatron policy worker: what is in force in the objects that ``init_model`` made."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.errors import (
+    DtypeError,
+    InconsistentPrecisionError,
+    PrecisionShimWarning,
+    UnsupportedPrecisionError,
+)
+
+from .conftest import SKYRL
+from .support import build, megatron_worker, train_config
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NAMES = {BF16: "bfloat16", FP16: "float16", FP32: "float32"}
+KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs"
+BUCKET = "trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32"
+PRECISION_AWARE = f"{KWARGS}.use_precision_aware_optimizer"
+OPT_IN = (
+    f"{PRECISION_AWARE}=true",
+    f"{KWARGS}.main_grads_dtype=bf16",
+    f"{KWARGS}.exp_avg_dtype=bf16",
+)
+
+MATRIX = [
+    # checkpoint, trainer.bf16, the model with the shim, without it
+    (BF16, True, BF16, BF16),
+    (BF16, False, FP32, BF16),
+    (FP32, True, BF16, BF16),
+    (FP32, False, FP32, FP32),
+    (FP16, True, BF16, None),
+    (FP16, False, FP16, FP16),
+]
+
+
+@pytest.fixture
+def make(fused_adam: str, checkpoints: dict[str, Path]) -> Callable[..., Any]:
+    """Build a worker's model and optimizer."""
+
+    def worker(dtype: torch.dtype = BF16, *overrides: str, config: Any = None) -> Any:
+        return build(checkpoints[NAMES[dtype]], *overrides, config=config)
+
+    return worker
+
+
+def model_dtype(worker: Any) -> torch.dtype:
+    (found,) = {one.dtype for chunk in worker.actor_module for one in chunk.parameters()}
+    return found
+
+
+def bucket(worker: Any) -> torch.dtype:
+    (found,) = {buffer.grad_data.dtype for chunk in worker.actor_module for buffer in chunk.buffers}
+    return found
+
+
+def inner(worker: Any) -> Any:
+    (found,) = getattr(worker.optimizer, "chained_optimizers", [worker.optimizer])
+    return found
+
+
+def states(worker: Any) -> dict[str, torch.dtype]:
+    """Dtypes of the live optimizer's states after one step on made-up gradients."""
+    for chunk in worker.actor_module:
+        for buffer in chunk.buffers:
+            buffer.grad_data.normal_(std=1e-2)
+    worker.optimizer.step()
+    found: dict[str, set[torch.dtype]] = {}
+    for state in inner(worker).optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                found.setdefault(name, set()).add(value.dtype)
+    return {name: dtypes.pop() for name, dtypes in found.items() if len(dtypes) == 1}
+
+
+def reasons(feature: str) -> str:
+    return "\n".join(str(d) for d in precision_shim.status().decisions if d.feature == feature)
+
+
+# -- the dtype matrix ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "flag", "model", "_"), MATRIX, ids=lambda v: NAMES.get(v, str(v))
+)
+def test_matrix(
+    make: Any, shim: Any, checkpoint: torch.dtype, flag: bool, model: torch.dtype, _: Any
+) -> None:
+    """All six rows end in an optimizer config that tells the truth about the live parameters."""
+    shim()
+    worker = make(checkpoint, f"trainer.bf16={str(flag).lower()}")
+    config = worker.optimizer.config
+    assert model_dtype(worker) is model
+    assert config.params_dtype is model
+    assert (config.bf16, config.fp16) == (model is BF16, model is FP16)
+    assert bucket(worker) is FP32
+    assert not config.use_precision_aware_optimizer, "auto takes SkyRL's config at its word"
+    assert (inner(worker).grad_scaler is not None) == (model is FP16)
+    live = states(worker)
+    assert (live["exp_avg"], live["exp_avg_sq"]) == (FP32, FP32)
+    if model is FP16:
+        assert (config.initial_loss_scale, config.min_loss_scale) == (32768, 1)
+        assert worker.provider.pipeline_dtype is FP16, "stages would exchange fp32"
+    said = f"trainer.bf16={flag}; the checkpoint is {'bf16' if checkpoint is BF16 else 'fp16'}"
+    assert (said in reasons("bf16-dispatch")) == (
+        (checkpoint, flag) in [(BF16, False), (FP16, True)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "flag", "_", "model"), MATRIX, ids=lambda v: NAMES.get(v, str(v))
+)
+def test_matrix_without_the_shim(
+    make: Any, checkpoint: torch.dtype, flag: bool, _: Any, model: torch.dtype | None
+) -> None:
+    """What the test above differs from."""
+    overrides = f"trainer.bf16={str(flag).lower()}"
+    if model is None:
+        with pytest.raises(AssertionError, match="both fp16 and bf16"):
+            make(checkpoint, overrides)
+        return
+    worker = make(checkpoint, overrides)
+    config = worker.optimizer.config
+    assert model_dtype(worker) is model
+    assert (config.bf16, config.fp16, config.params_dtype) == (True, False, BF16)
+    assert inner(worker).grad_scaler is None
+
+
+def test_users_transformer_config_wins_over_the_flag(make: Any, shim: Any) -> None:
+    shim()
+    own = "trainer.policy.megatron_config.transformer_config_kwargs"
+    worker = make(BF16, "trainer.bf16=false", f"{own}.fp16=true")
+    assert model_dtype(worker) is FP16
+    assert worker.optimizer.config.fp16
+    assert inner(worker).grad_scaler is not None
+
+
+def test_the_reference_model_follows_the_flag_too(
+    fused_adam: str, shim: Any, checkpoints: dict[str, Path]
+) -> None:
+    from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronWorker
+
+    shim()
+    worker = megatron_worker(checkpoints["bfloat16"], "trainer.bf16=false")
+    config = worker.cfg.policy.megatron_config
+    worker.init_configs(
+        str(checkpoints["bfloat16"]), config, {}, config.transformer_config_kwargs, bf16=False
+    )
+    modules = MegatronWorker.make_megatron_module(
+        worker, wrap_with_ddp=False, ddp_config=None, bf16=False
+    )
+    assert {one.dtype for module in modules for one in module.parameters()} == {FP32}
+
+
+# -- the optimizer's states ------------------------------------------------------------------
+
+
+def test_follow_model(make: Any, shim: Any) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    worker = make(BF16, f"{KWARGS}.adam_beta2=0.95")
+    config = worker.optimizer.config
+    assert config.use_precision_aware_optimizer, "the default False is no wish of the user's"
+    assert bucket(worker) is BF16
+    assert config.main_params_dtype is FP32
+    live = states(worker)
+    assert (live["exp_avg"], live["exp_avg_sq"]) == (BF16, BF16)
+
+
+def test_follow_model_keeps_to_a_written_no(make: Any, shim: Any) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    worker = make(BF16, f"{PRECISION_AWARE}=false")
+    assert not worker.optimizer.config.use_precision_aware_optimizer
+    assert bucket(worker) is FP32
+    assert "the user turned the precision-aware optimizer off" in reasons("bf16-dispatch")
+
+
+def test_follow_model_fp16(make: Any, shim: Any) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    worker = make(FP16, "trainer.bf16=false")
+    config = worker.optimizer.config
+    assert config.use_precision_aware_optimizer
+    assert config.store_param_remainders is False
+    assert bucket(worker) is FP32
+    assert states(worker)["exp_avg"] is FP32
+
+
+@pytest.mark.skipif(Version("0.3") > SKYRL, reason="SkyRL 0.2 keeps adam_betas from Megatron")
+def test_the_guard_knows_skyrls_betas(make: Any, shim: Any) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    betas = "trainer.policy.optimizer_config.adam_betas"
+    make(BF16, f"{betas}=[0.9,0.95]")  # no warning
+    with pytest.warns(PrecisionShimWarning, match="cannot decay"):
+        make(BF16, f"{betas}=[0.9,0.999]")
+
+
+def test_opt_in_by_names(make: Any, shim: Any) -> None:
+    """The config at its word: what it asks for, and a bucket that matches."""
+    shim()
+    worker = make(BF16, *OPT_IN)
+    assert bucket(worker) is BF16
+    live = states(worker)
+    assert (live["exp_avg"], live["exp_avg_sq"]) == (BF16, FP32)
+
+
+def test_opt_in_without_the_shim(make: Any) -> None:
+    """What the test above differs from: a crash on 0.2, an fp32 bucket on 0.3."""
+    if Version("0.3") > SKYRL:
+        with pytest.raises(RuntimeError):
+            make(BF16, *OPT_IN)
+        return
+    worker = make(BF16, *OPT_IN)
+    assert worker.optimizer.config.main_grads_dtype is BF16
+    assert bucket(worker) is FP32
+
+
+def test_callers_kwargs_win(make: Any, shim: Any) -> None:
+    shim()
+    with pytest.warns(PrecisionShimWarning, match="OptimizerConfig is for fp32 parameters"):
+        worker = make(BF16, f"{KWARGS}.params_dtype=fp32", f"{KWARGS}.lr=0.5")
+    assert worker.optimizer.config.params_dtype is FP32
+    assert worker.optimizer.config.lr == 0.5
+
+
+def test_a_contradiction_is_an_error_in_strict_mode(make: Any, shim: Any) -> None:
+    shim(strict=True)
+    with pytest.raises(InconsistentPrecisionError, match="OptimizerConfig is for fp32 parameters"):
+        make(BF16, f"{KWARGS}.params_dtype=fp32")
+
+
+def test_the_callers_config_stays_as_it_is(make: Any, shim: Any) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    worker = make(BF16, f"{KWARGS}.exp_avg_dtype=bf16", f"{KWARGS}.adam_beta2=0.95")
+    kwargs = worker.cfg.policy.megatron_config.optimizer_config_kwargs
+    assert kwargs["exp_avg_dtype"] == "bf16"
+    assert "main_grads_dtype" not in kwargs
+    assert kwargs.get("use_precision_aware_optimizer", False) is False
+
+
+def test_without_transformer_engine(cpu: None, shim: Any, checkpoints: dict[str, Path]) -> None:
+    """What the shim would have added is withdrawn; what the user asked for fails by name."""
+    shim(settings={"optimizer_states": "follow-model"})
+    worker = build(checkpoints["bfloat16"])
+    assert not worker.optimizer.config.use_precision_aware_optimizer
+    assert bucket(worker) is FP32
+    assert "TransformerEngine is not installed" in reasons("bf16-dispatch")
+    with pytest.raises(UnsupportedPrecisionError, match="TransformerEngine"):
+        build(checkpoints["bfloat16"], f"{PRECISION_AWARE}=true")
+
+
+# -- the bucket ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("travelled", [False, True], ids=["built here", "pickled"])
+@pytest.mark.parametrize(
+    ("written", "expected"), [(None, BF16), ("true", FP32), ("false", BF16)], ids=str
+)
+def test_bucket_by_what_was_written(
+    make: Any, shim: Any, written: str | None, expected: torch.dtype, travelled: bool
+) -> None:
+    """A written True looks like the default; and the config travels to workers pickled."""
+    shim()
+    overrides = [] if written is None else [f"{BUCKET}={written}"]
+    config = train_config("trainer.strategy=megatron", *OPT_IN, *overrides)
+    if travelled:
+        config = copy.deepcopy(pickle.loads(cloudpickle.dumps(config)))
+    if written == "true":
+        with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
+            worker = make(BF16, config=config)
+    else:
+        worker = make(BF16, config=config)
+    assert bucket(worker) is expected
+
+
+def test_low_precision_bucket_without_the_optimizer_is_the_users(make: Any, shim: Any) -> None:
+    shim()
+    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
+        worker = make(BF16, f"{BUCKET}=false")
+    assert bucket(worker) is BF16
+
+
+def test_align_goes_over_what_was_written(make: Any, shim: Any) -> None:
+    shim(settings={"grad_bucket": "align"})
+    assert bucket(make(BF16, *OPT_IN, f"{BUCKET}=true")) is BF16
+
+
+def test_an_assigned_value_is_the_users(make: Any, shim: Any) -> None:
+    shim()
+    config = train_config("trainer.strategy=megatron", *OPT_IN)
+    config.trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32 = True
+    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
+        worker = make(BF16, config=config)
+    assert bucket(worker) is FP32
+
+
+def test_a_config_built_before_the_shim_counts_as_written(make: Any, shim: Any) -> None:
+    config = train_config("trainer.strategy=megatron", *OPT_IN)
+    shim()
+    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
+        worker = make(BF16, config=config)
+    assert bucket(worker) is FP32
+
+
+def test_the_config_shows_nothing_of_it(skyrl: None, shim: Any) -> None:
+    from skyrl.train.config.config import MegatronDDPConfig, get_config_as_yaml_str
+
+    before = train_config("trainer.strategy=megatron")
+    ddp = before.trainer.policy.megatron_config.ddp_config
+    shim()
+    after = train_config("trainer.strategy=megatron")
+    assert get_config_as_yaml_str(after) == get_config_as_yaml_str(before)
+    assert after == before
+    assert repr(after) == repr(before)
+    assert after.trainer.policy.megatron_config.ddp_config == ddp == MegatronDDPConfig()
+
+
+@pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
+@pytest.mark.parametrize("written", [False, True])
+def test_overrides_in_the_old_style(
+    skyrl: None, shim: Any, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are merged over a YAML that spells out every default.
+
+    SkyRL's wheel comes without the YAML; an installation from its repository has it.
+    """
+    import skyrl.train.config.utils as module
+    from omegaconf import OmegaConf
+
+    buckets = {"megatron_config": {"ddp_config": {"grad_reduce_in_fp32": True}}}
+    yaml = {"trainer": {"policy": buckets}, "generator": {"backend": "vllm"}}
+    monkeypatch.setattr(module, "get_legacy_config", lambda: OmegaConf.create(yaml))
+    shim()
+    extra = [f"{BUCKET}=true"] if written else []
+    config = train_config("generator.backend=vllm", "trainer.strategy=megatron", *extra)
+    megatron = config.trainer.policy.megatron_config
+    assert ("grad_reduce_in_fp32" in vars(megatron.ddp_config)) == written
+    assert megatron.ddp_config.grad_reduce_in_fp32 is True
+
+
+# -- dtype names -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16", "BFloat16", " bf16 ", "torch.bfloat16"])
+def test_names(make: Any, shim: Any, name: str) -> None:
+    shim()
+    worker = make(BF16, f"{PRECISION_AWARE}=true", f"{KWARGS}.exp_avg_dtype='{name}'")
+    assert states(worker)["exp_avg"] is BF16
+
+
+def test_wrong_names_and_illegal_dtypes(make: Any, shim: Any) -> None:
+    shim()
+    with pytest.raises(DtypeError, match=r"skyrl \d.*optimizer_config_kwargs.*exp_avg_dtype='b16'"):
+        make(BF16, f"{KWARGS}.exp_avg_dtype=b16")
+    with pytest.raises(DtypeError, match="main_params_dtype='bf16' is not legal"):
+        make(BF16, f"{KWARGS}.main_params_dtype=bf16")
+
+
+def test_legality_of_the_installed_transformer_engine(
+    cpu: None, shim: Any, checkpoints: dict[str, Path]
+) -> None:
+    """SkyRL 0.3's own table takes bf16 moments from any TransformerEngine."""
+    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+
+    shim()
+    with (
+        stand_in_transformer_engine("2.1.0"),
+        pytest.raises(DtypeError, match=r"TransformerEngine 2\.3 or newer"),
+    ):
+        build(checkpoints["bfloat16"], *OPT_IN)
+
+
+def test_none_for_the_kwargs(fused_adam: str, shim: Any) -> None:
+    from skyrl.backends.skyrl_train.distributed.megatron.optimizer import init_megatron_optim_config
+    from skyrl.train.config import OptimizerConfig
+
+    if Version("0.3") > SKYRL:
+        with pytest.raises(TypeError):
+            init_megatron_optim_config(OptimizerConfig(), None)
+    shim()
+    import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
+
+    assert module.init_megatron_optim_config(OptimizerConfig(), None).bf16
+
+
+def test_combinations_that_megatron_rejects_are_left_to_it(fused_adam: str, shim: Any) -> None:
+    shim()
+    import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
+    from skyrl.train.config import OptimizerConfig
+
+    with pytest.raises(AssertionError, match="exp_avg_dtype"):
+        module.init_megatron_optim_config(OptimizerConfig(), {"exp_avg_dtype": "bf16"})
+
+
+def test_direct_caller(fused_adam: str, shim: Any) -> None:
+    """Outside a worker the kwargs are taken at what they say, with SkyRL's bf16 as default."""
+    shim()
+    import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
+    from skyrl.train.config import OptimizerConfig
+
+    for kwargs, expected in (
+        ({}, (True, False, BF16)),
+        ({"fp16": True}, (False, True, FP16)),
+        ({"fp16": True, "bf16": True}, (False, True, FP16)),
+        ({"bf16": False}, (False, False, FP32)),
+    ):
+        config = module.init_megatron_optim_config(OptimizerConfig(), kwargs)
+        assert (config.bf16, config.fp16, config.params_dtype) == expected
+
+
+# -- in and out ------------------------------------------------------------------------------
+
+
+def test_off_means_untouched(skyrl: None) -> None:
+    import skyrl.train.config.config as dataclasses
+    from skyrl.backends.skyrl_train.distributed import fsdp_strategy
+    from skyrl.backends.skyrl_train.distributed.megatron import optimizer
+    from skyrl.backends.skyrl_train.workers.megatron import megatron_worker
+
+    def touched() -> list[Any]:
+        return [
+            vars(optimizer)["init_megatron_optim_config"],
+            vars(megatron_worker)["init_megatron_optim_config"],
+            vars(megatron_worker.MegatronPolicyWorkerBase)["init_model"],
+            vars(dataclasses.MegatronDDPConfig)["__init__"],
+            vars(dataclasses.SkyRLTrainConfig)["from_cli_overrides"],
+            vars(fsdp_strategy.FSDPStrategy)["optimizer_step"],
+        ]
+
+    before = touched()
+    precision_shim.install()
+    during = touched()
+    precision_shim.uninstall()
+    assert all(one is two for one, two in zip(before, touched(), strict=True))
+    assert not any(one is two for one, two in zip(before, during, strict=True))
+
+
+def test_everything_is_wrapped_or_native(skyrl: None, shim: Any) -> None:
+    shim()
+    seams = precision_shim.status().to_dict()["frameworks"]["skyrl"]["seams"]
+    left = {
+        seam["target"]: seam["state"]
+        for seam in seams
+        if seam["state"] not in ("wrapped", "native")
+        and "mcore_fsdp_adapter" not in seam["target"]  # Megatron-FSDP, which SkyRL does not use
+    }
+    assert left == {}
+    native = [seam["target"] for seam in seams if seam["state"] == "native"]
+    assert len(native) == (0 if Version("0.3") > SKYRL else 1)

@@ -1,0 +1,169 @@
+"""fp16 on Megatron: an overflow is a skipped step that can be seen, and the scaler's settings."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.errors import LossScaleError, SettingsError
+
+from .support import batch, build, metrics_of
+
+KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs"
+FP16 = "trainer.bf16=false"
+
+
+@pytest.fixture
+def make(fused_adam: str, checkpoints: dict[str, Path]) -> Callable[..., Any]:
+    """Build an fp16 policy worker from an fp16 checkpoint."""
+    return lambda *overrides: build(checkpoints["float16"], FP16, *overrides)
+
+
+def scaler(worker: Any) -> Any:
+    (found,) = getattr(worker.optimizer, "chained_optimizers", [worker.optimizer])
+    return found.grad_scaler
+
+
+def train(worker: Any, seed: int, advantage: float = 1.0) -> tuple[dict[str, float], Any]:
+    """One forward and backward pass and one step by SkyRL's own methods."""
+    found = metrics_of(worker.forward_backward(batch(seed, advantage=advantage)))
+    return found, worker.optim_step()
+
+
+def parameters(worker: Any) -> torch.Tensor:
+    return torch.cat(
+        [one.detach().float().flatten() for m in worker.actor_module for one in m.parameters()]
+    )
+
+
+def test_an_overflow_is_skipped_and_shown(
+    make: Any, shim: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    shim()
+    worker = make(f"{KWARGS}.initial_loss_scale=1024")
+    first, norm = train(worker, 0)
+    assert math.isfinite(norm)
+    assert first.get("skipped_steps", 0.0) == 0.0
+    before, scale = parameters(worker), float(scaler(worker).scale)
+    assert scale == 1024
+    with caplog.at_level(logging.WARNING, "precision_shim"):
+        for seed in (1, 2):  # Megatron's hysteresis lets the scale stand for the first
+            _, norm = train(worker, seed, advantage=1e9)
+            assert isinstance(norm, float)
+            assert math.isnan(norm)
+    assert caplog.text.count("fp16 overflow at loss scale 1024") == 2
+    assert torch.equal(before, parameters(worker)), "nothing was stepped"
+    assert float(scaler(worker).scale) == scale / 2
+    after, norm = train(worker, 3)
+    assert after["skipped_steps"] == 2.0
+    assert after["loss_scale"] == scale
+    assert math.isfinite(norm)
+    assert not torch.equal(before, parameters(worker))
+    assert train(worker, 4)[0]["loss_scale"] == scale / 2
+
+
+def test_without_the_shim_nothing_is_scaled(make: Any) -> None:
+    """What the tests above differ from: SkyRL trains fp16 with a bf16 config and no scaler."""
+    worker = make()
+    found, norm = train(worker, 0)
+    assert scaler(worker) is None
+    assert not {"loss_scale", "skipped_steps"} & set(found)
+    assert math.isfinite(norm)
+
+
+def test_with_only_this_feature_off_a_skip_leaves_no_trace(make: Any, shim: Any) -> None:
+    """SkyRL drops what Megatron says of a skipped step."""
+    shim(features=["-fp16-scaling"])
+    worker = make()
+    train(worker, 0)
+    found, norm = train(worker, 1, advantage=1e9)
+    assert norm is None
+    assert not {"loss_scale", "skipped_steps"} & set(found)
+
+
+def test_the_scheduler_goes_on(make: Any, shim: Any) -> None:
+    shim()
+    worker = make()
+    train(worker, 0)
+    steps = worker.scheduler.num_steps
+    train(worker, 1, advantage=1e9)
+    assert worker.scheduler.num_steps == steps + 1
+
+
+def test_too_many_skips_are_an_error(make: Any, shim: Any) -> None:
+    shim()
+    worker = make(f"{KWARGS}.initial_loss_scale=4")
+    for seed in range(24):
+        train(worker, seed, advantage=1e9)
+    with pytest.raises(LossScaleError, match=r"25 optimizer steps in a row.*at loss scale 1\b"):
+        train(worker, 24, advantage=1e9)
+    assert float(scaler(worker).scale) == 1, "never below the minimum"
+
+
+def test_losses_and_norms_are_unscaled(make: Any, shim: Any) -> None:
+    shim()
+    small, large = (make(f"{KWARGS}.initial_loss_scale={scale}") for scale in (16, 512))
+    one, two = train(small, 0), train(large, 0)
+    assert one[0]["final_loss"] == pytest.approx(two[0]["final_loss"], rel=1e-6)
+    assert one[1] == pytest.approx(two[1], rel=2e-2)
+
+
+def test_settings_reach_megatrons_scaler(make: Any, shim: Any) -> None:
+    shim(settings={"loss_scale_init": 1024, "growth_interval": 7, "backoff_factor": 0.25})
+    found = scaler(make())
+    assert float(found.scale) == 1024
+    assert found.growth_interval == 7
+    assert found.backoff_factor == 0.25
+    # What stands in SkyRL's own config goes over it.
+    assert float(scaler(make(f"{KWARGS}.initial_loss_scale=64")).scale) == 64
+
+
+def test_a_first_scale_below_the_minimum_is_refused(make: Any, shim: Any) -> None:
+    shim(settings={"loss_scale_init": 0.5})
+    with pytest.raises(SettingsError, match=r"PRECISION_SHIM_LOSS_SCALE_INIT=0\.5 is below"):
+        make()
+
+
+def test_a_static_scale_is_the_users(make: Any, shim: Any) -> None:
+    shim()
+    worker = make(f"{KWARGS}.loss_scale=128")
+    assert type(scaler(worker)).__name__ == "ConstantGradScaler"
+    assert math.isfinite(train(worker, 0)[1])
+
+
+@pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
+def test_sizes_of_fp16_weights(make: Any, shim: Any, on: bool) -> None:
+    """What is sent to the inference engines is put into buckets by size; SkyRL has no fp16 there.
+
+    The table is read for a training dtype of fp32, which is what ``trainer.bf16=false`` gives.
+    """
+    from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronWeightExtractor
+
+    if on:
+        shim()
+    worker = make()
+    extractor = MegatronWeightExtractor(
+        bridge=worker.bridge,
+        actor_module=worker.actor_module,
+        enable_bucketing=True,
+        bucket_size_threshold_GB=1.0,
+        training_dtype=torch.float32,
+    )
+    if not on:
+        with pytest.raises(KeyError, match="float16"):
+            extractor._init_param_buckets()
+        return
+    extractor._init_param_buckets()
+    tasks = worker.bridge.get_conversion_tasks(worker.actor_module)
+    assert extractor.bridge is worker.bridge
+    assert sorted(i for group in extractor.bucket_index_groups for i in group) == list(
+        range(len(tasks))
+    )
+    assert precision_shim.status().enabled

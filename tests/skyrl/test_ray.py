@@ -1,0 +1,174 @@
+"""A real local Ray: workers that SkyRL's own actor group starts, from SkyRL's own actor classes.
+
+They need the package installed, with its start-up file. There is no GPU here: Ray is told of one
+that nobody looks at, and a setup hook of this test gives the workers gloo and the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+START_UP = (
+    "import sys; m = sys.modules.get('precision_shim._startup'); print(bool(m and m.waiting()))"
+)
+
+HOOK = '''
+def setup():
+    """Run by Ray in each worker."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+
+    own, mesh = dist.init_process_group, device_mesh.init_device_mesh
+
+    def init_process_group(*args, backend=None, **kwargs):
+        return own(*args, backend="gloo", **kwargs)
+
+    def init_device_mesh(device_type, *args, **kwargs):
+        return mesh("cpu", *args, **kwargs)
+
+    dist.init_process_group = init_process_group
+    device_mesh.init_device_mesh = init_device_mesh
+    torch.cuda.set_device = lambda *args: None
+    if os.environ["TEST_BACKEND"] == "megatron":
+        from precision_shim.testing.megatron_bridge import import_megatron_bridge
+
+        import_megatron_bridge()
+'''
+
+DRIVER = """
+import json, os, sys
+import ray
+
+backend, renewed = sys.argv[1], sys.argv[2] == "True"
+if backend == "megatron":
+    from precision_shim.testing.megatron_bridge import import_megatron_bridge
+
+    import_megatron_bridge()
+    from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import PolicyWorker
+else:
+    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import PolicyWorker
+import skyrl.train.utils.utils as utils
+from skyrl.backends.skyrl_train.workers.worker import PPORayActorGroup
+from skyrl.train.config import SkyRLTrainConfig
+
+if not renewed:
+    import precision_shim_adapters.skyrl.processes as processes
+
+    processes._renewed = lambda actor_class: actor_class
+strategy = "megatron" if backend == "megatron" else SkyRLTrainConfig().trainer.strategy
+config = SkyRLTrainConfig.from_cli_overrides([f"trainer.strategy={strategy}"])
+utils.peer_access_supported = lambda **kwargs: True  # asks for GPUs
+carried = utils.prepare_runtime_environment(config)
+ray.init(
+    address="local",
+    num_cpus=2,
+    num_gpus=1,
+    include_dashboard=False,
+    log_to_driver=False,
+    runtime_env={
+        "worker_process_setup_hook": "cpu_hook.setup",
+        "env_vars": {"TEST_BACKEND": backend, **carried},
+    },
+)
+
+def report(self):
+    import precision_shim
+
+    found = precision_shim.status().to_dict()["frameworks"]["skyrl"]["seams"]
+    methods = ("init_model", "forward_backward", "make_megatron_module", "init_configs")
+    ddp = self.cfg.policy.megatron_config.ddp_config
+    return {
+        "states": {seam["target"].rpartition(".")[2]: seam["state"] for seam in found},
+        "patched": {
+            name: type(getattr(type(self), name)).__name__
+            for name in methods
+            if hasattr(type(self), name)
+        },
+        "bucket written": "grad_reduce_in_fp32" in vars(ddp),
+        "bucket": ddp.grad_reduce_in_fp32,
+    }
+
+group = PPORayActorGroup(config.trainer, 1, 1, PolicyWorker)
+found = ray.get(group._actor_handlers[0].__ray_call__.remote(report))
+found["carried"] = {k: v for k, v in carried.items() if k.startswith("PRECISION_SHIM")}
+print("FOUND", json.dumps(found))
+"""
+
+
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PRECISION_SHIM", "RAY_"))
+    }
+    placeholders = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
+    path = os.pathsep.join([str(folder), *placeholders, inherited.get("PYTHONPATH", "")])
+    return {**inherited, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path, **variables}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _start_up_file(tmp_path_factory: pytest.TempPathFactory) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", START_UP],
+        env=environment(tmp_path_factory.mktemp("none"), PRECISION_SHIM="1"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if done.stdout != "True\n":
+        pytest.skip("needs the package installed, with its start-up file")
+
+
+def start(folder: Path, backend: str, *, renewed: bool = True) -> dict[str, Any]:
+    """What a worker says of itself that SkyRL's actor group has started."""
+    (folder / "cpu_hook.py").write_text(HOOK)
+    (folder / "driver.py").write_text(DRIVER)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(folder / "driver.py"), backend, str(renewed)],
+        env=environment(folder, PRECISION_SHIM="1", PRECISION_SHIM_LOG="quiet"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=540,
+        cwd=folder,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert lines, (done.stdout + done.stderr)[-4000:]
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_worker_reports_wrapped(tmp_path: Path, backend: str) -> None:
+    found = start(tmp_path, backend)
+    states = found["states"]
+    assert found["carried"]["PRECISION_SHIM"] == "1"
+    # Its methods are the patched ones, not only those of the modules that it has imported.
+    methods = ["forward_backward"]
+    if backend == "megatron":
+        methods += ["init_model", "make_megatron_module", "init_configs"]
+    for name in methods:
+        assert found["patched"][name] == "_BoundSeam", found
+        assert states[name] == "wrapped", states
+    assert found["bucket written"] is False, "what was written travels with the config"
+    assert found["bucket"] is True
+
+
+@pytest.mark.timeout(600)
+def test_without_a_new_actor_class_the_patch_is_lost(tmp_path: Path) -> None:
+    """Why the class is made anew: status says wrapped, and the worker runs the originals."""
+    found = start(tmp_path, "megatron", renewed=False)
+    assert found["patched"]["init_model"] == "function"
+    assert found["patched"]["make_megatron_module"] == "function"
+    assert found["states"]["init_model"] == "wrapped"
