@@ -68,6 +68,24 @@ BUILTIN = (
         "precision_shim_adapters.verl:ADAPTER",
         MEGATRON_EFFECTS,
     ),
+    Entry(
+        "skyrl",
+        "skyrl",
+        PACKAGES["skyrl"],
+        "precision_shim_adapters.skyrl:ADAPTER",
+        (
+            *MEGATRON_EFFECTS,
+            "skyrl.backends.skyrl_train.distributed.fsdp_strategy:"
+            "FSDPStrategy._fsdp_init_train_model",
+        ),
+    ),
+    Entry(
+        "nemo-rl",
+        "nemo-rl",
+        PACKAGES["nemo-rl"],
+        "precision_shim_adapters.nemo_rl:ADAPTER",
+        MEGATRON_EFFECTS,
+    ),
 )
 
 

@@ -299,7 +299,7 @@ def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
     if adapter is None:
         return FrameworkStatus(version, "pending", reason="waits for the framework's import")
     seams = session.engine.report(name)
-    tested = version in adapter.tested
+    tested = version.partition("+")[0] in adapter.tested  # "+" begins what a build has added
     reason = "" if tested else f"not among the tested versions: {', '.join(adapter.tested)}"
     return FrameworkStatus(version, _summary(seams), seams, reason)
 

@@ -21,7 +21,11 @@ ON = ("1", "true", "on", "yes")
 OFF = ("0", "false", "off", "no")
 ENTRY_POINTS = "precision_shim.adapters"
 
-PACKAGES = {"verl": ("verl",)}
+PACKAGES = {
+    "verl": ("verl",),
+    "skyrl": ("skyrl",),
+    "nemo-rl": ("nemo_rl",),
+}
 """For each framework of ours the top-level packages whose import wakes its adapter. It stands here
 and not in ``_registry``, because here it costs a start-up nothing."""
 

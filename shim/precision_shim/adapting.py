@@ -6,11 +6,15 @@ hold no rule themselves. See CONTRIBUTING.md for how to write one.
 
 from __future__ import annotations
 
-from . import _journal
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from . import _journal, _settings
 from ._registry import MEGATRON_EFFECTS
 from ._session import current_settings, in_force, version_of
 from ._settings import Settings
 from ._status import Decision
+from .errors import SettingsError
 from .seams import Adapter, NativeProbe, Seam, Symbol, look
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "decide",
     "in_force",
     "look",
+    "parse_settings",
     "version_of",
     "warn",
 ]
@@ -38,3 +43,32 @@ def decide(framework: str, subject: str, feature: str, chosen: str, because: str
 def warn(message: str) -> None:
     """Warn the user once per process (category ``PrecisionShimWarning``)."""
     _journal.warn(message, stacklevel=3)
+
+
+def parse_settings(
+    values: Mapping[str, object], names: Iterable[str], where: str
+) -> dict[str, Any]:
+    """Read settings that a framework's own config carries, by the names ``install()`` takes.
+
+    Args:
+        values: name to value; ``None`` for a value is the same as leaving it out.
+        names: the settings that make sense there.
+        where: the place in the config, for messages.
+
+    Raises:
+        SettingsError: a name or a value makes no sense.
+    """
+    allowed = tuple(names)
+    parsed: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in allowed:
+            raise SettingsError(
+                f"{where}: unknown key {name!r}; allowed: {', '.join(allowed)}. Correct the key "
+                "or leave it out."
+            )
+        if value is not None:
+            try:
+                parsed[name] = _settings.TABLE[name].parse(name, value)
+            except SettingsError as error:
+                raise SettingsError(f"{where}.{name}: {error}") from None
+    return parsed

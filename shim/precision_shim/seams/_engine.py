@@ -37,10 +37,22 @@ class _Layer:
     function: Callable[..., Any]
     owner: str
     groups: set[_Group]
+    replaces: bool = False
+    made: tuple[Any, Any] | None = None  # what the function replaced, and by what
 
     def is_live(self) -> bool:
         """Asked at each call: a wrapper that someone has kept passes calls through when dead."""
         return bool(self.groups)
+
+    def over(self, below: Any, target: str) -> Any:
+        """What this layer puts over a symbol; a replacement is made once."""
+        if not self.replaces:
+            return SeamWrapper(
+                below, self.function, target=target, owner=self.owner, enabled=self.is_live
+            )
+        if self.made is None or self.made[0] is not below:
+            self.made = below, self.function(below)
+        return self.made[1]
 
 
 @dataclass
@@ -295,7 +307,9 @@ class Engine:
                 layer.groups.add(one.group)
             else:
                 owner = f"precision_shim:{one.adapter.framework}"
-                site.layers.append(_Layer(seam.wrapper, function, owner, {one.group}))
+                site.layers.append(
+                    _Layer(seam.wrapper, function, owner, {one.group}, seam.replaces)
+                )
                 self._rebuild(site)
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(one.group, [f"{seam.target}: {error}"])
@@ -323,14 +337,12 @@ class Engine:
             return
         before, top = site.top, site.raw
         for layer in site.layers:
-            top = SeamWrapper(
-                top, layer.function, target=site.target, owner=layer.owner, enabled=layer.is_live
-            )
+            top = layer.over(top, site.target)
         if top is not before:
             setattr(site.parent, site.name, top)
             site.top = top
         if before is not site.raw:
-            _sweep({id(before): top if site.layers else site.original})
+            _sweep({id(before): (before, top if site.layers else site.original)})
         if not site.layers:
             self._sites.remove(site)
 
@@ -376,9 +388,9 @@ class Engine:
             self._live = False
             self._watcher.remove()
             left = []
-            gone: dict[int, Any] = {}
+            gone: dict[int, tuple[Any, Any]] = {}
             for site in reversed(self._sites):
-                gone[id(site.top)] = site.original
+                gone[id(site.top)] = site.top, site.original
                 for layer in site.layers:
                     layer.groups.clear()
                 if site.holds():
@@ -474,13 +486,13 @@ def _reach(site: _Site, aliases: Iterable[str]) -> list[str]:
     return unreached
 
 
-def _sweep(gone: Mapping[int, Any]) -> None:
-    """Give modules that hold a wrapper by value what it was replaced by."""
+def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
+    """Give modules that hold what we had put somewhere by value what it was replaced by."""
     for module in list(sys.modules.values()):
         names = _contents(module)
         for name, value in list(names.items()):
-            if id(value) in gone and isinstance(value, SeamWrapper):
-                names[name] = gone[id(value)]
+            if id(value) in gone and gone[id(value)][0] is value:
+                names[name] = gone[id(value)][1]
 
 
 def _contents(module: Any) -> dict[str, Any]:

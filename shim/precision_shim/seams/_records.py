@@ -12,6 +12,9 @@ NativeProbe = Callable[[Symbol, Any], "str | None"]
 """Looks at a seam's symbol and at the settings; returns why the framework does the feature
 itself, or ``None`` when it does not."""
 
+Replacement = Callable[[Any], Any]
+"""Gets what a symbol holds and returns what is to stand there until the shim is taken out."""
+
 
 @dataclass(frozen=True)
 class Seam:
@@ -40,6 +43,9 @@ class Seam:
         optional: an absent module makes the seam ``absent``, not ``refused``.
         refusal: why the feature cannot be had here. Such a seam's wrapper only says so (or
             raises, in strict mode) when the framework gets there.
+        replaces: ``wrapper`` is a ``Replacement`` instead: it makes what stands in the symbol's
+            place. For a symbol that callers do not call but build on, such as a class that a
+            decorator has turned into something else.
     """
 
     target: str
@@ -55,6 +61,7 @@ class Seam:
     native: str = ""
     optional: bool = False
     refusal: str = ""
+    replaces: bool = False
 
     @property
     def module(self) -> str:

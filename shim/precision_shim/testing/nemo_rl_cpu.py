@@ -1,0 +1,196 @@
+"""Real NeMo-RL DTensor workers on a CPU, in this process, in several, or in Ray actors.
+
+NeMo-RL's workers ask for NCCL, for ``"cuda"`` meshes and autocast and for Ray's GPUs by name, and
+need little of them: with these names answered on their behalf, the real worker classes load a tiny
+model, train, save and resume over gloo. Works with NeMo-RL 0.4.0 to 0.7.0 (2026-11).
+
+* :func:`nemo_rl_on_cpu` is the harness for a process that makes a worker itself.
+* :func:`stay_on_cpu` is the same for the processes of a Ray cluster: it waits for the import of
+  ``nemo_rl`` and is never undone. A ``sitecustomize`` on ``PYTHONPATH`` calls it.
+
+What this is not: a way to learn about CUDA kernels, their rounding, NCCL or speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..seams._imports import Watcher
+
+__all__ = ["nemo_rl_on_cpu", "stay_on_cpu"]
+
+_PATCHES = "nemo_rl.models.policy.workers.patches"
+_V1 = (
+    "nemo_rl.models.policy.dtensor_policy_worker",
+    "nemo_rl.models.policy.workers.dtensor_policy_worker",
+)
+_AUTO_MODEL = "nemo_automodel.components._transformers.auto_model"
+_WATCHED = (_PATCHES, *_V1, _AUTO_MODEL)
+
+
+@contextlib.contextmanager
+def nemo_rl_on_cpu(
+    world_size: int = 1, rank: int = 0, init_file: str | None = None
+) -> Iterator[None]:
+    """Everything that a NeMo-RL DTensor worker needs in this process; undone on exit.
+
+    A process group that a worker has made inside is destroyed on exit.
+
+    Args:
+        world_size: number of processes.
+        rank: of this one.
+        init_file: where the processes meet, a path that does not exist yet; may be None for one.
+
+    Raises:
+        ValueError: several processes and no ``init_file``.
+    """
+    if world_size > 1 and init_file is None:
+        raise ValueError("several processes need an init_file to meet at")
+    import torch.distributed as dist
+
+    from .megatron_cpu import _environment
+
+    with contextlib.ExitStack() as stack:
+        if init_file is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            init_file = os.path.join(folder, "rendezvous")
+        numbers = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world_size}
+        stack.enter_context(_environment({name: str(n) for name, n in numbers.items()}))
+        _answer_for_gpus(stack, f"file://{init_file}")
+        watcher = Watcher(_module_is_there)
+        watcher.watch(_WATCHED)
+        stack.callback(watcher.remove)
+        for name in _WATCHED:
+            if name in sys.modules:
+                _module_is_there(name)
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def stay_on_cpu() -> None:
+    """Enter the harness when ``nemo_rl`` is imported, and stay in it until the process ends.
+
+    Rendezvous is what Ray's worker group put into the environment. The device names are answered
+    in the thread that imports ``nemo_rl``, which is an actor's main thread.
+    """
+    watcher = Watcher(lambda name: _stay() if name == "nemo_rl" else _module_is_there(name))
+    watcher.watch(["nemo_rl", *_WATCHED])
+
+
+_kept: list[contextlib.ExitStack] = []
+
+
+def _stay() -> None:
+    stack = contextlib.ExitStack()
+    _answer_for_gpus(stack, None)
+    _kept.append(stack)
+
+
+def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> None:
+    import ray
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.device_mesh as meshes
+    from torch.amp import autocast_mode
+
+    from .megatron_cpu import _patched, cuda_means_cpu
+
+    _let_config_modules_pickle()
+    make_group, make_mesh = dist.init_process_group, meshes.init_device_mesh
+    enter_autocast = autocast_mode.autocast.__init__
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        kwargs.pop("backend", None)
+        if init_method is not None:
+            numbers = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
+            kwargs |= {"init_method": init_method, **numbers}
+        make_group("gloo", **kwargs)
+
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return make_mesh("cpu", *args, **kwargs)
+
+    def autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        enter_autocast(self, "cpu", *args, **kwargs)
+
+    stack.enter_context(cuda_means_cpu())
+    for owner, values in (
+        (dist, {"init_process_group": init_process_group, "init_device_mesh": init_device_mesh}),
+        (meshes, {"init_device_mesh": init_device_mesh}),
+        (autocast_mode.autocast, {"__init__": autocast}),
+        (ray, {"get_gpu_ids": _one_gpu}),
+        (
+            torch.cuda,
+            {
+                "get_device_name": _name_of_device,
+                "memory_allocated": _no_memory,
+                "memory_reserved": _no_memory,
+            },
+        ),
+    ):
+        stack.enter_context(_patched(owner, values))
+
+
+def _one_gpu() -> list[int]:
+    return [0]
+
+
+def _name_of_device(*args: Any) -> str:
+    return "cpu"
+
+
+def _no_memory(*args: Any) -> int:
+    return 0
+
+
+def _module_is_there(name: str) -> None:
+    module = sys.modules[name]
+    replacements: dict[str, Callable[..., Any]] = {
+        # It stands for one version of torch only, and asserts that.
+        "apply_torch_aten_alias_tensor_patch": _nothing,
+    }
+    if name in _V1:
+        # The environment that NeMo-RL gives its first DTensor worker holds no nemo_automodel.
+        replacements["resolve_model_class"] = _plain_model_class
+    for attribute, value in replacements.items():
+        if hasattr(module, attribute):
+            setattr(module, attribute, value)
+    if name == _AUTO_MODEL:
+        # nemo_automodel 0.1 loads with flash attention, which needs a GPU, unless told otherwise;
+        # NeMo-RL 0.4 tells it for one of its two calls.
+        loader = module._BaseNeMoAutoModelClass.from_pretrained.__func__
+        loader.__kwdefaults__["attn_implementation"] = "sdpa"
+
+
+def _nothing() -> None:
+    """In the place of a patch for another torch."""
+
+
+def _plain_model_class(model_name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM
+
+
+def _let_config_modules_pickle() -> None:
+    """torch 2.13's config modules do not pickle; workers of 0.4 and 0.5 ship with one by value."""
+    import torch._dynamo.config as some
+    from torch.utils._config_module import ConfigModule
+
+    kinds: set[type] = {ConfigModule, type(some)}
+    for kind in kinds:
+        copyreg.pickle(kind, _config_module_by_name)
+
+
+def _config_module_by_name(module: Any) -> Any:
+    import importlib
+
+    return importlib.import_module, (module.__name__,)

@@ -1,0 +1,99 @@
+"""A driver with one real Megatron worker in a real local Ray cluster; prints what came of it.
+
+Run as a script, because a driver's environment is what its workers get. Arguments: a folder with a
+model, an empty folder.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import json
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("ignore")
+
+
+def report(self: Any) -> dict[str, Any]:
+    """What a worker knows; runs in the actor."""
+    import os
+
+    import precision_shim
+
+    framework = precision_shim.status().frameworks.get("nemo-rl")
+    seams = framework.seams if framework else ()
+    return {
+        "pid": os.getpid(),
+        "mro": [f"{one.__module__}.{one.__qualname__}" for one in type(self).__mro__],
+        "wrapped": sorted({seam.target for seam in seams if seam.state == "wrapped"}),
+        "params_dtype": str(self.megatron_cfg.optimizer.params_dtype),
+        "check": self.model.ddp_config.check_for_nan_in_grad,
+    }
+
+
+def let_config_modules_pickle() -> None:
+    """torch 2.13's config modules do not pickle; ``train`` of 0.6 and older ships with one."""
+
+    def by_name(module: Any) -> Any:
+        return importlib.import_module, (module.__name__,)
+
+    for module in list(sys.modules.values()):
+        if type(module).__name__ == "ConfigModuleInstance":  # a class of its own for each
+            copyreg.pickle(type(module), by_name)
+
+
+def main(model: Path, folder: Path) -> dict[str, Any]:
+    """Convert here, then make a worker of an actor class and let it train."""
+    import ray
+
+    from tests.nemo_rl.megatron import support
+    from tests.nemo_rl.support import batch, nll_loss
+
+    support.import_worker_modules()
+    config = support.policy_config(
+        model, "float16", optimizer={**support.FP16, "initial_loss_scale": 2.0**30, "hysteresis": 1}
+    )
+    with support.harness(folder):
+        support.convert(config, folder)
+    let_config_modules_pickle()
+    os.environ["NEMO_RL_TEST_CONVERTED"] = str(folder)
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver="NEMO_RL_TEST_LOG" in os.environ,
+        object_store_memory=100_000_000,
+        _temp_dir=tempfile.mkdtemp(prefix="ray", dir="/tmp"),
+        runtime_env={"worker_process_setup_hook": "tests.nemo_rl.megatron.support.stay_on_cpu"},
+    )
+    module, _, name = support.POLICY.partition(":")
+    actor_class = getattr(importlib.import_module(module), name)
+    worker = actor_class.options(num_gpus=0, runtime_env={}).remote(
+        config, **support.arguments(config)
+    )
+    found: dict[str, Any] = {"pid": os.getpid(), "steps": []}
+    found["worker"] = ray.get(worker.__ray_call__.remote(report))
+    try:
+        for seed in range(2):
+            result = ray.get(worker.train.remote(batch(seed=seed), nll_loss()))
+            metrics = result["all_mb_metrics"]
+            found["steps"].append(
+                {
+                    "grad_norm": float(result["grad_norm"]),
+                    "loss_scale": metrics.get("loss_scale"),
+                    "skipped_steps": metrics.get("skipped_steps"),
+                }
+            )
+    except ray.exceptions.RayTaskError as error:
+        found["error"] = str(error)[-2000:]
+    ray.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    print("FOUND", json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))

@@ -1,0 +1,101 @@
+"""dtype names in the two ways in which Bridge makes an OptimizerConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.errors import DtypeError
+
+from ..support import NEMO_RL
+from . import support
+
+DEFERRED = Version("0.5") <= NEMO_RL
+"""From 0.5 on Bridge has a class of its own, which checks in ``finalize()``."""
+
+NAMES = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "torch.bfloat16",
+    "exp_avg_sq_dtype": "FP32",
+    "main_grads_dtype": "bf16",
+}
+
+
+def made(**fields: Any) -> Any:
+    """An OptimizerConfig as NeMo-RL makes it and as ``ConfigContainer.validate`` leaves it."""
+    from megatron.bridge.training.config import OptimizerConfig
+
+    config = OptimizerConfig(**{**support.OPTIMIZER, **fields})
+    if DEFERRED:
+        config.finalize()
+    return config
+
+
+def test_bridge_makes_the_config_in_the_way_that_this_version_is_known_for(megatron: None) -> None:
+    from megatron.bridge.training.config import OptimizerConfig
+    from megatron.core.optimizer import OptimizerConfig as Own
+
+    assert (OptimizerConfig is not Own) is DEFERRED
+    assert ("finalize" in vars(OptimizerConfig)) is DEFERRED
+
+
+def test_names_become_dtypes(fused_adam: str, shim: Callable[..., Any]) -> None:
+    before = made(**NAMES)
+    assert before.params_dtype == "float32", "Megatron itself coerces: delete the seam"
+    assert before.exp_avg_dtype == "torch.bfloat16"
+    shim()
+    config = made(**NAMES)
+    assert config.params_dtype is torch.float32
+    assert config.exp_avg_dtype is torch.bfloat16
+    assert config.exp_avg_sq_dtype is torch.float32
+    assert config.main_grads_dtype is torch.bfloat16
+
+
+def test_a_name_for_fp32_is_fp32_without_the_precision_aware_optimizer(
+    megatron: None, shim: Callable[..., Any]
+) -> None:
+    with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
+        made(exp_avg_dtype="float32")
+    shim()
+    assert made(exp_avg_dtype="float32").exp_avg_dtype is torch.float32
+
+
+def test_the_users_mapping_stays_as_it_is(megatron: None, shim: Callable[..., Any]) -> None:
+    shim()
+    before = dict(support.OPTIMIZER)
+    made()
+    assert before == support.OPTIMIZER
+    assert before["params_dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"params_dtype": "float23"}, "float23"),
+        ({**NAMES, "main_params_dtype": "bf16"}, "main_params_dtype"),
+    ],
+)
+def test_what_no_optimizer_takes_is_refused_by_name(
+    fused_adam: str, shim: Callable[..., Any], fields: dict[str, Any], told: str
+) -> None:
+    made(**fields)  # an unpatched Megatron takes it
+    shim()
+    with pytest.raises(DtypeError, match=told):
+        made(**fields)
+
+
+def test_all_of_it_is_undone(megatron: None) -> None:
+    from megatron.bridge.training import optim
+    from megatron.core.optimizer import optimizer as optimizers
+
+    before = optim.setup_optimizer, vars(optimizers.ChainedOptimizer)["step"]
+    precision_shim.install()
+    assert optim.setup_optimizer is not before[0]
+    precision_shim.uninstall()
+    assert (optim.setup_optimizer, vars(optimizers.ChainedOptimizer)["step"]) == before
+    assert made().params_dtype == "float32"

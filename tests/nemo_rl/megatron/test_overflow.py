@@ -1,0 +1,166 @@
+"""float16: an overflow on real Megatron buffers is a skipped step, counted and reported."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from precision_shim.errors import LossScaleError, SettingsError
+
+from ..support import NEMO_RL, batch, loss_for, nll_loss
+from .support import FP16, POLICY, VALUE
+
+Make = Callable[..., AbstractContextManager[Any]]
+
+TOO_MUCH = {**FP16, "initial_loss_scale": 2.0**30, "hysteresis": 1}
+"""A first scale at which the gradients of the tiny model overflow in fp16."""
+
+ROLES = [pytest.param(POLICY, id="policy")]
+if Version("0.7") <= NEMO_RL:
+    ROLES.append(pytest.param(VALUE, id="value"))
+
+
+def loss_of(target: str) -> Any:
+    return loss_for("value") if target == VALUE else nll_loss()
+
+
+def parameters(made: Any) -> torch.Tensor:
+    return torch.cat([one.detach().flatten().clone() for one in made.model.parameters()])
+
+
+def scaler(made: Any) -> Any:
+    return getattr(made.optimizer, "chained_optimizers", [made.optimizer])[0].grad_scaler
+
+
+@pytest.mark.parametrize("target", ROLES)
+def test_an_overflow_ends_the_job_without_the_shim(worker: Make, target: str) -> None:
+    with worker("float16", target=target, optimizer=TOO_MUCH) as made:
+        assert made.model.ddp_config.check_for_nan_in_grad
+        with pytest.raises(RuntimeError, match=r"found (NaN|Inf)"):
+            made.train(batch(), loss_of(target))
+
+
+def test_without_that_check_the_missing_grad_norm_ends_it(
+    worker: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with worker("float16", optimizer=TOO_MUCH) as made:
+        made.model.ddp_config.check_for_nan_in_grad = False
+        for group in made.model.bucket_groups:
+            group.ddp_config.check_for_nan_in_grad = False
+        with pytest.raises((RuntimeError, TypeError), match="NoneType"):
+            made.train(batch(), nll_loss())
+
+
+@pytest.mark.parametrize("target", ROLES)
+def test_an_overflow_is_skipped_counted_and_reported(worker: Make, shim: Any, target: str) -> None:
+    shim()
+    with worker("float16", target=target, optimizer=TOO_MUCH) as made:
+        assert made.megatron_cfg.ddp.check_for_nan_in_grad, "the worker's config is the worker's"
+        before = parameters(made)
+        skipped = 0
+        for seed in range(60):
+            scale = float(made.optimizer.get_loss_scale())
+            result = made.train(batch(seed=seed), loss_of(target))
+            metrics = result["all_mb_metrics"]
+            assert metrics["loss_scale"] == [scale]
+            assert math.isfinite(float(result["global_loss"]))
+            if not math.isnan(float(result["grad_norm"])):
+                break
+            skipped += 1
+            assert metrics["skipped_steps"] == [skipped]
+            assert float(made.optimizer.get_loss_scale()) == scale / 2
+            assert torch.equal(parameters(made), before)
+        assert 2 < skipped < 25
+        assert metrics["skipped_steps"] == [skipped]
+        assert not torch.equal(parameters(made), before)
+        assert float(result["grad_norm"]) < 100, "the norm is of unscaled gradients"
+
+
+def test_an_evaluation_steps_and_reports_nothing(worker: Make, shim: Any) -> None:
+    shim()
+    with worker("float16", optimizer=TOO_MUCH) as made:
+        result = made.train(batch(), nll_loss(), eval_mode=True)
+        assert not {"loss_scale", "skipped_steps"} & set(result["all_mb_metrics"])
+        assert float(made.optimizer.get_loss_scale()) == 2.0**30
+
+
+def test_bf16_reports_no_scale(worker: Make, shim: Any) -> None:
+    shim()
+    with worker() as made:
+        assert scaler(made) is None
+        assert made.model.ddp_config.check_for_nan_in_grad
+        assert "loss_scale" not in made.train(batch(), nll_loss())["all_mb_metrics"]
+
+
+def test_endless_skips_are_an_error(worker: Make, shim: Any) -> None:
+    shim()
+    with worker("float16", optimizer=FP16) as made:
+        for _ in range(24):
+            made.train(batch(), _Infinite())
+        with pytest.raises(LossScaleError, match="25 optimizer steps in a row"):
+            made.train(batch(), _Infinite())
+
+
+class _Infinite:
+    """NeMo-RL's loss of supervised training, infinitely large."""
+
+    def __init__(self) -> None:
+        self._loss = nll_loss()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value, metrics = self._loss(*args, **kwargs)
+        return value * math.inf, metrics
+
+
+def test_the_scaler_starts_where_fp16_can(worker: Make, shim: Any) -> None:
+    with worker("float16", optimizer=FP16) as made:
+        assert scaler(made).scale.item() == 2.0**32
+    shim()
+    with worker("float16", optimizer=FP16) as made:
+        assert scaler(made).scale.item() == 32768
+        assert scaler(made).growth_interval == 1000
+
+
+def test_variables_and_the_configs_block_reach_the_scaler(worker: Make, shim: Any) -> None:
+    shim(settings={"loss_scale_init": 64, "growth_interval": 7, "growth_factor": 3})
+    with worker("float16", optimizer=FP16) as made:
+        found = scaler(made)
+        assert (found.scale.item(), found.growth_interval, found.growth_factor) == (64, 7, 3)
+    with worker("float16", optimizer=FP16, precision_shim={"growth_interval": 9}) as made:
+        found = scaler(made)
+        assert (found.scale.item(), found.growth_interval) == (64, 9)
+    with worker("float16", optimizer={**FP16, "loss_scale_window": 11}) as made:
+        assert scaler(made).growth_interval == 11, "the optimizer's own key is the user's"
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [({"growth_factor": 3}, "growth_factor"), ({"loss_scale_init": 0.5}, "min_loss_scale")],
+)
+def test_a_block_that_makes_no_sense_is_refused(
+    worker: Make, shim: Any, block: dict[str, Any], told: str
+) -> None:
+    shim()
+    with (
+        pytest.raises(SettingsError, match=told),
+        worker("float16", optimizer=FP16, precision_shim=block),
+    ):
+        pass
+
+
+def test_a_static_loss_scale_is_left_alone(worker: Make, shim: Any) -> None:
+    shim()
+    with worker("float16", optimizer={**FP16, "loss_scale": 128.0}) as made:
+        assert made.model.ddp_config.check_for_nan_in_grad
+        result = made.train(batch(), nll_loss())
+        assert "loss_scale" not in result["all_mb_metrics"]
+        assert math.isfinite(float(result["grad_norm"]))

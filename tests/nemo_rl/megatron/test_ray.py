@@ -1,0 +1,83 @@
+"""In a real Ray actor, made of the class as NeMo-RL exports it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+import precision_shim
+
+from ..support import NEMO_RL
+from .support import POLICY
+
+ROOT = Path(precision_shim.__file__).parents[1]
+TESTS = Path(__file__).parents[3]
+
+MIXIN = "precision_shim_adapters.nemo_rl.megatron.ReportingWorker"
+SETUP = (
+    f"{POLICY.partition(':')[0]}:setup_megatron_model"
+    if Version("0.6") > NEMO_RL
+    else "nemo_rl.models.megatron.setup:setup_model_and_optimizer"
+)
+
+
+def driven(model: Path, folder: Path, **environment: str) -> dict[str, Any]:
+    """What the driver prints, run with an environment of its own."""
+    variables = {key: os.environ[key] for key in os.environ if key != "PRECISION_SHIM"}
+    # The same code as here, in the cluster's processes too; installed, the wheel does it.
+    paths = [str(TESTS), *(path for path in sys.path if path and Path(path).is_dir())]
+    variables |= {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **environment}
+    script = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        "import precision_shim._startup as start; start.init(); "
+        "import runpy, sys; sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')",
+        str(Path(__file__).with_name("ray_driver.py")),
+        str(model),
+        str(folder),
+    ]
+    done = subprocess.run(
+        script, env=variables, capture_output=True, text=True, timeout=560, check=False
+    )
+    line = next((one for one in done.stdout.splitlines() if one.startswith("FOUND ")), None)
+    assert line is not None, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    return found
+
+
+@pytest.mark.timeout(600)  # a driver and a worker each import all of it
+def test_an_actor_skips_an_overflow_and_reports_it(model: Path, tmp_path: Path) -> None:
+    found = driven(model, tmp_path / "converted", PRECISION_SHIM="1")
+    worker = found["worker"]
+    assert worker["pid"] != found["pid"]
+    assert MIXIN in worker["mro"]
+    assert SETUP in worker["wrapped"]
+    assert "megatron.bridge.training.optim:setup_optimizer" in worker["wrapped"]
+    assert worker["params_dtype"] == "torch.float32"
+    assert worker["check"] is False
+    assert [math.isnan(one["grad_norm"]) for one in found["steps"]] == [True, True]
+    assert [one["loss_scale"] for one in found["steps"]] == [[2.0**30], [2.0**29]]
+    assert [one["skipped_steps"] for one in found["steps"]] == [[1], [2]]
+
+
+@pytest.mark.timeout(600)  # a driver and a worker each import all of it
+def test_without_the_variable_the_overflow_ends_the_actors_training(
+    model: Path, tmp_path: Path
+) -> None:
+    found = driven(model, tmp_path / "converted")
+    assert MIXIN not in found["worker"]["mro"]
+    assert found["worker"]["wrapped"] == []
+    assert found["worker"]["params_dtype"] == "float32"
+    assert found["steps"] == []
+    assert "found NaN" in found["error"] or "found Inf" in found["error"]

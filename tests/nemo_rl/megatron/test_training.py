@@ -1,0 +1,178 @@
+"""A real worker: its optimizer and bucket follow the model where the config leaves them open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
+
+from ..support import batch, nll_loss
+from .support import FP16, OPTIMIZER
+
+Make = Callable[..., AbstractContextManager[Any]]
+
+OPEN = ("bf16", "fp16", "params_dtype")
+FLAGS = ("bf16", "fp16", "params_dtype", "use_precision_aware_optimizer")
+
+
+def config_of(made: Any) -> Any:
+    """The OptimizerConfig that a worker's optimizer was made with."""
+    return getattr(made.optimizer, "chained_optimizers", [made.optimizer])[0].config
+
+
+def bucket_of(made: Any) -> torch.dtype:
+    found: torch.dtype = made.model.buffers[0].grad_data.dtype
+    return found
+
+
+def flags(made: Any) -> dict[str, Any]:
+    return {name: getattr(config_of(made), name) for name in FLAGS}
+
+
+def decisions(shim: Any, subject: str, feature: str) -> list[str]:
+    return [
+        one["chosen"]
+        for one in shim().to_dict()["decisions"]
+        if (one["framework"], one["subject"], one["feature"]) == ("nemo-rl", subject, feature)
+    ]
+
+
+def trained(made: Any, steps: int = 3) -> tuple[torch.Tensor, list[float]]:
+    losses = [
+        float(made.train(batch(seed=seed), nll_loss())["global_loss"]) for seed in range(steps)
+    ]
+    return torch.cat([one.detach().flatten() for one in made.model.parameters()]), losses
+
+
+def test_bf16_trains_bit_for_bit_as_without_the_shim(worker: Make, shim: Any) -> None:
+    with worker() as made:
+        before = trained(made)
+    shim()
+    with worker() as made:
+        after = trained(made)
+    assert torch.equal(before[0], after[0])
+    assert before[1] == after[1]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32"])
+def test_keys_that_the_config_leaves_open_follow_the_model(
+    worker: Make, shim: Any, precision: str
+) -> None:
+    with worker(precision, drop=OPEN) as made:
+        assert flags(made)["bf16"] is flags(made)["fp16"] is False
+    shim()
+    with worker(precision, drop=OPEN) as made:
+        found = flags(made)
+        own = made.megatron_cfg.optimizer
+    dtype = getattr(torch, precision)
+    assert found == {
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "params_dtype": dtype,
+        "use_precision_aware_optimizer": False,
+    }
+    assert own.bf16 is False, "the worker's config is the worker's"
+
+
+def test_keys_that_are_there_win(worker: Make, shim: Any) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    with worker() as made:
+        found = flags(made)
+    assert found == {
+        "bf16": True,
+        "fp16": False,
+        "params_dtype": torch.float32,
+        "use_precision_aware_optimizer": False,
+    }
+
+
+def test_follow_model_takes_the_table_beneath_the_config(
+    worker: Make, shim: Any, fused_adam: str
+) -> None:
+    drop = ("use_precision_aware_optimizer",)
+    options = {
+        "drop": drop,
+        "optimizer": {"adam_beta2": 0.95},
+        "ddp": {"grad_reduce_in_fp32": False},
+    }
+    with worker(**options) as made:
+        assert not config_of(made).use_precision_aware_optimizer
+    shim(settings={"optimizer_states": "follow-model"})
+    with worker(**options) as made:
+        config = config_of(made)
+        assert bucket_of(made) is torch.bfloat16
+        trained(made, 1)
+    assert config.use_precision_aware_optimizer
+    assert config.main_grads_dtype is config.exp_avg_dtype is torch.bfloat16
+    assert config.exp_avg_sq_dtype is torch.bfloat16
+    assert config.params_dtype is torch.float32, "the config carries it"
+
+
+def test_main_grads_stay_fp32_beside_an_fp32_bucket_of_the_config(
+    worker: Make, shim: Any, fused_adam: str
+) -> None:
+    shim(settings={"optimizer_states": "follow-model"})
+    with worker(
+        drop=("use_precision_aware_optimizer",),
+        optimizer={"adam_beta2": 0.95},
+        ddp={"grad_reduce_in_fp32": True},
+    ) as made:
+        assert config_of(made).main_grads_dtype is torch.float32
+        assert config_of(made).exp_avg_dtype is torch.bfloat16
+        assert bucket_of(made) is torch.float32
+
+
+def test_a_bucket_that_does_not_fit_is_reported_and_left(worker: Make, shim: Any) -> None:
+    shim()
+    with (
+        pytest.warns(PrecisionShimWarning, match="policy: grad_reduce_in_fp32=False gives"),
+        worker(ddp={"grad_reduce_in_fp32": False}) as made,
+    ):
+        assert bucket_of(made) is torch.bfloat16
+    assert decisions(shim, "policy", "grad-bucket-alignment") == [
+        "gradient bucket bf16 (grad_reduce_in_fp32=False)"
+    ]
+
+
+def test_a_bucket_is_aligned_where_the_user_asks_for_it(worker: Make, shim: Any) -> None:
+    with worker(ddp={"grad_reduce_in_fp32": False}) as made:
+        assert bucket_of(made) is torch.bfloat16
+    shim(settings={"grad_bucket": "align"})
+    with worker(ddp={"grad_reduce_in_fp32": False}, reference=True) as made:
+        assert bucket_of(made) is torch.float32
+        assert made.megatron_cfg.ddp.grad_reduce_in_fp32 is False
+        trained(made, 1)
+    aligned = ["gradient bucket fp32 (grad_reduce_in_fp32=True)"]
+    assert decisions(shim, "policy", "grad-bucket-alignment") == aligned
+    assert decisions(shim, "reference", "grad-bucket-alignment") == aligned
+
+
+def test_fp16_that_the_config_leaves_unscaled_is_named(worker: Make, shim: Any) -> None:
+    shim()
+    told = "fp16=False, bf16=True, but precision is float16"
+    with pytest.warns(PrecisionShimWarning, match=told), worker("float16") as made:
+        found = flags(made)["fp16"], made.model.ddp_config.check_for_nan_in_grad
+    # No scaler will see to an overflow, so it is still to end the job.
+    assert found == (False, True)
+    assert decisions(shim, "policy", "fp16-scaling") == ["no loss scaling"]
+
+
+def test_strict_refuses_it(worker: Make, shim: Any) -> None:
+    shim(strict=True)
+    with (
+        pytest.raises(InconsistentPrecisionError, match="Set fp16 to true"),
+        worker("float16"),
+    ):
+        pass
+
+
+def test_the_shipped_keys_are_those_of_nemo_rls_own_config() -> None:
+    from nemo_rl.models.policy import MegatronOptimizerConfig
+
+    assert set(OPTIMIZER) == set(MegatronOptimizerConfig.__annotations__)
+    assert set(FP16) <= set(OPTIMIZER)

@@ -1,0 +1,218 @@
+"""What the NeMo-RL tests share: a tiny model, its policy config and data, and real workers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+VOCABULARY = 64
+LENGTH = 12
+
+try:
+    NEMO_RL = Version(Version(version("nemo-rl")).base_version)
+except PackageNotFoundError:
+    NEMO_RL = Version("0")
+
+WORKERS = "nemo_rl.models.policy" + ("" if Version("0.5") > NEMO_RL else ".workers")
+NAMES = {
+    "v1": f"{WORKERS}.dtensor_policy_worker:DTensorPolicyWorker",
+    "v2": f"{WORKERS}.dtensor_policy_worker_v2:DTensorPolicyWorkerV2",
+    "value": "nemo_rl.models.value.workers.dtensor_value_worker_v2:DTensorValueWorkerV2",
+}
+KINDS = ("v1", "v2", "value") if Version("0.7") <= NEMO_RL else ("v1", "v2")
+
+
+def make_model(folder: Path, *, value_head: bool = False) -> Path:
+    """Write a Qwen2 of a few thousand parameters with a word-level tokenizer.
+
+    Several ranks need the value head in the file: nemo_automodel initializes a missing one in one
+    process only, and leaves what was in memory otherwise.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen2ForTokenClassification,
+    )
+
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 3))]
+    inner = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<eos>",
+        unk_token="<unk>",
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+    )
+    kind = Qwen2ForCausalLM
+    if value_head:
+        config.num_labels = 1
+        kind = Qwen2ForTokenClassification
+    kind(config).save_pretrained(folder)
+    return folder
+
+
+def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any) -> dict[str, Any]:
+    """A policy config as NeMo-RL's YAML gives it; ``changes`` replace its keys."""
+    config: dict[str, Any] = {
+        "model_name": str(model),
+        "tokenizer": {"name": str(model)},
+        "train_global_batch_size": 4,
+        "train_micro_batch_size": 2,
+        "logprob_batch_size": 2,
+        "generation_batch_size": 1,
+        "max_total_sequence_length": LENGTH,
+        "make_sequence_length_divisible_by": 1,
+        "precision": precision,
+        "offload_optimizer_for_logprob": False,
+        "dtensor_cfg": {
+            "enabled": True,
+            "_v2": kind != "v1",
+            "cpu_offload": False,
+            "sequence_parallel": False,
+            "activation_checkpointing": False,
+            "tensor_parallel_size": 1,
+            "context_parallel_size": 1,
+            "custom_parallel_plan": None,
+        },
+        "dynamic_batching": {"enabled": False},
+        "sequence_packing": {"enabled": False},
+        "max_grad_norm": 1.0,
+        "optimizer": {
+            "name": "torch.optim.AdamW",
+            # eps well above the rounding of fp16, or signs of gradients near 0 decide a step.
+            "kwargs": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "foreach": False},
+        },
+        "scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 20}},
+    }
+    if kind == "value":
+        config["reward_model_cfg"] = {"enabled": True, "reward_model_type": "regression"}
+    config.update(changes)
+    return config
+
+
+def batch(size: int = 4, seed: int = 0) -> Any:
+    """Sequences of words for supervised training, with the columns of a value model beside."""
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (size, LENGTH), generator=generator)
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": torch.full((size,), LENGTH),
+            "token_mask": torch.ones(size, LENGTH),
+            "sample_mask": torch.ones(size),
+            "returns": torch.rand(size, LENGTH, generator=generator),
+            "values": torch.zeros(size, LENGTH),
+        }
+    )
+
+
+def nll_loss() -> Any:
+    """NeMo-RL's own loss of supervised training; the class moved and was renamed over time."""
+    for module, name in (
+        ("nemo_rl.algorithms.loss", "NLLLossFn"),
+        ("nemo_rl.algorithms.loss_functions", "NLLLoss"),
+    ):
+        with contextlib.suppress(ModuleNotFoundError, AttributeError):
+            return getattr(importlib.import_module(module), name)()
+    raise AssertionError("this NeMo-RL has no NLL loss where it was")
+
+
+def loss_for(kind: str) -> Any:
+    """The loss that a kind of worker trains with."""
+    if kind != "value":
+        return nll_loss()
+    from nemo_rl.algorithms.loss.loss_functions import MseValueLossConfig, MseValueLossFn
+
+    return MseValueLossFn(MseValueLossConfig())
+
+
+def actor_class(kind: str) -> Any:
+    """What the framework finds by name."""
+    module, _, name = NAMES[kind].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def plain(kind: str) -> Any:
+    """The class that Ray makes the actor of, whether the module's attribute is ours or theirs."""
+    return actor_class(kind).__ray_metadata__.modified_class.__ray_actor_class__
+
+
+def tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def make_worker(kind: str, config: dict[str, Any], **arguments: Any) -> Any:
+    """A real worker in this process; see ``nemo_rl_on_cpu``."""
+    model = config["model_name"]
+    given: dict[str, Any] = {"init_reference_model": False, **arguments}
+    if kind == "value":
+        given.pop("init_reference_model")
+    if kind != "v2" or Version("0.6") > NEMO_RL:
+        given["tokenizer"] = tokenizer(model)
+    torch.manual_seed(0)  # a value head is initialized anew
+    return plain(kind)(json.loads(json.dumps(config)), **given)
+
+
+def save(worker: Any, folder: Path, *, optimizer: bool = True) -> None:
+    """Save as NeMo-RL's loops do: weights and, unless told otherwise, the optimizer."""
+    given: dict[str, Any] = {"weights_path": str(folder / "weights")}
+    if optimizer:
+        given["optimizer_path"] = str(folder / "optimizer")
+    if "checkpointing_cfg" in inspect.signature(_own(worker, "save_checkpoint")).parameters:
+        given["checkpointing_cfg"] = {
+            "enabled": True,
+            "model_save_format": "safetensors",
+            "save_consolidated": False,
+            "is_async": False,
+        }
+    worker.save_checkpoint(**given)
+
+
+def parameters(worker: Any) -> dict[str, torch.Tensor]:
+    """A copy of a worker's parameters, whole and in their own dtype."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in worker.model.modules():
+        if isinstance(module, FSDPModule):  # after an evaluation some are left gathered, in fp16
+            module.reshard()
+    return {
+        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()
+        for name, one in worker.model.named_parameters()
+    }
+
+
+def _own(worker: Any, method: str) -> Any:
+    """NeMo-RL's method, whose signature tells more than that of the one in front of it."""
+    found = [vars(one)[method] for one in type(worker).__mro__ if method in vars(one)]
+    return next(one for one in found if one.__module__.startswith("nemo_rl."))

@@ -1,0 +1,132 @@
+"""The scaler's state in NeMo-RL's checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from precision_shim.errors import PrecisionShimWarning, ScalerCheckpointError
+from precision_shim.scaling import FILE_NAME
+
+from .support import KINDS, batch, loss_for, parameters, save
+from .test_training import Times, figures, same
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+def train(one: Any, kind: str, seeds: range) -> list[Any]:
+    return [figures(one.train(batch(seed=seed), loss_for(kind))) for seed in seeds]
+
+
+def moments(one: Any) -> list[torch.Tensor]:
+    states = one.optimizer.state_dict()["state"]
+    return [
+        value.full_tensor() if hasattr(value, "full_tensor") else value
+        for state in states.values()
+        for value in state.values()
+    ]
+
+
+def test_a_resumed_run_continues_bit_for_bit(kind, worker, shim, tmp_path: Path) -> None:
+    shim(settings={"growth_interval": 3})
+    with worker(kind, "float16") as one:
+        one.train(batch(seed=9), Times(loss_for(kind), 1e30))  # an overflow: 65536 is halved
+        assert train(one, kind, range(2)) == [([32768.0], [1.0])] * 2
+        save(one, tmp_path)
+        assert train(one, kind, range(2, 5)) == [([32768.0], [1.0])] + [([65536.0], [1.0])] * 2
+        expected, states = parameters(one), moments(one)
+    with worker(kind, "float16", paths=tmp_path) as one:
+        scaler = one._precision_shim_scaler
+        assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32768.0, 2)
+        assert (scaler.counter.steps, scaler.counter.skipped) == (3, 1)
+        assert train(one, kind, range(2, 5)) == [([32768.0], [1.0])] + [([65536.0], [1.0])] * 2
+        assert same(expected, parameters(one))
+        assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
+
+
+def test_load_checkpoint_restores_the_scaler_too(kind, worker, shim, tmp_path: Path) -> None:
+    shim(settings={"growth_interval": 1})
+    with worker(kind, "float16") as one:
+        train(one, kind, range(2))
+        save(one, tmp_path)
+        train(one, kind, range(2, 4))
+        assert one._precision_shim_scaler.get_scale() == 65536.0 * 2**4
+        one.load_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
+        assert one._precision_shim_scaler.get_scale() == 65536.0 * 2**2
+
+
+def test_a_setting_of_this_process_wins_over_the_file(kind, worker, shim, tmp_path: Path) -> None:
+    shim()
+    with worker(kind, "float16") as one:
+        save(one, tmp_path)
+    with worker(kind, "float16", tmp_path, precision_shim={"growth_interval": 5}) as one:
+        assert one._precision_shim_scaler.get_growth_interval() == 5
+        assert one._precision_shim_scaler.get_scale() == 65536.0
+
+
+def test_without_the_optimizer_no_scaler_is_saved(kind, worker, shim, tmp_path: Path) -> None:
+    shim()
+    with worker(kind, "float16") as one:
+        save(one, tmp_path, optimizer=False)
+    assert not list(tmp_path.rglob(FILE_NAME))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_other_precisions_save_no_scaler(kind, worker, shim, tmp_path, precision) -> None:
+    shim()
+    with worker(kind, precision) as one:
+        one.train(batch(), loss_for(kind))
+        save(one, tmp_path)
+    assert not list(tmp_path.rglob(FILE_NAME))
+
+
+def test_a_checkpoint_without_scaler_state_loads_with_one_warning(
+    kind, worker, shim, tmp_path: Path
+) -> None:
+    with worker(kind, "float16") as one:
+        one.train(batch(), loss_for(kind))
+        save(one, tmp_path)
+        states = moments(one)
+    shim()
+    stack = contextlib.ExitStack()
+    with pytest.warns(PrecisionShimWarning, match="no loss scaler state at") as caught:
+        one = stack.enter_context(worker(kind, "float16", tmp_path))
+    with stack:
+        assert one._precision_shim_scaler.get_scale() == 65536.0
+        assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
+    ours = [one for one in caught if issubclass(one.category, PrecisionShimWarning)]
+    assert len(ours) == 1
+
+
+def test_a_checkpoint_of_the_shim_loads_without_it(kind, worker, shim, tmp_path: Path) -> None:
+    import precision_shim
+
+    shim()
+    with worker(kind, "float16") as one:
+        one.train(batch(), loss_for(kind))
+        save(one, tmp_path)
+        expected, states = parameters(one), moments(one)
+    precision_shim.uninstall()
+    with worker(kind, "float16", tmp_path) as one:
+        assert same(expected, parameters(one))
+        assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
+
+
+def test_a_damaged_file_is_an_error_that_names_it(kind, worker, shim, tmp_path: Path) -> None:
+    shim()
+    with worker(kind, "float16") as one:
+        save(one, tmp_path)
+    file = tmp_path / "optimizer" / FILE_NAME
+    record = json.loads(file.read_text())
+    record["state"]["scale"] = 1.0
+    file.write_text(json.dumps(record))
+    with (
+        pytest.raises(ScalerCheckpointError, match=f"{FILE_NAME}: .*damaged"),
+        worker(kind, "float16", tmp_path),
+    ):
+        pass

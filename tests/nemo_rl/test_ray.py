@@ -1,0 +1,126 @@
+"""Real NeMo-RL workers, started by its own worker group in a real local Ray cluster on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .support import NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+START_UP = (
+    "import sys; m = sys.modules.get('precision_shim._startup'); print(bool(m and m.waiting()))"
+)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PRECISION_SHIM", "RAY_", "PYTHONPATH"))
+    }
+    return {
+        **inherited,
+        "RAY_AUTH_MODE": "disabled",  # a token would be written to the user's home
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # A busy machine of two cores takes its time.
+        "RAY_raylet_start_wait_time_s": "300",
+        "RAY_worker_register_timeout_seconds": "300",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": f"{HERE / 'site'}:{ROOT}",
+        **variables,
+    }
+
+
+def drive(kind: str, model: Path, folder: Path, precision: str, **variables: str) -> Any:
+    command = [
+        sys.executable,
+        str(HERE / "ray_driver.py"),
+        kind,
+        str(model),
+        str(folder),
+        precision,
+    ]
+    done = subprocess.run(
+        command,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1100,
+        cwd=ROOT,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    if done.returncode or not lines:
+        pytest.fail(f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    return json.loads(lines[-1].removeprefix("FOUND "))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _start_up_file() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", START_UP],
+        env=environment(PRECISION_SHIM="1"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if done.stdout != "True\n":
+        pytest.skip("needs the package installed, with its start-up file")
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_workers_train_skip_save_and_resume(model: Path, tmp_path: Path, kind: str) -> None:
+    found = drive(kind, model, tmp_path, "float16", PRECISION_SHIM="1")
+    start, steps = found["start"], found["steps"]
+    assert len({one["pid"] for one in start}) == 2
+    for one in start:
+        assert NAMES[kind] in one["wrapped"]
+        assert "precision_shim_adapters.nemo_rl.dtensor.ScaledWorker" in one["mro"]
+    # The first step overflows on both ranks.
+    overflow = steps[0]
+    assert math.isnan(overflow["grad_norm"])
+    assert overflow["loss_scale"] == [pytest.approx(1e30)]
+    assert overflow["skipped_steps"] == [1.0]
+    for before, after in zip(start, overflow["workers"], strict=True):
+        assert after["parameters"] == before["parameters"]
+        assert (after["scale"], after["skipped"]) == (pytest.approx(1e4), 1)
+    # The others are taken.
+    for step in (*steps[1:], found["on"]):
+        assert math.isfinite(step["grad_norm"])
+        assert step["loss_scale"] == [pytest.approx(1e4)]
+        assert step["skipped_steps"] == [1.0]
+    assert steps[2]["workers"][0]["parameters"] != start[0]["parameters"]
+    # New actors go on where the old ones were.
+    assert "precision_shim_scaler.json" in found["files"]
+    for old, new in zip(steps[2]["workers"], found["resumed"], strict=True):
+        assert old["pid"] != new["pid"]
+        assert {key: old[key] for key in ("parameters", "scale", "skipped")} == {
+            key: new[key] for key in ("parameters", "scale", "skipped")
+        }
+    assert found["again"]["loss"] == found["on"]["loss"]
+    assert found["again"]["grad_norm"] == found["on"]["grad_norm"]
+    for old, new in zip(found["on"]["workers"], found["again"]["workers"], strict=True):
+        assert old["parameters"] == new["parameters"]
+
+
+@pytest.mark.timeout(1200)
+def test_without_the_variable_nothing_is_there(model: Path, tmp_path: Path) -> None:
+    found = drive("v1", model, tmp_path, "float16")
+    assert found["files"]
+    assert "precision_shim_scaler.json" not in found["files"]
+    for one in found["start"]:
+        assert not one["wrapped"]
+        assert one["scale"] is None
+        assert not [name for name in one["mro"] if "precision_shim" in name]
+    assert found["steps"][0]["loss_scale"] is None

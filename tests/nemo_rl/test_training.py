@@ -1,0 +1,280 @@
+"""Real DTensor workers in float16, with the shim and without it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.errors import LossScaleError, PrecisionShimWarning, SeamError, SettingsError
+from precision_shim.scaling import LossScaler
+
+from .support import KINDS, batch, loss_for, parameters
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+class Times:
+    """A loss function times a factor that may change; otherwise the function itself."""
+
+    def __init__(self, loss_fn: Any, factor: float) -> None:
+        self.loss_fn, self.factor = loss_fn, factor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loss, metrics = self.loss_fn(*args, **kwargs)
+        return loss * self.factor, metrics
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loss_fn, name)
+
+
+class Failing(Times):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def figures(result: dict[str, Any]) -> tuple[Any, Any]:
+    metrics = result["all_mb_metrics"]
+    return metrics.get("loss_scale"), metrics.get("skipped_steps")
+
+
+def test_an_overflow_destroys_the_parameters_without_the_shim(kind, worker) -> None:
+    with worker(kind, "float16") as one:
+        one.train(batch(), Times(loss_for(kind), 1e30))
+        assert not all(torch.isfinite(value).all() for value in parameters(one).values())
+
+
+def test_an_overflow_is_skipped_and_the_scale_falls(kind, worker, shim) -> None:
+    shim()
+    with worker(kind, "float16") as one:
+        one.train(batch(), loss_for(kind))
+        before = parameters(one)
+        lr = one.scheduler.get_last_lr()
+        result = one.train(batch(), Times(loss_for(kind), 1e30))
+        assert same(before, parameters(one))
+        assert math.isnan(float(result["grad_norm"]))
+        assert figures(result) == ([65536.0], [1.0])
+        assert one.scheduler.get_last_lr() != lr  # NeMo-RL's schedule goes on
+        result = one.train(batch(), loss_for(kind))
+        assert figures(result) == ([32768.0], [1.0])
+        assert not same(before, parameters(one))
+
+
+def test_gradients_too_small_for_fp16_survive(kind, worker, shim) -> None:
+    tiny = Times(loss_for(kind), 2.0**-26)
+    norms = {}
+    for precision in ("float32", "float16"):
+        with worker(kind, precision) as one:
+            norms[precision] = float(one.train(batch(), tiny)["grad_norm"])
+    shim()
+    with worker(kind, "float16") as one:
+        scaled = float(one.train(batch(), tiny)["grad_norm"])
+    assert norms["float16"] < 0.7 * norms["float32"]
+    assert scaled == pytest.approx(norms["float32"], rel=0.02)
+
+
+@pytest.mark.parametrize("clip", [0.05, None], ids=["clipped", "not clipped"])
+def test_steps_are_those_of_a_loop_written_by_hand(kind, worker, shim, clip) -> None:
+    if kind == "value":
+        pytest.skip("the loop below is that of a language model")
+    with worker(kind, "float16", max_grad_norm=clip) as one:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=2)
+        norms = []
+        for seed in range(4):
+            one.optimizer.zero_grad()
+            data = batch(seed=seed)
+            for part in data["input_ids"].split(2):
+                with torch.autocast("cpu", dtype=torch.float16):
+                    logits = one.model(
+                        input_ids=part,
+                        attention_mask=torch.ones_like(part, dtype=torch.bool),
+                        use_cache=False,
+                    ).logits
+                chosen = logits.float().log_softmax(-1)[:, :-1].gather(-1, part[:, 1:, None])
+                scaler.scale(-chosen.sum() / data["token_mask"][:, 1:].sum()).backward()
+            scaler.unscale_(one.optimizer)
+            limit = math.inf if clip is None else clip
+            norm = torch.nn.utils.clip_grad_norm_(one.model.parameters(), limit)
+            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+            scaler.step(one.optimizer)
+            scaler.update()
+            one.scheduler.step()
+        expected, scale = parameters(one), scaler.get_scale()
+    shim(settings={"loss_scale_init": 2.0**15, "growth_interval": 2})
+    with worker(kind, "float16", max_grad_norm=clip) as one:
+        start = parameters(one)
+        results = [one.train(batch(seed=seed), loss_for(kind)) for seed in range(4)]
+        if clip is not None or kind == "v1":  # nemo_automodel takes no norm if it need not clip
+            assert [float(one["grad_norm"]) for one in results] == pytest.approx(norms, rel=1e-3)
+        assert [figures(one)[0] for one in results] == [[2.0**15]] * 2 + [[2.0**16]] * 2
+        assert one._precision_shim_scaler.get_scale() == scale
+        found = parameters(one)
+    moved = max(float((expected[name] - start[name]).abs().max()) for name in start)
+    apart = max(float((expected[name] - found[name]).abs().max()) for name in start)
+    assert apart < 1e-3 * moved
+
+
+def test_several_global_batches_in_one_call(kind, worker, shim) -> None:
+    shim(settings={"growth_interval": 1})
+    with worker(kind, "float16") as one:
+        result = one.train(batch(12), loss_for(kind), gbs=4, mbs=2)
+        assert figures(result) == ([4 * 65536.0], [0.0])
+        assert one._precision_shim_scaler.counter.steps == 3
+
+
+def test_dynamic_batching(kind, worker, shim) -> None:
+    shim()
+    dynamic = {
+        "enabled": True,
+        "train_mb_tokens": 24,
+        "logprob_mb_tokens": 24,
+        "sequence_length_round": 4,
+    }
+    with worker(kind, "float16", dynamic_batching=dynamic) as one:
+        arguments = {
+            "input_key": "input_ids",
+            "input_lengths_key": "input_lengths",
+            "sequence_length_round": 4,
+            "max_tokens_per_microbatch": 24,
+        }
+        shards, _ = batch().shard_by_batch_size(1, batch_size=4, dynamic_batching_args=arguments)
+        before = parameters(one)
+        result = one.train(shards[0], loss_for(kind))
+        assert figures(result) == ([65536.0], [0.0])
+        assert not same(before, parameters(one))
+
+
+def test_eval_mode_takes_no_step_and_reports_no_scale(kind, worker, shim) -> None:
+    shim()
+    with worker(kind, "float16") as one:
+        before = parameters(one)
+        result = one.train(batch(), loss_for(kind), True)
+        again = one.train(batch(), loss_for(kind), eval_mode=True)
+        assert figures(result) == figures(again) == (None, None)
+        assert one._precision_shim_scaler.counter.steps == 0
+        assert same(before, parameters(one))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_other_precisions_are_left_alone(kind, worker, shim, precision, monkeypatch) -> None:
+    def run() -> tuple[Any, ...]:
+        with worker(kind, precision) as one:
+            results = [one.train(batch(seed=seed), loss_for(kind)) for seed in range(3)]
+            return parameters(one), results
+
+    expected, without = run()
+
+    def unwanted(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("no scaler in this precision")
+
+    monkeypatch.setattr(LossScaler, "__init__", unwanted)
+    shim()
+    found, with_shim = run()
+    assert same(expected, found)
+    assert [str(one) for one in with_shim] == [str(one) for one in without]
+    assert not precision_shim.status().decisions
+
+
+def test_the_loss_that_is_reported_is_not_scaled(kind, worker, shim) -> None:
+    with worker(kind, "float16") as one:
+        expected = one.train(batch(), loss_for(kind))["global_loss"]
+    shim()
+    with worker(kind, "float16") as one:
+        assert torch.equal(one.train(batch(), loss_for(kind))["global_loss"], expected)
+
+
+def test_the_optimizers_step_is_its_own_outside_train(kind, worker, shim) -> None:
+    shim()
+    with worker(kind, "float16") as one:
+        own = one.optimizer.step
+        one.train(batch(), loss_for(kind))
+        assert one.optimizer.step is own
+        with pytest.raises(ZeroDivisionError):
+            one.train(batch(), Failing(loss_for(kind), 1.0))
+        assert one.optimizer.step is own
+
+
+def test_overflows_without_end_are_an_error(kind, worker, shim) -> None:
+    shim()
+    with worker(kind, "float16") as one:
+        worst = Times(loss_for(kind), math.inf)
+        for _ in range(24):
+            one.train(batch(), worst)
+        with pytest.raises(LossScaleError, match="25 optimizer steps in a row"):
+            one.train(batch(), worst)
+
+
+def test_the_configs_block_wins_over_variables(kind, worker, shim, monkeypatch) -> None:
+    monkeypatch.setenv("PRECISION_SHIM_LOSS_SCALE_INIT", "128")
+    monkeypatch.setenv("PRECISION_SHIM_BACKOFF_FACTOR", "0.25")
+    shim()
+    block = {"loss_scale_init": 4096, "growth_interval": 7, "growth_factor": None}
+    with worker(kind, "float16", precision_shim=block) as one:
+        settings = one._precision_shim_scaler.settings
+        assert (settings.init_scale, settings.growth_interval) == (4096.0, 7)
+        assert (settings.growth_factor, settings.backoff_factor) == (2.0, 0.25)
+        assert settings.chosen == {"init_scale", "growth_interval", "backoff_factor"}
+
+
+@pytest.mark.parametrize(
+    ("block", "says"),
+    [
+        ({"growth_interval": 0}, "precision_shim.growth_interval: .*whole number >= 1"),
+        ({"init_scale": 1.0}, "unknown key 'init_scale'; allowed: loss_scale_init"),
+    ],
+)
+def test_a_block_that_makes_no_sense_is_an_error(kind, worker, shim, block, says) -> None:
+    shim()
+    with pytest.raises(SettingsError, match=says), worker(kind, "float16", precision_shim=block):
+        pass
+
+
+def test_a_feature_that_is_off_changes_nothing(kind, worker, shim) -> None:
+    with worker(kind, "float16") as one:
+        one.train(batch(), loss_for(kind))
+        expected = parameters(one)
+    shim(features="-fp16-scaling")
+    with worker(kind, "float16") as one:
+        assert figures(one.train(batch(), loss_for(kind))) == (None, None)
+        assert same(expected, parameters(one))
+
+
+def test_a_step_without_an_unscaling_before_it_is_refused(kind, worker, shim, monkeypatch) -> None:
+    from precision_shim_adapters.nemo_rl import dtensor
+
+    shim()
+    with worker(kind, "float16") as one:
+        monkeypatch.setattr(dtensor, "_training", dtensor.contextvars.ContextVar("x", default=None))
+        monkeypatch.setattr(dtensor._Training, "unscaled", property(lambda self: False, _ignore))
+        with pytest.raises(SeamError, match="takes their norm elsewhere"):
+            one.train(batch(), loss_for(kind))
+
+
+def _ignore(self: Any, value: Any) -> None:
+    return None
+
+
+def test_a_worker_in_a_process_without_the_shim_says_so(kind, worker, shim) -> None:
+    from precision_shim_adapters.nemo_rl.dtensor import redecorate
+
+    from .support import actor_class, plain
+
+    with worker(kind, "float16"):
+        pass
+    exported = redecorate(actor_class(kind))
+    made = exported.__ray_metadata__.modified_class.__ray_actor_class__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.nemo_rl.support.plain", lambda kind: made, raising=True)
+        with (
+            pytest.warns(PrecisionShimWarning, match="trains without loss scaling"),
+            worker(kind, "float16") as one,
+        ):
+            assert figures(one.train(batch(), loss_for(kind))) == (None, None)
+    assert plain(kind) is not made
