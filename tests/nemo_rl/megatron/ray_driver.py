@@ -80,7 +80,7 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
     found["worker"] = ray.get(worker.__ray_call__.remote(report))
     try:
         for seed in range(2):
-            result = ray.get(worker.train.remote(batch(seed=seed), nll_loss()))
+            result = ray.get(worker.train.remote(data=batch(seed=seed), loss_fn=nll_loss()))
             metrics = result["all_mb_metrics"]
             found["steps"].append(
                 {
