@@ -50,9 +50,9 @@ def save(
             _write(path, text)
         except OSError as error:
             failure = (
-                f"{path}: cannot write the loss scaler's state ({error}). A job that resumes from "
-                "this checkpoint would begin with a fresh scaler; make room or give access, and "
-                "save again."
+                f"{path}: cannot write the loss scaler's state ({error.strerror or error}). A job "
+                "that resumes from this checkpoint would begin with a fresh scaler; make room or "
+                "give access, and save again."
             )
     failure = _from_first(failure, group)
     if failure:

@@ -286,3 +286,22 @@ def test_a_failed_optimizer_step_is_not_hidden():
     parameter.sum().backward()
     with pytest.raises(ZeroDivisionError):
         scaler().step(optimizer)
+
+
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_settle_counts_a_step_that_the_framework_took_or_skipped_itself(unscaled):
+    parameter, optimizer = one_parameter(lr=0.5)
+    scaling = scaler(init_scale=16.0)
+    for weight, skipped, scale in ((math.inf, 1, 8.0), (1.0, 1, 8.0)):
+        optimizer.zero_grad()
+        loss = (parameter * weight).sum()
+        scaling.attach(loss)
+        loss.backward()
+        if unscaled:
+            scaling.unscale_once(optimizer)
+        if torch.isfinite(parameter.grad).all():  # as the framework's own loop looks at it
+            optimizer.step()
+        scaling.settle(optimizer)
+        assert (scaling.counter.skipped, scaling.get_scale()) == (skipped, scale)
+    assert scaling.counter.steps == 2
+    assert parameter.tolist() == ([0.5, 0.5] if unscaled else [-3.0, -3.0])
