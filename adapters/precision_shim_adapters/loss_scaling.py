@@ -55,7 +55,9 @@ def settings_for(
             values[name] = getattr(framework_default, name)
         else:
             values[name] = shim[variable]
-    return ScalerSettings(**values, chosen=frozenset(chosen))
+    # A first scale below the usual minimum is the user's: it is then the minimum.
+    least = min(ScalerSettings.min_scale, values["init_scale"])
+    return ScalerSettings(**values, min_scale=least, chosen=frozenset(chosen))
 
 
 def make_scaler(
@@ -179,6 +181,8 @@ def _restored(
 ) -> None:
     lines = bring()
     if lines is None:
+        if isinstance(scaler, LossScaler):  # it may have trained before it was asked to load
+            scaler.reset()
         warn(
             f"{_versioned(framework)}: no loss scaler state at {where}: the checkpoint was written "
             "without the shim, or by an older one. Training continues with a fresh scaler at "

@@ -99,7 +99,13 @@ def report(self):
     }
 
 group = PPORayActorGroup(config.trainer, 1, 1, PolicyWorker)
-found = ray.get(group._actor_handlers[0].__ray_call__.remote(report))
+handle = group._actor_handlers[0]
+found = ray.get(handle.__ray_call__.remote(report))
+found["listed"] = [n for n in ("init_model", "forward_backward") if hasattr(handle, n)]
+try:  # a call by name, as SkyRL's driver makes it; the model is never built here
+    ray.get(handle.forward_backward.remote())
+except ray.exceptions.RayTaskError as error:
+    found["called"] = str(error)
 found["carried"] = {k: v for k, v in carried.items() if k.startswith("PRECISION_SHIM")}
 print("FOUND", json.dumps(found))
 """
@@ -161,6 +167,9 @@ def test_a_worker_reports_wrapped(tmp_path: Path, backend: str) -> None:
     for name in methods:
         assert found["patched"][name] == "_BoundSeam", found
         assert states[name] == "wrapped", states
+    # SkyRL's driver finds them on the handle, and the worker has them to run.
+    assert found["listed"] == ["init_model", "forward_backward"]
+    assert "forward_backward()" in found["called"], found["called"]
     assert found["bucket written"] is False, "what was written travels with the config"
     assert found["bucket"] is True
 

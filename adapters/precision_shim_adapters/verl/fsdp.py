@@ -172,7 +172,7 @@ def update_policy(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if instance.scaler is not None:  # one that was made before a late install() too
         _legacy[instance.actor_optimizer] = instance.scaler
     found = wrapped(*args, **kwargs)
-    found.update(_figures(instance.scaler, "actor/"))
+    found.update(figures(instance.scaler, "actor/"))
     return found
 
 
@@ -184,7 +184,7 @@ def update_critic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         found = wrapped(*args, **kwargs)
     finally:
         _critic.reset(token)
-    found.update(_figures(scaler, "critic/"))
+    found.update(figures(scaler, "critic/"))
     return found
 
 
@@ -251,14 +251,15 @@ def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     import verl.utils.tensordict_utils as tu
 
     output = wrapped(*args, **kwargs)
-    figures = _figures(getattr(instance.engine, "scaler", None))
-    found = tu.get(output, "metrics") if figures else {}
+    mine = figures(getattr(instance.engine, "scaler", None))
+    found = tu.get(output, "metrics") if mine else {}
     if "grad_norm" in found:  # a step was made: neither evaluation nor a backward pass alone
-        tu.assign_non_tensor(output, metrics={**found, **figures})
+        tu.assign_non_tensor(output, metrics={**found, **mine})
     return output
 
 
-def _figures(scaler: Any, prefix: str = "") -> dict[str, float]:
+def figures(scaler: Any, prefix: str = "") -> dict[str, float]:
+    """A scaler's metrics; empty where there is none."""
     if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
         return {}
     return loss_scaling.metrics(scaler, prefix)

@@ -18,6 +18,7 @@ from precision_shim.errors import SettingsError
 
 from ..megatron import current_build
 from ..megatron_overflow import metrics, skipping
+from .fsdp import figures
 from .megatron import _KEY, _read, _VerlBuild, _WithOverrides
 
 _FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
@@ -75,8 +76,9 @@ def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def report_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around ``TinkerTrainingWorker.optimizer_step``, which steps outside ``train_batch``."""
     found = wrapped(*args, **kwargs)
-    if "grad_norm" in found:
+    if "grad_norm" in found:  # of one of the two engines: Megatron's counts, or FSDP's scaler
         found.update(metrics(getattr(instance.engine, "optimizer", None)))
+        found.update(figures(getattr(instance.engine, "scaler", None)))
     return found
 
 

@@ -181,6 +181,19 @@ class LossScaler(ShardedGradScaler):
         super().load_state_dict(state_dict)
         self._last_scale = None
 
+    def reset(self) -> None:
+        """Begin anew: the settings' first scale, nothing counted."""
+        self.load_state_dict(
+            {
+                "scale": self.settings.init_scale,
+                "growth_factor": self.settings.growth_factor,
+                "backoff_factor": self.settings.backoff_factor,
+                "growth_interval": self.settings.growth_interval,
+                "_growth_tracker": 0,
+            }
+        )
+        self.counter = SkipCounter(self.settings.max_skips)
+
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Update after a step that a framework's own loop took, or skipped for its grad norm.
 

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import wrapt
 
 
 class _BoundSeam(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        # cloudpickle sends what calls itself a function, and is not the very object at its name,
-        # by value: of ``Class.method`` the function beneath the wrapper would arrive.
-        wrapped = self.__wrapped__
-        return _BoundSeam if getattr(wrapped, "__self__", None) is None else type(wrapped)
-
     def __copy__(self) -> _BoundSeam:
         return self
 
@@ -57,6 +51,19 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         super().__init__(wrapped, wrapper, enabled=enabled)
         self._self_target = target
         self._self_precision_shim = owner
+        self._self_unbound: Any = None
+
+    def __get__(self, instance: Any, owner: Any) -> Any:  # type: ignore[override]
+        static = isinstance(self.__wrapped__, staticmethod)
+        plain = instance is None and isinstance(self.__wrapped__, FunctionType)
+        if not (static or plain):
+            return super().__get__(instance, owner)
+        # ``Class.method`` is one object at each access, as a plain function is. Ray lists an
+        # actor's methods by what calls itself a function, and cloudpickle sends such a one by
+        # value, beneath the wrapper, unless it is the very object at its name.
+        if self._self_unbound is None:
+            self._self_unbound = super().__get__(None, owner)
+        return self._self_unbound
 
     def __copy__(self) -> SeamWrapper:
         return self  # as copy does with the plain function in whose place it stands

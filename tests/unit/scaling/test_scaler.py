@@ -305,3 +305,14 @@ def test_settle_counts_a_step_that_the_framework_took_or_skipped_itself(unscaled
         assert (scaling.counter.skipped, scaling.get_scale()) == (skipped, scale)
     assert scaling.counter.steps == 2
     assert parameter.tolist() == ([0.5, 0.5] if unscaled else [-3.0, -3.0])
+
+
+def test_reset_begins_anew():
+    parameter, optimizer = one_parameter()
+    scaling = scaler(init_scale=16.0)
+    for weight in (math.inf, math.inf, 1.0):
+        train(scaling, parameter, optimizer, weight)
+    scaling.reset()
+    assert scaling.state_dict() == scaler(init_scale=16.0).state_dict()
+    assert scaling.counter == SkipCounter()
+    assert scaling.loss_scale == 16.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import multiprocessing
 import pickle
@@ -212,6 +213,24 @@ def test_wrapped_symbols_survive_a_round_trip(lab, dumps):
     assert trip(ops.Box.add)(ops.Box(5), 1) == -6
     assert trip(ops.Box.double)(4) == -8
     assert trip(ops.Box.make)(2).value == 2
+
+
+def test_a_wrapped_method_is_still_listed_as_a_method(lab):
+    """Ray offers those methods of an actor class that call themselves functions."""
+    lab.install(*(lab.seam(f"toy.ops:{name}") for name in ("Box.add", "Box.double")))
+    box = lab.ops.Box
+
+    class Crate(box):
+        def add(self, other):
+            return super().add(other) + 100
+
+    for one in (box, Crate):
+        listed = dict(inspect.getmembers(one, inspect.isfunction))
+        assert {"add", "double"} <= set(listed)
+    assert box.add is box.add
+    assert inspect.ismethod(box(5).add)
+    assert (box(5).add(1), box.add(box(5), 1)) == (-6, -6)
+    assert (Crate(5).add(1), Crate.double(4), Crate(5).double(4)) == (94, -8, -8)
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps], ids=["pickle", "cloudpickle"])
