@@ -103,7 +103,7 @@ handle = group._actor_handlers[0]
 found = ray.get(handle.__ray_call__.remote(report))
 found["listed"] = [n for n in ("init_model", "forward_backward") if hasattr(handle, n)]
 try:  # a call by name, as SkyRL's driver makes it; the model is never built here
-    ray.get(handle.forward_backward.remote())
+    ray.get(handle.forward_backward.remote(None))
 except ray.exceptions.RayTaskError as error:
     found["called"] = str(error)
 found["carried"] = {k: v for k, v in carried.items() if k.startswith("PRECISION_SHIM")}
