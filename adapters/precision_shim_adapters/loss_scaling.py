@@ -7,10 +7,13 @@ metrics are the same everywhere.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
@@ -93,12 +96,48 @@ def make_scaler(
     return LossScaler(settings, device=device, process_group=process_group)
 
 
-def metrics(scaler: GradScaler, prefix: str = "") -> dict[str, float]:
+@contextmanager
+def steps_through(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Lead ``optimizer.step`` through a function while a framework's loop runs.
+
+    Within the function ``optimizer.step`` is the optimizer's own, for a scaler to call. Not for
+    longer than a loop: torch's distributed checkpoints step the optimizer on dummy gradients.
+    """
+    # The LR scheduler has put a counting wrapper into the instance: that one is called, and put
+    # back.
+    before = vars(optimizer).get("step")
+    own = optimizer.step
+    inside = False
+
+    @functools.wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return own(*args, **kwargs)
+        inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            inside = False
+
+    optimizer.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del optimizer.step
+        else:
+            optimizer.step = before  # type: ignore[method-assign]
+
+
+def metrics(scaler: Any, prefix: str = "") -> dict[str, float]:
     """The scaler's figures for a framework's metrics: ``loss_scale`` and ``skipped_steps``.
 
     ``loss_scale`` is the one that the last step was made with; ``skipped_steps`` counts from the
-    job's first step, over resumes.
+    job's first step, over resumes. Empty where there is no scaler.
     """
+    if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
+        return {}
     if not isinstance(scaler, LossScaler):
         return {f"{prefix}loss_scale": float(scaler.get_scale())}
     return {

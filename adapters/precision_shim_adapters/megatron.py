@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from precision_shim.adapting import Seam, current_settings, decide, version_of, warn
 from precision_shim.errors import InconsistentPrecisionError, UnsupportedPrecisionError
 from precision_shim.rules.bucket import choose_bucket
-from precision_shim.rules.dtypes import coerce_dtype, name_of
+from precision_shim.rules.dtypes import coerce_dtype, coerce_dtypes, name_of
 from precision_shim.rules.legality import FusedAdamSupport, check_dtypes, release
 from precision_shim.rules.model import TrainableDtypes, trainable_dtypes
 from precision_shim.rules.optimizer import OptimizerPlan
@@ -156,6 +156,25 @@ def building(build: Build) -> Iterator[Build]:
 def megatron_label() -> str:
     """``"megatron-core 0.16.1"``, for messages."""
     return f"megatron-core {version_of('megatron-core', ('megatron',))}"
+
+
+def coerced(written: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What a framework's config has for the OptimizerConfig, dtype names as dtypes.
+
+    As it stands there if ``dtype-coercion`` is not in force.
+
+    Args:
+        written: fields of Megatron's OptimizerConfig.
+        where: framework and key, for messages.
+
+    Raises:
+        DtypeError: a name is unknown, or the dtype is not legal for its field.
+    """
+    if "dtype-coercion" not in current_settings().features:
+        return dict(written)
+    dtypes = coerce_dtypes(written, where=where)
+    check_dtypes(dtypes, fused_adam_support(), where=where)
+    return dtypes
 
 
 def fused_adam_support() -> FusedAdamSupport:

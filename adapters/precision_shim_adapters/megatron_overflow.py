@@ -26,7 +26,7 @@ import copy
 import inspect
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,7 +35,9 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Seam, current_settings, decide, warn
+from precision_shim.errors import SettingsError
 from precision_shim.rules.model import trainable_dtypes
+from precision_shim.rules.optimizer import ROWS
 from precision_shim.scaling import SkipCounter
 
 from . import megatron
@@ -287,6 +289,36 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
 
 
 # -- the user's settings -----------------------------------------------------------------------
+
+SCALER_FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
+"""The shim's settings, to the fields of Megatron's OptimizerConfig."""
+
+
+def scaler_settings() -> dict[str, Any]:
+    """The fields of a scaler that the user set by the shim's settings."""
+    settings = current_settings()
+    return {field: settings[key] for key, field in SCALER_FIELDS.items() if settings.is_set(key)}
+
+
+def with_scaler_settings(written: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """What the user wrote in a framework's config over what the user set by the shim's settings.
+
+    Args:
+        written: fields of Megatron's OptimizerConfig.
+        key: where the framework's config has them, for the message.
+
+    Raises:
+        SettingsError: the first scale is below the scaler's minimum.
+    """
+    values = {**scaler_settings(), **written}
+    least = values.get("min_loss_scale", ROWS[torch.float16]["min_loss_scale"])
+    first = values.get("initial_loss_scale")
+    if "initial_loss_scale" not in written and first is not None and first < least:
+        raise SettingsError(
+            f"PRECISION_SHIM_LOSS_SCALE_INIT={first:g} is below min_loss_scale={least:g} of "
+            f"Megatron's scaler. Raise it, or lower {key}.min_loss_scale."
+        )
+    return values
 
 
 def take_settings(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +27,9 @@ from ..loss_scaling import (
     metrics,
     restore_scaler,
     save_scaler,
+    steps_through,
 )
+from ..ray_actors import class_beneath, put_in_front
 
 FRAMEWORK = "nemo-rl"
 BLOCK = "precision_shim"
@@ -102,28 +103,13 @@ def redecorate(actor_class: Any) -> Any:
         SeamError: it is not what ``ray.remote`` makes of a class, or its methods lack what the
             wrappers read.
     """
-    import ray
-
-    modified = getattr(getattr(actor_class, "__ray_metadata__", None), "modified_class", None)
-    worker = getattr(modified, "__ray_actor_class__", None)
-    if worker is None:
-        raise SeamError(f"{actor_class!r} is not an actor class as Ray {ray.__version__} makes it")
+    worker = class_beneath(actor_class)
     for method, needed in _READ.items():
         parameters = inspect.signature(getattr(worker, method)).parameters
         lacking = [name for name in needed if name not in parameters]
         if lacking:
             raise SeamError(f"{worker.__name__}.{method} has no parameter {lacking[0]!r}")
-    scaled = type(worker)(
-        worker.__name__,
-        (ScaledWorker, worker),
-        {
-            "__module__": worker.__module__,
-            "__qualname__": worker.__qualname__,
-            "__doc__": worker.__doc__,
-        },
-    )
-    options = dict(actor_class._default_options)
-    return ray.remote(**options)(scaled) if options else ray.remote(scaled)
+    return put_in_front(ScaledWorker, actor_class)
 
 
 @contextlib.contextmanager
@@ -246,28 +232,18 @@ def _stepping(training: _Training) -> Iterator[_Training]:
     dummy gradients to make its state, and that step must be the optimizer's own.
     """
     scaler, optimizer = training.scaler, training.optimizer
-    own = optimizer.__dict__.get("step")  # the LR scheduler has put its counting wrapper here
-    inner = optimizer.step
-    busy = False
 
-    @functools.wraps(inner)
     def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal busy
-        if busy:  # it is the scaler that steps
-            return inner(*args, **kwargs)
         if not training.unscaled:
             raise SeamError(
                 f"{_where()}: a step came before the gradients were unscaled, so that they were "
                 "clipped while scaled: this version takes their norm elsewhere. Leave the feature "
                 f"out with PRECISION_SHIM_FEATURES=-{FEATURE}, or train in bfloat16."
             )
-        busy, training.unscaled = True, False
+        training.unscaled = False
         before = scaler.counter.skipped
-        try:
-            result = scaler.step(optimizer, *args, **kwargs)
-            scaler.update()
-        finally:
-            busy = False
+        result = scaler.step(optimizer, *args, **kwargs)
+        scaler.update()
         training.skips.append(scaler.counter.skipped > before)
         if training.skips[-1]:
             # The LR schedule goes on as NeMo-RL has it, and torch need not warn of its order.
@@ -275,15 +251,11 @@ def _stepping(training: _Training) -> Iterator[_Training]:
         return result
 
     token = _training.set(training)
-    optimizer.step = step  # type: ignore[method-assign]
     try:
-        yield training
+        with steps_through(step, optimizer):
+            yield training
     finally:
         _training.reset(token)
-        if own is None:
-            del optimizer.step
-        else:
-            optimizer.step = own  # type: ignore[method-assign]
 
 
 def unscale_first(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

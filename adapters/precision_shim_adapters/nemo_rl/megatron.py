@@ -28,20 +28,18 @@ from precision_shim.adapting import (
     version_of,
     warn,
 )
-from precision_shim.errors import InconsistentPrecisionError, SeamError, SettingsError
-from precision_shim.rules.dtypes import coerce_dtypes, parse_dtype
-from precision_shim.rules.legality import check_dtypes
+from precision_shim.errors import InconsistentPrecisionError, SettingsError
+from precision_shim.rules.dtypes import parse_dtype
 from precision_shim.rules.model import TrainableDtypes
 from precision_shim.rules.optimizer import ROWS, OptimizerPlan, OptimizerRequest, plan_optimizer
 
 from .. import megatron_checkpoint, megatron_overflow
-from ..megatron import Build, building, current_build, fused_adam_support
+from ..megatron import Build, building, coerced, current_build, fused_adam_support
+from ..megatron_overflow import SCALER_FIELDS
+from ..ray_actors import put_in_front
 from .dtensor import BLOCK, FRAMEWORK
 
 _DDP = "distributed_data_parallel_config"
-_FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
-"""The shim's settings, to the fields of Megatron's OptimizerConfig."""
-
 _FP16_OWN = ("initial_loss_scale", "min_loss_scale")
 """Of the fp16 row what is no optimizer state: it belongs to the scaler."""
 
@@ -87,13 +85,7 @@ class _NemoBuild(Build):
         Raises:
             DtypeError: names the key below ``megatron_cfg.optimizer``.
         """
-        written = self.written
-        if "dtype-coercion" not in current_settings().features:
-            return written
-        where = f"{_where(self.subject())}.optimizer"
-        asked = coerce_dtypes(written, where=where)
-        check_dtypes(asked, fused_adam_support(), where=where)
-        return asked
+        return coerced(self.written, f"{_where(self.subject())}.optimizer")
 
     @property
     def declared(self) -> torch.dtype | None:
@@ -272,9 +264,9 @@ def _scaler_fields(build: _NemoBuild, config: Any) -> dict[str, Any]:
     """The scaler's fields that the config leaves open: block over variables over the row."""
     settings, written = current_settings(), build.written
     block_name = f"{_where(build.subject()).removesuffix('.megatron_cfg')}.{BLOCK}"
-    block = parse_settings(build.config.get(BLOCK) or {}, _FIELDS, block_name)
+    block = parse_settings(build.config.get(BLOCK) or {}, SCALER_FIELDS, block_name)
     fields = {key: ROWS[torch.float16][key] for key in _FP16_OWN}
-    for name, field in _FIELDS.items():
+    for name, field in SCALER_FIELDS.items():
         if name in block:
             fields[field] = block[name]
         elif settings.is_set(name):
@@ -339,13 +331,4 @@ def redecorate(actor_class: Any) -> Any:
     Raises:
         SeamError: it is not what ``ray.remote`` makes of a class.
     """
-    import ray
-
-    modified = getattr(getattr(actor_class, "__ray_metadata__", None), "modified_class", None)
-    worker = getattr(modified, "__ray_actor_class__", None)
-    if worker is None:
-        raise SeamError(f"{actor_class!r} is not an actor class as Ray {ray.__version__} makes it")
-    namespace = {name: getattr(worker, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = type(worker)(worker.__name__, (ReportingWorker, worker), namespace)
-    options = dict(actor_class._default_options)
-    return ray.remote(**options)(made) if options else ray.remote(made)
+    return put_in_front(ReportingWorker, actor_class)

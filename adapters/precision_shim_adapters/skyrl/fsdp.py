@@ -12,8 +12,6 @@ import inspect
 import math
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +21,14 @@ from precision_shim.adapting import decide
 from precision_shim.errors import ScalerCheckpointError
 from precision_shim.scaling import LossScaler
 
-from ..loss_scaling import FEATURE, make_scaler, metrics, restore_record, scaler_record
+from ..loss_scaling import (
+    FEATURE,
+    make_scaler,
+    metrics,
+    restore_record,
+    scaler_record,
+    steps_through,
+)
 from .overflow import add_figures
 
 CLIENT_KEY = "precision_shim_scaler"
@@ -121,7 +126,13 @@ def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     scaler.unscale_once(optimizer)
     skipped = scaler.counter.skipped
-    with _stepping(scaler, optimizer) as taken:
+    taken: list[None] = []
+
+    def through(*given: Any, **named: Any) -> Any:
+        taken.append(None)
+        return scaler.step(optimizer, *given, **named)
+
+    with steps_through(through, optimizer):
         grad_norm = wrapped(*args, **kwargs)
         if not taken:  # SkyRL skipped; the gradients are gone, the overflow is known
             scaler.step(optimizer)
@@ -137,37 +148,6 @@ def _has_gradients(optimizer: Any) -> bool:
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
-
-
-@contextmanager
-def _stepping(scaler: LossScaler, optimizer: Any) -> Iterator[list[None]]:
-    """Lead ``optimizer.step`` through the scaler; tells whether it was called."""
-    # The scheduler has put a function of its own into the instance: that one is called, and put
-    # back.
-    before = vars(optimizer).get("step")
-    own = optimizer.step
-    taken: list[None] = []
-    inside = False
-
-    def through(*args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        if inside:
-            return own(*args, **kwargs)
-        taken.append(None)
-        inside = True
-        try:
-            return scaler.step(optimizer, *args, **kwargs)
-        finally:
-            inside = False
-
-    optimizer.step = through
-    try:
-        yield taken
-    finally:
-        if before is None:
-            del optimizer.step
-        else:
-            optimizer.step = before
 
 
 # -- checkpoints -------------------------------------------------------------------------------

@@ -19,13 +19,12 @@ from precision_shim.adapting import (
     version_of,
     warn,
 )
-from precision_shim.rules.dtypes import coerce_dtypes, name_of
-from precision_shim.rules.legality import check_dtypes
+from precision_shim.rules.dtypes import name_of
 from precision_shim.rules.model import TrainableDtypes
 from precision_shim.rules.optimizer import ROWS, OptimizerPlan, OptimizerRequest, plan_optimizer
 
 from .. import megatron, megatron_checkpoint
-from ..megatron import Build, building, current_build, fused_adam_support
+from ..megatron import Build, building, coerced, current_build, fused_adam_support
 from .config import KWARGS, bucket_is_written, written_kwargs
 
 CONFIG = "skyrl.backends.skyrl_train.distributed.megatron.optimizer:init_megatron_optim_config"
@@ -63,13 +62,7 @@ def _coerced(kwargs: Any) -> dict[str, Any]:
     Raises:
         DtypeError: names the key below ``optimizer_config_kwargs``.
     """
-    plain = _plain(kwargs)
-    if "dtype-coercion" not in current_settings().features:
-        return plain
-    where = f"{_where()}, {KWARGS}"
-    coerced = coerce_dtypes(plain, where=where)
-    check_dtypes(coerced, fused_adam_support(), where=where)
-    return coerced
+    return coerced(_plain(kwargs), f"{_where()}, {KWARGS}")
 
 
 def _passes_betas() -> bool:

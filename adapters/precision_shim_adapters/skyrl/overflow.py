@@ -16,20 +16,11 @@ from typing import Any
 import torch
 import wrapt
 
-from precision_shim.adapting import current_settings
-from precision_shim.errors import SettingsError
-
-from ..megatron_overflow import metrics, skipping
+from ..megatron_overflow import metrics, scaler_settings, skipping, with_scaler_settings
 from .config import KWARGS
 from .megatron import dtype_to_build
 
 _log = logging.getLogger("precision_shim")
-
-_FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
-"""The shim's settings, to the fields of Megatron's OptimizerConfig."""
-
-_MINIMUM = 1
-"""``min_loss_scale``: the least that the dispatch, and Megatron by default, go down to."""
 
 
 def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -69,21 +60,11 @@ def scale_from_settings(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     Raises:
         SettingsError: the first scale is below the scaler's minimum.
     """
-    settings = current_settings()
-    asked = {field: settings[key] for key, field in _FIELDS.items() if settings.is_set(key)}
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     written = dict(bound.arguments[KWARGS] or {})
-    if not asked or dtype_to_build(written) is not torch.float16:
+    if not scaler_settings() or dtype_to_build(written) is not torch.float16:
         return wrapped(*args, **kwargs)
-    values = {**asked, **written}
-    least = values.get("min_loss_scale", _MINIMUM)
-    first = values.get("initial_loss_scale")
-    if "initial_loss_scale" not in written and first is not None and first < least:
-        raise SettingsError(
-            f"PRECISION_SHIM_LOSS_SCALE_INIT={first:g} is below min_loss_scale={least:g} of "
-            f"Megatron's scaler. Raise it, or lower {KWARGS}.min_loss_scale."
-        )
-    bound.arguments[KWARGS] = values
+    bound.arguments[KWARGS] = with_scaler_settings(written, KWARGS)
     return wrapped(*bound.args, **bound.kwargs)
 
 

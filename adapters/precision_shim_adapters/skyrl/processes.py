@@ -8,6 +8,8 @@ from typing import Any
 
 from precision_shim._ray import variables
 
+from ..ray_actors import make_again, plain_class
+
 
 def carry_variables(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around ``prepare_runtime_environment``, which forwards a fixed list of variables.
@@ -33,13 +35,6 @@ def renew_actor_class(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
 
 def _renewed(actor_class: Any) -> Any:
-    import ray
-
-    metadata = getattr(actor_class, "__ray_metadata__", None)
-    plain = getattr(getattr(metadata, "modified_class", None), "__ray_actor_class__", None)
-    if plain is None:  # a class that is no actor class yet, or one of another kind
-        return actor_class
-    options = {
-        key: value for key, value in actor_class._default_options.items() if value is not None
-    }
-    return ray.remote(**options)(plain) if options else ray.remote(plain)
+    plain = plain_class(actor_class)
+    # None: a class that is no actor class yet, or one of another kind.
+    return actor_class if plain is None else make_again(actor_class, plain)

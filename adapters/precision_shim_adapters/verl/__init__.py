@@ -26,6 +26,7 @@ _ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngine"
 _LEGACY = "verl.workers.megatron_workers"
 _OVERFLOW = "precision_shim_adapters.verl.overflow"
 _FSDP = "precision_shim_adapters.verl.fsdp"
+_METRICS = "precision_shim_adapters.verl.metrics"
 _SHARDED = "verl.workers.engine.fsdp.transformer_impl:FSDPEngine"
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 
@@ -213,8 +214,8 @@ ADAPTER = Adapter(
         Seam(
             target="verl.workers.engine_workers:TrainingWorker._postprocess_output",
             feature="fp16-scaling",
-            wrapper=f"{_OVERFLOW}:report",
-            path="megatron metrics",
+            wrapper=f"{_METRICS}:report",
+            path="metrics",
             why="where verl puts the grad norm, after the metrics of all ranks are gathered",
             delete_when="verl reports the loss scale",
             parameters=("output",),
@@ -224,8 +225,8 @@ ADAPTER = Adapter(
         Seam(
             target="verl.workers.engine_workers_tinker:TinkerTrainingWorker.optimizer_step",
             feature="fp16-scaling",
-            wrapper=f"{_OVERFLOW}:report_step",
-            path="megatron tinker metrics",
+            wrapper=f"{_METRICS}:report_step",
+            path="tinker metrics",
             why="steps outside train_batch and has a dict of metrics of its own",
             delete_when="verl reports the loss scale",
             relies_on=("grad_norm", "engine"),
@@ -318,17 +319,6 @@ ADAPTER = Adapter(
                 ),
             )
         ),
-        Seam(
-            target="verl.workers.engine_workers:TrainingWorker._postprocess_output",
-            feature="fp16-scaling",
-            wrapper=f"{_FSDP}:report",
-            path="fsdp metrics",
-            why="where verl puts the grad norm, after the metrics of all ranks are gathered",
-            delete_when="verl reports the loss scale",
-            parameters=("output",),
-            relies_on=("grad_norm", "engine"),
-            optional=True,
-        ),
         *(
             Seam(
                 target=target,
@@ -402,7 +392,7 @@ ADAPTER = Adapter(
                 (
                     f"{_MANAGER}.save_checkpoint",
                     "save_manager",
-                    "the workers' own methods are Ray's, which does not see a wrapped one",
+                    "one place for actor and critic; its optimizer tells which scaler",
                     ("local_path",),
                     ("optimizer",),
                     True,
@@ -410,7 +400,7 @@ ADAPTER = Adapter(
                 (
                     f"{_MANAGER}.load_checkpoint",
                     "load_manager",
-                    "the workers' own methods are Ray's, which does not see a wrapped one",
+                    "one place for actor and critic; its optimizer tells which scaler",
                     ("local_path",),
                     ("optimizer",),
                     True,

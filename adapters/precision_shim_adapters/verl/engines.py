@@ -29,10 +29,7 @@ def refuse(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
             f"verl {version_of('verl', ('verl',))}: {reason}; the shim leaves it as it is. Set "
             "the dtypes in the engine's own config, or use the megatron engine."
         )
-        if current_settings().strict:
-            raise UnsupportedPrecisionError(message)
-        decide("verl", type(instance).__name__, feature, "left as it is", reason)
-        warn(message)
+        _leave(instance, feature, reason, message)
     return wrapped(*args, **kwargs)
 
 
@@ -53,8 +50,12 @@ def refuse_fp16(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         f"verl {version_of('verl', ('verl',))}: {reason}; the shim cannot scale its loss. Train "
         "in bfloat16, or in float16 with the fsdp2, fsdp or megatron engine."
     )
+    _leave(instance, FEATURE, reason, message)
+    return wrapped(*args, **kwargs)
+
+
+def _leave(engine: Any, feature: str, reason: str, message: str) -> None:
     if current_settings().strict:
         raise UnsupportedPrecisionError(message)
-    decide("verl", type(instance).__name__, FEATURE, "left as it is", reason)
+    decide("verl", type(engine).__name__, feature, "left as it is", reason)
     warn(message)
-    return wrapped(*args, **kwargs)

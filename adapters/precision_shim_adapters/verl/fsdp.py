@@ -6,8 +6,8 @@ engine and its legacy critic train fp16 parameters with none: there the shim sca
 it is formed, unscales before verl clips, and lets verl's own look at the grad norm skip the step.
 
 Checkpoints of an engine are entered at the engine, which holds the scaler. Those of the legacy
-workers are entered at the checkpoint manager, with the optimizer telling which scaler: the workers'
-own methods are Ray actor methods, and Ray does not see one that is wrapped.
+workers are entered at the checkpoint manager, one place for actor and critic, with the optimizer
+telling which scaler.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def update_policy(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if instance.scaler is not None:  # one that was made before a late install() too
         _legacy[instance.actor_optimizer] = instance.scaler
     found = wrapped(*args, **kwargs)
-    found.update(figures(instance.scaler, "actor/"))
+    found.update(loss_scaling.metrics(instance.scaler, "actor/"))
     return found
 
 
@@ -184,7 +184,7 @@ def update_critic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         found = wrapped(*args, **kwargs)
     finally:
         _critic.reset(token)
-    found.update(figures(scaler, "critic/"))
+    found.update(loss_scaling.metrics(scaler, "critic/"))
     return found
 
 
@@ -237,32 +237,6 @@ def _optimizer(instance: Any) -> torch.optim.Optimizer:
         if isinstance(found, torch.optim.Optimizer):
             return found
     raise AttributeError(f"{type(instance).__name__} has no optimizer")
-
-
-# -- metrics -----------------------------------------------------------------------------------
-
-
-def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``TrainingWorker._postprocess_output``: beside the grad norm, which has it too.
-
-    What is among the metrics before is gathered over the ranks and becomes a list, over which
-    ``train_mini_batch`` breaks for a plain number.
-    """
-    import verl.utils.tensordict_utils as tu
-
-    output = wrapped(*args, **kwargs)
-    mine = figures(getattr(instance.engine, "scaler", None))
-    found = tu.get(output, "metrics") if mine else {}
-    if "grad_norm" in found:  # a step was made: neither evaluation nor a backward pass alone
-        tu.assign_non_tensor(output, metrics={**found, **mine})
-    return output
-
-
-def figures(scaler: Any, prefix: str = "") -> dict[str, float]:
-    """A scaler's metrics; empty where there is none."""
-    if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
-        return {}
-    return loss_scaling.metrics(scaler, prefix)
 
 
 # -- checkpoints -------------------------------------------------------------------------------

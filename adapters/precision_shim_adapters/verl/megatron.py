@@ -18,8 +18,7 @@ from precision_shim.adapting import (
     version_of,
     warn,
 )
-from precision_shim.rules.dtypes import coerce_dtype, coerce_dtypes, name_of, parse_dtype
-from precision_shim.rules.legality import check_dtypes
+from precision_shim.rules.dtypes import coerce_dtype, name_of, parse_dtype
 from precision_shim.rules.model import TrainableDtypes
 from precision_shim.rules.optimizer import (
     PRECISION_AWARE_FIELDS,
@@ -30,7 +29,7 @@ from precision_shim.rules.optimizer import (
 )
 
 from .. import megatron, megatron_checkpoint
-from ..megatron import Build, building, current_build, fused_adam_support
+from ..megatron import Build, building, coerced, current_build, fused_adam_support
 
 _KEY = "override_optimizer_config"
 
@@ -92,13 +91,7 @@ def _overrides(optim_config: Any) -> dict[str, Any]:
         DtypeError: names the key below ``override_optimizer_config``.
     """
     raw = _read(optim_config, _KEY) or {}
-    plain = {str(key): raw[key] for key in raw}
-    if "dtype-coercion" not in current_settings().features:
-        return plain
-    where = f"{_where()}, {_KEY}"
-    coerced = coerce_dtypes(plain, where=where)
-    check_dtypes(coerced, fused_adam_support(), where=where)
-    return coerced
+    return coerced({str(key): raw[key] for key in raw}, f"{_where()}, {_KEY}")
 
 
 def _opt_in(optim_config: Any) -> dict[str, Any]:

@@ -60,7 +60,8 @@ def choose_bucket(
         if present != wanted:
             problem = (
                 f"grad_reduce_in_fp32={present} gives the gradient bucket another dtype than the "
-                f"optimizer's main grads: {because}"
+                f"optimizer's main grads: {because}. Write {wanted}, or set "
+                "PRECISION_SHIM_GRAD_BUCKET=align"
             )
         return BucketChoice(present, False, "set by the user", problem)
     return BucketChoice(wanted, present != wanted, because)
