@@ -1,6 +1,7 @@
 """One of the processes that train a worker together; ``test_ranks.py`` starts them.
 
-Arguments: a JSON object with ``kind``, ``model``, ``folder``, ``rank``, ``world_size`` and ``on``.
+Arguments: a JSON object with ``kind``, ``model``, ``folder``, ``rank``, ``world_size``, ``offload``
+and ``on``.
 Prints one line.
 """
 
@@ -28,6 +29,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     kind, rank, folder = given["kind"], given["rank"], Path(given["folder"])
     world_size = given["world_size"]
     config = support.policy_config(Path(given["model"]), "float16", kind)
+    config["dtensor_cfg"]["cpu_offload"] = given["offload"]
 
     def train(worker: Any, step: int) -> dict[str, Any]:
         factor = 1e30 if step == 1 and rank == world_size - 1 else 1.0

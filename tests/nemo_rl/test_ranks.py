@@ -17,13 +17,22 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("ranks.py")
 
 
-def run(model: Path, folder: Path, world_size: int, kind: str, *, on: bool = True) -> Any:
+def run(
+    model: Path,
+    folder: Path,
+    world_size: int,
+    kind: str,
+    *,
+    on: bool = True,
+    offload: bool = False,
+) -> Any:
     """Start the processes and return what each found, by rank."""
     given = {
         "kind": kind,
         "model": str(model),
         "folder": str(folder),
         "world_size": world_size,
+        "offload": offload,
         "on": on,
     }
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -52,11 +61,14 @@ def run(model: Path, folder: Path, world_size: int, kind: str, *, on: bool = Tru
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("offload", [False, True], ids=["", "CPU offload"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_skip_together_and_resume(model: Path, tmp_path: Path, kind: str) -> None:
+def test_two_ranks_skip_together_and_resume(
+    model: Path, tmp_path: Path, kind: str, offload: bool
+) -> None:
     if kind == "value":
         model = make_model(tmp_path / "model", value_head=True)
-    found = run(model, tmp_path, 2, kind)
+    found = run(model, tmp_path, 2, kind, offload=offload)
     scales = [step["scale"] for step in found[0]["steps"]]
     assert scales == [65536.0, 32768.0, 32768.0, 65536.0]
     for one in found:
