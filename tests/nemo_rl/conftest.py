@@ -14,37 +14,17 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-import precision_shim
-
-from .support import NEMO_RL, make_model, make_worker, policy_config
+from ..tiny_models import make_checkpoint
+from .support import NEMO_RL, make_worker, policy_config
 
 if Version("0") == NEMO_RL:
     collect_ignore_glob = ["test_*.py"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Other projects' warnings are theirs; ours are errors unless a test expects them."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
-            item.add_marker(
-                pytest.mark.filterwarnings("error::precision_shim.errors.PrecisionShimWarning"),
-            )
-
-
-@pytest.fixture
-def shim() -> Iterator[Callable[..., precision_shim.Status]]:
-    """``install``, and the way back at the end of the test."""
-    try:
-        yield precision_shim.install
-    finally:
-        precision_shim.uninstall()
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny causal language model."""
-    return make_model(tmp_path_factory.mktemp("model"))
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

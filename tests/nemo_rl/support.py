@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-VOCABULARY = 64
+from ..tiny_models import VOCABULARY
+
 LENGTH = 12
 
 try:
@@ -28,54 +29,6 @@ NAMES = {
     "value": "nemo_rl.models.value.workers.dtensor_value_worker_v2:DTensorValueWorkerV2",
 }
 KINDS = ("v1", "v2", "value") if Version("0.7") <= NEMO_RL else ("v1", "v2")
-
-
-def make_model(folder: Path, *, value_head: bool = False) -> Path:
-    """Write a Qwen2 of a few thousand parameters with a word-level tokenizer.
-
-    Several ranks need the value head in the file: nemo_automodel initializes a missing one in one
-    process only, and leaves what was in memory otherwise.
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen2ForTokenClassification,
-    )
-
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 3))]
-    inner = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    )
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        bos_token="<eos>",
-        unk_token="<unk>",
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-    )
-    kind = Qwen2ForCausalLM
-    if value_head:
-        config.num_labels = 1
-        kind = Qwen2ForTokenClassification
-    kind(config).save_pretrained(folder)
-    return folder
 
 
 def policy_config(model: Path, precision: str, kind: str = "v1", **changes: Any) -> dict[str, Any]:

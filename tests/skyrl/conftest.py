@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
-import precision_shim
 from precision_shim.testing.skyrl_cpu import flash_attn_placeholder
 
-from .support import make_checkpoint
+from ..tiny_models import make_checkpoint
 
 try:
     SKYRL = Version(version("skyrl"))
 except PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
     SKYRL = Version("0")
-
-TRANSFORMER_ENGINE = "2.11.0"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,24 +33,6 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="flash_attn")
     config.add_cleanup(folder.cleanup)
     sys.path.insert(0, str(flash_attn_placeholder(Path(folder.name))))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Other projects' warnings are theirs; ours are errors unless a test expects them."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
-            item.add_marker(
-                pytest.mark.filterwarnings("error::precision_shim.errors.PrecisionShimWarning"),
-            )
-
-
-@pytest.fixture(autouse=True)
-def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron leaves one model's attention backend in the environment, and trips on the next."""
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        monkeypatch.setenv(name, "0")
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")
@@ -74,24 +53,6 @@ def cpu(skyrl: None) -> Iterator[None]:
 
     with megatron_on_cpu(), skyrl_on_cpu(), model_parallel():
         yield
-
-
-@pytest.fixture
-def fused_adam(cpu: None) -> Iterator[str]:
-    """TransformerEngine's FusedAdam, by its stand-in; yields the version it tells."""
-    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
-
-    with stand_in_transformer_engine(TRANSFORMER_ENGINE) as stand_in:
-        yield stand_in.version
-
-
-@pytest.fixture
-def shim() -> Iterator[Callable[..., precision_shim.Status]]:
-    """``install``, and the way back at the end of the test."""
-    try:
-        yield precision_shim.install
-    finally:
-        precision_shim.uninstall()
 
 
 @pytest.fixture(scope="session")

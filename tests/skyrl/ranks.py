@@ -1,8 +1,7 @@
-"""One of two ranks of ``test_two_ranks``: ``python ranks.py RANK FOLDER CHECKPOINT [PATH ...]``."""
+"""One of two ranks of ``test_two_ranks``: it gets RANK FOLDER CHECKPOINT [PATH ...]."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import sys
@@ -20,14 +19,11 @@ import precision_shim  # noqa: E402
 from precision_shim.errors import ScalerCheckpointError  # noqa: E402
 from precision_shim.testing.skyrl_cpu import skyrl_on_cpu  # noqa: E402
 
+from ..tiny_models import make_checkpoint  # noqa: E402
+from . import support  # noqa: E402
+
 RANK, FOLDER, CHECKPOINT = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 OVERFLOW = 1e9
-
-spec = importlib.util.spec_from_file_location("support", Path(__file__).with_name("support.py"))
-assert spec is not None
-assert spec.loader is not None
-support: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(support)
 
 
 def make(role: str, dtype: str | None = "fp16") -> Any:
@@ -124,7 +120,7 @@ dist.init_process_group("gloo", init_method=f"file://{FOLDER / 'meet'}", rank=RA
 import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker  # noqa: E402, F401
 
 if RANK == 0:
-    support.make_checkpoint(FOLDER / "tied", "float32", tied=True)
+    make_checkpoint(FOLDER / "tied", "float32", tied=True)
 dist.barrier()
 with skyrl_on_cpu():
     # A checkpoint of unpatched SkyRL.

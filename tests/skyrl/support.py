@@ -7,45 +7,7 @@ from typing import Any
 
 from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
 
-VOCABULARY = 64
-
-
-def make_checkpoint(folder: Path, dtype: str, *, tied: bool = False) -> Path:
-    """Write a Qwen2 of a few thousand parameters with a word-level tokenizer."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 3))]
-    inner = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    )
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        bos_token="<eos>",
-        unk_token="<unk>",
-    )
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-    )
-    model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
-    model.save_pretrained(folder)
-    return folder
+from ..tiny_models import VOCABULARY
 
 
 def train_config(*overrides: str) -> Any:

@@ -14,11 +14,12 @@ HERE = Path(__file__).resolve()
 @pytest.mark.timeout(600)
 def test_resume_is_exact_on_two_ranks(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
     paths = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
-    command = [sys.executable, "-W", "ignore", str(HERE.with_name("ranks.py"))]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.skyrl.ranks"]
     arguments = [str(tmp_path), str(checkpoints["float32"]), *paths]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), *arguments],
+            cwd=HERE.parents[2],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

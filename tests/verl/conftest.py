@@ -7,42 +7,21 @@ frameworks warn about at import is theirs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
-import precision_shim
-
-from .support import local_layers, make_checkpoint
+from ..tiny_models import make_checkpoint
+from .support import local_layers
 
 try:
     VERL = Version(version("verl"))
 except PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
     VERL = Version("0")
-
-TRANSFORMER_ENGINE = "2.11.0"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Other projects' warnings are theirs; ours are errors unless a test expects them."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
-            item.add_marker(
-                pytest.mark.filterwarnings("error::precision_shim.errors.PrecisionShimWarning"),
-            )
-
-
-@pytest.fixture(autouse=True)
-def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron leaves one model's attention backend in the environment, and trips on the next."""
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        monkeypatch.setenv(name, "0")
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="session")
@@ -62,24 +41,6 @@ def cpu() -> Iterator[None]:
         # A CPU has no cache of freed memory to empty.
         patch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
         yield
-
-
-@pytest.fixture
-def fused_adam(cpu: None) -> Iterator[str]:
-    """TransformerEngine's FusedAdam, by its stand-in; yields the version it tells."""
-    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
-
-    with stand_in_transformer_engine(TRANSFORMER_ENGINE) as stand_in:
-        yield stand_in.version
-
-
-@pytest.fixture
-def shim() -> Iterator[Callable[..., precision_shim.Status]]:
-    """``install``, and the way back at the end of the test."""
-    try:
-        yield precision_shim.install
-    finally:
-        precision_shim.uninstall()
 
 
 @pytest.fixture(scope="session")

@@ -29,8 +29,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import precision_shim
 
-sys.path.insert(0, str(Path(__file__).parent))
-import fsdp_support as support
+from . import fsdp_support as support
 
 OVERFLOWS = (4, 15)
 """One in each half of twenty steps."""

@@ -22,7 +22,9 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
-VOCABULARY = 64
+from ..tiny_models import VOCABULARY
+from .support import batch as supervised_batch
+
 VERL = Version(version("verl"))
 LEGACY = Version("0.8") > VERL
 """Whether this version trains with its legacy workers by default."""
@@ -167,34 +169,9 @@ def engine(
     return one
 
 
-def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sequences of several lengths, as verl's trainers pass them."""
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-
-def batch(step: int, *, sequences: int = 2, length: int = 9) -> Any:
-    """This rank's batch of a step, in two micro-batches."""
-    import verl.utils.tensordict_utils as tu
-
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    tokens = [
-        torch.randint(3, VOCABULARY, (length,), generator=generator) for _ in range(sequences)
-    ]
-    return tu.get_tensordict(
-        tensor_dict={
-            "input_ids": jagged(tokens),
-            "position_ids": jagged([torch.arange(length) for _ in tokens]),
-            "loss_mask": jagged([torch.ones(length) for _ in tokens]),
-            "returns": jagged([torch.rand(length, generator=generator) for _ in tokens]),
-            "temperature": torch.ones(sequences),
-        },
-        non_tensor_dict={
-            "use_dynamic_bsz": False,
-            "micro_batch_size_per_gpu": 1,
-            "use_fused_kernels": False,
-            "use_remove_padding": False,
-        },
-    )
+def batch(step: int, *, sequences: int = 2) -> Any:
+    """This rank's batch of a step, in micro-batches of one sequence."""
+    return supervised_batch(seed=1000 * step + dist.get_rank(), sequences=sequences)
 
 
 def loss_function(weights: Sequence[float] = (1.0, 1.0), *, critic: bool = False) -> Callable:

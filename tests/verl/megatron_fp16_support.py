@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,42 +12,13 @@ import torch
 from packaging.version import Version
 
 from .conftest import VERL
-from .support import VOCABULARY, engine, optim_config
+from .support import batch, engine, optim_config
 
 BRIDGE_FOR_CRITIC = Version("0.9.0") == VERL
 """verl 0.9.0 cannot build a critic through mbridge (TypeError of its own)."""
 
 CRITIC_RUNS = Version("0.8") <= VERL
 """The critic of 0.7's engine ends in a TypeError of its own before the first loss."""
-
-
-def batch(*, seed: int = 0, sequences: int = 2, length: int = 9) -> Any:
-    """A batch as verl's trainers make it: jagged token ids, and what the losses read."""
-    import verl.utils.tensordict_utils as tu
-
-    generator = torch.Generator().manual_seed(seed)
-
-    def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-    tokens = [
-        torch.randint(3, VOCABULARY, (length,), generator=generator) for _ in range(sequences)
-    ]
-    return tu.get_tensordict(
-        tensor_dict={
-            "input_ids": jagged(tokens),
-            "position_ids": jagged([torch.arange(length) for _ in tokens]),
-            "loss_mask": jagged([torch.ones(length) for _ in tokens]),
-            "returns": jagged([torch.rand(length, generator=generator) for _ in tokens]),
-            "temperature": torch.ones(sequences),
-        },
-        non_tensor_dict={
-            "use_dynamic_bsz": False,
-            "micro_batch_size_per_gpu": 1,
-            "use_fused_kernels": False,
-            "use_remove_padding": False,
-        },
-    )
 
 
 def value_loss(

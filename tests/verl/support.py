@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,56 +14,40 @@ import pytest
 
 from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
 
-VOCABULARY = 64
+from ..tiny_models import VOCABULARY
 
 CPU_FIELDS = {**CPU_TRANSFORMER, "attention_backend": "unfused"}
 """What verl's override_transformer_config needs on a CPU."""
 
 
-def make_checkpoint(folder: Path, *, value_head: bool = False) -> Path:
-    """Write a Qwen2 of a few thousand parameters with a word-level tokenizer."""
+def batch(*, seed: int = 0, sequences: int = 2, length: int = 9) -> Any:
+    """A batch as verl's trainers make it: jagged token ids, and what the losses read."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import (
-        PreTrainedTokenizerFast,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen2ForTokenClassification,
-    )
+    import verl.utils.tensordict_utils as tu
 
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCABULARY - 3))]
-    inner = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    generator = torch.Generator().manual_seed(seed)
+
+    def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+    tokens = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator) for _ in range(sequences)
+    ]
+    return tu.get_tensordict(
+        tensor_dict={
+            "input_ids": jagged(tokens),
+            "position_ids": jagged([torch.arange(length) for _ in tokens]),
+            "loss_mask": jagged([torch.ones(length) for _ in tokens]),
+            "returns": jagged([torch.rand(length, generator=generator) for _ in tokens]),
+            "temperature": torch.ones(sequences),
+        },
+        non_tensor_dict={
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": 1,
+            "use_fused_kernels": False,
+            "use_remove_padding": False,
+        },
     )
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        bos_token="<eos>",
-        unk_token="<unk>",
-    )
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-    )
-    kind = Qwen2ForCausalLM
-    if value_head:
-        config.num_labels = 1
-        kind = Qwen2ForTokenClassification
-    kind(config).save_pretrained(folder)
-    return folder
 
 
 def optim_config(**fields: Any) -> Any:

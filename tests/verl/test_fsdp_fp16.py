@@ -42,7 +42,8 @@ def launch(
         name: value for name, value in os.environ.items() if not name.startswith("PRECISION_SHIM")
     }
     server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fsdp_ranks.py"))],
+        [sys.executable, "-W", "ignore", "-m", "tests.verl.fsdp_ranks"],
+        cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

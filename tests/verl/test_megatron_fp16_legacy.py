@@ -15,8 +15,8 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.errors import LossScaleError
 
+from ..tiny_models import VOCABULARY
 from .conftest import VERL
-from .support import VOCABULARY
 from .test_legacy_workers import ACTOR, OWNERS
 from .test_legacy_workers import config as composed  # noqa: F401  (a fixture)
 

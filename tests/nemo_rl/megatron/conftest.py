@@ -12,19 +12,9 @@ import pytest
 
 from . import support
 
-TRANSFORMER_ENGINE = "2.11.0"
-
-
-@pytest.fixture(autouse=True)
-def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron leaves one model's attention backend in the environment, and trips on the next."""
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        monkeypatch.setenv(name, "0")
-        monkeypatch.delenv(name)
-
 
 @pytest.fixture(scope="session")
-def megatron() -> None:
+def cpu() -> None:
     """NeMo-RL's Megatron worker module is imported, and Megatron-Bridge with it."""
     try:
         version("megatron-bridge")
@@ -34,17 +24,8 @@ def megatron() -> None:
 
 
 @pytest.fixture
-def fused_adam(megatron: None) -> Iterator[str]:
-    """TransformerEngine's FusedAdam, by its stand-in; yields the version it tells."""
-    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
-
-    with stand_in_transformer_engine(TRANSFORMER_ENGINE) as stand_in:
-        yield stand_in.version
-
-
-@pytest.fixture
 def worker(
-    megatron: None, model: Path, tmp_path: Path
+    cpu: None, model: Path, tmp_path: Path
 ) -> Callable[..., contextlib.AbstractContextManager[Any]]:
     """Makes a worker for a with block; the arguments are those of ``policy_config``."""
 

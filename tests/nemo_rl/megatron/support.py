@@ -69,7 +69,7 @@ def policy_config(
     """A policy config as NeMo-RL's YAML gives it.
 
     Args:
-        model: from ``make_model``.
+        model: from ``make_checkpoint``.
         precision: ``policy.precision``.
         optimizer: keys of ``megatron_cfg.optimizer`` that replace those of ``OPTIMIZER``.
         drop: keys of ``OPTIMIZER`` to leave out.

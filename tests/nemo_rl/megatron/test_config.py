@@ -36,7 +36,7 @@ def made(**fields: Any) -> Any:
     return config
 
 
-def test_bridge_makes_the_config_in_the_way_that_this_version_is_known_for(megatron: None) -> None:
+def test_bridge_makes_the_config_in_the_way_that_this_version_is_known_for(cpu: None) -> None:
     from megatron.bridge.training.config import OptimizerConfig
     from megatron.core.optimizer import OptimizerConfig as Own
 
@@ -57,7 +57,7 @@ def test_names_become_dtypes(fused_adam: str, shim: Callable[..., Any]) -> None:
 
 
 def test_a_name_for_fp32_is_fp32_without_the_precision_aware_optimizer(
-    megatron: None, shim: Callable[..., Any]
+    cpu: None, shim: Callable[..., Any]
 ) -> None:
     with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
         made(exp_avg_dtype="float32")
@@ -65,7 +65,7 @@ def test_a_name_for_fp32_is_fp32_without_the_precision_aware_optimizer(
     assert made(exp_avg_dtype="float32").exp_avg_dtype is torch.float32
 
 
-def test_the_users_mapping_stays_as_it_is(megatron: None, shim: Callable[..., Any]) -> None:
+def test_the_users_mapping_stays_as_it_is(cpu: None, shim: Callable[..., Any]) -> None:
     shim()
     before = dict(support.OPTIMIZER)
     made()
@@ -89,7 +89,7 @@ def test_what_no_optimizer_takes_is_refused_by_name(
         made(**fields)
 
 
-def test_all_of_it_is_undone(megatron: None) -> None:
+def test_all_of_it_is_undone(cpu: None) -> None:
     from megatron.bridge.training import optim
     from megatron.core.optimizer import optimizer as optimizers
 

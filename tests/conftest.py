@@ -1,0 +1,52 @@
+"""What the tests of all frameworks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import precision_shim
+
+FRAMEWORKS = ("nemo_rl", "skyrl", "verl")
+TRANSFORMER_ENGINE = "2.11.0"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Other projects' warnings are theirs; ours are errors unless a test expects them."""
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in FRAMEWORKS:
+            item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
+            item.add_marker(
+                pytest.mark.filterwarnings("error::precision_shim.errors.PrecisionShimWarning"),
+            )
+
+
+@pytest.fixture
+def shim() -> Iterator[Callable[..., precision_shim.Status]]:
+    """``install``, and the way back at the end of the test."""
+    try:
+        yield precision_shim.install
+    finally:
+        precision_shim.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron leaves one model's attention backend in the environment, and trips on the next."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def fused_adam(cpu: None) -> Iterator[str]:
+    """TransformerEngine's FusedAdam, by its stand-in; yields the version it tells.
+
+    ``cpu`` is the framework's own: what has to be imported before the stand-in is there.
+    """
+    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+
+    with stand_in_transformer_engine(TRANSFORMER_ENGINE) as stand_in:
+        yield stand_in.version
