@@ -52,6 +52,7 @@ def make_checkpoint(
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=1,
+        classifier_dropout=0.0,  # a value head has 0.1 otherwise, and no two trainings are alike
     )
     kind = Qwen2ForCausalLM
     if value_head:

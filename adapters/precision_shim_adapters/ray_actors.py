@@ -22,9 +22,7 @@ def make_again(actor_class: Any, plain: Any) -> Any:
     """Make an actor class of a plain class, with the options of another actor class."""
     import ray
 
-    options = {
-        key: value for key, value in actor_class._default_options.items() if value is not None
-    }
+    options = dict(actor_class._default_options)
     return ray.remote(**options)(plain) if options else ray.remote(plain)
 
 

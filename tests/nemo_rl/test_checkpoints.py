@@ -50,14 +50,14 @@ def test_a_resumed_run_continues_bit_for_bit(kind, worker, shim, tmp_path: Path)
 
 
 def test_load_checkpoint_restores_the_scaler_too(kind, worker, shim, tmp_path: Path) -> None:
-    shim(settings={"growth_interval": 1})
+    shim(settings={"growth_interval": 1, "loss_scale_init": 1024})
     with worker(kind, "float16") as one:
         train(one, kind, range(2))
         save(one, tmp_path)
         train(one, kind, range(2, 4))
-        assert one._precision_shim_scaler.get_scale() == 65536.0 * 2**4
+        assert one._precision_shim_scaler.get_scale() == 1024.0 * 2**4
         one.load_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
-        assert one._precision_shim_scaler.get_scale() == 65536.0 * 2**2
+        assert one._precision_shim_scaler.get_scale() == 1024.0 * 2**2
 
 
 def test_a_setting_of_this_process_wins_over_the_file(kind, worker, shim, tmp_path: Path) -> None:
