@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,25 @@ def no_attention_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Every ``Tensor.to`` by its argument, and the tensor that it was called on.
+
+    There is one device here, so that of an offload the moves themselves are observed.
+    """
+    import torch
+
+    seen: list[tuple[int, str]] = []
+    own = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append((id(self), str(args[0]) if args else ""))
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    return seen
 
 
 @pytest.fixture

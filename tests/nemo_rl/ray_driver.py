@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 import warnings
 from pathlib import Path
 
@@ -140,5 +141,12 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
 
 if __name__ == "__main__":
     kind, model, folder, precision = sys.argv[1:]
-    found = main(kind, Path(model), Path(folder), precision)
-    print("FOUND " + json.dumps(found), flush=True)
+    try:
+        found = main(kind, Path(model), Path(folder), precision)
+        print("FOUND " + json.dumps(found), flush=True)
+    except Exception:
+        # Not to be left to the interpreter's end: there NeMo-RL's cluster object shuts down, for
+        # which it starts another Ray, and waits.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)

@@ -15,7 +15,6 @@ from ..tiny_models import make_checkpoint
 from .support import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).with_name("ranks.py")
 
 
 def run(
@@ -36,14 +35,14 @@ def run(
         "offload": offload,
         "on": on,
     }
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps({**given, "rank": rank})],
+            [sys.executable, "-m", "tests.nemo_rl.ranks", json.dumps({**given, "rank": rank})],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(world_size)
     ]

@@ -44,7 +44,8 @@ def environment(**variables: str) -> dict[str, str]:
 def drive(kind: str, model: Path, folder: Path, precision: str, **variables: str) -> Any:
     command = [
         sys.executable,
-        str(HERE / "ray_driver.py"),
+        "-m",
+        "tests.nemo_rl.ray_driver",
         kind,
         str(model),
         str(folder),

@@ -7,6 +7,7 @@ that nobody looks at, and a setup hook of this test gives the workers gloo and t
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 START_UP = (
     "import sys; m = sys.modules.get('precision_shim._startup'); print(bool(m and m.waiting()))"
 )
@@ -39,13 +41,18 @@ def setup():
     dist.init_process_group = init_process_group
     device_mesh.init_device_mesh = init_device_mesh
     torch.cuda.set_device = lambda *args: None
+    if os.environ["TEST_BACKEND"] == "fsdp":
+        from precision_shim.testing.skyrl_cpu import skyrl_on_cpu
+
+        globals()["harness"] = skyrl_on_cpu()
+        globals()["harness"].__enter__()
     if os.environ["TEST_BACKEND"] == "megatron":
         from precision_shim.testing.megatron_bridge import import_megatron_bridge
 
         import_megatron_bridge()
 '''
 
-DRIVER = """
+START = """
 import json, os, sys
 import ray
 
@@ -80,7 +87,9 @@ ray.init(
         "env_vars": {"TEST_BACKEND": backend, **carried},
     },
 )
+"""
 
+STATUS = """
 def layers(kind, name):
     # A method and what is beneath it: Ray puts a function of its own over each.
     found = getattr(kind, name)
@@ -117,6 +126,32 @@ found["carried"] = {k: v for k, v in carried.items() if k.startswith("PRECISION_
 print("FOUND", json.dumps(found))
 """
 
+TRAINING = """
+from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
+
+from tests.skyrl.support import batch, fsdp_config, metrics_of
+
+model, folder = sys.argv[3], os.getcwd()
+apart = [f"trainer.placement.{name}=false" for name in ("colocate_all", "colocate_policy_ref")]
+config = fsdp_config("policy", model, "fp16", *apart)
+group = PPORayActorGroup(config.trainer, 1, 1, PolicyWorker)
+dispatch = WorkerDispatch(config, policy_actor_group=group)
+dispatch.init_model("policy", model, num_training_steps=10)
+
+
+def train(seed, advantage=1.0):
+    metrics = metrics_of(dispatch.forward_backward("policy", batch(seed, advantage=advantage)))
+    return metrics, str(dispatch.optim_step("policy"))
+
+
+found = {"steps": [train(0), train(1, 1e9), train(2)]}
+dispatch.save_checkpoint("policy", folder + "/saved")
+found["on"] = [train(3), train(4)]
+dispatch.load_checkpoint("policy", folder + "/saved")
+found["again"] = [train(3), train(4)]
+print("FOUND", json.dumps(found))
+"""
+
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
     inherited = {
@@ -125,7 +160,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
         if not key.startswith(("PRECISION_SHIM", "RAY_"))
     }
     placeholders = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
-    path = os.pathsep.join([str(folder), *placeholders, inherited.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(folder), str(ROOT), *placeholders, inherited.get("PYTHONPATH", "")])
     return {**inherited, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path, **variables}
 
 
@@ -142,13 +177,16 @@ def _start_up_file(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip("needs the package installed, with its start-up file")
 
 
-def start(folder: Path, backend: str, *, renewed: bool = True) -> dict[str, Any]:
-    """What a worker says of itself that SkyRL's actor group has started."""
+def drive(
+    folder: Path, script: str, backend: str, *arguments: str, renewed: bool = True, on: bool = True
+) -> dict[str, Any]:
+    """What a driver found with a worker that SkyRL's actor group has started."""
     (folder / "cpu_hook.py").write_text(HOOK)
-    (folder / "driver.py").write_text(DRIVER)
+    (folder / "driver.py").write_text(START + script)
+    variables = {"PRECISION_SHIM": "1", "PRECISION_SHIM_LOG": "quiet"} if on else {}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(folder / "driver.py"), backend, str(renewed)],
-        env=environment(folder, PRECISION_SHIM="1", PRECISION_SHIM_LOG="quiet"),
+        [sys.executable, "-W", "ignore", "driver.py", backend, str(renewed), *arguments],
+        env=environment(folder, **variables),
         capture_output=True,
         text=True,
         check=False,
@@ -164,7 +202,7 @@ def start(folder: Path, backend: str, *, renewed: bool = True) -> dict[str, Any]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_worker_reports_wrapped(tmp_path: Path, backend: str) -> None:
-    found = start(tmp_path, backend)
+    found = drive(tmp_path, STATUS, backend)
     states = found["states"]
     assert found["carried"]["PRECISION_SHIM"] == "1"
     # Its methods are the patched ones, not only those of the modules that it has imported.
@@ -184,7 +222,29 @@ def test_a_worker_reports_wrapped(tmp_path: Path, backend: str) -> None:
 @pytest.mark.timeout(600)
 def test_without_a_new_actor_class_the_patch_is_lost(tmp_path: Path) -> None:
     """Why the class is made anew: status says wrapped, and the worker runs the originals."""
-    found = start(tmp_path, "megatron", renewed=False)
+    found = drive(tmp_path, STATUS, "megatron", renewed=False)
     assert not found["patched"]["init_model"]
     assert not found["patched"]["make_megatron_module"]
     assert found["states"]["init_model"] == "wrapped"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
+def test_the_driver_trains_a_worker_in_fp16(
+    tmp_path: Path, checkpoints: dict[str, Path], on: bool
+) -> None:
+    """By SkyRL's own dispatch: an overflow is skipped, and the scaler goes with the checkpoint."""
+    found = drive(tmp_path, TRAINING, "fsdp", str(checkpoints["float32"]), on=on)
+    figures = [
+        [metrics.get(name) for name in ("loss_scale", "skipped_steps")]
+        for metrics, _ in found["steps"] + found["on"]
+    ]
+    assert found["steps"][1][1] == "nan"
+    if not on:
+        assert figures == [[None, None]] * 5
+        return
+    scales, skipped = zip(*figures, strict=True)
+    assert scales == (65536.0, 65536.0, 32768.0, 32768.0, 32768.0)
+    assert skipped == (0.0, 0.0, 1.0, 1.0, 1.0)
+    assert all(math.isfinite(float(norm)) for _, norm in found["steps"][2:] + found["on"])
+    assert found["again"] == found["on"]

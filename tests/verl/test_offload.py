@@ -16,20 +16,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Every ``Tensor.to`` by its argument, and the tensor that it was called on."""
-    seen: list[tuple[int, str]] = []
-    own = torch.Tensor.to
-
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append((id(self), str(args[0]) if args else ""))
-        return own(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    return seen
-
-
 def masters(one: Any) -> list[torch.Tensor]:
     return [
         state["master_param"]
@@ -39,7 +25,6 @@ def masters(one: Any) -> list[torch.Tensor]:
 
 
 def test_masters_move_with_the_moments(fused_adam: str, moves: list[tuple[int, str]]) -> None:
-    """There is one device here, so the moves themselves are observed."""
     from verl.utils import megatron_utils as verl
 
     with shim(on=True):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from precision_shim.adapting import MEGATRON_EFFECTS, Adapter, Seam
 
-from .. import megatron, megatron_checkpoint, megatron_overflow
+from .. import megatron, megatron_checkpoint, megatron_offload, megatron_overflow
 
 _MEGATRON = "precision_shim_adapters.skyrl.megatron"
 _CONFIG = "precision_shim_adapters.skyrl.config"
@@ -185,6 +185,13 @@ ADAPTER = Adapter(
             delete_when=_WRITTEN,
             parameters=("args",),
             relies_on=("from_cli",),
+        ),
+        # Between its phases SkyRL moves the optimizer's states to the CPU and back.
+        *megatron_offload.seams(
+            f"{_TRAIN}.distributed.megatron.megatron_utils",
+            (f"{_TRAIN}.distributed.megatron.megatron_strategy",),
+            why="SkyRL leaves FusedAdam's masters on the GPU",
+            delete_when="SkyRL moves master_param",
         ),
         # fp16 on Megatron: the scaler's settings, a skipped step, and both in SkyRL's metrics.
         Seam(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from precision_shim.adapting import MEGATRON_EFFECTS, Adapter, Seam
 
-from .. import megatron, megatron_checkpoint, megatron_overflow
+from .. import megatron, megatron_checkpoint, megatron_offload, megatron_overflow
 
 _MEGATRON = "precision_shim_adapters.verl.megatron"
 _PULL = "https://github.com/verl-project/verl/pull/6526"
@@ -233,26 +233,11 @@ ADAPTER = Adapter(
             optional=True,
         ),
         # Between its phases verl moves the optimizer's states to the CPU and back.
-        *(
-            Seam(
-                target=f"verl.utils.megatron_utils:{name}",
-                feature="bf16-dispatch",
-                wrapper=f"{_MEGATRON}:{wrapper}",
-                path="offload",
-                why="before 0.9 verl leaves FusedAdam's masters on the GPU",
-                delete_when="verl >= 0.9 is the oldest in use",
-                parameters=("optimizers",),
-                relies_on=("exp_avg", "exp_avg_sq"),
-                aliases=(
-                    f"verl.workers.engine.megatron.transformer_impl:{name}",
-                    f"{_LEGACY}:{name}",
-                ),
-                native=f"{_MEGATRON}:native_offload",
-            )
-            for name, wrapper in (
-                ("offload_megatron_optimizer", "offload_masters"),
-                ("load_megatron_optimizer", "load_masters"),
-            )
+        *megatron_offload.seams(
+            "verl.utils.megatron_utils",
+            ("verl.workers.engine.megatron.transformer_impl", _LEGACY),
+            why="before 0.9 verl leaves FusedAdam's masters on the GPU",
+            delete_when="verl >= 0.9 is the oldest in use",
         ),
         # fp16 on FSDP: the scaler that verl makes or lacks, its metrics and its checkpoints.
         *(

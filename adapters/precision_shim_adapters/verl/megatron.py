@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,11 +49,6 @@ def native_fields(symbol: Symbol, settings: Settings) -> str | None:
     if "use_precision_aware_optimizer" in symbol.parameters:
         return "verl's optimizer config has the fields"
     return None
-
-
-def native_offload(symbol: Symbol, settings: Settings) -> str | None:
-    """Whether verl moves FusedAdam's masters (from 0.9)."""
-    return "verl moves them itself" if "master_param" in symbol.names else None
 
 
 def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
@@ -387,30 +382,3 @@ def check_optimizer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     model = given["model"]
     megatron.check_pair("verl", given["config"], model if isinstance(model, list) else [model])
     return wrapped(*args, **kwargs)
-
-
-# -- offload --------------------------------------------------------------------------------
-
-
-def _fused_states(optimizers: Any) -> Iterator[dict[str, Any]]:
-    """States in which FusedAdam keeps a master, of one optimizer or of several chained."""
-    for one in getattr(optimizers, "chained_optimizers", [optimizers]):
-        # Megatron's offloading optimizer has its own way, and sub_optimizers.
-        if one.optimizer is not None and not hasattr(one.optimizer, "sub_optimizers"):
-            yield from (state for state in one.optimizer.state.values() if "master_param" in state)
-
-
-def offload_masters(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Move the masters along, before verl gives the freed memory back."""
-    for state in _fused_states(args[0] if args else kwargs["optimizers"]):
-        state["master_param"] = state["master_param"].to("cpu", non_blocking=True)
-    return wrapped(*args, **kwargs)
-
-
-def load_masters(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Bring the masters back to where verl puts the moments."""
-    result = wrapped(*args, **kwargs)
-    for state in _fused_states(args[0] if args else kwargs["optimizers"]):
-        device = state["exp_avg"].device
-        state["master_param"] = state["master_param"].to(device, non_blocking=True)
-    return result

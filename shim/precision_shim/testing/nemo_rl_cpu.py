@@ -14,7 +14,6 @@ What this is not: a way to learn about CUDA kernels, their rounding, NCCL or spe
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import os
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 
 from ..seams._imports import Watcher
 
-__all__ = ["nemo_rl_on_cpu", "stay_on_cpu"]
+__all__ = ["config_modules_pickle", "nemo_rl_on_cpu", "stay_on_cpu"]
 
 _PATCHES = "nemo_rl.models.policy.workers.patches"
 _V1 = (
@@ -104,7 +103,7 @@ def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> No
 
     from .megatron_cpu import _patched, cuda_means_cpu
 
-    _let_config_modules_pickle()
+    stack.enter_context(config_modules_pickle())
     make_group, make_mesh = dist.init_process_group, meshes.init_device_mesh
     enter_autocast = autocast_mode.autocast.__init__
 
@@ -180,17 +179,22 @@ def _plain_model_class(model_name: str) -> Any:
     return AutoModelForCausalLM
 
 
-def _let_config_modules_pickle() -> None:
-    """torch 2.13's config modules do not pickle; workers of 0.4 and 0.5 ship with one by value."""
-    import torch._dynamo.config as some
+@contextlib.contextmanager
+def config_modules_pickle() -> Iterator[None]:
+    """Let torch's config modules be pickled, by their names; undone on exit.
+
+    Those of torch 2.13 refuse it. The actor classes of NeMo-RL 0.4 to 0.6, for which older versions
+    of torch are meant, reach Ray with one by value.
+    """
     from torch.utils._config_module import ConfigModule
 
-    kinds: set[type] = {ConfigModule, type(some)}
-    for kind in kinds:
-        copyreg.pickle(kind, _config_module_by_name)
+    from .megatron_cpu import _patched
+
+    with _patched(ConfigModule, {"__reduce_ex__": _config_module_by_name}):
+        yield
 
 
-def _config_module_by_name(module: Any) -> Any:
+def _config_module_by_name(module: Any, protocol: Any) -> Any:
     import importlib
 
     return importlib.import_module, (module.__name__,)

@@ -6,7 +6,6 @@ model, an empty folder.
 
 from __future__ import annotations
 
-import copyreg
 import importlib
 import json
 import os
@@ -36,17 +35,6 @@ def report(self: Any) -> dict[str, Any]:
     }
 
 
-def let_config_modules_pickle() -> None:
-    """torch 2.13's config modules do not pickle; ``train`` of 0.6 and older ships with one."""
-
-    def by_name(module: Any) -> Any:
-        return importlib.import_module, (module.__name__,)
-
-    for module in list(sys.modules.values()):
-        if type(module).__name__ == "ConfigModuleInstance":  # a class of its own for each
-            copyreg.pickle(type(module), by_name)
-
-
 def main(model: Path, folder: Path) -> dict[str, Any]:
     """Convert here, then make a worker of an actor class and let it train."""
     import ray
@@ -60,7 +48,6 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
     )
     with support.harness(folder):
         support.convert(config, folder)
-    let_config_modules_pickle()
     os.environ["NEMO_RL_TEST_CONVERTED"] = str(folder)
     ray.init(
         address="local",
@@ -96,4 +83,7 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print("FOUND", json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))
+    from precision_shim.testing.nemo_rl_cpu import config_modules_pickle
+
+    with config_modules_pickle():
+        print("FOUND", json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))

@@ -1,0 +1,76 @@
+"""Optimizer offload: FusedAdam's masters move with the moments.
+
+Frameworks put Megatron's optimizer states onto the CPU while they generate, each with a function
+of its own that lists the moments by name. A precision-aware optimizer keeps its fp32 masters
+beside them, as ``master_param``, and a list that lacks them leaves 4 bytes per parameter on the
+GPU.
+
+Delete when: each framework's list has ``master_param`` (verl's has from 0.9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from precision_shim.adapting import Seam, Settings, Symbol
+
+_HERE = "precision_shim_adapters.megatron_offload"
+
+
+def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -> list[Seam]:
+    """The seams around a framework's two functions.
+
+    Args:
+        module: where ``offload_megatron_optimizer`` and ``load_megatron_optimizer`` are.
+        importers: modules that import them by value.
+        why: see ``Seam``.
+        delete_when: see ``Seam``.
+    """
+    return [
+        Seam(
+            target=f"{module}:{name}",
+            feature="bf16-dispatch",
+            wrapper=f"{_HERE}:{wrapper}",
+            path="offload",
+            why=why,
+            delete_when=delete_when,
+            parameters=("optimizers",),
+            relies_on=("exp_avg", "exp_avg_sq"),
+            aliases=tuple(f"{importer}:{name}" for importer in importers),
+            native=f"{_HERE}:moved_already",
+        )
+        for name, wrapper in (
+            ("offload_megatron_optimizer", "offload_masters"),
+            ("load_megatron_optimizer", "load_masters"),
+        )
+    ]
+
+
+def moved_already(symbol: Symbol, settings: Settings) -> str | None:
+    """Whether the framework's own function moves the masters."""
+    return "the masters are moved already" if "master_param" in symbol.names else None
+
+
+def offload_masters(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Move the masters along, before the framework gives the freed memory back."""
+    for state in _fused_states(args[0] if args else kwargs["optimizers"]):
+        state["master_param"] = state["master_param"].to("cpu", non_blocking=True)
+    return wrapped(*args, **kwargs)
+
+
+def load_masters(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Bring the masters back to where the framework puts the moments."""
+    result = wrapped(*args, **kwargs)
+    for state in _fused_states(args[0] if args else kwargs["optimizers"]):
+        device = state["exp_avg"].device
+        state["master_param"] = state["master_param"].to(device, non_blocking=True)
+    return result
+
+
+def _fused_states(optimizers: Any) -> Iterator[dict[str, Any]]:
+    """States in which FusedAdam keeps a master, of one optimizer or of several chained."""
+    for one in getattr(optimizers, "chained_optimizers", [optimizers]):
+        # Megatron's offloading optimizer has its own way, and sub_optimizers.
+        if one.optimizer is not None and not hasattr(one.optimizer, "sub_optimizers"):
+            yield from (state for state in one.optimizer.state.values() if "master_param" in state)

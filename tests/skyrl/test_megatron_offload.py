@@ -1,0 +1,71 @@
+"""SkyRL moves the optimizer's states to the CPU and back between its phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+
+from .support import batch, build, metrics_of
+
+BETA = "trainer.policy.megatron_config.optimizer_config_kwargs.adam_beta2=0.95"
+
+
+@pytest.fixture
+def make(fused_adam: str, checkpoints: dict[str, Path]) -> Callable[..., Any]:
+    """A bf16 policy worker whose optimizer is precision-aware."""
+    return lambda: build(checkpoints["bfloat16"], BETA)
+
+
+def train(worker: Any, seed: int) -> tuple[dict[str, float], Any]:
+    return metrics_of(worker.forward_backward(batch(seed))), worker.optim_step()
+
+
+def states(worker: Any) -> list[dict[str, Any]]:
+    chained = getattr(worker.optimizer, "chained_optimizers", [worker.optimizer])
+    return [state for one in chained for state in one.optimizer.state.values()]
+
+
+@pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
+def test_masters_move_with_the_moments(
+    make: Any, shim: Any, moves: list[tuple[int, str]], on: bool
+) -> None:
+    from skyrl.backends.skyrl_train.distributed.megatron import megatron_strategy as strategy
+
+    shim(settings={"optimizer_states": "follow-model"})
+    worker = make()
+    train(worker, 0)
+    if not on:
+        precision_shim.uninstall()
+    kept = {id(state["master_param"]) for state in states(worker)}
+    assert kept
+    del moves[:]
+    strategy.offload_megatron_optimizer(worker.optimizer)
+    away = {tensor for tensor, where in moves if where == "cpu"}
+    assert (kept <= away) if on else not (kept & away)
+    back = {id(state["master_param"]) for state in states(worker)}
+    del moves[:]
+    strategy.load_megatron_optimizer(worker.optimizer)
+    home = {tensor for tensor, _ in moves}
+    assert (back <= home) if on else not (back & home)
+
+
+def test_training_goes_on_as_if_nothing_moved(make: Any, shim: Any) -> None:
+    from skyrl.backends.skyrl_train.distributed.megatron import megatron_strategy as strategy
+
+    shim(settings={"optimizer_states": "follow-model"})
+    straight, offloaded = make(), make()
+    assert train(straight, 0) == train(offloaded, 0)
+    strategy.offload_megatron_optimizer(offloaded.optimizer)
+    strategy.load_megatron_optimizer(offloaded.optimizer)
+    for seed in (1, 2):
+        assert train(straight, seed) == train(offloaded, seed)
+    for one, other in zip(states(straight), states(offloaded), strict=True):
+        for name, value in one.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, other[name]), name
