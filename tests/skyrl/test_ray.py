@@ -42,10 +42,9 @@ def setup():
     device_mesh.init_device_mesh = init_device_mesh
     torch.cuda.set_device = lambda *args: None
     if os.environ["TEST_BACKEND"] == "fsdp":
-        from precision_shim.testing.skyrl_cpu import skyrl_on_cpu
+        from precision_shim.testing.skyrl_cpu import stay_on_cpu
 
-        globals()["harness"] = skyrl_on_cpu()
-        globals()["harness"].__enter__()
+        stay_on_cpu()
     if os.environ["TEST_BACKEND"] == "megatron":
         from precision_shim.testing.megatron_bridge import import_megatron_bridge
 
@@ -135,6 +134,7 @@ model, folder = sys.argv[3], os.getcwd()
 apart = [f"trainer.placement.{name}=false" for name in ("colocate_all", "colocate_policy_ref")]
 config = fsdp_config("policy", model, "fp16", *apart)
 group = PPORayActorGroup(config.trainer, 1, 1, PolicyWorker)
+
 dispatch = WorkerDispatch(config, policy_actor_group=group)
 dispatch.init_model("policy", model, num_training_steps=10)
 

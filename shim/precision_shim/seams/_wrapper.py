@@ -62,8 +62,16 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         # actor's methods by what calls itself a function, and cloudpickle sends such a one by
         # value, beneath the wrapper, unless it is the very object at its name.
         if self._self_unbound is None:
-            self._self_unbound = super().__get__(None, owner)
+            self._self_unbound = super().__get__(None, self._definer(owner))
         return self._self_unbound
+
+    def _definer(self, owner: Any) -> Any:
+        # wrapt takes the first argument for the instance only if it is one of the owner's, and the
+        # first to ask may be a sibling of the class whose instance comes next.
+        for kind in getattr(owner, "__mro__", ()):
+            if any(value is self for value in vars(kind).values()):
+                return kind
+        return owner  # beneath another wrapper, which has passed the definer on
 
     def __copy__(self) -> SeamWrapper:
         return self  # as copy does with the plain function in whose place it stands

@@ -6,6 +6,7 @@
 * :func:`skyrl_on_cpu` answers for the devices. SkyRL asks for ``"cuda"`` by name in its workers;
   beside what :func:`~precision_shim.testing.megatron_cpu.cuda_means_cpu` answers, its device
   meshes and autocasts then mean the CPU.
+* :func:`stay_on_cpu` is the same for the processes of a Ray cluster.
 * :func:`make_worker` makes a worker object as Ray's actor would hold it, in this process.
 
 What is not stood in for: packing of sequences without padding (it needs flash attention; leave
@@ -16,16 +17,17 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .megatron_cpu import _patched, cuda_means_cpu
+from .megatron_cpu import _CudaMeansCpu, _patched, cuda_means_cpu
 
-__all__ = ["flash_attn_placeholder", "make_worker", "skyrl_on_cpu"]
+__all__ = ["flash_attn_placeholder", "make_worker", "skyrl_on_cpu", "stay_on_cpu"]
 
 _PADDING = '''"""Placeholders; a CPU has no flash attention."""
 
@@ -96,6 +98,27 @@ def skyrl_on_cpu() -> Iterator[None]:
         _patched(fsdp_utils, own),
     ):
         yield
+
+
+def stay_on_cpu() -> None:
+    """Enter ``skyrl_on_cpu`` in this thread and in those started later, and stay in it.
+
+    For a setup hook of Ray's: an actor's methods run in a thread of their own, and the names of
+    devices are answered thread by thread.
+    """
+    stack = ExitStack()
+    stack.enter_context(skyrl_on_cpu())
+    _kept.append(stack)
+    run = threading.Thread.run
+
+    def run_on_cpu(self: threading.Thread) -> None:
+        with _CudaMeansCpu():
+            run(self)
+
+    threading.Thread.run = run_on_cpu  # type: ignore[method-assign]
+
+
+_kept: list[ExitStack] = []
 
 
 def make_worker(kind: type[Any], cfg: Any, *, rank: int = 0, world_size: int = 1) -> Any:

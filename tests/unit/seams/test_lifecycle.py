@@ -233,6 +233,28 @@ def test_a_wrapped_method_is_still_listed_as_a_method(lab):
     assert (Crate(5).add(1), Crate.double(4), Crate(5).double(4)) == (94, -8, -8)
 
 
+@pytest.mark.parametrize("beneath", [[], ["toy_wrappers:add_hundred"]], ids=["", "two layers"])
+def test_a_method_called_through_a_class_knows_its_instance(lab, beneath):
+    """Ray calls ``Class.method(instance, ...)``, of any class that inherits the method."""
+    lab.install(*(lab.seam(ADD, wrapper) for wrapper in (*beneath, "toy_wrappers:note")))
+    box = lab.ops.Box
+
+    class Crate(box):
+        pass
+
+    class Barrel(box):
+        pass
+
+    calls = lab.load("toy_wrappers").CALLS
+    for asked_first in (Crate, Barrel, box):
+        assert asked_first.add is box.add
+        for one in (Barrel(1), Crate(2), box(3)):
+            del calls[:]
+            method = asked_first.add
+            assert method(one, 10) == one.value + 10 + 100 * len(beneath)
+            assert [(instance, args) for instance, args, _ in calls] == [(one, (10,))]
+
+
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps], ids=["pickle", "cloudpickle"])
 def test_a_subclasss_classmethod_survives_a_round_trip(lab, dumps):
     lab.write({"toy/crates.py": "from toy.ops import Box\n\n\nclass Crate(Box):\n    pass\n"})
