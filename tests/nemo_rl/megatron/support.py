@@ -251,15 +251,8 @@ def on_cpu(folder: Path) -> Iterator[None]:
             if hasattr(module, "initialize_megatron"):
                 patch.setattr(module, "initialize_megatron", _with_cuda(initialize))
             for name in _OTHER_SIGNATURES:
-                if hasattr(module, name):
-                    patch.setattr(module, name, _fitting(getattr(module, name)))
-            if hasattr(module, "get_forward_backward_func"):
-                schedule = module.get_forward_backward_func
-                patch.setattr(
-                    module,
-                    "get_forward_backward_func",
-                    lambda schedule=schedule: _fitting(schedule()),
-                )
+                _replace(patch, module, name, _fitting)
+            _replace(patch, module, "get_forward_backward_func", _fitting_schedule)
         try:
             yield
         finally:
@@ -276,6 +269,28 @@ _OTHER_SIGNATURES = (
     "_update_model_config_funcs",
 )
 """Functions of Bridge whose release has other keywords than the state that NeMo-RL pins."""
+
+
+def _replace(patch: pytest.MonkeyPatch, module: Any, name: str, make: Any) -> None:
+    """Replace a function in a module, and where it is defined.
+
+    A worker's class that Ray sends whole has its functions from there, not from its module.
+    """
+    function = getattr(module, name, None)
+    if function is None:
+        return
+    made = make(function)
+    for owner in (module, sys.modules[function.__module__]):
+        if vars(owner).get(name) is function:
+            patch.setattr(owner, name, made)
+
+
+def _fitting_schedule(choose: Any) -> Any:
+    @functools.wraps(choose)
+    def fitting(*args: Any, **kwargs: Any) -> Any:
+        return _fitting(choose(*args, **kwargs))
+
+    return fitting
 
 
 def _fitting(function: Any) -> Any:
