@@ -107,6 +107,6 @@ def test_upstreams_own_tests_have_the_same_outcome(upstream: Path) -> None:
     counts = Counter(outcome.split()[0] for outcome in off["outcomes"].values())
     print("NeMo-RL's own tests:", dict(counts))
     assert on["outcomes"] == off["outcomes"]
-    assert counts["passed"] >= 20
+    assert counts["passed"] >= 15  # 0.4.0 has the fewest: 18
     assert on["wrapped"]
     assert not off["wrapped"]
