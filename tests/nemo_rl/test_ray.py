@@ -121,6 +121,10 @@ def test_workers_train_skip_save_and_resume(model: Path, tmp_path: Path, kind: s
     assert found["again"]["grad_norm"] == found["on"]["grad_norm"]
     for old, new in zip(found["on"]["workers"], found["again"]["workers"], strict=True):
         assert old["parameters"] == new["parameters"]
+    # NeMo-RL's own loop and logger: each figure once, as it is.
+    assert found["logged"]["loss_scale"] == [pytest.approx(1e4)] * 2
+    assert found["logged"]["skipped_steps"] == [1.0] * 2
+    assert all(map(math.isfinite, found["logged"]["grad_norm"]))
 
 
 @pytest.mark.timeout(1200)
@@ -133,3 +137,4 @@ def test_without_the_variable_nothing_is_there(model: Path, tmp_path: Path) -> N
         assert one["scale"] is None
         assert not [name for name in one["mro"] if "precision_shim" in name]
     assert found["steps"][0]["loss_scale"] is None
+    assert sorted(found["logged"]) == ["grad_norm", "loss"]
