@@ -305,6 +305,45 @@ def align_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 # -- config, parameters and buckets held against each other ---------------------------------
 
 
+def _wrapped_chunks(model_chunks: Any) -> list[Any]:
+    """The model chunks that are in a DDP with buckets of its own."""
+    return [one for one in model_chunks if hasattr(one, "buffers") and hasattr(one, "ddp_config")]
+
+
+def _bucket_dtypes(chunks: list[Any]) -> set[torch.dtype]:
+    return {
+        buffer.grad_data.dtype
+        for chunk in chunks
+        for kind in ("buffers", "expert_parallel_buffers")
+        for buffer in (getattr(chunk, kind) if isinstance(getattr(chunk, kind, ()), list) else ())
+    }
+
+
+def refuse_fp16_gradients(framework: str, config: Any, model_chunks: Any) -> None:
+    """Refuse what ends in Megatron's bare assertion at the first step: its clipping.
+
+    With the precision-aware optimizer ``clip_grad_by_total_norm_fp32`` takes fp32 and bf16
+    gradients only, and they have the bucket's dtype.
+
+    Args:
+        framework: the framework's name.
+        config: Megatron's OptimizerConfig.
+        model_chunks: list of DistributedDataParallel modules.
+
+    Raises:
+        InconsistentPrecisionError: the gradients are fp16.
+    """
+    if not (config.use_precision_aware_optimizer and config.clip_grad):
+        return
+    if torch.float16 in _bucket_dtypes(_wrapped_chunks(model_chunks)):
+        raise InconsistentPrecisionError(
+            f"{framework}, {megatron_label()}: use_precision_aware_optimizer=True with "
+            f"clip_grad={config.clip_grad} takes fp32 or bf16 gradients, and "
+            "grad_reduce_in_fp32=False makes them fp16. Write grad_reduce_in_fp32: true, or set "
+            "PRECISION_SHIM_GRAD_BUCKET=align, or use_precision_aware_optimizer: false."
+        )
+
+
 def check_pair(framework: str, config: Any, model_chunks: Any) -> None:
     """Hold an OptimizerConfig against the live parameters and buckets; warn where they disagree.
 
@@ -317,13 +356,9 @@ def check_pair(framework: str, config: Any, model_chunks: Any) -> None:
         InconsistentPrecisionError: they disagree, the user did not ask for it, and strict mode
             is on.
     """
-    chunks = [one for one in model_chunks if hasattr(one, "buffers") and hasattr(one, "ddp_config")]
-    buckets = {
-        buffer.grad_data.dtype
-        for chunk in chunks
-        for kind in ("buffers", "expert_parallel_buffers")
-        for buffer in (getattr(chunk, kind) if isinstance(getattr(chunk, kind, ()), list) else ())
-    }
+    refuse_fp16_gradients(framework, config, model_chunks)
+    chunks = _wrapped_chunks(model_chunks)
+    buckets = _bucket_dtypes(chunks)
     model = TrainableDtypes()
     for chunk in chunks:
         model = model + trainable_dtypes(chunk.parameters())

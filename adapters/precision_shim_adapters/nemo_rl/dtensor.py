@@ -52,7 +52,7 @@ _READ = {
 }
 """What the wrappers read of a worker's methods, by their signatures."""
 
-_TRAIN = ("data", "loss_fn", "eval_mode")
+TRAIN = ("data", "loss_fn", "eval_mode")
 """The first parameters of ``train``, whose decorator hides its signature."""
 
 
@@ -198,7 +198,7 @@ def train(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if scaler is None:
         return wrapped(*args, **kwargs)
     with _outermost(instance, "train") as outermost:
-        given = {**dict(zip(_TRAIN, args, strict=False)), **kwargs}
+        given = {**dict(zip(TRAIN, args, strict=False)), **kwargs}
         if not outermost or given.get("eval_mode"):
             return wrapped(*args, **kwargs)
         scaled = _ScaledLoss(given["loss_fn"], scaler)

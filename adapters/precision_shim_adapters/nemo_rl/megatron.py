@@ -34,10 +34,17 @@ from precision_shim.rules.model import TrainableDtypes
 from precision_shim.rules.optimizer import ROWS, OptimizerPlan, OptimizerRequest, plan_optimizer
 
 from .. import megatron_checkpoint, megatron_overflow
-from ..megatron import Build, building, coerced, current_build, fused_adam_support
+from ..megatron import (
+    Build,
+    building,
+    coerced,
+    current_build,
+    fused_adam_support,
+    refuse_fp16_gradients,
+)
 from ..megatron_overflow import SCALER_FIELDS
 from ..ray_actors import put_in_front
-from .dtensor import BLOCK, FRAMEWORK
+from .dtensor import BLOCK, FRAMEWORK, TRAIN
 
 _DDP = "distributed_data_parallel_config"
 _FP16_OWN = ("initial_loss_scale", "min_loss_scale")
@@ -223,7 +230,8 @@ def scale(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Give Megatron's scaler its settings, and remember whose optimizer it belongs to.
 
     Raises:
-        InconsistentPrecisionError: an fp16 model would train unscaled, and strict mode is on.
+        InconsistentPrecisionError: an fp16 model's gradients cannot be clipped; or it would train
+            unscaled, and strict mode is on.
         SettingsError: the first scale is below the scaler's minimum.
     """
     build = current_build()
@@ -233,6 +241,9 @@ def scale(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     config = bound.arguments["optimizer_config"]
     if (build.seen.single or build.declared) is torch.float16:
         _refuse_unscaled(build, config)
+        model = bound.arguments["model"]
+        chunks = model if isinstance(model, list) else [model]
+        refuse_fp16_gradients(_where(build.subject()), config, chunks)
         bound.arguments["optimizer_config"] = _with(config, _scaler_fields(build, config))
     optimizer, *rest = wrapped(*bound.args, **bound.kwargs)
     _owners[optimizer] = build.subject()
@@ -283,6 +294,13 @@ def _scaler_fields(build: _NemoBuild, config: Any) -> dict[str, Any]:
     return fields
 
 
+def keep_block(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``make_policy_like_config``, which takes a fixed list of a value config's keys."""
+    made = wrapped(*args, **kwargs)
+    config = args[0] if args else kwargs["config"]
+    return {**made, BLOCK: config[BLOCK]} if BLOCK in config else made
+
+
 # -- a skipped step, and the metrics --------------------------------------------------------------
 
 
@@ -306,8 +324,8 @@ def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     micro-batches and ranks: so each figure stands there once per call, on rank 0.
     """
     result = wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    evaluated = bound.arguments.get("eval_mode", False)
+    # Not by the signature: NeMo-RL's decorator for traces hides it.
+    evaluated = {**dict(zip(TRAIN, args, strict=False)), **kwargs}.get("eval_mode")
     if not evaluated and torch.distributed.get_rank() == 0:
         for name, value in megatron_overflow.metrics(instance.optimizer).items():
             result["all_mb_metrics"][name] = [value]

@@ -140,6 +140,17 @@ SEAMS: tuple[Seam, ...] = (
         delete_when="NeMo-RL dispatches on policy.precision",
         **_SETUP_OPTIMIZER,  # type: ignore[arg-type]
     ),
+    Seam(
+        target=f"{_SETUP}:make_policy_like_config",
+        feature=megatron_overflow.FEATURE,
+        wrapper=f"{_HERE}:keep_block",
+        path="megatron",
+        why="a value worker's config is copied key by key, and the shim's block would be lost",
+        delete_when="it copies what it does not know",
+        parameters=("config",),
+        aliases=(f"{_VALUE}:make_policy_like_config",),
+        optional=True,
+    ),
     # Over the wrapper that answers for a skip: it asks whose step it is.
     *(
         Seam(

@@ -11,7 +11,12 @@ import pytest
 import torch
 from packaging.version import Version
 
-from precision_shim.errors import LossScaleError, SettingsError
+from precision_shim.errors import (
+    InconsistentPrecisionError,
+    LossScaleError,
+    PrecisionShimWarning,
+    SettingsError,
+)
 
 from ..support import NEMO_RL, batch, loss_for, nll_loss
 from .support import FP16, POLICY, VALUE
@@ -85,9 +90,11 @@ def test_an_overflow_is_skipped_counted_and_reported(worker: Make, shim: Any, ta
 def test_an_evaluation_steps_and_reports_nothing(worker: Make, shim: Any) -> None:
     shim()
     with worker("float16", optimizer=TOO_MUCH) as made:
+        made.train(batch(), nll_loss())
+        scale = float(made.optimizer.get_loss_scale())
         result = made.train(batch(), nll_loss(), eval_mode=True)
         assert not {"loss_scale", "skipped_steps"} & set(result["all_mb_metrics"])
-        assert float(made.optimizer.get_loss_scale()) == 2.0**30
+        assert float(made.optimizer.get_loss_scale()) == scale
 
 
 def test_bf16_reports_no_scale(worker: Make, shim: Any) -> None:
@@ -130,15 +137,20 @@ def test_the_scaler_starts_where_fp16_can(worker: Make, shim: Any) -> None:
         assert scaler(made).growth_interval == 1000
 
 
-def test_variables_and_the_configs_block_reach_the_scaler(worker: Make, shim: Any) -> None:
+@pytest.mark.parametrize("target", ROLES)
+def test_variables_and_the_configs_block_reach_the_scaler(
+    worker: Make, shim: Any, target: str
+) -> None:
     shim(settings={"loss_scale_init": 64, "growth_interval": 7, "growth_factor": 3})
-    with worker("float16", optimizer=FP16) as made:
+    common = {"target": target, "optimizer": FP16}
+    with worker("float16", **common) as made:
         found = scaler(made)
         assert (found.scale.item(), found.growth_interval, found.growth_factor) == (64, 7, 3)
-    with worker("float16", optimizer=FP16, precision_shim={"growth_interval": 9}) as made:
+    with worker("float16", **common, precision_shim={"growth_interval": 9}) as made:
         found = scaler(made)
         assert (found.scale.item(), found.growth_interval) == (64, 9)
-    with worker("float16", optimizer={**FP16, "loss_scale_window": 11}) as made:
+    common["optimizer"] = {**FP16, "loss_scale_window": 11}
+    with worker("float16", **common) as made:
         assert scaler(made).growth_interval == 11, "the optimizer's own key is the user's"
 
 
@@ -164,3 +176,39 @@ def test_a_static_loss_scale_is_left_alone(worker: Make, shim: Any) -> None:
         result = made.train(batch(), nll_loss())
         assert "loss_scale" not in result["all_mb_metrics"]
         assert math.isfinite(float(result["grad_norm"]))
+
+
+# -- gradients in fp16 under the precision-aware optimizer -------------------------------------
+
+
+AWARE = {**FP16, "use_precision_aware_optimizer": True}
+FP16_BUCKET = {"grad_reduce_in_fp32": False}
+"""What the shipped YAML files carry, with ``AWARE``'s last key."""
+
+
+def test_megatron_cannot_clip_fp16_gradients(worker: Make, fused_adam: str) -> None:
+    optimizer = {**AWARE, "initial_loss_scale": 1.0}
+    with (
+        worker("float16", optimizer=optimizer, ddp=FP16_BUCKET) as made,
+        pytest.raises(AssertionError),
+    ):
+        made.train(batch(), nll_loss())
+
+
+def test_such_a_pair_is_refused_by_name(worker: Make, shim: Any, fused_adam: str) -> None:
+    shim()
+    with (
+        pytest.warns(PrecisionShimWarning, match="another dtype"),
+        pytest.raises(InconsistentPrecisionError, match="grad_reduce_in_fp32: true"),
+        worker("float16", optimizer=AWARE, ddp=FP16_BUCKET),
+    ):
+        pass
+
+
+def test_alignment_trains_it(worker: Make, shim: Any, fused_adam: str) -> None:
+    shim(settings={"grad_bucket": "align"})
+    with worker("float16", optimizer=AWARE, ddp=FP16_BUCKET) as made:
+        before = parameters(made)
+        result = made.train(batch(), nll_loss())
+        assert math.isfinite(float(result["grad_norm"]))
+        assert not torch.equal(parameters(made), before)
