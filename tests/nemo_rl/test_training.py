@@ -80,6 +80,33 @@ def test_gradients_too_small_for_fp16_survive(kind, worker, shim) -> None:
     assert scaled == pytest.approx(norms["float32"], rel=0.02)
 
 
+def test_auxiliary_losses_of_experts_are_scaled_too(kind, worker, shim) -> None:
+    """nemo_automodel's own autograd function puts them into the backward pass, past the loss."""
+    if kind == "v1":
+        pytest.skip("the first worker trains without nemo_automodel")
+    moe = pytest.importorskip(
+        "nemo_automodel.components.moe.megatron.moe_utils",
+        reason="this nemo_automodel has no models of its own with experts",
+    )
+    holder = moe.MoEAuxLossAutoScaler
+
+    def attach(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return holder.apply(output, 0.1 * module.weight.float().sum())
+
+    norms = {}
+    for precision in ("float32", "float16"):
+        if precision == "float16":
+            shim(settings={"loss_scale_init": 256})
+        with worker(kind, precision) as one:
+            last = [module for module in one.model.modules() if isinstance(module, torch.nn.Linear)]
+            last[-1].register_forward_hook(attach)
+            plain = one.train(batch(), Times(loss_for(kind), 0.0))
+            norms[precision] = float(plain["grad_norm"])
+    assert norms["float32"] > 0
+    assert norms["float16"] == pytest.approx(norms["float32"], rel=0.01)
+    assert holder.main_loss_backward_scale in (None, 1.0)
+
+
 @pytest.mark.parametrize("clip", [0.05, None], ids=["clipped", "not clipped"])
 def test_steps_are_those_of_a_loop_written_by_hand(kind, worker, shim, clip) -> None:
     if kind == "value":

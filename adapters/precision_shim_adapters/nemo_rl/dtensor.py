@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,8 @@ _READ = {
     "load_checkpoint": ("weights_path", "optimizer_path"),
 }
 """What the wrappers read of a worker's methods, by their signatures."""
+
+_AUXILIARY = "nemo_automodel.components.moe.megatron.moe_utils"
 
 TRAIN = ("data", "loss_fn", "eval_mode")
 """The first parameters of ``train``, whose decorator hides its signature."""
@@ -201,12 +204,15 @@ def train(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         given = {**dict(zip(TRAIN, args, strict=False)), **kwargs}
         if not outermost or given.get("eval_mode"):
             return wrapped(*args, **kwargs)
-        scaled = _ScaledLoss(given["loss_fn"], scaler)
-        if "loss_fn" in kwargs:
-            kwargs = {**kwargs, "loss_fn": scaled}
-        else:
-            args = (args[0], scaled, *args[2:])
-        with _stepping(_Training(scaler, instance.optimizer)) as training:
+        with (
+            _stepping(_Training(scaler, instance.optimizer)) as training,
+            _auxiliary_losses(scaler) as follow,
+        ):
+            scaled = _ScaledLoss(given["loss_fn"], scaler, follow)
+            if "loss_fn" in kwargs:
+                kwargs = {**kwargs, "loss_fn": scaled}
+            else:
+                args = (args[0], scaled, *args[2:])
             result = wrapped(*args, **kwargs)
     return _report(result, training)
 
@@ -214,14 +220,42 @@ def train(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 class _ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A loss function whose losses send scaled gradients back; all else is the function's own."""
 
-    def __init__(self, loss_fn: Any, scaler: LossScaler) -> None:
+    def __init__(
+        self, loss_fn: Any, scaler: LossScaler, follow: Callable[[torch.device], None]
+    ) -> None:
         super().__init__(loss_fn)
         self._self_scaler = scaler
+        self._self_follow = follow
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         loss, *rest = self.__wrapped__(*args, **kwargs)
         self._self_scaler.attach(loss)
+        self._self_follow(loss.device)
         return (loss, *rest)
+
+
+@contextlib.contextmanager
+def _auxiliary_losses(scaler: LossScaler) -> Iterator[Callable[[torch.device], None]]:
+    """Scale the gradients of a mixture of experts' auxiliary losses, too.
+
+    They do not come through the loss: nemo_automodel puts them into the backward pass by an
+    autograd function of its own, times a number that stands in its class and is 1 in NeMo-RL.
+    Yields what brings that number up to the scale, before each backward pass.
+    """
+    holder = getattr(sys.modules.get(_AUXILIARY), "MoEAuxLossAutoScaler", None)
+    if holder is None:
+        yield lambda device: None
+        return
+    before = holder.main_loss_backward_scale
+
+    def follow(device: torch.device) -> None:
+        own = 1.0 if before is None else before
+        holder.main_loss_backward_scale = scaler.scale(torch.ones((), device=device)) * own
+
+    try:
+        yield follow
+    finally:
+        holder.main_loss_backward_scale = before
 
 
 @contextlib.contextmanager
