@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,26 @@ def test_follow_model(make: Any, shim: Any) -> None:
     assert config.main_params_dtype is FP32
     live = states(worker)
     assert (live["exp_avg"], live["exp_avg_sq"]) == (BF16, BF16)
+
+
+@pytest.mark.skipif(Version("0.3") > SKYRL, reason="0.2 has no store of LoRA adapters")
+def test_follow_model_gives_way_to_the_store_of_adapters(
+    make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies masters that FusedAdam would keep to itself; what the user asks for is made."""
+    from skyrl.backends.skyrl_train.workers.megatron import megatron_worker as module
+
+    init = module.MegatronPolicyWorkerBase.__init__
+
+    def with_store(self: Any, **kwargs: Any) -> None:
+        init(self, **kwargs)
+        self.adapter_store = module.AdapterStore()
+
+    monkeypatch.setattr(module.MegatronPolicyWorkerBase, "__init__", with_store)
+    shim(settings={"optimizer_states": "follow-model"})
+    worker = make(BF16, f"{KWARGS}.adam_beta2=0.95")
+    assert not worker.optimizer.config.use_precision_aware_optimizer
+    assert "LoRA adapters" in reasons("bf16-dispatch")
 
 
 def test_follow_model_keeps_to_a_written_no(make: Any, shim: Any) -> None:
@@ -452,7 +473,9 @@ def test_everything_is_wrapped_or_native(skyrl: None, shim: Any) -> None:
         seam["target"]: seam["state"]
         for seam in seams
         if seam["state"] not in ("wrapped", "native")
-        and "mcore_fsdp_adapter" not in seam["target"]  # Megatron-FSDP, which SkyRL does not use
+        # SkyRL does not use the first, and these tests do not start the second.
+        and not {"mcore_fsdp_adapter", "skyrl_train_backend"}
+        & set(re.split(r"[.:]", seam["target"]))
     }
     assert left == {}
     native = [seam["target"] for seam in seams if seam["state"] == "native"]

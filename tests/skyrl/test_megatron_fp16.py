@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import LossScaleError, SettingsError
 
+from .conftest import SKYRL
 from .support import batch, build, metrics_of
 
 KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs"
@@ -167,3 +169,53 @@ def test_sizes_of_fp16_weights(make: Any, shim: Any, on: bool) -> None:
         range(len(tasks))
     )
     assert precision_shim.status().enabled
+
+
+@pytest.mark.skipif(Version("0.3") > SKYRL, reason="0.2 clips no head by itself")
+def test_skyrls_own_step_for_a_prediction_head_is_counted(
+    make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands in the optimizer itself, and asks Megatron's parts one by one."""
+    from skyrl.backends.skyrl_train.mtp import grad_clip
+
+    monkeypatch.setattr(grad_clip, "is_mtp_param_name", lambda name: "output_layer" in name)
+    shim()
+    worker = make(f"{KWARGS}.initial_loss_scale=1024", f"{KWARGS}.hysteresis=1")
+    assert grad_clip.install_mtp_separate_grad_clip(worker.optimizer, worker.actor_module)
+    own = worker.optimizer.step
+    _, norm = train(worker, 0)
+    assert math.isfinite(norm)
+    before = parameters(worker)
+    _, norm = train(worker, 1, advantage=1e9)
+    assert math.isnan(norm)
+    assert torch.equal(parameters(worker), before)
+    found, _ = train(worker, 2)
+    assert (found["skipped_steps"], found["loss_scale"]) == (1.0, 1024.0)
+    assert float(scaler(worker).scale) == 512
+    assert worker.optimizer.step is own
+
+
+def test_the_tinker_servers_answer_has_no_nan(skyrl: None, shim: Any) -> None:
+    """JSON knows none: each skipped step would be an error of the server's."""
+    backend = pytest.importorskip(
+        "skyrl.backends.skyrl_train_backend", reason="the Tinker server's packages are not here"
+    )
+    from types import SimpleNamespace
+
+    made = object.__new__(backend.SkyRLTrainBackend)
+    made._model_id = "m"
+    made._get_role = lambda model_id: "policy"
+    request = SimpleNamespace(adam_params=SimpleNamespace(learning_rate=1e-3))
+
+    def answer(norm: float) -> dict[str, float]:
+        made._dispatch = SimpleNamespace(
+            set_lr=lambda *a, **k: None, optim_step=lambda *a, **k: norm
+        )
+        return dict(made.optim_step("m", request).metrics)
+
+    assert math.isnan(answer(math.nan)["skyrl.ai/grad_norm"])
+    shim()
+    rate = {"skyrl.ai/learning_rate": 1e-3}
+    assert answer(0.5) == {"skyrl.ai/grad_norm": 0.5, **rate}
+    for norm in (math.nan, math.inf):
+        assert answer(norm) == {"skyrl.ai/skipped_step": 1.0, **rate}

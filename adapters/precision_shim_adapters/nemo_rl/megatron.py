@@ -332,6 +332,34 @@ def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+# -- auxiliary losses -----------------------------------------------------------------------------
+
+
+def times_loss_scale(function: Any, worker: Any) -> Any:
+    """A worker's scale of an auxiliary loss's gradients, times the loss scale.
+
+    From 0.7 NeMo-RL gives the losses of experts and of multi-token prediction scales of their own,
+    and Megatron from 0.19 takes them in the place of the loss scale.
+    """
+    optimizer = worker.optimizer
+    if function is None or hasattr(function, "_precision_shim"):
+        return function
+    if optimizer is None or not megatron_overflow.dynamic_scalers(optimizer):
+        return function
+
+    def scaled() -> Any:
+        return function() * optimizer.get_loss_scale()
+
+    scaled._precision_shim = True  # type: ignore[attr-defined]
+    return scaled
+
+
+def scale_own(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around a worker's ``_set_moe_grad_scale_func`` and ``_set_mtp_grad_scale_func``."""
+    function = args[0] if args else kwargs["func"]
+    return wrapped(times_loss_scale(function, instance))
+
+
 # -- the actor class ------------------------------------------------------------------------------
 
 
@@ -341,6 +369,12 @@ class ReportingWorker:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and report the loss scale where there is one."""
         return report(super().train, self, args, kwargs)  # type: ignore[misc]
+
+    def _set_moe_grad_scale_func(self, func: Any) -> None:
+        super()._set_moe_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]
+
+    def _set_mtp_grad_scale_func(self, func: Any) -> None:
+        super()._set_mtp_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]
 
 
 def redecorate(actor_class: Any) -> Any:

@@ -93,8 +93,17 @@ def _worker(module: str, name: str, path: str) -> tuple[Seam, ...]:
         )
     ]
     if split:
-        seams.insert(
-            0,
+        seams[:0] = [
+            *(
+                Seam(
+                    target=f"{module}:{name}Impl.{setter}",
+                    wrapper=f"{_HERE}:scale_own",
+                    why="a scale of its own, which Megatron from 0.19 takes for the loss scale",
+                    parameters=("func",),
+                    **{**common, "delete_when": "it has the loss scale in it"},  # type: ignore[arg-type]
+                )
+                for setter in ("_set_moe_grad_scale_func", "_set_mtp_grad_scale_func")
+            ),
             Seam(
                 target=method,
                 wrapper=f"{_HERE}:report",
@@ -103,7 +112,7 @@ def _worker(module: str, name: str, path: str) -> tuple[Seam, ...]:
                 relies_on=relies_on,
                 **common,  # type: ignore[arg-type]
             ),
-        )
+        ]
     return tuple(seams)
 
 

@@ -236,6 +236,16 @@ ADAPTER = Adapter(
             delete_when="its table of sizes has fp16",
             optional=True,
         ),
+        _fp16(
+            "skyrl.backends.skyrl_train_backend:SkyRLTrainBackend.optim_step",
+            f"{_OVERFLOW}:report_to_client",
+            "the Tinker server's answer is JSON, in which a grad norm of NaN is an error",
+            "metrics",
+            "grad_norm",
+            path="tinker",
+            delete_when="it leaves out what is not finite",
+            optional=True,
+        ),
         # fp16 on FSDP.
         _fp16(
             f"{_STRATEGY}._fsdp_init_model",

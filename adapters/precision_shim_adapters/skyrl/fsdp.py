@@ -137,9 +137,8 @@ def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if not taken:  # SkyRL skipped; the gradients are gone, the overflow is known
             scaler.step(optimizer)
     scaler.update()
-    if grad_norm is None and scaler.counter.skipped > skipped:
-        return torch.tensor(math.nan)
-    return grad_norm
+    # SkyRL tells None or, where it skipped itself, what the overflow made of the norm.
+    return torch.tensor(math.nan) if scaler.counter.skipped > skipped else grad_norm
 
 
 def _has_gradients(optimizer: Any) -> bool:

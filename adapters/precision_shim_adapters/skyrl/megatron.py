@@ -27,6 +27,7 @@ from .. import megatron, megatron_checkpoint
 from ..megatron import Build, building, coerced, current_build, fused_adam_support
 from .config import KWARGS, bucket_is_written, written_kwargs
 
+_MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
 CONFIG = "skyrl.backends.skyrl_train.distributed.megatron.optimizer:init_megatron_optim_config"
 _FP16_OWN = ("initial_loss_scale", "min_loss_scale")
 """Of the fp16 row what is no optimizer state: it holds whatever the states' dtypes."""
@@ -81,6 +82,7 @@ def plan_for(
     model: TrainableDtypes,
     declared: torch.dtype | None,
     distributed: bool,
+    blockers: tuple[str, ...] = (),
 ) -> tuple[OptimizerPlan, dict[str, Any]]:
     """Ask the rules what SkyRL's OptimizerConfig becomes.
 
@@ -91,6 +93,7 @@ def plan_for(
         model: the trainable parameters.
         declared: dtype to go by where they are mixed or not known.
         distributed: whether the DDP has the distributed optimizer.
+        blockers: why SkyRL cannot do with a precision-aware optimizer that the shim would add.
 
     Returns:
         The plan, and the kwargs that put it in force in SkyRL's own function: what the shim adds
@@ -122,6 +125,7 @@ def plan_for(
             optimizer=str(asked.get("optimizer", getattr(optim_config, "optimizer", "adam"))),
             distributed=bool(asked.get("use_distributed_optimizer", distributed)),
             support=fused_adam_support(),
+            blockers=() if asked.get(_PRECISION_AWARE) else blockers,
             native=native,
             aligned=in_force("skyrl", "grad-bucket-alignment", "megatron"),
             whole_masters=in_force("skyrl", "bf16-dispatch", megatron_checkpoint.STATES),
@@ -162,6 +166,7 @@ def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         model=model,
         declared=declared,
         distributed=distributed,
+        blockers=build.blockers if isinstance(build, _SkyRLBuild) else (),
     )
     decide("skyrl", subject, "bf16-dispatch", plan.chosen, plan.because)
     for text in plan.warnings:
@@ -229,6 +234,16 @@ class _SkyRLBuild(Build):
         """What ``trainer.bf16`` says; only for parameters of several dtypes."""
         return torch.bfloat16 if self._worker.cfg.bf16 else torch.float32
 
+    @property
+    def blockers(self) -> tuple[str, ...]:
+        """What of SkyRL's own reads the fp32 masters, which FusedAdam then keeps to itself."""
+        found = []
+        if getattr(self._worker, "adapter_store", None) is not None:
+            found.append("SkyRL's store of LoRA adapters copies the optimizer's own fp32 masters")
+        if getattr(self._worker.provider, "mtp_num_layers", None) and look(_MTP).found:
+            found.append("SkyRL clips a head for multi-token prediction by those masters")
+        return tuple(found)
+
     def _plan(self, model: TrainableDtypes, distributed: bool) -> OptimizerPlan:
         self.distributed = distributed
         optim_config = getattr(self._worker.cfg, self.subject()).optimizer_config
@@ -239,6 +254,7 @@ class _SkyRLBuild(Build):
             model=model,
             declared=self.declared,
             distributed=distributed,
+            blockers=self.blockers,
         )[0]
 
 

@@ -11,22 +11,31 @@ import dataclasses
 import inspect
 import logging
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import wrapt
 
-from ..megatron_overflow import metrics, scaler_settings, skipping, with_scaler_settings
+from ..loss_scaling import steps_through
+from ..megatron_overflow import (
+    answer_a_skip,
+    metrics,
+    scaler_settings,
+    skipping,
+    with_scaler_settings,
+)
 from .config import KWARGS
 from .megatron import dtype_to_build
 
+_TINKERS_NORM = "skyrl.ai/grad_norm"
 _log = logging.getLogger("precision_shim")
 
 
 def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around ``MegatronStrategy.optimizer_step``."""
     optimizer = inspect.signature(wrapped).bind(*args, **kwargs).arguments["optimizer"]
-    with skipping("skyrl", "policy", succeeds=False):
+    with skipping("skyrl", "policy", succeeds=False), _counted(optimizer):
         grad_norm = wrapped(*args, **kwargs)
     if isinstance(grad_norm, float) and math.isnan(grad_norm):
         figures = metrics(optimizer)
@@ -38,6 +47,27 @@ def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
                 figures["skipped_steps"],
             )
     return grad_norm
+
+
+def _counted(optimizer: Any) -> AbstractContextManager[None]:
+    """With a multi-token prediction head SkyRL puts a step of its own into the optimizer."""
+    if "step" not in vars(optimizer):
+        return nullcontext()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return answer_a_skip(optimizer.step, optimizer, args, kwargs)
+
+    return steps_through(step, optimizer)
+
+
+def report_to_client(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around the Tinker backend's ``optim_step``: its answer is JSON, which knows no NaN."""
+    output = wrapped(*args, **kwargs)
+    norm = output.metrics.get(_TINKERS_NORM)
+    if norm is not None and not math.isfinite(norm):
+        del output.metrics[_TINKERS_NORM]
+        output.metrics["skyrl.ai/skipped_step"] = 1.0
+    return output
 
 
 def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

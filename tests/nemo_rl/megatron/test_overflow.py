@@ -178,6 +178,38 @@ def test_a_static_loss_scale_is_left_alone(worker: Make, shim: Any) -> None:
         assert math.isfinite(float(result["grad_norm"]))
 
 
+@pytest.mark.skipif(Version("0.7") > NEMO_RL, reason="until 0.6 it sets none")
+def test_the_scales_of_auxiliary_losses_have_the_loss_scale_in_them(
+    worker: Make, shim: Any
+) -> None:
+    """Megatron from 0.19 takes them in the place of the loss scale; 0.18 leaves them be."""
+
+    class Looking:
+        def __init__(self, made: Any) -> None:
+            self.inner, self.config, self.seen = nll_loss(), made.model.config, []
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            scales = (self.config.moe_grad_scale_func, self.config.mtp_grad_scale_func)
+            self.seen.append([float(scale()) for scale in scales])
+            return self.inner(*args, **kwargs)
+
+    def look(optimizer: dict[str, Any]) -> list[list[float]]:
+        with worker("float16", optimizer=optimizer) as made:
+            looking = Looking(made)
+            made.train(batch(), looking)
+            assert made.model.config.moe_grad_scale_func is None
+            return looking.seen
+
+    optimizer = {**FP16, "initial_loss_scale": 64.0}
+    plain = look(optimizer)
+    shim()
+    assert look(optimizer) == [[64 * one for one in scales] for scales in plain]
+    assert look({**FP16, "loss_scale": 64.0}) == plain
+
+
 # -- gradients in fp16 under the precision-aware optimizer -------------------------------------
 
 
