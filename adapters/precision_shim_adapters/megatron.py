@@ -114,6 +114,7 @@ class Build:
             chunks of a model have the same DDP config.
         constant_scale: tells whether the config asks for a static ``loss_scale``.
         nan_check_set: whether the user wrote ``check_for_nan_in_grad``.
+        fp16_gradients: whether the bucket came out as fp16, because the user wrote it so.
     """
 
     framework: str
@@ -124,6 +125,12 @@ class Build:
     in_fp32: bool | None = None
     constant_scale: Callable[[], bool] = bool
     nan_check_set: bool = False
+    fp16_gradients: bool = False
+
+    def bucket_blockers(self) -> tuple[str, ...]:
+        """Why the bucket rules a precision-aware optimizer out; see ``refuse_fp16_gradients``."""
+        reason = "the user's grad_reduce_in_fp32=False makes the gradients fp16"
+        return (reason,) if self.fp16_gradients else ()
 
 
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)
@@ -282,6 +289,7 @@ def align_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if bound.arguments.get("full_param_layout") is not None:
             bound.arguments["full_param_layout"] = None
     in_force = bool(bound.arguments["ddp_config"].grad_reduce_in_fp32)
+    build.fp16_gradients = model.single is torch.float16 and not in_force
     dtype = "fp32" if in_force else "that of the parameters"
     if not in_force and model.single is not None:
         dtype = name_of(model.single)

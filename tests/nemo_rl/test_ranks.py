@@ -46,18 +46,21 @@ def run(
         )
         for rank in range(world_size)
     ]
-    found = []
     try:
-        for one in processes:
-            out, error = one.communicate(timeout=800)
-            lines = [line for line in out.splitlines() if line.startswith("FOUND ")]
-            if one.returncode or not lines:
-                pytest.fail(f"{out[-2000:]}\n{error[-4000:]}")
-            found.append(json.loads(lines[-1].removeprefix("FOUND ")))
+        said = [one.communicate(timeout=800) for one in processes]
     finally:
         for one in processes:
             one.kill()
-    return found
+    lines = [
+        line.removeprefix("FOUND ")
+        for out, _ in said
+        for line in out.splitlines()
+        if line.startswith("FOUND ")
+    ]
+    if any(one.returncode for one in processes) or len(lines) != world_size:
+        # Where one fails the others lose their connection: each has to be heard.
+        pytest.fail("\n".join(f"{out[-1000:]}\n{error[-3000:]}" for out, error in said))
+    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.timeout(900)

@@ -245,6 +245,9 @@ def test_users_bucket_is_never_overridden(
         with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
             built = build(name, **options)
     assert bucket(built) is (FP32 if in_fp32 else dtype)
+    # Megatron cannot clip fp16 gradients for it: what the shim would have added is withdrawn.
+    aware = built.optimizer.config.use_precision_aware_optimizer
+    assert aware is (in_fp32 or dtype is not FP16)
 
 
 def test_align_is_the_one_exception(build: Any, shim: Any) -> None:

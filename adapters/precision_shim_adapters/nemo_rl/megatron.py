@@ -137,7 +137,7 @@ class _NemoBuild(Build):
         )
 
     def _blockers(self) -> tuple[str, ...]:
-        found = []
+        found = list(self.bucket_blockers())
         fp8 = self._megatron.get("fp8_cfg") or {}
         if fp8.get("enabled") and fp8.get("fp8_recipe") != "delayed":
             found.append(f"fp8_cfg.fp8_recipe is {fp8.get('fp8_recipe')!r}, not 'delayed'")

@@ -103,6 +103,7 @@ def _worker(module: str, name: str, path: str) -> tuple[Seam, ...]:
                     **{**common, "delete_when": "it has the loss scale in it"},  # type: ignore[arg-type]
                 )
                 for setter in ("_set_moe_grad_scale_func", "_set_mtp_grad_scale_func")
+                if look(f"{module}:{name}Impl.{setter}").found
             ),
             Seam(
                 target=method,

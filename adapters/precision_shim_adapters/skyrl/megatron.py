@@ -236,8 +236,8 @@ class _SkyRLBuild(Build):
 
     @property
     def blockers(self) -> tuple[str, ...]:
-        """What of SkyRL's own reads the fp32 masters, which FusedAdam then keeps to itself."""
-        found = []
+        """The bucket's, and what of SkyRL's own reads masters that FusedAdam keeps to itself."""
+        found = list(self.bucket_blockers())
         if getattr(self._worker, "adapter_store", None) is not None:
             found.append("SkyRL's store of LoRA adapters copies the optimizer's own fp32 masters")
         if getattr(self._worker.provider, "mtp_num_layers", None) and look(_MTP).found:

@@ -300,7 +300,12 @@ class _VerlBuild(Build):
         self._distributed = distributed
         self._optim_config = optim_config
         self._declared = declared
-        self.blockers = blockers
+        self._blockers = blockers
+
+    @property
+    def blockers(self) -> tuple[str, ...]:
+        """Why the precision-aware optimizer cannot run in this engine."""
+        return (*self._blockers, *self.bucket_blockers())
 
     @property
     def declared(self) -> torch.dtype | None:

@@ -105,6 +105,7 @@ def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> No
 
     stack.enter_context(config_modules_pickle())
     make_group, make_mesh = dist.init_process_group, meshes.init_device_mesh
+    swap: Any = torch.utils.swap_tensors
     enter_autocast = autocast_mode.autocast.__init__
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -120,12 +121,18 @@ def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> No
     def autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         enter_autocast(self, "cpu", *args, **kwargs)
 
+    def swap_tensors(one: Any, other: Any) -> None:
+        # Moved to the CPU, a tensor on the CPU is itself, and torch counts its owners twice.
+        if one is not other:
+            swap(one, other)
+
     stack.enter_context(cuda_means_cpu())
     for owner, values in (
         (dist, {"init_process_group": init_process_group, "init_device_mesh": init_device_mesh}),
         (meshes, {"init_device_mesh": init_device_mesh}),
         (autocast_mode.autocast, {"__init__": autocast}),
         (ray, {"get_gpu_ids": _one_gpu}),
+        (torch.utils, {"swap_tensors": swap_tensors}),
         (
             torch.cuda,
             {
