@@ -30,6 +30,7 @@ _WORKER = (
 )
 _VALUE = "nemo_rl.models.value.workers.megatron_value_worker"
 _SETUP = "nemo_rl.models.megatron.setup"
+_LIKE_POLICY = f"{_SETUP}:make_policy_like_config"  # from 0.7, with the value workers
 _INLINE = look(f"{_WORKER}:setup_megatron_model").found  # until 0.5
 
 _FEATURES = ("bf16-dispatch", "grad-bucket-alignment", megatron_overflow.FEATURE)
@@ -150,16 +151,22 @@ SEAMS: tuple[Seam, ...] = (
         delete_when="NeMo-RL dispatches on policy.precision",
         **_SETUP_OPTIMIZER,  # type: ignore[arg-type]
     ),
-    Seam(
-        target=f"{_SETUP}:make_policy_like_config",
-        feature=megatron_overflow.FEATURE,
-        wrapper=f"{_HERE}:keep_block",
-        path="megatron",
-        why="a value worker's config is copied key by key, and the shim's block would be lost",
-        delete_when="it copies what it does not know",
-        parameters=("config",),
-        aliases=(f"{_VALUE}:make_policy_like_config",),
-        optional=True,
+    *(
+        [
+            Seam(
+                target=_LIKE_POLICY,
+                feature=megatron_overflow.FEATURE,
+                wrapper=f"{_HERE}:keep_block",
+                path="megatron",
+                why="a value worker's config is copied key by key, without the shim's block",
+                delete_when="it copies what it does not know",
+                parameters=("config",),
+                aliases=(f"{_VALUE}:make_policy_like_config",),
+                optional=True,
+            )
+        ]
+        if look(_LIKE_POLICY).found
+        else []
     ),
     # Over the wrapper that answers for a skip: it asks whose step it is.
     *(
