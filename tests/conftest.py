@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,9 @@ import pytest
 
 import precision_shim
 
+START_UP = (
+    "import sys; m = sys.modules.get('precision_shim._startup'); print(bool(m and m.waiting()))"
+)
 FRAMEWORKS = ("nemo_rl", "skyrl", "verl")
 TRANSFORMER_ENGINE = "2.11.0"
 
@@ -22,6 +28,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.filterwarnings("error::precision_shim.errors.PrecisionShimWarning"),
             )
+
+
+@pytest.fixture(scope="session")
+def start_up_file() -> None:
+    """Skips where Python's start-up does not load the shim: run from the source tree, it cannot."""
+    done = subprocess.run(
+        [sys.executable, "-c", START_UP],
+        env={
+            **{name: os.environ[name] for name in os.environ if "PRECISION_SHIM" not in name},
+            "PRECISION_SHIM": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if done.stdout != "True\n":
+        pytest.skip("needs the package installed, with its start-up file")
 
 
 @pytest.fixture

@@ -313,9 +313,10 @@ def align_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 # -- config, parameters and buckets held against each other ---------------------------------
 
 
-def _wrapped_chunks(model_chunks: Any) -> list[Any]:
-    """The model chunks that are in a DDP with buckets of its own."""
-    return [one for one in model_chunks if hasattr(one, "buffers") and hasattr(one, "ddp_config")]
+def _wrapped_chunks(model: Any) -> list[Any]:
+    """The chunks of a model, one or a list, that are in a DDP with buckets of its own."""
+    chunks = model if isinstance(model, list) else [model]
+    return [one for one in chunks if hasattr(one, "buffers") and hasattr(one, "ddp_config")]
 
 
 def _bucket_dtypes(chunks: list[Any]) -> set[torch.dtype]:
@@ -327,7 +328,7 @@ def _bucket_dtypes(chunks: list[Any]) -> set[torch.dtype]:
     }
 
 
-def refuse_fp16_gradients(framework: str, config: Any, model_chunks: Any) -> None:
+def refuse_fp16_gradients(framework: str, config: Any, model: Any) -> None:
     """Refuse what ends in Megatron's bare assertion at the first step: its clipping.
 
     With the precision-aware optimizer ``clip_grad_by_total_norm_fp32`` takes fp32 and bf16
@@ -336,14 +337,14 @@ def refuse_fp16_gradients(framework: str, config: Any, model_chunks: Any) -> Non
     Args:
         framework: the framework's name.
         config: Megatron's OptimizerConfig.
-        model_chunks: list of DistributedDataParallel modules.
+        model: a DistributedDataParallel module, or a list of them.
 
     Raises:
         InconsistentPrecisionError: the gradients are fp16.
     """
     if not (config.use_precision_aware_optimizer and config.clip_grad):
         return
-    if torch.float16 in _bucket_dtypes(_wrapped_chunks(model_chunks)):
+    if torch.float16 in _bucket_dtypes(_wrapped_chunks(model)):
         raise InconsistentPrecisionError(
             f"{framework}, {megatron_label()}: use_precision_aware_optimizer=True with "
             f"clip_grad={config.clip_grad} takes fp32 or bf16 gradients, and "
@@ -352,24 +353,24 @@ def refuse_fp16_gradients(framework: str, config: Any, model_chunks: Any) -> Non
         )
 
 
-def check_pair(framework: str, config: Any, model_chunks: Any) -> None:
+def check_pair(framework: str, config: Any, model: Any) -> None:
     """Hold an OptimizerConfig against the live parameters and buckets; warn where they disagree.
 
     Args:
         framework: the framework's name, for messages.
         config: Megatron's OptimizerConfig.
-        model_chunks: list of DistributedDataParallel modules.
+        model: a DistributedDataParallel module, or a list of them.
 
     Raises:
         InconsistentPrecisionError: they disagree, the user did not ask for it, and strict mode
             is on.
     """
-    refuse_fp16_gradients(framework, config, model_chunks)
-    chunks = _wrapped_chunks(model_chunks)
+    refuse_fp16_gradients(framework, config, model)
+    chunks = _wrapped_chunks(model)
     buckets = _bucket_dtypes(chunks)
-    model = TrainableDtypes()
+    live = TrainableDtypes()
     for chunk in chunks:
-        model = model + trainable_dtypes(chunk.parameters())
+        live = live + trainable_dtypes(chunk.parameters())
     main_grads = config.main_grads_dtype if config.use_precision_aware_optimizer else torch.float32
     problems = []
     if buckets and buckets != {main_grads}:
@@ -378,10 +379,10 @@ def check_pair(framework: str, config: Any, model_chunks: Any) -> None:
             f"the optimizer expects {name_of(main_grads)} main grads, the gradient bucket is "
             f"{found}"
         )
-    if model.single is not None and model.single is not config.params_dtype:
+    if live.single is not None and live.single is not config.params_dtype:
         problems.append(
             f"the OptimizerConfig is for {name_of(config.params_dtype)} parameters, the trainable "
-            f"parameters are {model}"
+            f"parameters are {live}"
         )
     if not problems:
         return

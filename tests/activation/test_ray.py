@@ -27,9 +27,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
 
 DASHBOARD = importlib.util.find_spec("aiohttp_cors") is not None
-START_UP = (
-    "import sys; m = sys.modules.get('precision_shim._startup'); print(bool(m and m.waiting()))"
-)
+pytestmark = pytest.mark.usefixtures("start_up_file")
 ALL = ["dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"]
 
 DRIVER = """
@@ -70,16 +68,6 @@ def environment(**variables):
     # Nothing leaves this machine, and a token would be written to the user's home.
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     return {**inherited, **quiet, **variables}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _start_up_file():
-    command = [sys.executable, "-c", START_UP]
-    done = subprocess.run(
-        command, env=environment(PRECISION_SHIM="1"), capture_output=True, text=True, check=True
-    )
-    if done.stdout != "True\n":
-        pytest.skip("needs the package installed, with its start-up file")
 
 
 @dataclass

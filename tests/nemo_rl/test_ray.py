@@ -22,9 +22,7 @@ CLIP_V2 = (
     if Version("0.5") > NEMO_RL
     else "nemo_automodel.components.training.utils:scale_grads_and_clip_grad_norm"
 )
-START_UP = (
-    "import sys; m = sys.modules.get('precision_shim._startup'); print(bool(m and m.waiting()))"
-)
+pytestmark = pytest.mark.usefixtures("start_up_file")
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -70,19 +68,6 @@ def drive(kind: str, model: Path, folder: Path, precision: str, **variables: str
     if done.returncode or not lines:
         pytest.fail(f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
     return json.loads(lines[-1].removeprefix("FOUND "))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _start_up_file() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", START_UP],
-        env=environment(PRECISION_SHIM="1"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    if done.stdout != "True\n":
-        pytest.skip("needs the package installed, with its start-up file")
 
 
 @pytest.mark.timeout(1200)

@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-START_UP = (
-    "import sys; m = sys.modules.get('precision_shim._startup'); print(bool(m and m.waiting()))"
-)
+pytestmark = pytest.mark.usefixtures("start_up_file")
 
 HOOK = '''
 def setup():
@@ -162,19 +160,6 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     placeholders = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
     path = os.pathsep.join([str(folder), str(ROOT), *placeholders, inherited.get("PYTHONPATH", "")])
     return {**inherited, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path, **variables}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _start_up_file(tmp_path_factory: pytest.TempPathFactory) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", START_UP],
-        env=environment(tmp_path_factory.mktemp("none"), PRECISION_SHIM="1"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    if done.stdout != "True\n":
-        pytest.skip("needs the package installed, with its start-up file")
 
 
 def drive(

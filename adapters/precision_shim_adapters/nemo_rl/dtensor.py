@@ -247,9 +247,9 @@ def _auxiliary_losses(scaler: LossScaler) -> Iterator[Callable[[torch.device], N
         yield lambda device: None
         return
     before = holder.main_loss_backward_scale
+    own = 1.0 if before is None else before
 
     def follow(device: torch.device) -> None:
-        own = 1.0 if before is None else before
         holder.main_loss_backward_scale = scaler.scale(torch.ones((), device=device)) * own
 
     try:

@@ -241,9 +241,7 @@ def scale(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     config = bound.arguments["optimizer_config"]
     if (build.seen.single or build.declared) is torch.float16:
         _refuse_unscaled(build, config)
-        model = bound.arguments["model"]
-        chunks = model if isinstance(model, list) else [model]
-        refuse_fp16_gradients(_where(build.subject()), config, chunks)
+        refuse_fp16_gradients(_where(build.subject()), config, bound.arguments["model"])
         bound.arguments["optimizer_config"] = _with(config, _scaler_fields(build, config))
     optimizer, *rest = wrapped(*bound.args, **bound.kwargs)
     _owners[optimizer] = build.subject()

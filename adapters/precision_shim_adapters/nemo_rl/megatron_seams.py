@@ -30,7 +30,6 @@ _WORKER = (
 )
 _VALUE = "nemo_rl.models.value.workers.megatron_value_worker"
 _SETUP = "nemo_rl.models.megatron.setup"
-_LIKE_POLICY = f"{_SETUP}:make_policy_like_config"  # from 0.7, with the value workers
 _INLINE = look(f"{_WORKER}:setup_megatron_model").found  # until 0.5
 
 _FEATURES = ("bf16-dispatch", "grad-bucket-alignment", megatron_overflow.FEATURE)
@@ -45,6 +44,11 @@ _SETUP_OPTIMIZER = {
     ),
     "optional": True,
 }
+
+
+def _present(*seams: Seam) -> tuple[Seam, ...]:
+    """Those whose symbol this version has: a lack of the others is no fault."""
+    return tuple(seam for seam in seams if look(seam.target).found)
 
 
 def _build() -> tuple[Seam, ...]:
@@ -81,20 +85,9 @@ def _worker(module: str, name: str, path: str) -> tuple[Seam, ...]:
         "optional": True,
     }
     method = f"{module}:{name}Impl.train"
-    split = look(method).found
     relies_on = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
-    seams = [
-        Seam(
-            target=f"{module}:{name}",
-            wrapper=f"{_HERE}:redecorate",
-            why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
-            relies_on=(f"{name}Impl",) if split else relies_on,
-            replaces=True,
-            **common,  # type: ignore[arg-type]
-        )
-    ]
-    if split:
-        seams[:0] = [
+    return (
+        *_present(
             *(
                 Seam(
                     target=f"{module}:{name}Impl.{setter}",
@@ -104,7 +97,6 @@ def _worker(module: str, name: str, path: str) -> tuple[Seam, ...]:
                     **{**common, "delete_when": "it has the loss scale in it"},  # type: ignore[arg-type]
                 )
                 for setter in ("_set_moe_grad_scale_func", "_set_mtp_grad_scale_func")
-                if look(f"{module}:{name}Impl.{setter}").found
             ),
             Seam(
                 target=method,
@@ -114,8 +106,16 @@ def _worker(module: str, name: str, path: str) -> tuple[Seam, ...]:
                 relies_on=relies_on,
                 **common,  # type: ignore[arg-type]
             ),
-        ]
-    return tuple(seams)
+        ),
+        Seam(
+            target=f"{module}:{name}",
+            wrapper=f"{_HERE}:redecorate",
+            why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
+            relies_on=(f"{name}Impl",) if look(method).found else relies_on,
+            replaces=True,
+            **common,  # type: ignore[arg-type]
+        ),
+    )
 
 
 SEAMS: tuple[Seam, ...] = (
@@ -151,22 +151,18 @@ SEAMS: tuple[Seam, ...] = (
         delete_when="NeMo-RL dispatches on policy.precision",
         **_SETUP_OPTIMIZER,  # type: ignore[arg-type]
     ),
-    *(
-        [
-            Seam(
-                target=_LIKE_POLICY,
-                feature=megatron_overflow.FEATURE,
-                wrapper=f"{_HERE}:keep_block",
-                path="megatron",
-                why="a value worker's config is copied key by key, without the shim's block",
-                delete_when="it copies what it does not know",
-                parameters=("config",),
-                aliases=(f"{_VALUE}:make_policy_like_config",),
-                optional=True,
-            )
-        ]
-        if look(_LIKE_POLICY).found
-        else []
+    *_present(
+        Seam(
+            target=f"{_SETUP}:make_policy_like_config",
+            feature=megatron_overflow.FEATURE,
+            wrapper=f"{_HERE}:keep_block",
+            path="megatron",
+            why="a value worker's config is copied key by key, without the shim's block",
+            delete_when="it copies what it does not know",
+            parameters=("config",),
+            aliases=(f"{_VALUE}:make_policy_like_config",),
+            optional=True,
+        )
     ),
     # Over the wrapper that answers for a skip: it asks whose step it is.
     *(

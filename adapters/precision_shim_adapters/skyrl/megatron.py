@@ -192,8 +192,7 @@ def dtype_to_build(kwargs: Mapping[str, Any]) -> torch.dtype:
 def check_optimizer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Hold the OptimizerConfig against the live model before the optimizer is built."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    model = given["model"]
-    megatron.check_pair("skyrl", given["config"], model if isinstance(model, list) else [model])
+    megatron.check_pair("skyrl", given["config"], given["model"])
     return wrapped(*args, **kwargs)
 
 

@@ -384,6 +384,5 @@ def direct_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def check_optimizer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Hold the OptimizerConfig against the live model before the optimizer is built."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    model = given["model"]
-    megatron.check_pair("verl", given["config"], model if isinstance(model, list) else [model])
+    megatron.check_pair("verl", given["config"], given["model"])
     return wrapped(*args, **kwargs)
