@@ -88,7 +88,9 @@ def test_auxiliary_losses_of_experts_are_scaled_too(kind, worker, shim) -> None:
         "nemo_automodel.components.moe.megatron.moe_utils",
         reason="this nemo_automodel has no models of its own with experts",
     )
-    holder = moe.MoEAuxLossAutoScaler
+    holder = getattr(moe, "MoEAuxLossAutoScaler", None)
+    if holder is None:
+        pytest.skip("the nemo_automodel of NeMo-RL 0.4 drops its experts' auxiliary losses")
 
     def attach(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         return holder.apply(output, 0.1 * module.weight.float().sum())
