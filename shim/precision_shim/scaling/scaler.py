@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,25 @@ class ScalerSettings:
     min_scale: float = 1.0
     max_skips: int = MAX_SKIPS
     chosen: frozenset[str] = frozenset()
+
+
+@contextmanager
+def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have GradScaler step an optimizer that takes a scaler itself as it steps all others.
+
+    Its gradients are unscaled already, for the clipping, and whether to skip is known of all
+    ranks. TransformerEngine's FusedAdam would divide them a second time (``capturable=True``), and
+    look for an overflow on its own rank alone.
+    """
+    name = "_step_supports_amp_scaling"
+    held = vars(optimizer)
+    own = {name: held[name]} if name in held else {}
+    held[name] = False
+    try:
+        yield
+    finally:
+        del held[name]
+        held.update(own)
 
 
 class LossScaler(ShardedGradScaler):
@@ -138,13 +159,10 @@ class LossScaler(ShardedGradScaler):
         """Take the optimizer's step, or skip it if a gradient of any rank is not finite."""
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        # GradScaler hands a fused optimizer this rank's own finding if nobody unscaled before.
         self.unscale_once(optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
         before, self._overflow = self._overflow, None
-        result = super().step(optimizer, *args, **kwargs)
-        if self._overflow is None:  # a fused optimizer skips within its kernel and tells nobody
-            self._look(state)
+        with _as_others(optimizer):
+            result = super().step(optimizer, *args, **kwargs)
         self._overflow = bool(self._overflow or before)
         return result
 

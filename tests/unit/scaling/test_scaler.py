@@ -184,7 +184,6 @@ def test_fp16_gradients_are_unscaled_without_a_process_group():
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_fused_optimizer_skips_too_and_is_counted(fused):
-    """A fused step is always called and skips within its kernel."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter], fused=fused, lr=0.1)
     scaling = scaler(init_scale=16.0)
@@ -195,6 +194,34 @@ def test_a_fused_optimizer_skips_too_and_is_counted(fused):
     assert parameter.tolist() != [1.0, 1.0]
     assert (scaling.counter.steps, scaling.counter.skipped) == (2, 1)
     assert scaling.loss_scale == 8.0
+
+
+class Capturable(torch.optim.SGD):
+    """What TransformerEngine's FusedAdam does with a scaler when it is made ``capturable``."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, grad_scaler=None):
+        if grad_scaler is not None:
+            overflow = sum(grad_scaler._check_inf_per_device(self).values())
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad /= grad_scaler.get_scale()
+            if overflow:
+                return None
+        return super().step(closure)
+
+
+def test_an_optimizer_that_would_unscale_itself_gets_unscaled_gradients_once():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = Capturable([parameter], lr=0.5)
+    scaling = scaler(init_scale=16.0)
+    train(scaling, parameter, optimizer, math.inf)
+    train(scaling, parameter, optimizer)
+    assert parameter.tolist() == [0.5, 0.5]
+    assert (scaling.counter.steps, scaling.counter.skipped) == (2, 1)
+    assert optimizer._step_supports_amp_scaling
+    assert "_step_supports_amp_scaling" not in vars(optimizer)
 
 
 def test_two_optimizers_make_one_step():
