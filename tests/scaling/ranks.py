@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -183,6 +183,27 @@ def groups(directory):
     scaler.update()
     found["sharded"] = {"scale": scaler.get_scale(), "skipped": scaler.counter.skipped}
     found["parameter"] = bits(parameter) == bits(weight)
+    return found
+
+
+def offloaded(directory):
+    """Gradients on the CPU, where their mesh has a backend for GPUs alone; some are no DTensors."""
+    gpus = dist.new_group(backend="cuda:gloo")
+    mesh = DeviceMesh.from_group(gpus, "cpu", mesh=list(range(dist.get_world_size())))
+    sharded = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+    parameters = [torch.nn.Parameter(sharded), torch.nn.Parameter(torch.ones(3))]
+    optimizer = torch.optim.SGD(parameters, lr=0.5, foreach=False)
+    scaler = LossScaler(ScalerSettings(init_scale=16.0), device="cpu")
+    found = []
+    for weight in (float("inf") if dist.get_rank() else 1.0, 1.0):
+        optimizer.zero_grad()
+        loss = weight * parameters[0].to_local().sum() + parameters[1].sum()
+        scaler.attach(loss)
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        values = [local(one.detach()).unique().tolist() for one in parameters]
+        found.append([scaler.counter.skipped, scaler.get_scale(), values])
     return found
 
 

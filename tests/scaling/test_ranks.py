@@ -136,6 +136,12 @@ def test_ranks_skip_by_the_process_group(run_ranks):
     assert [rank["tp"]["skipped"] for rank in found] == [0, 0, 1, 1]
 
 
+def test_offloaded_gradients_need_no_backend_of_their_own(run_ranks):
+    """NeMo-RL's first worker has NCCL alone, also where its parameters are on the CPU."""
+    steps = [[1, 8.0, [[1.0], [1.0]]], [1, 8.0, [[0.5], [0.5]]]]
+    assert run_ranks("offloaded") == [steps, steps]
+
+
 def test_a_fault_on_one_rank_reaches_all(run_ranks):
     one, other = run_ranks("faults")
     for rank in (one, other):

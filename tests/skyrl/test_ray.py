@@ -53,7 +53,7 @@ START = """
 import json, os, sys
 import ray
 
-backend, renewed = sys.argv[1], sys.argv[2] == "True"
+backend = sys.argv[1]
 if backend == "megatron":
     from precision_shim.testing.megatron_bridge import import_megatron_bridge
 
@@ -65,10 +65,6 @@ import skyrl.train.utils.utils as utils
 from skyrl.backends.skyrl_train.workers.worker import PPORayActorGroup
 from skyrl.train.config import SkyRLTrainConfig
 
-if not renewed:
-    import precision_shim_adapters.skyrl.processes as processes
-
-    processes._renewed = lambda actor_class: actor_class
 strategy = "megatron" if backend == "megatron" else SkyRLTrainConfig().trainer.strategy
 config = SkyRLTrainConfig.from_cli_overrides([f"trainer.strategy={strategy}"])
 utils.peer_access_supported = lambda **kwargs: True  # asks for GPUs
@@ -76,7 +72,7 @@ carried = utils.prepare_runtime_environment(config)
 ray.init(
     address="local",
     num_cpus=2,
-    num_gpus=1,
+    num_gpus=2,
     include_dashboard=False,
     log_to_driver=False,
     runtime_env={
@@ -84,9 +80,8 @@ ray.init(
         "env_vars": {"TEST_BACKEND": backend, **carried},
     },
 )
-"""
 
-STATUS = """
+
 def layers(kind, name):
     # A method and what is beneath it: Ray puts a function of its own over each.
     found = getattr(kind, name)
@@ -94,14 +89,15 @@ def layers(kind, name):
         yield found
         found = getattr(found, "__wrapped__", None)
 
+
 def report(self):
     import precision_shim
 
-    found = precision_shim.status().to_dict()["frameworks"]["skyrl"]["seams"]
+    skyrl = precision_shim.status().to_dict()["frameworks"].get("skyrl", {"seams": []})
     methods = ("init_model", "forward_backward", "make_megatron_module", "init_configs")
     ddp = self.cfg.policy.megatron_config.ddp_config
     return {
-        "states": {seam["target"].rpartition(".")[2]: seam["state"] for seam in found},
+        "states": {seam["target"].rpartition(".")[2]: seam["state"] for seam in skyrl["seams"]},
         "patched": {
             name: any(type(one).__name__ == "_BoundSeam" for one in layers(type(self), name))
             for name in methods
@@ -111,15 +107,26 @@ def report(self):
         "bucket": ddp.grad_reduce_in_fp32,
     }
 
-group = PPORayActorGroup(config.trainer, 1, 1, PolicyWorker)
-handle = group._actor_handlers[0]
-found = ray.get(handle.__ray_call__.remote(report))
-found["listed"] = [n for n in ("init_model", "forward_backward") if hasattr(handle, n)]
-try:  # a call by name, as SkyRL's driver makes it; the model is never built here
-    ray.get(handle.forward_backward.remote(None))
-except ray.exceptions.RayTaskError as error:
-    found["called"] = str(error)
-found["carried"] = {k: v for k, v in carried.items() if k.startswith("PRECISION_SHIM")}
+
+def look(group):
+    handle = group._actor_handlers[0]
+    found = ray.get(handle.__ray_call__.remote(report))
+    found["listed"] = [n for n in ("init_model", "forward_backward") if hasattr(handle, n)]
+    try:  # a call by name, as SkyRL's driver makes it, before there is a model
+        ray.get(handle.forward_backward.remote(None))
+    except ray.exceptions.RayTaskError as error:
+        found["called"] = str(error)
+    found["carried"] = {k: v for k, v in carried.items() if k.startswith("PRECISION_SHIM")}
+    return found
+
+"""
+
+TWO_GROUPS = """
+import precision_shim_adapters.skyrl.processes as processes
+
+found = {"renewed": look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))}
+processes._renewed = lambda actor_class: actor_class
+found["as it was"] = look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))
 print("FOUND", json.dumps(found))
 """
 
@@ -128,10 +135,11 @@ from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
 
 from tests.skyrl.support import batch, fsdp_config, metrics_of
 
-model, folder = sys.argv[3], os.getcwd()
+model, folder = sys.argv[2], os.getcwd()
 apart = [f"trainer.placement.{name}=false" for name in ("colocate_all", "colocate_policy_ref")]
 config = fsdp_config("policy", model, "fp16", *apart)
 group = PPORayActorGroup(config.trainer, 1, 1, PolicyWorker)
+found = look(group)
 
 dispatch = WorkerDispatch(config, policy_actor_group=group)
 dispatch.init_model("policy", model, num_training_steps=10)
@@ -142,7 +150,7 @@ def train(seed, advantage=1.0):
     return metrics, str(dispatch.optim_step("policy"))
 
 
-found = {"steps": [train(0), train(1, 1e9), train(2)]}
+found["steps"] = [train(0), train(1, 1e9), train(2)]
 dispatch.save_checkpoint("policy", folder + "/saved")
 found["on"] = [train(3), train(4)]
 dispatch.load_checkpoint("policy", folder + "/saved")
@@ -163,7 +171,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 
 
 def drive(
-    folder: Path, script: str, backend: str, *arguments: str, renewed: bool = True, on: bool = True
+    folder: Path, script: str, backend: str, *arguments: str, on: bool = True
 ) -> dict[str, Any]:
     """What a driver found with a worker that SkyRL's actor group has started."""
     (folder / "cpu_hook.py").write_text(HOOK)
@@ -172,7 +180,7 @@ def drive(
     if on:
         variables["PRECISION_SHIM"] = "1"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "driver.py", backend, str(renewed), *arguments],
+        [sys.executable, "-W", "ignore", "driver.py", backend, *arguments],
         env=environment(folder, **variables),
         capture_output=True,
         text=True,
@@ -186,33 +194,29 @@ def drive(
     return found
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_a_worker_reports_wrapped(tmp_path: Path, backend: str) -> None:
-    found = drive(tmp_path, STATUS, backend)
-    states = found["states"]
+def assert_wrapped(found: dict[str, Any], *methods: str) -> None:
     assert found["carried"]["PRECISION_SHIM"] == "1"
     # Its methods are the patched ones, not only those of the modules that it has imported.
-    methods = ["forward_backward"]
-    if backend == "megatron":
-        methods += ["init_model", "make_megatron_module", "init_configs"]
     for name in methods:
         assert found["patched"][name], found
-        assert states[name] == "wrapped", states
+        assert found["states"][name] == "wrapped", found
     # SkyRL's driver finds them on the handle, and the worker has them to run.
     assert found["listed"] == ["init_model", "forward_backward"]
     assert "forward_backward()" in found["called"], found["called"]
-    assert found["bucket written"] is False, "what was written travels with the config"
-    assert found["bucket"] is True
 
 
 @pytest.mark.timeout(600)
-def test_without_a_new_actor_class_the_patch_is_lost(tmp_path: Path) -> None:
-    """Why the class is made anew: status says wrapped, and the worker runs the originals."""
-    found = drive(tmp_path, STATUS, "megatron", renewed=False)
-    assert not found["patched"]["init_model"]
-    assert not found["patched"]["make_megatron_module"]
-    assert found["states"]["init_model"] == "wrapped"
+def test_a_megatron_worker_reports_wrapped(tmp_path: Path) -> None:
+    found = drive(tmp_path, TWO_GROUPS, "megatron")
+    renewed, as_it_was = found["renewed"], found["as it was"]
+    methods = ("forward_backward", "init_model", "make_megatron_module", "init_configs")
+    assert_wrapped(renewed, *methods)
+    assert renewed["bucket written"] is False, "what was written travels with the config"
+    assert renewed["bucket"] is True
+    # Why the class is made anew: status says wrapped, and the worker runs the originals.
+    assert not as_it_was["patched"]["init_model"]
+    assert not as_it_was["patched"]["make_megatron_module"]
+    assert as_it_was["states"]["init_model"] == "wrapped"
 
 
 @pytest.mark.timeout(600)
@@ -229,7 +233,10 @@ def test_the_driver_trains_a_worker_in_fp16(
     assert found["steps"][1][1] == "nan"
     if not on:
         assert figures == [[None, None]] * 5
+        assert found["carried"] == found["states"] == {}
+        assert not any(found["patched"].values())
         return
+    assert_wrapped(found, "forward_backward")
     scales, skipped = zip(*figures, strict=True)
     assert scales == (1024.0, 1024.0, 512.0, 512.0, 512.0)
     assert skipped == (0.0, 0.0, 1.0, 1.0, 1.0)

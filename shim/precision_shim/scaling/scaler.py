@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 
 from .skips import MAX_SKIPS, SkipCounter
 
@@ -64,6 +66,22 @@ def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         held.update(own)
 
 
+def _shards(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer with the shards of this rank for gradients, where these are DTensors.
+
+    On whole DTensors torch sums the overflow over each one's mesh before the scaler does over all
+    ranks: by a collective on the gradient's device, for which an offloaded gradient on the CPU may
+    have no backend (NCCL alone), and not for DTensors and plain gradients together.
+    """
+
+    def shard(parameter: torch.Tensor) -> Any:
+        grad = parameter.grad
+        return SimpleNamespace(grad=grad.to_local()) if isinstance(grad, DTensor) else parameter
+
+    groups = [{"params": [shard(one) for one in own["params"]]} for own in optimizer.param_groups]
+    return SimpleNamespace(param_groups=groups)
+
+
 class LossScaler(ShardedGradScaler):
     """torch's ``ShardedGradScaler`` with a hook for the loss, bounds, counters and an end.
 
@@ -78,7 +96,8 @@ class LossScaler(ShardedGradScaler):
     Args:
         settings: see ``ScalerSettings``.
         device: device type of the gradients, ``"cuda"`` or ``"cpu"``.
-        process_group: ranks that skip together; ``None`` for all.
+        process_group: ranks that skip together, at least all that hold a part of one parameter;
+            ``None`` for all.
 
     Attributes:
         settings: what it was made with.
@@ -153,7 +172,7 @@ class LossScaler(ShardedGradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         # Without a process group GradScaler would refuse fp16 gradients, which FSDP frameworks
         # have on purpose.
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        return super()._unscale_grads_(_shards(optimizer), inv_scale, found_inf, True)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take the optimizer's step, or skip it if a gradient of any rank is not finite."""
