@@ -2,10 +2,12 @@
 
 Why these layers. ``DistributedOptimizer`` reads and writes one parameter's states through one pair
 of methods, for every sharding type: there the int16 remainder of a precision-aware optimizer
-becomes the fp32 master that an unpatched Megatron expects, and comes apart again. The bucket's
-dtype is part of the checkpoint's keys in two of the sharding types; they are written with the
-bucket that the job would have without the shim. ``dist_checkpointing.load`` is the one call that
-has both the wanted layout and the directory in hand, before a tensor is read.
+becomes the fp32 master that an unpatched Megatron expects, and comes apart again. Where the user's
+own config is precision-aware, the unpatched Megatron expects remainders, and reads them in the two
+sharding types that keep a dtype for each state: there they stay what they are. The bucket's dtype
+is part of the checkpoint's keys in two of the sharding types; they are written with the bucket that
+the job would have without the shim. ``dist_checkpointing.load`` is the one call that has both the
+wanted layout and the directory in hand, before a tensor is read.
 
 What cannot be continued exactly is refused: fp32 moments that would be rounded to bf16, and
 remainders that an unpatched Megatron has already written as numbers.
@@ -17,9 +19,11 @@ closed, remainders are stored under a name of their own, and the bucket's dtype 
 
 from __future__ import annotations
 
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -38,6 +42,7 @@ _HERE = "precision_shim_adapters.megatron_checkpoint"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _ISSUE = "https://github.com/NVIDIA/Megatron-LM/issues/4222"
 _DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
+_MASTER = re.compile(r"\.param$|\.fp32_param\.")
 _REMEDY = (
     "PRECISION_SHIM_OPTIMIZER_STATES=as-configured to continue with fp32 states (and leave low-"
     "precision dtypes out of the config), or start from the model's weights without the "
@@ -87,9 +92,16 @@ SEAMS: tuple[Seam, ...] = (
     _seam(
         KEYS,
         f"{_OPTIMIZER}.sharded_param_state_dp_reshardable",
-        "name_bucket_of_unpatched",
-        "the bucket's dtype is part of these keys",
+        "write_as_unpatched",
+        "the bucket's dtype is part of these keys, and remainders can be read again",
         "per_bucket_numel_unpadded",
+    ),
+    _seam(
+        KEYS,
+        f"{_OPTIMIZER}.sharded_param_state_fs_model_space",
+        "write_as_unpatched",
+        "up to 0.15 the usual form, whose remainders can be read again, too",
+        parameters=("self", "model_sharded_state_dict", "is_loading"),
     ),
     _seam(
         KEYS,
@@ -135,9 +147,25 @@ SEAMS: tuple[Seam, ...] = (
 bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """DDP modules whose bucket the shim aligned, to the ``grad_reduce_in_fp32`` they came with."""
 
+_added: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""OptimizerConfigs that are precision-aware by the shim alone, by ``id``: they have no hash."""
+
+_as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
+"""Whether remainders are being written that the same job would write without the shim."""
 
 _loading: weakref.WeakKeyDictionary[Any, list[CheckpointLayoutError]] = weakref.WeakKeyDictionary()
 """Optimizers whose ``load_state_dict`` is under way, to what was refused in it so far."""
+
+
+def note_precision_aware(config: Any, *, by_user: bool) -> None:
+    """Remember whether an OptimizerConfig would be precision-aware without the shim.
+
+    Args:
+        config: Megatron's OptimizerConfig, the object that the optimizer gets.
+        by_user: whether the framework makes it so of the user's config alone.
+    """
+    if config.use_precision_aware_optimizer and not by_user:
+        _added[id(config)] = config
 
 
 # -- one parameter's states -------------------------------------------------------------------
@@ -159,7 +187,7 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
 def join_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Hand out an fp32 master where FusedAdam keeps a remainder."""
     tensors = wrapped(*args, **kwargs)
-    if _precision_aware(instance):
+    if _precision_aware(instance) and not _as_they_are.get():
         model_param = args[0] if args else kwargs["model_param"]
         shard = _shard_of(instance, model_param)
         if tensors["param"].dtype is torch.int16:
@@ -328,6 +356,21 @@ def name_bucket_of_unpatched(wrapped: Any, instance: Any, args: Any, kwargs: Any
     return state
 
 
+def write_as_unpatched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """The same for the types that keep remainders: the user's own stay what they are.
+
+    Not while loading: what is wanted then is whole masters, for ``compare_layouts`` to hold against
+    what is there.
+    """
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+    by_user = _added.get(id(instance.config)) is not instance.config
+    token = _as_they_are.set(by_user and not given.get("is_loading"))
+    try:
+        return name_bucket_of_unpatched(wrapped, instance, args, kwargs)
+    finally:
+        _as_they_are.reset(token)
+
+
 def name_live_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Give the loaded bookkeeping the live bucket's dtypes before Megatron compares them."""
     state = args[0] if args else kwargs["state_dict"]
@@ -389,17 +432,19 @@ def compare_layouts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     for tensor in wanted:
         if tensor.key not in stored:
             tensor.key = _stored_key(tensor.key, stored)
-        if tensor.key not in stored or stored[tensor.key].dtype == tensor.dtype:
+        wants = tensor.data.dtype if hasattr(tensor, "build_fn") else tensor.dtype
+        if tensor.key not in stored or stored[tensor.key].dtype == wants:
             continue
         there = stored[tensor.key].dtype
-        if there is torch.int16 and tensor.key.endswith(".param"):
-            # Remainders as an unpatched Megatron wrote them: read as what they are.
-            tensor.dtype = there
+        if there is torch.int16 and _MASTER.search(tensor.key):
+            # Remainders, as an unpatched Megatron writes them: read as what they are.
             tensor.data = torch.empty(tensor.data.shape, dtype=there, device=tensor.data.device)
+            if not hasattr(tensor, "build_fn"):
+                tensor.dtype = there
             continue
         raise CheckpointLayoutError(
             f"Megatron optimizer checkpoint {given['checkpoint_dir']}: {tensor.key} is "
-            f"{name_of(there)} there and {name_of(tensor.dtype)} in the live optimizer. Set "
+            f"{name_of(there)} there and {name_of(wants)} in the live optimizer. Set "
             f"{_REMEDY}"
         )
     return wrapped(*args, **kwargs)
@@ -417,9 +462,10 @@ def _stored_key(key: str, stored: Any) -> str:
 
 
 def _sharded_tensors(tree: Any) -> Iterator[Any]:
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    """The tensors of a sharded state dict, and what makes several of one parameter's state."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    if isinstance(tree, ShardedTensor):
+    if isinstance(tree, (ShardedTensor, ShardedTensorFactory)):
         yield tree
     elif isinstance(tree, dict):
         for value in tree.values():

@@ -222,7 +222,10 @@ def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     decide(FRAMEWORK, build.subject(), "bf16-dispatch", plan.chosen, plan.because)
     for text in plan.warnings:
         warn(f"{FRAMEWORK} {build.subject()}: {text}")
-    bound.arguments["optimizer_config"] = _with(bound.arguments["optimizer_config"], fields)
+    config = _with(bound.arguments["optimizer_config"], fields)
+    by_user = "use_precision_aware_optimizer" not in fields
+    megatron_checkpoint.note_precision_aware(config, by_user=by_user)
+    bound.arguments["optimizer_config"] = config
     return wrapped(*bound.args, **bound.kwargs)
 
 

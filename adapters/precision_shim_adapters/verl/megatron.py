@@ -113,6 +113,12 @@ def _has_fields() -> bool:
     return "bf16" in inspect.signature(module.init_megatron_optim_config).parameters
 
 
+def _precision_aware_by_user(optim_config: Any) -> bool:
+    """Whether this verl makes a precision-aware optimizer of the config by itself."""
+    opt_in = _has_fields() and bool(_opt_in(optim_config))
+    return bool(_overrides(optim_config).get("use_precision_aware_optimizer", opt_in))
+
+
 def _policy() -> str:
     """What the setting means for this version of verl, in the rules' words."""
     states = str(current_settings()["optimizer_states"])
@@ -238,7 +244,9 @@ def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     decide("verl", subject, "bf16-dispatch", plan.chosen, plan.because)
     for text in plan.warnings:
         warn(f"verl {subject}: {text}")
-    return wrapped(*bound.args, **bound.kwargs)
+    made = wrapped(*bound.args, **bound.kwargs)
+    megatron_checkpoint.note_precision_aware(made, by_user=_precision_aware_by_user(config))
+    return made
 
 
 # -- McoreOptimizerConfig -------------------------------------------------------------------

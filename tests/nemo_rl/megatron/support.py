@@ -238,6 +238,9 @@ def on_cpu(folder: Path) -> Iterator[None]:
                 patch.setattr(module, "set_jit_fusion_options", lambda *args, **kwargs: None)
         if not hasattr(TokenizerConfig, "padded_vocab_size"):
             patch.setattr(TokenizerConfig, "padded_vocab_size", VOCABULARY, raising=False)
+        if not hasattr(np, "product"):
+            # megatron-core 0.15 calls it for a checkpoint; numpy 2 has it no more.
+            patch.setattr(np, "product", np.prod, raising=False)
         # A copy on the CPU would be the model itself, which is then freed.
         owner = next(one for one in plain(POLICY).__mro__ if "move_model" in vars(one))
         patch.setattr(owner, "move_model", lambda self, model, *args, **kwargs: model)

@@ -1,0 +1,140 @@
+"""Megatron workers saved and resumed by NeMo-RL itself, the shim turned on or off in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.rules.remainders import join_master
+
+from ..support import batch, nll_loss
+from .support import FP16
+
+Make = Callable[..., AbstractContextManager[Any]]
+
+OWN = {"optimizer": {"use_precision_aware_optimizer": True}}
+"""What NeMo-RL's YAML files ask for."""
+
+LEFT_OPEN = {
+    "drop": ("use_precision_aware_optimizer",),
+    "optimizer": {"adam_beta2": 0.95},
+    "ddp": {"grad_reduce_in_fp32": False},
+}
+"""So that ``follow-model`` makes the optimizer precision-aware."""
+
+
+def reads_remainders() -> bool:
+    """Whether Megatron reads the remainders that it wrote: 0.16 trips over its padding entry."""
+    try:
+        return Version(version("megatron-core")).release[:2] != (0, 16)
+    except PackageNotFoundError:
+        return False
+
+
+def states(made: Any) -> dict[str, torch.Tensor]:
+    """fp32 masters, moments and parameters, and the scaler's figures."""
+    found = {
+        f"parameter {index}": one.detach().clone()
+        for index, one in enumerate(made.model.parameters())
+    }
+    for one in getattr(made.optimizer, "chained_optimizers", [made.optimizer]):
+        for group, order in one.model_param_group_index_map.values():
+            shard = one.optimizer.param_groups[group]["params"][order]
+            state = one.optimizer.state[shard]
+            master = state.get("master_param", shard).detach()
+            if master.dtype is torch.int16:
+                master = join_master(shard.detach(), master)
+            for name, value in (("master", master), *state.items()):
+                if name != "master_param" and torch.is_tensor(value):
+                    found[f"{name} {group} {order}"] = value.detach().float().clone()
+        if one.grad_scaler is not None:
+            for name, value in one.grad_scaler.state_dict().items():
+                found[f"scaler {name}"] = torch.as_tensor(value).float().clone()
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Switch:
+    """Trains, saves, resumes in another worker, and tells what became of it."""
+
+    def __init__(self, worker: Make, folder: Path, precision: str, **config: Any) -> None:
+        self.worker, self.folder = worker, folder
+        self.precision, self.config = precision, config
+        self.settings: dict[str, Any] = {}
+
+    def go_on(self, first_on: bool, second_on: bool) -> str:
+        """``exact``, ``exact until it trains``, ``other weights``, or the name of an error."""
+        folder = self.folder / f"{first_on}-{second_on}"
+        paths = {
+            "weights_path": str(folder / "weights"),
+            "optimizer_path": str(folder / "optimizer"),
+        }
+        self._turn(first_on)
+        with self.worker(self.precision, **self.config) as made:
+            self._train(made, range(4))
+            made.save_checkpoint(**paths)
+            saved = states(made)
+            self._train(made, range(4, 7))
+            straight = states(made)
+        self._turn(second_on)
+        try:
+            with self.worker(self.precision, options=paths, **self.config) as made:
+                if not same(saved, states(made)):
+                    return "other weights"
+                self._train(made, range(4, 7))
+                return "exact" if same(straight, states(made)) else "exact until it trains"
+        except Exception as error:  # Megatron's own, whatever it is
+            return type(error).__name__
+
+    def _turn(self, on: bool) -> None:
+        precision_shim.uninstall()
+        if on:
+            precision_shim.install(settings=self.settings)
+
+    def _train(self, made: Any, seeds: range) -> None:
+        for seed in seeds:
+            made.train(batch(seed=seed), nll_loss())
+
+
+@pytest.fixture
+def switch(worker: Make, shim: Any, fused_adam: str, tmp_path: Path) -> Callable[..., Switch]:
+    def make(precision: str, **config: Any) -> Switch:
+        return Switch(worker, tmp_path, precision, **config)
+
+    return make
+
+
+def test_remainders_that_the_config_asks_for_stay_remainders(switch: Any) -> None:
+    """With the shim off between save and resume the job goes on as one without the shim does."""
+    job = switch("bfloat16", **OWN)
+    by_itself = job.go_on(first_on=False, second_on=False)
+    assert (by_itself == "exact") == reads_remainders()
+    assert job.go_on(first_on=True, second_on=False) == by_itself
+    assert job.go_on(first_on=True, second_on=True) == "exact"
+    assert job.go_on(first_on=False, second_on=True) == "exact"
+
+
+def test_remainders_that_the_shim_made_are_written_as_whole_masters(switch: Any) -> None:
+    job = switch("bfloat16", **LEFT_OPEN)
+    job.settings = {"optimizer_states": "follow-model"}
+    assert job.go_on(first_on=True, second_on=True) == "exact"
+    # Without the shim the states are fp32, and are rounded no more.
+    assert job.go_on(first_on=True, second_on=False) == "exact until it trains"
+    assert job.go_on(first_on=False, second_on=True) == "CheckpointLayoutError"
+
+
+def test_float16_goes_on_with_its_scaler(switch: Any) -> None:
+    """Steps are skipped before the save and after it."""
+    scaler = {**FP16, "initial_loss_scale": 2.0**22, "hysteresis": 1, "loss_scale_window": 3}
+    assert switch("float16", optimizer=scaler).go_on(first_on=True, second_on=True) == "exact"
