@@ -115,6 +115,8 @@ class Build:
         constant_scale: tells whether the config asks for a static ``loss_scale``.
         nan_check_set: whether the user wrote ``check_for_nan_in_grad``.
         fp16_gradients: whether the bucket came out as fp16, because the user wrote it so.
+        trains: whether the model gets an optimizer; without one its bucket stays empty, and no
+            mismatch is worth a warning.
     """
 
     framework: str
@@ -126,6 +128,7 @@ class Build:
     constant_scale: Callable[[], bool] = bool
     nan_check_set: bool = False
     fp16_gradients: bool = False
+    trains: bool = True
 
     def bucket_blockers(self) -> tuple[str, ...]:
         """Why the bucket rules a precision-aware optimizer out; see ``refuse_fp16_gradients``."""
@@ -300,7 +303,7 @@ def align_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         f"gradient bucket {dtype} (grad_reduce_in_fp32={in_force})",
         because,
     )
-    if problem:
+    if problem and build.trains:
         warn(f"{build.framework} {build.subject()}: {problem}.")
     result = wrapped(*bound.args, **bound.kwargs)
     if build.bucket_set:

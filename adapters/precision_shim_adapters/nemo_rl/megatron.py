@@ -62,7 +62,9 @@ def _where(subject: str) -> str:
 class _NemoBuild(Build):
     """The build of a worker's model; reads the worker's config."""
 
-    def __init__(self, config: Mapping[str, Any], container: Any, subject: str) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], container: Any, subject: str, trains: bool = True
+    ) -> None:
         self.config = config
         self.container = container
         self.distributed = True
@@ -72,6 +74,7 @@ class _NemoBuild(Build):
             self._plan,
             bucket_set="grad_reduce_in_fp32" in self._megatron[_DDP],
             constant_scale=lambda: not self._dynamic_scale(),
+            trains=trains,
         )
 
     @property
@@ -108,7 +111,7 @@ class _NemoBuild(Build):
 
     def for_reference(self) -> _NemoBuild:
         """The same config for the model that nothing trains."""
-        return _NemoBuild(self.config, self.container, "reference")
+        return _NemoBuild(self.config, self.container, "reference", trains=False)
 
     def fields(self) -> tuple[OptimizerPlan, dict[str, Any]]:
         """The plan for the model that was seen, and the fields that it adds to the config's."""
@@ -170,7 +173,9 @@ def worker_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     container = given["cfg"] if "cfg" in given else given["megatron_cfg"]
     # Only the value worker has a hook of its own, which puts the value head in place.
     subject = "value" if given.get("additional_pre_wrap_hooks") else "policy"
-    build = _NemoBuild(given["policy_cfg"], container, subject)
+    # A teacher's has none.
+    trains = bool(given.get("load_optimizer", True))
+    build = _NemoBuild(given["policy_cfg"], container, subject, trains)
     _builds[:] = [one for one in _builds if one[0]() not in (None, container.ddp)]
     _builds.append((weakref.ref(container.ddp), build))
     with building(build):

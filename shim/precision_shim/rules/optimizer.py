@@ -191,6 +191,8 @@ def plan_optimizer(request: OptimizerRequest) -> OptimizerPlan:
     return _conclude(request, row, why, warnings)
 
 
+_MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
+
 _NEED_PRECISION_AWARE = (*PRECISION_AWARE_FIELDS[1:], "main_params_dtype")
 """Fields that Megatron takes at fp32 only, unless the optimizer is precision-aware."""
 
@@ -250,12 +252,10 @@ def _restrict(
 
 def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: list[str]) -> None:
     """Keep to what FusedAdam's capturable mode takes (Megatron's ``optimizer_cuda_graph``)."""
-    moments = [
-        request.asked.get(key, row.get(key, FP32)) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")
-    ]
+    moments = [request.asked.get(key, row.get(key, FP32)) for key in _MOMENTS]
     version = request.support.version or ()
     if moments != [BF16, BF16] or version < CAPTURABLE_BF16_SINCE:
-        for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        for key in _MOMENTS:
             if key in row:
                 row[key] = FP32
         why.append(
@@ -281,6 +281,10 @@ def _as_dtype(value: object) -> object:
     return parse_dtype(value) if isinstance(value, str) else value
 
 
+def _name(value: object) -> object:
+    return name_of(value) if isinstance(value, torch.dtype) else value
+
+
 def _conclude(
     request: OptimizerRequest, row: dict[str, Any], why: list[str], warnings: list[str]
 ) -> OptimizerPlan:
@@ -296,8 +300,15 @@ def _conclude(
         ("exp_avg_dtype", "exp_avg"),
         ("exp_avg_sq_dtype", "exp_avg_sq"),
     ):
-        value = result.get(key, FP32) if precision_aware else FP32
-        states.append(f"{label} {name_of(value) if isinstance(value, torch.dtype) else value}")
+        value = _as_dtype(result.get(key, FP32)) if precision_aware else FP32
+        if value is not FP32 and key in _MOMENTS and result.get("optimizer_cpu_offload"):
+            warnings.append(
+                "optimizer_cpu_offload=True brings Megatron's HybridDeviceOptimizer, which keeps "
+                f"{label} in fp32 and does not look at {key}={_name(value)}. Leave {key} out, or "
+                "optimizer_cpu_offload."
+            )
+            value = FP32
+        states.append(f"{label} {_name(value)}")
     kind = "precision-aware optimizer" if precision_aware else "optimizer not precision-aware"
     return OptimizerPlan(
         adds=row,

@@ -152,6 +152,24 @@ def test_a_bucket_is_aligned_where_the_user_asks_for_it(worker: Make, shim: Any)
     assert decisions(shim, "reference", "grad-bucket-alignment") == aligned
 
 
+def test_a_model_that_nothing_trains_brings_no_warning(worker: Make, shim: Any) -> None:
+    """The policy's own is told; a reference model and a teacher have no main grads to differ."""
+    shim()
+    told = "policy: grad_reduce_in_fp32=False gives"
+    with (
+        pytest.warns(PrecisionShimWarning, match=told) as warned,
+        worker(ddp={"grad_reduce_in_fp32": False}, reference=True),
+    ):
+        pass
+    assert len([one for one in warned if one.category is PrecisionShimWarning]) == 1
+
+
+def test_a_teacher_brings_no_warning(worker: Make, shim: Any) -> None:
+    shim()
+    with worker(ddp={"grad_reduce_in_fp32": False}, options={"init_optimizer": False}) as made:
+        assert made.optimizer is None
+
+
 def test_fp16_that_the_config_leaves_unscaled_is_named(worker: Make, shim: Any) -> None:
     shim()
     told = "fp16=False, bf16=True, but precision is float16"

@@ -266,6 +266,21 @@ def test_states_that_the_user_asked_for_are_not_taken_the_native_optimizer_away(
     assert merged(result, asked, native)[PAO] is True
 
 
+def test_moments_that_an_offloaded_optimizer_ignores_are_told():
+    """Megatron's HybridDeviceOptimizer; the bucket is real."""
+    asked = {PAO: True, "optimizer_cpu_offload": True, "main_grads_dtype": BF16}
+    quiet = plan(asked=asked)
+    assert quiet.chosen.endswith("main grads bf16, exp_avg fp32, exp_avg_sq fp32")
+    assert quiet.warnings == ()
+    for spelled in (BF16, "bfloat16"):
+        told = plan(asked={**asked, "exp_avg_dtype": spelled})
+        assert told.chosen == quiet.chosen
+        assert told.main_grads is BF16
+        (warning,) = told.warnings
+        assert "optimizer_cpu_offload=True" in warning
+        assert "exp_avg_dtype=bf16" in warning
+
+
 @pytest.mark.parametrize("spelled", [FP32, "fp32", "torch.float32"])
 def test_states_that_the_user_wants_in_fp32_are_no_reason_to_keep_it(spelled):
     native = {PAO: True, "store_param_remainders": False}
