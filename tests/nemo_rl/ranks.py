@@ -1,7 +1,7 @@
 """One of the processes that train a worker together; ``test_ranks.py`` starts them.
 
-Arguments: a JSON object with ``kind``, ``model``, ``folder``, ``rank``, ``world_size``, ``offload``
-and ``on``.
+Arguments: a JSON object with ``kind``, ``model``, ``folder``, ``rank``, ``world_size``, ``on`` and
+``dtensor``, keys of the config's ``dtensor_cfg``.
 Prints one line.
 """
 
@@ -29,12 +29,15 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
     kind, rank, folder = given["kind"], given["rank"], Path(given["folder"])
     world_size = given["world_size"]
     config = support.policy_config(Path(given["model"]), "float16", kind)
-    config["dtensor_cfg"]["cpu_offload"] = given["offload"]
+    config["dtensor_cfg"] |= given["dtensor"]
+    tensor_parallel = config["dtensor_cfg"]["tensor_parallel_size"]
+    config["make_sequence_length_divisible_by"] = tensor_parallel
+    shards = world_size // tensor_parallel
 
     def train(worker: Any, step: int) -> dict[str, Any]:
         factor = 1e30 if step == 1 and rank == world_size - 1 else 1.0
-        size = 4 // world_size
-        data = support.batch(4, step).slice(rank * size, (rank + 1) * size)
+        size, mine = 4 // shards, rank // tensor_parallel
+        data = support.batch(4, step).slice(mine * size, (mine + 1) * size)
         result = worker.train(data, Times(support.loss_for(kind), factor), gbs=4, mbs=1)
         scaler = worker.__dict__.get("_precision_shim_scaler")
         metrics = result["all_mb_metrics"]

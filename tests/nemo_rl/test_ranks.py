@@ -24,7 +24,7 @@ def run(
     kind: str,
     *,
     on: bool = True,
-    offload: bool = False,
+    **dtensor: Any,
 ) -> Any:
     """Start the processes and return what each found, by rank."""
     given = {
@@ -32,7 +32,7 @@ def run(
         "model": str(model),
         "folder": str(folder),
         "world_size": world_size,
-        "offload": offload,
+        "dtensor": dtensor,
         "on": on,
     }
     processes = [
@@ -64,16 +64,20 @@ def run(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("offload", [False, True], ids=["", "CPU offload"])
+@pytest.mark.parametrize(
+    "dtensor",
+    [{}, {"cpu_offload": True}, {"tensor_parallel_size": 2}],
+    ids=["data parallel", "CPU offload", "tensor parallel"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_skip_together_and_resume(
-    model: Path, tmp_path: Path, kind: str, offload: bool
+    model: Path, tmp_path: Path, kind: str, dtensor: dict[str, Any]
 ) -> None:
     if kind == "value":
         # nemo_automodel initializes a missing value head in one process only, and leaves what was
         # in memory otherwise: it has to be in the file.
         model = make_checkpoint(tmp_path / "model", value_head=True)
-    found = run(model, tmp_path, 2, kind, offload=offload)
+    found = run(model, tmp_path, 2, kind, **dtensor)
     scales = [step["scale"] for step in found[0]["steps"]]
     assert scales == [65536.0, 32768.0, 32768.0, 65536.0]
     for one in found:

@@ -9,8 +9,9 @@ from a subclass; and what a worker calls is wrapped where it is defined.
 From 0.6 the class beneath is importable. There its methods are wrapped as well, which reaches
 workers that inherit from it under other names (``worker_extension_cls_fqn``, quantized workers).
 
-Deliberately not patched: ``begin_train_step`` of NeMo-RL's newest state, which its DTensor workers
-do not have.
+Deliberately not patched: ``begin_train_step`` and ``finish_train_step`` of NeMo-RL's newest state.
+DTensor workers do not have them; a Megatron worker's optimizer skips there as anywhere, but the
+figures are not in the metrics.
 
 Delete when: NeMo-RL scales the loss of its float16 policies and saves the scaler.
 """
