@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import precision_shim
 from precision_shim.errors import LossScaleError, PrecisionShimWarning, ScalerCheckpointError
+from precision_shim_adapters.skyrl.fsdp import scaler_of
 
 from .support import batch, fsdp_worker, metrics_of
 
@@ -144,6 +146,37 @@ def test_without_the_shim_an_overflow_without_clipping_is_fatal(make: Any) -> No
     worker = make("policy", "fp16", "trainer.policy.optimizer_config.max_grad_norm=0")
     train(worker, 0, advantage=1e12)
     assert not torch.isfinite(parameters(worker)).all()
+
+
+@pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
+def test_what_the_trainer_makes_of_its_mini_batches(make: Any, shim: Any, on: bool) -> None:
+    """SkyRL takes means over them; of a scale and a count the last value is what counts."""
+    from skyrl.train.trainer import RayPPOTrainer
+
+    if on:
+        shim(settings={"loss_scale_init": 256})
+    worker = make("critic", "fp16" if on else None)
+    # The workers are reached without Ray; the loop over the mini-batches is the trainer's.
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.cfg = SimpleNamespace(trainer=SimpleNamespace(update_epochs_per_batch=1))
+    trainer.dispatch = SimpleNamespace(
+        stage_data=lambda model, data, boundaries: [1.0, 1e9, 1.0, 1.0],
+        forward_backward_from_staged=lambda model, advantage: worker.forward_backward(
+            batch(0, advantage=advantage)
+        ),
+        optim_step=lambda model: worker.optim_step(),
+    )
+    data = SimpleNamespace(metadata={"critic_mini_batch_boundaries": []})
+    if not on:
+        assert "loss_scale" not in trainer._execute_training_step("critic", data)
+        return
+    settle(worker)
+    scaler = scaler_of(worker.strategy)
+    assert scaler is not None
+    scale, skipped = scaler.get_scale(), scaler.counter.skipped
+    found = trainer._execute_training_step("critic", data)
+    assert (found["loss_scale"], found["skipped_steps"]) == (scale / 2, skipped + 1)
+    assert math.isnan(found["grad_norm"]), "a mean, as SkyRL has it"
 
 
 def test_small_gradients_survive(make: Any, shim: Any) -> None:
@@ -304,15 +337,16 @@ def test_weights_alone_leave_the_scaler_fresh(make: Any, shim: Any, tmp_path: Pa
     assert train(fresh, 0)[0]["loss_scale"] == 65536
 
 
-@pytest.mark.parametrize("role", ["ref"])
-def test_the_reference_model_follows_too(make: Any, shim: Any, role: str) -> None:
-    """It trains nothing and has no scaler; its autocast follows its parameters all the same."""
+@pytest.mark.parametrize(("own", "expected"), [(True, torch.float16), (False, torch.bfloat16)])
+def test_the_reference_model(make: Any, shim: Any, own: bool, expected: torch.dtype) -> None:
+    """It has a key of its own; it trains nothing, and its autocast follows its parameters."""
+    policys = "trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16"
     shim()
-    worker = make(role)
+    worker = make("ref", "fp16" if own else None, policys)
     found: set[torch.dtype] = set()
     for one in module_of(worker).modules():
         if isinstance(one, torch.nn.Linear):
             one.register_forward_hook(lambda layer, args, output: found.add(output.dtype))
     worker.forward(batch(0))
-    assert found == {torch.float16}
+    assert found == {expected}
     assert not [d for d in precision_shim.status().decisions if d.feature == "fp16-scaling"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import os
 import pickle
 import re
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from precision_shim.errors import (
     PrecisionShimWarning,
     UnsupportedPrecisionError,
 )
+from precision_shim_adapters.skyrl.config import written_kwargs
 
 from .conftest import SKYRL
 from .support import build, megatron_worker, train_config
@@ -144,6 +147,10 @@ def test_users_transformer_config_wins_over_the_flag(make: Any, shim: Any) -> No
     own = "trainer.policy.megatron_config.transformer_config_kwargs"
     worker = make(BF16, "trainer.bf16=false", f"{own}.fp16=true")
     assert model_dtype(worker) is FP16
+    said = reasons("bf16-dispatch")
+    assert "model in fp16" in said
+    assert "transformer_config_kwargs go over trainer.bf16=False" in said
+    assert "model in fp32" not in said
     assert worker.optimizer.config.fp16
     assert inner(worker).grad_scaler is not None
 
@@ -163,6 +170,73 @@ def test_the_reference_model_follows_the_flag_too(
         worker, wrap_with_ddp=False, ddp_config=None, bf16=False
     )
     assert {one.dtype for module in modules for one in module.parameters()} == {FP32}
+
+
+@pytest.mark.parametrize(
+    ("release", "override", "named"),
+    [
+        ("2.10.0", "trainer.use_sample_packing=true", "need TransformerEngine 2.11"),
+        ("2.11.0", "trainer.use_sample_packing=true", None),
+        ("2.10.0", "trainer.use_sample_packing=false", None),
+        (
+            "2.11.0",
+            "trainer.policy.megatron_config.context_parallel_size=2",
+            "context_parallel_size above 1",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=NAMES.get)
+def test_attention_that_an_fp32_model_has_not(
+    cpu: None,
+    shim: Any,
+    checkpoints: dict[str, Path],
+    recwarn: pytest.WarningsRecorder,
+    release: str,
+    override: str,
+    named: str | None,
+    dtype: torch.dtype,
+) -> None:
+    """TransformerEngine's flash and fused attention take no fp32; the unfused has its limits."""
+    from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+
+    if Version("0.3") <= SKYRL:
+        override = override.replace("use_sample_packing", "remove_microbatch_padding")
+    shim()
+    flag = str(dtype is BF16).lower()
+    with stand_in_transformer_engine(release):
+        worker = megatron_worker(checkpoints["bfloat16"], f"trainer.bf16={flag}", override)
+        config = worker.cfg.policy.megatron_config
+        worker.init_configs(
+            str(checkpoints["bfloat16"]),
+            config,
+            {},
+            config.transformer_config_kwargs,
+            bf16=worker.cfg.bf16,
+        )
+    said = [str(one.message) for one in recwarn if "attention" in str(one.message)]
+    assert len(said) == (named is not None and dtype is FP32)
+    assert all(str(named) in text and "the model is fp32" in text for text in said)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["name", "enum"])
+def test_skyrls_name_of_an_attention_backend_chooses_nothing(
+    fused_adam: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """Why the warning does not go by it: Megatron compares it with an enum."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    variables = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+    for name in variables:
+        monkeypatch.setenv(name, "")  # for the end of the test, whatever Megatron sets
+        monkeypatch.delenv(name)
+    config = train_config("trainer.strategy=megatron")
+    worker = megatron_worker(checkpoints["bfloat16"], config=config)
+    kwargs = worker.cfg.policy.megatron_config.transformer_config_kwargs
+    kwargs["attention_backend"] = "flash" if named else AttnBackend.flash
+    worker.init_model(str(checkpoints["bfloat16"]))
+    assert [os.environ.get(name) for name in variables] == (
+        [None, None, None] if named else ["1", "0", "0"]
+    )
 
 
 # -- the optimizer's states ------------------------------------------------------------------
@@ -205,6 +279,25 @@ def test_follow_model_keeps_to_a_written_no(make: Any, shim: Any) -> None:
     assert not worker.optimizer.config.use_precision_aware_optimizer
     assert bucket(worker) is FP32
     assert "the user turned the precision-aware optimizer off" in reasons("bf16-dispatch")
+
+
+def test_follow_model_keeps_to_what_it_cannot_tell_from_a_default(make: Any, shim: Any) -> None:
+    """A config older than ``install()``, and one whose class has an ``__init__`` of its own."""
+    from skyrl.train.config.config import MegatronConfig
+
+    @dataclasses.dataclass
+    class Own(MegatronConfig):
+        more: int = 0
+
+    late = train_config("trainer.strategy=megatron")
+    shim(settings={"optimizer_states": "follow-model"})
+    own = train_config("trainer.strategy=megatron")
+    own.trainer.policy.megatron_config = Own(
+        optimizer_config_kwargs={"use_precision_aware_optimizer": False}
+    )
+    for config in (late, own):
+        assert not make(BF16, config=config).optimizer.config.use_precision_aware_optimizer
+        assert "the user turned the precision-aware optimizer off" in reasons("bf16-dispatch")
 
 
 def test_follow_model_fp16(make: Any, shim: Any) -> None:
@@ -346,6 +439,50 @@ def test_the_config_shows_nothing_of_it(skyrl: None, shim: Any) -> None:
     assert after.trainer.policy.megatron_config.ddp_config == ddp == MegatronDDPConfig()
 
 
+def test_what_a_config_class_writes(make: Any, shim: Any) -> None:
+    """Its values in Python are the user's, also where a command line comes on top."""
+    from skyrl.train.config import config as module
+
+    def policy() -> Any:
+        return module.PolicyConfig(
+            megatron_config=module.MegatronConfig(
+                ddp_config=module.MegatronDDPConfig(grad_reduce_in_fp32=True),
+                optimizer_config_kwargs={
+                    "use_precision_aware_optimizer": True,
+                    "main_grads_dtype": "bf16",
+                    "exp_avg_dtype": "bf16",
+                },
+            )
+        )
+
+    shim()
+    trainer = dataclasses.make_dataclass(
+        "Trainer",
+        [("policy", module.PolicyConfig, dataclasses.field(default_factory=policy))],
+        bases=(module.TrainerConfig,),
+    )
+    base = train_config("trainer.strategy=megatron")
+    config = module.make_config(trainer_cls=trainer).from_cli_overrides(
+        ["trainer.strategy=megatron", "trainer.flash_attn=false"]
+    )
+    config.trainer.gradient_checkpointing = base.trainer.gradient_checkpointing
+    with pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32"):
+        worker = make(BF16, config=config)
+    assert bucket(worker) is FP32
+
+
+@pytest.mark.parametrize("given", [None, "None"])
+def test_kwargs_that_are_no_mapping(skyrl: None, shim: Any, given: Any) -> None:
+    """SkyRL 0.2 makes a word of a None among overrides in a dict."""
+    from skyrl.train.config.config import MegatronConfig, SkyRLTrainConfig
+
+    shim()
+    config = SkyRLTrainConfig.from_cli_overrides({KWARGS: None})
+    assert written_kwargs(config.trainer.policy.megatron_config) == frozenset()
+    if given is None or Version("0.3") > SKYRL:
+        assert written_kwargs(MegatronConfig(optimizer_config_kwargs=given)) == frozenset()
+
+
 @pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
 @pytest.mark.parametrize("written", [False, True])
 def test_overrides_in_the_old_style(
@@ -358,13 +495,20 @@ def test_overrides_in_the_old_style(
     import skyrl.train.config.utils as module
     from omegaconf import OmegaConf
 
-    buckets = {"megatron_config": {"ddp_config": {"grad_reduce_in_fp32": True}}}
+    buckets = {
+        "megatron_config": {
+            "ddp_config": {"grad_reduce_in_fp32": True},
+            "optimizer_config_kwargs": {"use_precision_aware_optimizer": False},
+        }
+    }
     yaml = {"trainer": {"policy": buckets}, "generator": {"backend": "vllm"}}
     monkeypatch.setattr(module, "get_legacy_config", lambda: OmegaConf.create(yaml))
     shim()
-    extra = [f"{BUCKET}=true"] if written else []
+    extra = [f"{BUCKET}=true", f"{PRECISION_AWARE}=false"] if written else []
     config = train_config("generator.backend=vllm", "trainer.strategy=megatron", *extra)
     megatron = config.trainer.policy.megatron_config
+    name = PRECISION_AWARE.rpartition(".")[2]
+    assert written_kwargs(megatron) == ({name} if written else set())
     assert ("grad_reduce_in_fp32" in vars(megatron.ddp_config)) == written
     assert megatron.ddp_config.grad_reduce_in_fp32 is True
 
@@ -473,8 +617,8 @@ def test_everything_is_wrapped_or_native(skyrl: None, shim: Any) -> None:
         seam["target"]: seam["state"]
         for seam in seams
         if seam["state"] not in ("wrapped", "native")
-        # SkyRL does not use the first, and these tests do not start the second.
-        and not {"mcore_fsdp_adapter", "skyrl_train_backend"}
+        # SkyRL does not use the first, these tests do not start the next, 0.3 lacks the last.
+        and not {"mcore_fsdp_adapter", "skyrl_train_backend", "worker_dispatch", "legacy"}
         & set(re.split(r"[.:]", seam["target"]))
     }
     assert left == {}

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import precision_shim
 from precision_shim.errors import LossScaleError, SettingsError
 
 from .conftest import SKYRL
-from .support import batch, build, metrics_of
+from .support import batch, build, fsdp_worker, metrics_of
 
 KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs"
 FP16 = "trainer.bf16=false"
@@ -52,7 +53,7 @@ def test_an_overflow_is_skipped_and_shown(
     worker = make(f"{KWARGS}.initial_loss_scale=1024")
     first, norm = train(worker, 0)
     assert math.isfinite(norm)
-    assert first.get("skipped_steps", 0.0) == 0.0
+    assert (first["loss_scale"], first["skipped_steps"]) == (1024.0, 0.0)
     before, scale = parameters(worker), float(scaler(worker).scale)
     assert scale == 1024
     with caplog.at_level(logging.WARNING, "precision_shim"):
@@ -195,27 +196,77 @@ def test_skyrls_own_step_for_a_prediction_head_is_counted(
     assert worker.optimizer.step is own
 
 
-def test_the_tinker_servers_answer_has_no_nan(skyrl: None, shim: Any) -> None:
-    """JSON knows none: each skipped step would be an error of the server's."""
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, float]]:
+    """A step by the Tinker server's own backend and dispatch, and its answer."""
     backend = pytest.importorskip(
         "skyrl.backends.skyrl_train_backend", reason="the Tinker server's packages are not here"
     )
-    from types import SimpleNamespace
+    from skyrl.backends.skyrl_train.distributed.dispatch import ActorInfo, MeshRank
+    from skyrl.backends.skyrl_train.workers import worker_dispatch as module
 
-    made = object.__new__(backend.SkyRLTrainBackend)
-    made._model_id = "m"
-    made._get_role = lambda model_id: "policy"
-    request = SimpleNamespace(adam_params=SimpleNamespace(learning_rate=1e-3))
+    # The one worker is here and no actor: what it returns is there at once.
+    monkeypatch.setattr(module, "ray", SimpleNamespace(get=lambda refs: refs))
+    alone = MeshRank(dp=0, sp=0, tp=0, pp=0, world_size=1, dp_size=1, pp_size=1)
+    servers: dict[int, Any] = {}
 
-    def answer(norm: float) -> dict[str, float]:
-        made._dispatch = SimpleNamespace(
-            set_lr=lambda *a, **k: None, optim_step=lambda *a, **k: norm
-        )
-        return dict(made.optim_step("m", request).metrics)
+    def backend_of(worker: Any) -> Any:
+        def call(dispatch: str, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+            return [getattr(worker, method)(*args, **kwargs)]
 
-    assert math.isnan(answer(math.nan)["skyrl.ai/grad_norm"])
+        dispatch = object.__new__(module.WorkerDispatch)
+        dispatch._actor_groups = {
+            "policy": SimpleNamespace(
+                async_run_ray_method=call, actor_infos=[ActorInfo(handle=None, rank=alone)]
+            )
+        }
+        for name in ("_ensure_on_gpu", "ensure_active_adapter", "_save_memory_snapshot", "set_lr"):
+            setattr(dispatch, name, lambda *args, **kwargs: None)
+        server = object.__new__(backend.SkyRLTrainBackend)
+        server._model_id, server._dispatch = "m", dispatch
+        server._get_role = lambda model_id: "policy"
+        return server
+
+    def step(worker: Any, advantage: float) -> dict[str, float]:
+        server = servers.setdefault(id(worker), backend_of(worker))
+        server._dispatch.forward_backward("policy", batch(0, advantage=advantage))
+        request = SimpleNamespace(adam_params=SimpleNamespace(learning_rate=1e-3))
+        return dict(server.optim_step("m", request).metrics)
+
+    return step
+
+
+RATE = {"skyrl.ai/learning_rate": 1e-3}
+
+
+def test_the_tinker_servers_answer_has_no_nan(make: Any, shim: Any, answer: Any) -> None:
+    """JSON knows none: each skipped step would be an error of the server's, the first one too."""
     shim()
-    rate = {"skyrl.ai/learning_rate": 1e-3}
-    assert answer(0.5) == {"skyrl.ai/grad_norm": 0.5, **rate}
-    for norm in (math.nan, math.inf):
-        assert answer(norm) == {"skyrl.ai/skipped_step": 1.0, **rate}
+    worker = make(f"{KWARGS}.initial_loss_scale=1024")
+    assert answer(worker, 1e9) == {"skyrl.ai/skipped_step": 1.0, **RATE}
+    found = answer(worker, 1.0)
+    assert math.isfinite(found.pop("skyrl.ai/grad_norm"))
+    assert found == RATE
+
+
+def test_the_same_on_fsdp(cpu: None, checkpoints: Any, shim: Any, answer: Any) -> None:
+    shim(settings={"loss_scale_init": 1024})
+    worker = fsdp_worker("policy", checkpoints["float32"], "fp16")
+    assert answer(worker, 1e12) == {"skyrl.ai/skipped_step": 1.0, **RATE}
+
+
+@pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+def test_the_tinker_servers_answer_without_a_scaler(
+    fused_adam: str, checkpoints: Any, shim: Any, answer: Any, strategy: str, on: bool
+) -> None:
+    """A bf16 model whose gradients broke is no skipped step: SkyRL fails on it."""
+    if on:
+        shim()
+    if strategy == "megatron":
+        worker = build(checkpoints["bfloat16"])
+    else:
+        worker = fsdp_worker("policy", checkpoints["float32"], None)
+    found = answer(worker, math.inf)
+    assert not math.isfinite(found.pop("skyrl.ai/grad_norm"))
+    assert found == RATE

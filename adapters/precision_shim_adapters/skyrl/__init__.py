@@ -186,6 +186,14 @@ ADAPTER = Adapter(
             parameters=("args",),
             relies_on=("from_cli",),
         ),
+        *_each(
+            _WRITTEN_BY,
+            "skyrl.train.config.legacy:translate_legacy_config",
+            f"{_CONFIG}:note_old_style",
+            why="tells that the YAML was gone through; only the old style comes here",
+            delete_when="SkyRL >= 0.3 is the oldest in use",
+            optional=True,
+        ),
         # Between its phases SkyRL moves the optimizer's states to the CPU and back.
         *megatron_offload.seams(
             f"{_TRAIN}.distributed.megatron.megatron_utils",
@@ -237,13 +245,37 @@ ADAPTER = Adapter(
             optional=True,
         ),
         _fp16(
+            f"{_TRAIN}.workers.worker_utils:reduce_metrics",
+            f"{_OVERFLOW}:keep_last",
+            "takes means over a step's mini-batches, of a loss scale and a count too",
+            path="trainer",
+            delete_when="it has a reduction for the last value",
+            parameters=("metrics",),
+            aliases=(
+                "skyrl.train.trainer:reduce_metrics",
+                f"{_BASE}:reduce_metrics",
+                f"{_WORKER}:reduce_metrics",
+            ),
+        ),
+        _fp16(
+            f"{_TRAIN}.workers.worker_dispatch:WorkerDispatch.forward_backward",
+            f"{_OVERFLOW}:note_scaled",
+            "the driver sees here which model's workers scale their loss",
+            path="tinker",
+            delete_when="SkyRL's optim_step says which steps were skipped",
+            parameters=("self", "model"),
+            optional=True,
+        ),
+        _fp16(
             "skyrl.backends.skyrl_train_backend:SkyRLTrainBackend.optim_step",
             f"{_OVERFLOW}:report_to_client",
             "the Tinker server's answer is JSON, in which a grad norm of NaN is an error",
             "metrics",
             "grad_norm",
+            "_dispatch",
             path="tinker",
             delete_when="it leaves out what is not finite",
+            parameters=("self", "model_id"),
             optional=True,
         ),
         # fp16 on FSDP.

@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 BUCKET = "grad_reduce_in_fp32"
 KWARGS = "optimizer_config_kwargs"
 _WRITTEN = "_precision_shim_written"
+
+_old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", default=False)
+"""Whether the config that is being built went through a base YAML."""
 
 
 # -- while the dataclasses are built ---------------------------------------------------------
@@ -37,23 +41,40 @@ def note_written_kwargs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     """Around ``MegatronConfig.__init__``: note which optimizer settings were given."""
     given = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get(KWARGS)
     # Before the call: from 0.3 it adds the defaults to the very dict that was given.
-    written = tuple(str(key) for key in given) if given is not None else ()
+    written = _keys(given)
     result = wrapped(*args, **kwargs)
     vars(instance)[_WRITTEN] = written
     return result
+
+
+def note_old_style(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``translate_legacy_config``: the config comes by way of a base YAML."""
+    _old_style.set(True)
+    return wrapped(*args, **kwargs)
 
 
 def note_overrides(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around ``SkyRLTrainConfig.from_cli_overrides``, for its way through a base YAML.
 
     Overrides in the old style are merged over a YAML that spells out every default; the overrides
-    themselves say which of them the user wrote.
+    themselves say which of them the user wrote. Without the YAML the marks are right as they are,
+    those of a config class's own values among them.
     """
+    token = _old_style.set(False)
+    try:
+        config = wrapped(*args, **kwargs)
+        if _old_style.get():
+            given = inspect.signature(wrapped).bind(*args, **kwargs).arguments["args"]
+            _keep_overrides(config, given)
+        return config
+    finally:
+        _old_style.reset(token)
+
+
+def _keep_overrides(config: Any, given: Any) -> None:
     from omegaconf import OmegaConf
 
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments["args"]
     lines = [f"{key}={value}" for key, value in given.items()] if isinstance(given, dict) else given
-    config = wrapped(*args, **kwargs)
     overrides = OmegaConf.from_cli(list(lines))
     for role in ("policy", "ref"):
         base = f"trainer.{role}.megatron_config"
@@ -63,9 +84,12 @@ def note_overrides(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if OmegaConf.select(overrides, f"{base}.ddp_config.{BUCKET}") is None:
             _leave_to_class(megatron.ddp_config)
         if _WRITTEN in vars(megatron):
-            written = OmegaConf.select(overrides, f"{base}.{KWARGS}") or {}
-            vars(megatron)[_WRITTEN] = tuple(str(key) for key in written)
-    return config
+            vars(megatron)[_WRITTEN] = _keys(OmegaConf.select(overrides, f"{base}.{KWARGS}"))
+
+
+def _keys(given: Any) -> tuple[str, ...]:
+    """The keys of what was given for the kwargs; on 0.2 a None may come as the word."""
+    return tuple(str(key) for key in given) if isinstance(given, Mapping) else ()
 
 
 def _leave_to_class(ddp_config: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,6 +34,9 @@ _FP16_OWN = ("initial_loss_scale", "min_loss_scale")
 """Of the fp16 row what is no optimizer state: it holds whatever the states' dtypes."""
 
 _PRECISION_AWARE = "use_precision_aware_optimizer"
+_PACKING = ("use_sample_packing", "remove_microbatch_padding")
+_UNFUSED_PACKS = (2, 11)
+"""TransformerEngine's first release whose unfused attention takes packed sequences."""
 
 
 def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
@@ -106,8 +110,9 @@ def plan_for(
         user["bf16"] = False  # fp16 wins where a caller passes both
     asked = dict(user)
     # The default is there in every config. It is no wish against the policy that the user asked
-    # for by name, unless the user wrote it out.
-    if asked.get(_PRECISION_AWARE) is False and _PRECISION_AWARE not in (written or ()):
+    # for by name, unless the user wrote it out, or may have.
+    default = written is not None and _PRECISION_AWARE not in written
+    if default and asked.get(_PRECISION_AWARE) is False:
         del asked[_PRECISION_AWARE]
     betas = getattr(optim_config, "adam_betas", None)
     if betas is not None and _passes_betas():
@@ -159,6 +164,7 @@ def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     else:
         subject, model, distributed, written = "direct caller", TrainableDtypes(), True, None
         declared = _declared_by(_plain(given[KWARGS]))
+    by_user = bool(_plain(given[KWARGS]).get(_PRECISION_AWARE))
     plan, given[KWARGS] = plan_for(
         given["optim_config"],
         given[KWARGS],
@@ -171,7 +177,9 @@ def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     decide("skyrl", subject, "bf16-dispatch", plan.chosen, plan.because)
     for text in plan.warnings:
         warn(f"skyrl {subject}: {text}")
-    return wrapped(*bound.args, **bound.kwargs)
+    made = wrapped(*bound.args, **bound.kwargs)
+    megatron_checkpoint.note_precision_aware(made, by_user=by_user)
+    return made
 
 
 def _declared_by(flags: Mapping[str, Any]) -> torch.dtype:
@@ -281,23 +289,76 @@ def module_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 # -- the model's dtype -------------------------------------------------------------------------
 
 
-class _Flag(NamedTuple):
+@dataclasses.dataclass
+class _Flag:
+    """``trainer.bf16``, and the checkpoint's dtype once the flag went over it."""
+
     bf16: bool
-    subject: str
+    over: torch.dtype | None = None
 
 
 _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", default=None)
 
 
 def note_flag(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``init_configs``: hand ``bf16`` on to where the model's dtype is decided."""
+    """Around ``init_configs``: hand ``bf16`` on to where the model's dtype is decided.
+
+    What became of it is said afterwards: the user's own settings go over it.
+    """
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     bound.apply_defaults()
-    token = _flag.set(_Flag(bool(bound.arguments["bf16"]), _role(instance)))
+    flag = _Flag(bool(bound.arguments["bf16"]))
+    token = _flag.set(flag)
     try:
-        return wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
     finally:
         _flag.reset(token)
+    dtype = _dtype_of(instance.provider)
+    if flag.over is not None:
+        wanted = torch.bfloat16 if flag.bf16 else torch.float32
+        own = "" if dtype is wanted else "transformer_config_kwargs go over "
+        decide(
+            "skyrl",
+            _role(instance),
+            "bf16-dispatch",
+            f"model in {name_of(dtype)}",
+            f"{own}trainer.bf16={flag.bf16}; the checkpoint is {name_of(flag.over)}",
+        )
+    if dtype is torch.float32:
+        _warn_of_attention(instance)
+    return result
+
+
+def _dtype_of(provider: Any) -> torch.dtype:
+    """What Megatron makes of a provider's flags: a cast of the whole model, or none."""
+    if provider.fp16:
+        return torch.float16
+    return torch.bfloat16 if provider.bf16 else provider.params_dtype
+
+
+def _warn_of_attention(worker: Any) -> None:
+    """Say where TransformerEngine has no attention for an fp32 model.
+
+    Its flash and fused attention take fp16 and bf16 alone. The unfused one is what is left, and has
+    limits of its own. (SkyRL's ``attention_backend`` is a name, which Megatron compares with an
+    enum: it chooses nothing.)
+    """
+    release = fused_adam_support().version
+    if release is None:
+        return
+    found = []
+    packing = next((key for key in _PACKING if getattr(worker.cfg, key, False)), None)
+    if packing and release < _UNFUSED_PACKS:
+        found.append(f"trainer.{packing}=true (packed sequences need TransformerEngine 2.11)")
+    if worker.provider.context_parallel_size > 1:
+        found.append("megatron_config.context_parallel_size above 1")
+    if found:
+        warn(
+            f"{_where()} {_role(worker)}: the model is fp32. TransformerEngine's flash and fused "
+            f"attention take fp16 and bf16 only, and its unfused one does not go with "
+            f"{' or '.join(found)}: expect 'No dot product attention backend is available'. Turn "
+            "that off, or train in bf16 (trainer.bf16=true)."
+        )
 
 
 def follow_flag(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -316,16 +377,9 @@ def follow_flag(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         wanted = torch.bfloat16
     else:
         return provider
-    before = provider.params_dtype
-    if getattr(provider, "autocast_dtype", None) is before:
+    flag.over = provider.params_dtype
+    if getattr(provider, "autocast_dtype", None) is flag.over:
         provider.autocast_dtype = wanted
     provider.params_dtype = wanted
     provider.bf16, provider.fp16 = wanted is torch.bfloat16, False
-    decide(
-        "skyrl",
-        flag.subject,
-        "bf16-dispatch",
-        f"model in {name_of(wanted)}",
-        f"trainer.bf16={flag.bf16}; the checkpoint is {name_of(before)}",
-    )
     return provider

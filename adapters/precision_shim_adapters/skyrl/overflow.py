@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import logging
 import math
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +21,9 @@ import wrapt
 from ..loss_scaling import steps_through
 from ..megatron_overflow import (
     answer_a_skip,
+    dynamic_scalers,
     metrics,
+    scale_of,
     scaler_settings,
     skipping,
     with_scaler_settings,
@@ -29,6 +32,10 @@ from .config import KWARGS
 from .megatron import dtype_to_build
 
 _TINKERS_NORM = "skyrl.ai/grad_norm"
+_SCALE, _SKIPPED = "loss_scale", "skipped_steps"
+_scaled: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Dispatches of a driver, to the models whose workers scale their loss."""
+
 _log = logging.getLogger("precision_shim")
 
 
@@ -60,11 +67,32 @@ def _counted(optimizer: Any) -> AbstractContextManager[None]:
     return steps_through(step, optimizer)
 
 
+def note_scaled(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``WorkerDispatch.forward_backward``: the driver learns whose workers scale losses.
+
+    Their metrics say so; the driver itself has no scaler to ask.
+    """
+    output = wrapped(*args, **kwargs)
+    model = inspect.signature(wrapped).bind(*args, **kwargs).arguments["model"]
+    scaled = _scaled.setdefault(instance, set())
+    (scaled.add if _SCALE in _figures_in(output) else scaled.discard)(model)
+    return output
+
+
 def report_to_client(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around the Tinker backend's ``optim_step``: its answer is JSON, which knows no NaN."""
+    """Around the Tinker backend's ``optim_step``: its answer is JSON, which knows no NaN.
+
+    A skip is NaN where a scaler is at work. Elsewhere a norm that is not finite is a model that
+    broke, and stays SkyRL's error.
+    """
     output = wrapped(*args, **kwargs)
     norm = output.metrics.get(_TINKERS_NORM)
-    if norm is not None and not math.isfinite(norm):
+    if norm is None or not math.isnan(norm):
+        return output
+    model_id = inspect.signature(wrapped).bind(*args, **kwargs).arguments["model_id"]
+    role_of = getattr(instance, "_get_role", None)  # 0.2 has a policy only
+    role = role_of(model_id) if role_of is not None else "policy"
+    if role in _scaled.get(instance._dispatch, ()):
         del output.metrics[_TINKERS_NORM]
         output.metrics["skyrl.ai/skipped_step"] = 1.0
     return output
@@ -73,15 +101,37 @@ def report_to_client(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any
 def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Around ``forward_backward``: loss scale and skipped steps beside the loss."""
     output = wrapped(*args, **kwargs)
-    add_figures(output, metrics(getattr(instance, "optimizer", None)))
+    optimizer = getattr(instance, "optimizer", None)
+    if optimizer is not None:
+        add_figures(output, metrics(optimizer) or _first_figures(optimizer))
     return output
 
 
+def _first_figures(optimizer: Any) -> dict[str, float]:
+    """The same before the first step, which is the likeliest to be skipped."""
+    scalers = dynamic_scalers(optimizer)
+    return {_SCALE: scale_of(scalers[0]), _SKIPPED: 0.0} if scalers else {}
+
+
 def add_figures(output: Any, figures: dict[str, float]) -> None:
-    """Put figures among a worker's metrics: a dict of them (0.2), or a record with one (0.3)."""
-    found = output if isinstance(output, dict) else getattr(output, "metrics", None)
-    if found and figures:  # no microbatch, no metrics
+    """Put figures among a worker's metrics."""
+    found = _figures_in(output)
+    if found:  # no microbatch, no metrics
         found.update(figures)
+
+
+def _figures_in(output: Any) -> dict[str, Any]:
+    """A worker's metrics: a dict of them (0.2), or a record with one (0.3)."""
+    found = output if isinstance(output, dict) else getattr(output, "metrics", None)
+    return {} if found is None else found
+
+
+def keep_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around ``reduce_metrics``: of a scale and a count the last value, where SkyRL takes means."""
+    reduced = wrapped(*args, **kwargs)
+    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments["metrics"]
+    reduced.update({key: given[key][-1] for key in (_SCALE, _SKIPPED) if key in reduced})
+    return reduced
 
 
 def scale_from_settings(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
