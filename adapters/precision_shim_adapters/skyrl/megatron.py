@@ -21,6 +21,7 @@ from precision_shim.adapting import (
     warn,
 )
 from precision_shim.rules.dtypes import name_of
+from precision_shim.rules.legality import UNFUSED_PACKED_SINCE
 from precision_shim.rules.model import TrainableDtypes
 from precision_shim.rules.optimizer import ROWS, OptimizerPlan, OptimizerRequest, plan_optimizer
 
@@ -35,8 +36,6 @@ _FP16_OWN = ("initial_loss_scale", "min_loss_scale")
 
 _PRECISION_AWARE = "use_precision_aware_optimizer"
 _PACKING = ("use_sample_packing", "remove_microbatch_padding")
-_UNFUSED_PACKS = (2, 11)
-"""TransformerEngine's first release whose unfused attention takes packed sequences."""
 
 
 def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
@@ -348,8 +347,9 @@ def _warn_of_attention(worker: Any) -> None:
         return
     found = []
     packing = next((key for key in _PACKING if getattr(worker.cfg, key, False)), None)
-    if packing and release < _UNFUSED_PACKS:
-        found.append(f"trainer.{packing}=true (packed sequences need TransformerEngine 2.11)")
+    if packing and release < UNFUSED_PACKED_SINCE:
+        since = ".".join(map(str, UNFUSED_PACKED_SINCE))
+        found.append(f"trainer.{packing}=true (packed sequences need TransformerEngine {since})")
     if worker.provider.context_parallel_size > 1:
         found.append("megatron_config.context_parallel_size above 1")
     if found:

@@ -28,6 +28,10 @@ REMAINDERS_SINCE = (2, 1)
 CAPTURABLE_BF16_SINCE = (2, 14)
 """TransformerEngine release whose capturable mode first takes bf16 moments (both, or none)."""
 
+UNFUSED_PACKED_SINCE = (2, 11)
+"""TransformerEngine release whose unfused attention, the only one that takes fp32, first takes
+packed sequences."""
+
 
 @dataclass(frozen=True)
 class FusedAdamSupport:
