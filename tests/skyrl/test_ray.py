@@ -203,6 +203,8 @@ def assert_wrapped(found: dict[str, Any], *methods: str) -> None:
     # SkyRL's driver finds them on the handle, and the worker has them to run.
     assert found["listed"] == ["init_model", "forward_backward"]
     assert "forward_backward()" in found["called"], found["called"]
+    assert found["bucket written"] is False, "what was written travels with the config"
+    assert found["bucket"] is True
 
 
 @pytest.mark.timeout(600)
@@ -211,8 +213,6 @@ def test_a_megatron_worker_reports_wrapped(tmp_path: Path) -> None:
     renewed, as_it_was = found["renewed"], found["as it was"]
     methods = ("forward_backward", "init_model", "make_megatron_module", "init_configs")
     assert_wrapped(renewed, *methods)
-    assert renewed["bucket written"] is False, "what was written travels with the config"
-    assert renewed["bucket"] is True
     # Why the class is made anew: status says wrapped, and the worker runs the originals.
     assert not as_it_was["patched"]["init_model"]
     assert not as_it_was["patched"]["make_megatron_module"]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 
 import precision_shim
-from precision_shim.rules.remainders import join_master
 
+from ...optimizer_states import live_states, reads_remainders
 from ..support import batch, nll_loss
 from .support import FP16
 
@@ -31,30 +29,17 @@ LEFT_OPEN = {
 """So that ``follow-model`` makes the optimizer precision-aware."""
 
 
-def reads_remainders() -> bool:
-    """Whether Megatron reads the remainders that it wrote: 0.16 trips over its padding entry."""
-    try:
-        return Version(version("megatron-core")).release[:2] != (0, 16)
-    except PackageNotFoundError:
-        return False
-
-
 def states(made: Any) -> dict[str, torch.Tensor]:
     """fp32 masters, moments and parameters, and the scaler's figures."""
     found = {
         f"parameter {index}": one.detach().clone()
         for index, one in enumerate(made.model.parameters())
     }
+    for index, (_, master, state) in enumerate(live_states(made.optimizer)):
+        for name, value in (("master", master), *state.items()):
+            if name != "master_param" and torch.is_tensor(value):
+                found[f"{name} {index}"] = value.detach().float().clone()
     for one in getattr(made.optimizer, "chained_optimizers", [made.optimizer]):
-        for group, order in one.model_param_group_index_map.values():
-            shard = one.optimizer.param_groups[group]["params"][order]
-            state = one.optimizer.state[shard]
-            master = state.get("master_param", shard).detach()
-            if master.dtype is torch.int16:
-                master = join_master(shard.detach(), master)
-            for name, value in (("master", master), *state.items()):
-                if name != "master_param" and torch.is_tensor(value):
-                    found[f"{name} {group} {order}"] = value.detach().float().clone()
         if one.grad_scaler is not None:
             for name, value in one.grad_scaler.state_dict().items():
                 found[f"scaler {name}"] = torch.as_tensor(value).float().clone()

@@ -1,0 +1,29 @@
+"""What a distributed optimizer of Megatron's holds, whatever FusedAdam makes of its masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from precision_shim.rules.remainders import join_master
+
+
+def live_states(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, dict[str, Any]]]:
+    """Each parameter with its fp32 master, this rank's shard of it, and its states."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for parameter, (group, order) in one.model_param_group_index_map.items():
+            shard = one.optimizer.param_groups[group]["params"][order]
+            state = one.optimizer.state[shard]
+            master = state.get("master_param", shard).detach()
+            if master.dtype is torch.int16:
+                master = join_master(shard.detach(), master)
+            yield parameter, master.float().clone(), state
+
+
+def reads_remainders() -> bool:
+    """Whether Megatron reads the remainders that it wrote: 0.16 trips over its padding entry."""
+    return Version(version("megatron-core")).release[:2] != (0, 16)
