@@ -2,14 +2,15 @@
 
 1. An environment whose source cannot be reached is skipped; one whose install fails for any other
    reason fails. Without this, tox calls both a failure.
-2. A run ends with what came of each environment, what was skipped and why, and one last line
-   ``N passed, N failed, N skipped``. It fails if tests were to run and none did.
+2. A run ends with what came of each environment, where its time went, what was skipped and why,
+   and one last line ``N passed, N failed, N skipped``. It fails if tests were to run and none did.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -25,6 +26,7 @@ except ImportError:  # a tox without tox-uv, which fetches it (requires, in tox.
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tox.config.cli.parser import ToxParser
     from tox.execute import Outcome
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 REPORT = "results.xml"
 """Where the tests of an environment leave their report: in its temporary directory, which tox
 empties before each run."""
+
+SLOWEST = 5
+"""How many of an environment's tests the summary names."""
 
 UNREACHABLE = re.compile(
     r"error sending request for url \((\S+)\)"
@@ -58,9 +63,38 @@ class Result:
     because: str = ""
     has_tests: bool = False
     was_run: bool = False
+    began: float = field(default_factory=time.monotonic)
+    set_up: float = 0.0
+    ended: float = 0.0
+    spent: dict[str, str] = field(default_factory=dict)
+    slowest: list[tuple[float, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+    def read(self, report: Path) -> None:
+        """Take counts and times from a JUnit report of pytest's."""
+        root = ElementTree.parse(report)
+        for suite in root.iter("testsuite"):
+            tests, failures, errors, skipped = (
+                int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
+            )
+            self.failed += failures + errors
+            self.skipped += skipped
+            self.passed += tests - failures - errors - skipped
+        for one in root.iter("property"):
+            self.spent[one.get("name", "")] = one.get("value", "")
+        cases = [
+            (float(one.get("time", 0)), f"{one.get('classname')}::{one.get('name')}")
+            for one in root.iter("testcase")
+        ]
+        self.slowest = sorted(cases, reverse=True)[:SLOWEST]
+
+    def times(self) -> str:
+        """Where the time went, in one line."""
+        parts = [f"{self.ended - self.began:.0f} s", f"{self.set_up - self.began:.0f} to set up"]
+        parts += [f"{value} {name}" for name, value in self.spent.items()]
+        return ", ".join(parts)
 
 
 _results: dict[str, Result] = {}
@@ -106,6 +140,7 @@ class Runner(_SkipUnreachable, UvVenvRunner):
         except Skip as skip:
             result.failed, result.skipped, result.because = 0, 1, str(skip)
             raise
+        result.set_up = time.monotonic()
 
 
 @impl
@@ -121,15 +156,10 @@ def tox_after_run_commands(tox_env: ToxEnv, exit_code: int, outcomes: list[Outco
     """Count the tests of an environment."""
     result = _results[tox_env.conf.name]
     result.passed, result.failed, result.because, result.was_run = 0, 0, "", True
+    result.ended = time.monotonic()
     report = tox_env.env_tmp_dir / REPORT
     if report.exists():
-        for suite in ElementTree.parse(report).iter("testsuite"):
-            tests, failures, errors, skipped = (
-                int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")
-            )
-            result.failed += failures + errors
-            result.skipped += skipped
-            result.passed += tests - failures - errors - skipped
+        result.read(report)
     elif exit_code == 0:
         result.passed = 1
     if exit_code and not result.failed:
@@ -142,6 +172,9 @@ def _summarize() -> bool:
     for name, result in _results.items():
         if result.was_run:
             print(f"{name}: {result} {result.because}".rstrip())
+            print(f"    {result.times()}")
+            for seconds, test in result.slowest:
+                print(f"    {seconds:6.1f} s  {test}")
     for name, result in _results.items():
         if not result.was_run:
             print(f"{'SKIPPED' if result.skipped else 'FAILED'} {name}: {result.because}")

@@ -13,11 +13,18 @@ import pytest
 
 import precision_shim
 
+from . import timing_of_importlib_bootstrap
+
 START_UP = (
     "import sys; m = sys.modules.get('precision_shim._startup'); print(bool(m and m.waiting()))"
 )
 FRAMEWORKS = ("nemo_rl", "skyrl", "verl")
 TRANSFORMER_ENGINE = "2.11.0"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure where the time of the run goes."""
+    config.pluginmanager.register(timing_of_importlib_bootstrap)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

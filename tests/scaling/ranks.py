@@ -1,16 +1,11 @@
-"""What one rank does in the tests of several processes; run as a script, once per rank.
+"""What one rank does in the tests of several processes; ``tests/rank_server.py`` starts them.
 
-    python ranks.py CASE RANK WORLD_SIZE STORE_FILE DIRECTORY RESULT_FILE
-
-A case returns what its test compares; it is kept as JSON, tensors by their bits.
+A case returns what its test compares, tensors by their bits.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -24,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from precision_shim.errors import ScalerCheckpointError
 from precision_shim.scaling import LossScaler, ScalerSettings, load, save
-from tests.scaling.hand_written import Loop
+
+from .hand_written import Loop
 
 OVERFLOWS = (4, 15)
 """One in each half of the twenty steps."""
@@ -294,23 +290,21 @@ def overhead(directory):
     return {"counts": counts, "ratio": statistics.median(ratios), "equal": equal}
 
 
-def main():
-    case, rank, world_size, store, directory, result = sys.argv[1:]
+def prepare():
+    """All that is needed is imported above."""
+
+
+def run(launch):
+    """A rank, from its start to its end."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, int(world_size)),
-        rank=int(rank),
-        world_size=int(world_size),
+        store=dist.FileStore(launch.store, launch.world),
+        rank=launch.rank,
+        world_size=launch.world,
     )
-    found = globals()[case](Path(directory))
-    Path(result).write_text(json.dumps(found), encoding="utf-8")
+    found = globals()[launch.case](Path(launch.folder))
     dist.barrier()
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive an orderly end
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -4,47 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings, load
 
-pytest.importorskip("torch.distributed.fsdp", reason="FSDP2 needs torch >= 2.6")
+from ..rank_server import rank_server
 
-SCRIPT = Path(__file__).with_name("ranks.py")
-ROOT = SCRIPT.parents[2]  # for the script's own imports from tests
+pytest.importorskip("torch.distributed.fsdp", reason="FSDP2 needs torch >= 2.6")
 
 
 @pytest.fixture(scope="module")
 def run_ranks(tmp_path_factory):
-    def run(case, world_size=2, directory=None):
-        work = tmp_path_factory.mktemp(case)
-        directory = directory or work
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        results = [work / f"{rank}.json" for rank in range(world_size)]
-        ranks = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-W", "ignore", str(SCRIPT), case, str(rank)),
-                    *(str(world_size), str(work / "store"), str(directory), str(results[rank])),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path},
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(said)
-        return [json.loads(result.read_text(encoding="utf-8")) for result in results]
-
-    return run
+    with rank_server("tests.scaling.ranks", tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +29,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def halves(run_ranks, checkpoint):
     """Twenty steps straight, and in two processes of ten."""
-    first = run_ranks("first_half", directory=checkpoint)
-    second = run_ranks("second_half", directory=checkpoint)
+    first = run_ranks("first_half", folder=checkpoint)
+    second = run_ranks("second_half", folder=checkpoint)
     return first, second
 
 
@@ -128,7 +102,7 @@ def test_torchs_distributed_checkpoint_moves_neither_scaler_nor_moments(halves):
 
 def test_ranks_skip_by_the_process_group(run_ranks):
     """Rank 3 of a 2 x 2 mesh overflows alone: over the world all four skip and stay alike."""
-    found = run_ranks("groups", world_size=4)
+    found = run_ranks("groups", world=4)
     assert [rank["world"] for rank in found] == [{"scale": 8.0, "skipped": 1}] * 4
     assert [rank["sharded"] for rank in found] == [{"scale": 8.0, "skipped": 1}] * 4
     assert all(rank["parameter"] for rank in found)

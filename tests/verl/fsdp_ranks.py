@@ -1,23 +1,14 @@
-"""The ranks of the fp16 tests on FSDP: one process that has verl imported, and forks them.
-
-Importing verl takes longer than all of these trainings. So a server imports it once, and each
-launch is as many new processes as it has ranks. A launch is a line of JSON on stdin:
-``{"case", "world", "directory", "options", "model", "value_model"}``; the answer is one on stdout:
-the ranks' exit statuses. What a case returns lies in ``directory`` as ``result-RANK.json``.
-"""
+"""The ranks of the fp16 tests on FSDP; ``tests/rank_server.py`` starts them."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import math
 import os
 import signal
 import sys
 import tempfile
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +20,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import precision_shim
 
+from ..rank_server import Launch
 from . import fsdp_support as support
 
 OVERFLOWS = (4, 15)
@@ -47,11 +39,11 @@ def case(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Job:
-    """What a launch gave: models, folder, options."""
+    """What a launch gave: models and folder."""
 
-    def __init__(self, plan: dict[str, Any]) -> None:
-        self.model, self.value_model = plan["model"], plan["value_model"]
-        self.folder = Path(plan["directory"])
+    def __init__(self, launch: Launch) -> None:
+        self.folder = Path(launch.folder)
+        self.model, self.value_model = os.environ["MODEL"], os.environ["VALUE_MODEL"]
 
     def path(self, name: str) -> str:
         """A checkpoint's directory."""
@@ -604,81 +596,18 @@ def zeros(module: torch.nn.Module) -> float:
 # -- processes ---------------------------------------------------------------------------------
 
 
-def rank_of(plan: dict[str, Any], rank: int) -> None:
+def prepare() -> None:
+    """Import verl, in the server."""
+    support.prepare()
+
+
+def run(launch: Launch) -> dict[str, Any]:
     """A rank, from its start to its end."""
-    folder = Path(plan["directory"])
-    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    world = plan["world"]
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{plan['store']}", rank=rank, world_size=world
+        "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world
     )
-    start = time.perf_counter()
-    found = CASES[plan["case"]](Job(plan), **plan["options"])
-    found["seconds"] = time.perf_counter() - start
-    (folder / f"result-{rank}.json").write_text(json.dumps(found, default=float))
+    found = CASES[launch.case](Job(launch), **launch.options)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def launch(plan: dict[str, Any]) -> list[int]:
-    """Fork the ranks of a launch and wait for them."""
-    children = []
-    for rank in range(plan["world"]):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                rank_of(plan, rank)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        children.append(child)
-    # A rank that was killed leaves others waiting for it.
-    codes: dict[int, int] = {}
-    end = time.monotonic() + plan.get("timeout", 600)
-    while len(codes) < len(children):
-        done, status = os.waitpid(-1, os.WNOHANG)
-        if done:
-            codes[done] = os.waitstatus_to_exitcode(status)
-            if codes[done]:
-                end = min(end, time.monotonic() + 5)
-            continue
-        if time.monotonic() > end:
-            for child in children:
-                if child not in codes:
-                    os.kill(child, signal.SIGTERM)
-                    os.kill(child, signal.SIGKILL)
-            end = math.inf
-        time.sleep(0.01)
-    return [codes[child] for child in children]
-
-
-def serve() -> None:
-    """Answer launches until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    support.prepare()
-    # verl collects garbage around each step; what an import leaves behind need not be looked at.
-    gc.collect()
-    gc.freeze()
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(launch(json.loads(line))), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    serve()
+    return found

@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
+from ..rank_server import Ranks, rank_server
 from .conftest import VERL
 
 pytestmark = [
@@ -30,63 +28,19 @@ FILE = "precision_shim_scaler.json"
 OWN_SCALER = Version("0.8") <= VERL
 """Whether verl's FSDP engine makes a scaler of its own."""
 
-Launch = Callable[..., list[dict[str, Any]]]
-
 
 @pytest.fixture(scope="module")
 def launch(
     tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, value_checkpoint: Path
-) -> Iterator[Launch]:
+) -> Iterator[Ranks]:
     """Runs a case on fresh processes; returns what each rank found."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PRECISION_SHIM")
-    }
-    server = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "tests.verl.fsdp_ranks"],
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    assert server.stdout.readline() == "ready\n"
-
-    def run(
-        case: str,
-        *,
-        directory: Path | None = None,
-        world: int = 2,
-        dies: bool = False,
-        **options: Any,
-    ) -> list[dict[str, Any]]:
-        folder = directory or tmp_path_factory.mktemp(case)
-        for rank in range(world):
-            (folder / f"result-{rank}.json").unlink(missing_ok=True)
-        with tempfile.TemporaryDirectory() as store:
-            plan = {
-                "case": case,
-                "world": world,
-                "directory": str(folder),
-                "store": f"{store}/store",
-                "options": options,
-                "model": str(checkpoint),
-                "value_model": str(value_checkpoint),
-            }
-            server.stdin.write(json.dumps(plan) + "\n")
-            server.stdin.flush()
-            codes = json.loads(server.stdout.readline())
-        logs = "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(world))
-        if dies:
-            assert -9 in codes, logs
-            return []
-        assert codes == [0] * world, logs
-        return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world)]
-
-    yield run
-    server.stdin.close()
-    server.wait(timeout=30)
+    with rank_server(
+        "tests.verl.fsdp_ranks",
+        tmp_path_factory.mktemp("ranks"),
+        MODEL=str(checkpoint),
+        VALUE_MODEL=str(value_checkpoint),
+    ) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +50,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def with_shim(launch: Launch, folder: Path) -> list[dict[str, Any]]:
-    return launch("exact", directory=folder)
+def with_shim(launch: Ranks, folder: Path) -> list[dict[str, Any]]:
+    return launch("exact", folder=folder)
 
 
 @pytest.fixture(scope="module")
-def without(launch: Launch, folder: Path, with_shim: Any) -> list[dict[str, Any]]:
-    return launch("plain", directory=folder)
+def without(launch: Ranks, folder: Path, with_shim: Any) -> list[dict[str, Any]]:
+    return launch("plain", folder=folder)
 
 
 @pytest.fixture(scope="module")
-def resumed(launch: Launch, folder: Path, without: Any) -> list[dict[str, Any]]:
-    return launch("resumed", directory=folder)
+def resumed(launch: Ranks, folder: Path, without: Any) -> list[dict[str, Any]]:
+    return launch("resumed", folder=folder)
 
 
 # -- resuming ----------------------------------------------------------------------------------
@@ -177,7 +131,7 @@ def test_a_checkpoint_without_the_scaler_loads_with_one_warning(resumed: Any) ->
         assert all(math.isfinite(value) for step in one["trains"] for value in step)
 
 
-def test_installed_after_the_engine_was_built(launch: Launch) -> None:
+def test_installed_after_the_engine_was_built(launch: Ranks) -> None:
     if not OWN_SCALER:
         pytest.skip("0.7.1's FSDP engine has no scaler")
     for one in launch("late"):
@@ -187,7 +141,7 @@ def test_installed_after_the_engine_was_built(launch: Launch) -> None:
             assert one["loaded"][key] == one["saved"][key]
 
 
-def test_lora(launch: Launch) -> None:
+def test_lora(launch: Ranks) -> None:
     pytest.importorskip("peft")
     for one in launch("lora"):
         assert one["loaded"] == one["saved"]
@@ -198,7 +152,7 @@ def test_lora(launch: Launch) -> None:
 
 
 @pytest.fixture(scope="module")
-def contents(launch: Launch) -> list[dict[str, Any]]:
+def contents(launch: Ranks) -> list[dict[str, Any]]:
     return launch("contents")
 
 
@@ -234,7 +188,7 @@ def test_a_reference_model_gets_nothing(contents: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def faults(launch: Launch) -> list[dict[str, Any]]:
+def faults(launch: Ranks) -> list[dict[str, Any]]:
     return launch("faults")
 
 
@@ -288,11 +242,11 @@ def test_a_file_that_cannot_be_written_loses_no_checkpoint(faults: Any) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])
-def test_killed_while_saving(launch: Launch, tmp_path: Path, when: str) -> None:
-    launch("killed", directory=tmp_path, world=1, dies=True, when=when)
+def test_killed_while_saving(launch: Ranks, tmp_path: Path, when: str) -> None:
+    launch("killed", folder=tmp_path, world=1, dies=True, when=when)
     second = tmp_path / "second"
     assert (second / FILE).exists() == (when == "after")
-    (one,) = launch("survived", directory=tmp_path, world=1)
+    (one,) = launch("survived", folder=tmp_path, world=1)
     assert one["loaded"] == one["saved"]
     assert one["said"] == []
 
@@ -300,9 +254,8 @@ def test_killed_while_saving(launch: Launch, tmp_path: Path, when: str) -> None:
 # -- what the user sees ------------------------------------------------------------------------
 
 
-def test_metrics(launch: Launch) -> None:
+def test_metrics(launch: Ranks) -> None:
     for one in launch("metrics"):
-        del one["seconds"]
         for subject, (steps, looked, minis) in one.items():
             scales = [step["loss_scale"] for step in steps]
             assert scales == [2.0**12, 2.0**12, 2.0**11], subject  # the step's own
@@ -316,19 +269,19 @@ def test_metrics(launch: Launch) -> None:
 
 
 @pytest.mark.skipif(not OWN_SCALER, reason="0.7.1 computes under a bfloat16 autocast")
-def test_losses_and_norms_are_unscaled(launch: Launch) -> None:
+def test_losses_and_norms_are_unscaled(launch: Ranks) -> None:
     for one in launch("against_fp32"):
         assert one["start"] == 0
         assert one["engine"] == pytest.approx(one["hand"], rel=2e-3)
 
 
-def test_small_gradients_survive(launch: Launch) -> None:
+def test_small_gradients_survive(launch: Ranks) -> None:
     for one in launch("underflow", role="engine"):
         assert one["zeros_False"] > 0.5
         assert one["zeros_True"] < 0.5 * one["zeros_False"]
 
 
-def test_verls_values_and_the_users(launch: Launch) -> None:
+def test_verls_values_and_the_users(launch: Ranks) -> None:
     (one,) = launch("chosen", world=1)
     assert one["verl"] == [65536.0, 400, 2.0, 0.5]
     assert one["user"] == [65536.0, 7, 2.0, 0.25]
@@ -336,7 +289,7 @@ def test_verls_values_and_the_users(launch: Launch) -> None:
     assert decision[0] == "actor"
 
 
-def test_float16_under_another_key_is_said(launch: Launch) -> None:
+def test_float16_under_another_key_is_said(launch: Ranks) -> None:
     (one,) = launch("other_keys", world=1)
     (said,) = one["said"]
     assert "dtype=float16 is no fp16 training here" in said
@@ -344,7 +297,7 @@ def test_float16_under_another_key_is_said(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", None])
-def test_other_dtypes_are_untouched(launch: Launch, dtype: str | None) -> None:
+def test_other_dtypes_are_untouched(launch: Ranks, dtype: str | None) -> None:
     (off,) = launch("untouched", world=1, dtype=dtype, on=False)
     (on,) = launch("untouched", world=1, dtype=dtype, on=True)
     assert on["said"] == []
@@ -354,7 +307,7 @@ def test_other_dtypes_are_untouched(launch: Launch, dtype: str | None) -> None:
 
 
 @pytest.mark.skipif(OWN_SCALER, reason="a fault of 0.7.1 only")
-def test_the_autocast_is_said(launch: Launch, with_shim: Any) -> None:
+def test_the_autocast_is_said(launch: Ranks, with_shim: Any) -> None:
     log = [one["decisions"] for one in with_shim]
     assert all("has no scaler" in " ".join(lines) for lines in log)
 
@@ -364,14 +317,14 @@ def test_the_autocast_is_said(launch: Launch, with_shim: Any) -> None:
 
 @pytest.fixture(scope="module", params=["actor", "critic"])
 def legacy(
-    request: pytest.FixtureRequest, launch: Launch, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, launch: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Any, Any, Any]:
     if not Version("0.7") <= VERL < Version("0.8"):
         pytest.skip("verl 0.8 has no legacy workers")
     role, place = request.param, tmp_path_factory.mktemp("legacy")
-    ours = launch("legacy_exact", directory=place, role=role)
-    plain = launch("legacy_plain", directory=place, role=role)
-    return role, ours, plain, launch("legacy_resumed", directory=place, role=role)
+    ours = launch("legacy_exact", folder=place, role=role)
+    plain = launch("legacy_plain", folder=place, role=role)
+    return role, ours, plain, launch("legacy_resumed", folder=place, role=role)
 
 
 def test_legacy_workers_resume_bit_identically(legacy: Any) -> None:
@@ -409,7 +362,7 @@ def test_legacy_workers_without_the_shim(legacy: Any) -> None:
         assert one["metrics"][0][loss] == pytest.approx(other["metrics"][0][loss], rel=1e-3)
 
 
-def test_legacy_critics_small_gradients_survive(launch: Launch) -> None:
+def test_legacy_critics_small_gradients_survive(launch: Ranks) -> None:
     if not Version("0.7") <= VERL < Version("0.8"):
         pytest.skip("verl 0.8 has no legacy workers")
     for one in launch("underflow", role="critic"):

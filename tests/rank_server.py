@@ -1,0 +1,214 @@
+"""Ranks for the tests: one process imports what they need once, and forks the ranks of each launch.
+
+Importing a framework takes longer than the tests' trainings. A module whose ranks are started here
+has two functions: ``prepare()`` imports what its ranks need, in the server; ``run(launch)`` is a
+rank from its start to its end, and returns what its test compares, ready for JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a rank is told.
+
+    Attributes:
+        case: what to run; its meaning is the module's.
+        folder: a directory that all ranks of the launch see.
+        store: a path at which no file is yet, for the ranks to meet.
+        options: the case's own.
+        world: number of ranks.
+        rank: this one's.
+        timeout: seconds after which the ranks are killed.
+    """
+
+    case: str
+    folder: str
+    store: str
+    options: Mapping[str, Any]
+    world: int = 2
+    rank: int = 0
+    timeout: float = 600.0
+
+
+class Ranks:
+    """The test's end of a server; call it to launch a case."""
+
+    def __init__(self, server: subprocess.Popen[str], folders: Path) -> None:
+        self._server = server
+        self._folders = folders
+        self._count = 0
+
+    def __call__(
+        self,
+        case: str,
+        *,
+        folder: Path | None = None,
+        world: int = 2,
+        dies: bool = False,
+        timeout: float = 600.0,
+        **options: Any,
+    ) -> list[Any]:
+        """Run a case on fresh processes; returns what each rank found.
+
+        Args:
+            case: what to run.
+            folder: the ranks' directory; none for a new one.
+            world: number of ranks.
+            dies: whether a rank is expected to be killed; then nothing is returned.
+            timeout: seconds after which the ranks are killed.
+            **options: the case's own, ready for JSON.
+        """
+        self._count += 1
+        place = folder or self._folders / f"{self._count}-{case}"
+        place.mkdir(parents=True, exist_ok=True)
+        for rank in range(world):
+            _result(place, rank).unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory() as store:
+            launch = Launch(
+                case, str(place), f"{store}/store", options, world=world, timeout=timeout
+            )
+            assert self._server.stdin is not None
+            assert self._server.stdout is not None
+            self._server.stdin.write(json.dumps(asdict(launch)) + "\n")
+            self._server.stdin.flush()
+            codes = json.loads(self._server.stdout.readline())
+        # Where one rank fails the others lose their connection: each has to be heard.
+        logs = "\n".join(_log(place, rank).read_text()[-3000:] for rank in range(world))
+        if dies:
+            assert -signal.SIGKILL in codes, logs
+            return []
+        assert codes == [0] * world, logs
+        return [json.loads(_result(place, rank).read_text()) for rank in range(world)]
+
+
+@contextlib.contextmanager
+def rank_server(module: str, folders: Path, **variables: str) -> Iterator[Ranks]:
+    """Start a server for a module's ranks.
+
+    Args:
+        module: dotted name of the module.
+        folders: where launches get a directory of their own.
+        **variables: environment variables of the ranks, beside the inherited ones without the
+            shim's.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PRECISION_SHIM")
+    }
+    server = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.rank_server", module],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environment, "OMP_NUM_THREADS": "1", **variables},
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    try:
+        yield Ranks(server, folders)
+    finally:
+        server.stdin.close()
+        server.wait(timeout=30)
+        server.stdout.close()
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"result-{rank}.json"
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"log-{rank}"
+
+
+# -- the server's end --------------------------------------------------------------------------
+
+
+def _rank(module: Any, launch: Launch) -> None:
+    folder = Path(launch.folder)
+    log = os.open(_log(folder, launch.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(
+        RANK=str(launch.rank),
+        WORLD_SIZE=str(launch.world),
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    found = module.run(launch)
+    _result(folder, launch.rank).write_text(json.dumps(found, default=float))
+
+
+def _fork(module: Any, launch: Launch) -> list[int]:
+    """Fork the ranks of a launch and wait for them; returns their exit statuses."""
+    children = []
+    for rank in range(launch.world):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                _rank(module, replace(launch, rank=rank))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)  # gloo's threads may outlive an orderly end
+        children.append(child)
+    codes: dict[int, int] = {}
+    end = time.monotonic() + launch.timeout
+    while len(codes) < len(children):
+        done, status = os.waitpid(-1, os.WNOHANG)
+        if done:
+            codes[done] = os.waitstatus_to_exitcode(status)
+            if codes[done]:  # the others wait for it
+                end = min(end, time.monotonic() + 5)
+            continue
+        if time.monotonic() > end:
+            for child in children:
+                if child not in codes:
+                    os.kill(child, signal.SIGTERM)
+                    os.kill(child, signal.SIGKILL)
+            end = math.inf
+        time.sleep(0.01)
+    return [codes[child] for child in children]
+
+
+def _serve(name: str) -> None:
+    """Answer launches until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    module = importlib.import_module(name)
+    module.prepare()
+    # Frameworks collect garbage around each step; what imports leave behind need not be looked at.
+    gc.collect()
+    gc.freeze()
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_fork(module, Launch(**json.loads(line)))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

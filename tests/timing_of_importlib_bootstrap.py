@@ -1,0 +1,82 @@
+"""Where the time of a test run goes: a pytest plugin that writes it into the JUnit report.
+
+``toxfile.py`` reads it back and prints it at the end of a run. Loaded by ``tests/conftest.py``.
+
+The file's name matters: Python leaves frames whose file name holds both ``importlib`` and
+``_bootstrap`` out when it counts a warning's stack level, and one frame of ours stands in each
+import.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from importlib import _bootstrap
+from typing import Any
+
+import pytest
+
+_STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn")
+"""Audit events of CPython, one for each process that this one starts."""
+
+
+class Timing:
+    """Seconds spent on imports, processes started, and the processor time of those."""
+
+    def __init__(self) -> None:
+        self.imports = 0.0
+        self.started = 0
+        self._depth = 0
+        self._find_and_load: Any = _bootstrap._find_and_load  # type: ignore[attr-defined]
+
+    def begin(self) -> None:
+        """Start to count."""
+        sys.addaudithook(self._seen)  # for ever: Python has no way to take a hook out
+        _bootstrap._find_and_load = self._timed  # type: ignore[attr-defined]
+
+    def end(self) -> None:
+        """Leave the import system as it was."""
+        _bootstrap._find_and_load = self._find_and_load  # type: ignore[attr-defined]
+
+    def _seen(self, event: str, _: tuple[Any, ...]) -> None:
+        if event in _STARTS:
+            self.started += 1
+
+    def _timed(self, *args: Any) -> Any:
+        # An import within an import belongs to the outer one's time.
+        begin = time.perf_counter()
+        self._depth += 1
+        try:
+            return self._find_and_load(*args)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.imports += time.perf_counter() - begin
+
+
+_timing = pytest.StashKey[Timing]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin with the session."""
+    timing = config.stash[_timing] = Timing()
+    timing.begin()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _report_timing(pytestconfig: pytest.Config, record_testsuite_property: Any) -> Any:
+    """Write the figures when the last test has ended."""
+    yield
+    timing = pytestconfig.stash[_timing]
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    record_testsuite_property("seconds of imports", round(timing.imports, 1))
+    record_testsuite_property("processes started", timing.started)
+    record_testsuite_property(
+        "processor seconds of these", round(children.ru_utime + children.ru_stime, 1)
+    )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End with the session."""
+    config.stash[_timing].end()
