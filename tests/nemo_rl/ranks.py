@@ -1,33 +1,48 @@
-"""One of the processes that train a worker together; ``test_ranks.py`` starts them.
+"""The processes that train a worker together; ``tests/rank_server.py`` starts them.
 
-Arguments: a JSON object with ``kind``, ``model``, ``folder``, ``rank``, ``world_size``, ``on`` and
-``dtensor``, keys of the config's ``dtensor_cfg``.
-Prints one line.
+Options of a launch: ``kind``, ``model``, ``on``, and ``dtensor``, keys of the config's
+``dtensor_cfg``. The case is ``train``; there is no other.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
+import importlib
 from pathlib import Path
 from typing import Any
 
+from ..rank_server import Launch
 
-def main(given: dict[str, Any]) -> dict[str, Any]:
+IMPORTED = (
+    *("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
+    *("torchao", "torchvision", "transformers.modeling_layers", "transformers.video_utils"),
+    *("accelerate", "datasets", "fastapi", "hydra", "matplotlib.pyplot", "mlflow", "pandas"),
+    *("ray", "scipy.optimize", "swanlab", "tensordict", "wandb"),
+)
+"""What takes longest of what NeMo-RL's workers import. NeMo-RL itself and its nemo_automodel are
+left to each rank: the shim is to be there before them."""
+
+
+def prepare() -> None:
+    """Import what is not NeMo-RL's own, in the server."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+
+
+def run(launch: Launch) -> dict[str, Any]:
     """Train four steps, of which the second overflows on the last rank alone; resume the last."""
     import torch
 
     import precision_shim
 
+    given, rank, world_size = launch.options, launch.rank, launch.world
+    kind, folder = given["kind"], Path(launch.folder)
     if given["on"]:
         precision_shim.install(settings={"growth_interval": 2, "log": "quiet"})
     from precision_shim.testing.nemo_rl_cpu import nemo_rl_on_cpu
-    from tests.nemo_rl import support
-    from tests.nemo_rl.test_training import Times
 
-    kind, rank, folder = given["kind"], given["rank"], Path(given["folder"])
-    world_size = given["world_size"]
+    from . import support
+    from .test_training import Times
+
     config = support.policy_config(Path(given["model"]), "float16", kind)
     config["dtensor_cfg"] |= given["dtensor"]
     tensor_parallel = config["dtensor_cfg"]["tensor_parallel_size"]
@@ -64,8 +79,3 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         again = support.parameters(worker)
         found["same"] = all(torch.equal(values[name], again[name]) for name in values)
     return found
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    print("FOUND " + json.dumps(main(json.loads(sys.argv[1]))), flush=True)

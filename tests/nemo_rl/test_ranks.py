@@ -2,65 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ..rank_server import Ranks, rank_server
 from ..tiny_models import make_checkpoint
 from .support import KINDS
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def run(
-    model: Path,
-    folder: Path,
-    world_size: int,
-    kind: str,
-    *,
-    on: bool = True,
-    **dtensor: Any,
-) -> Any:
-    """Start the processes and return what each found, by rank."""
-    given = {
-        "kind": kind,
-        "model": str(model),
-        "folder": str(folder),
-        "world_size": world_size,
-        "dtensor": dtensor,
-        "on": on,
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.nemo_rl.ranks", json.dumps({**given, "rank": rank})],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [one.communicate(timeout=800) for one in processes]
-    finally:
-        for one in processes:
-            one.kill()
-    lines = [
-        line.removeprefix("FOUND ")
-        for out, _ in said
-        for line in out.splitlines()
-        if line.startswith("FOUND ")
-    ]
-    if any(one.returncode for one in processes) or len(lines) != world_size:
-        # Where one fails the others lose their connection: each has to be heard.
-        pytest.fail("\n".join(f"{out[-1000:]}\n{error[-3000:]}" for out, error in said))
-    return [json.loads(line) for line in lines]
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts processes that train together; returns what each found, by rank."""
+    with rank_server("tests.nemo_rl.ranks", tmp_path_factory.mktemp("ranks")) as server:
+        yield server
 
 
 @pytest.mark.timeout(900)
@@ -71,13 +28,13 @@ def run(
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_skip_together_and_resume(
-    model: Path, tmp_path: Path, kind: str, dtensor: dict[str, Any]
+    ranks: Ranks, model: Path, tmp_path: Path, kind: str, dtensor: dict[str, Any]
 ) -> None:
     if kind == "value":
         # nemo_automodel initializes a missing value head in one process only, and leaves what was
         # in memory otherwise: it has to be in the file.
         model = make_checkpoint(tmp_path / "model", value_head=True)
-    found = run(model, tmp_path, 2, kind, **dtensor)
+    found = ranks("train", kind=kind, model=str(model), on=True, dtensor=dtensor)
     scales = [step["scale"] for step in found[0]["steps"]]
     assert scales == [65536.0, 32768.0, 32768.0, 65536.0]
     for one in found:
@@ -93,6 +50,6 @@ def test_two_ranks_skip_together_and_resume(
 
 
 @pytest.mark.timeout(900)
-def test_two_ranks_without_the_shim_are_destroyed(model: Path, tmp_path: Path) -> None:
-    found = run(model, tmp_path, 2, "v1", on=False)
+def test_two_ranks_without_the_shim_are_destroyed(ranks: Ranks, model: Path) -> None:
+    found = ranks("train", kind="v1", model=str(model), on=False, dtensor={})
     assert not found[0]["finite"]
