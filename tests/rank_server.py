@@ -51,12 +51,17 @@ class Launch:
 
 
 class Ranks:
-    """The test's end of a server; call it to launch a case."""
+    """The test's end of a server; call it to launch a case.
+
+    Attributes:
+        said: what each rank of the last launch wrote to its stdout and stderr.
+    """
 
     def __init__(self, server: subprocess.Popen[str], folders: Path) -> None:
         self._server = server
         self._folders = folders
         self._count = 0
+        self.said: list[str] = []
 
     def __call__(
         self,
@@ -79,7 +84,7 @@ class Ranks:
             **options: the case's own, ready for JSON.
         """
         self._count += 1
-        place = folder or self._folders / f"{self._count}-{case}"
+        place = folder or self._folders / str(self._count)
         place.mkdir(parents=True, exist_ok=True)
         for rank in range(world):
             _result(place, rank).unlink(missing_ok=True)
@@ -93,7 +98,8 @@ class Ranks:
             self._server.stdin.flush()
             codes = json.loads(self._server.stdout.readline())
         # Where one rank fails the others lose their connection: each has to be heard.
-        logs = "\n".join(_log(place, rank).read_text()[-3000:] for rank in range(world))
+        self.said = [_log(place, rank).read_text() for rank in range(world)]
+        logs = "\n".join(one[-3000:] for one in self.said)
         if dies:
             assert -signal.SIGKILL in codes, logs
             return []

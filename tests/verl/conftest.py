@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from ..rank_server import Ranks, rank_server
 from ..tiny_models import make_checkpoint
 from .support import local_layers
 
@@ -53,3 +54,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def value_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a value head; versions before 0.8 tell a critic by it."""
     return make_checkpoint(tmp_path_factory.mktemp("value"), value_head=True)
+
+
+@pytest.fixture(scope="session")
+def megatron_ranks(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Ranks]:
+    """Starts ranks that train on Megatron; what they run is in ``megatron_ranks.py``."""
+    folder = tmp_path_factory.mktemp("megatron-ranks")
+    with rank_server("tests.verl.megatron_ranks", folder, CHECKPOINT=str(checkpoint)) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def fresh_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts processes that have imported what verl stands on, and neither verl nor Megatron."""
+    folder = tmp_path_factory.mktemp("fresh-processes")
+    with rank_server("tests.verl.fresh_processes", folder) as ranks:
+        yield ranks

@@ -7,8 +7,6 @@ optimizer has; "off" is the unpatched Megatron.
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ import precision_shim
 from precision_shim.errors import CheckpointLayoutError
 
 from ..optimizer_states import live_states, reads_remainders
+from ..rank_server import Ranks
 from .conftest import VERL
 
 SHARDINGS = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter")
@@ -326,82 +325,7 @@ def test_through_the_engine(
         assert same(saved, Job(second.module, second.optimizer).states())
 
 
-TWO_RANKS = """
-import sys
-from pathlib import Path
-import torch
-rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-from precision_shim.errors import CheckpointLayoutError
-from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
-from precision_shim.testing.transformer_engine import stand_in_transformer_engine
-import verl.utils.megatron.optimizer, verl.utils.megatron_utils
-from tests.verl.support import local_layers
-from tests.verl.test_checkpoints import job, same, shim
-
-def everywhere(one):
-    flat = torch.cat([p.detach().float().flatten() for c in one.chunks for p in c.parameters()])
-    both = [torch.empty_like(flat) for _ in range(2)]
-    torch.distributed.all_gather(both, flat)
-    return torch.equal(*both), flat
-
-def barrier_after(step):
-    step()
-    torch.distributed.barrier()
-
-with stand_in_transformer_engine("2.11.0"), megatron_on_cpu(), \\
-        model_parallel(2, rank, str(folder / "meet")), local_layers():
-    for sharding in ("dp_reshardable", "fully_reshardable"):
-        with shim(on=True):
-            first = job()
-            first.train(3)
-            barrier_after(lambda: first.save(folder / f"on-{sharding}", sharding))
-            # Without the model: its parameters come with the masters, each rank's own only.
-            second = job(seed=1)
-            second.load(folder / f"on-{sharding}", sharding, model=False)
-            equal, flat = everywhere(second)
-            assert equal and torch.equal(flat, everywhere(first)[1])
-            assert same(first.states(), second.states())
-            assert first.train(2, first=3) == second.train(2, first=3)
-        # One rank has nothing to refuse; it must not wait for the other for ever.
-        with shim(on=False):
-            third = job()
-            third.train(3)
-            if rank == 1:
-                for one in third.optimizer.chained_optimizers:
-                    for state in one.optimizer.state.values():
-                        state["exp_avg"].zero_()
-                        state["exp_avg_sq"].zero_()
-            barrier_after(lambda: third.save(folder / f"off-{sharding}", sharding))
-        with shim(on=True):
-            fourth = job(seed=1)
-            try:
-                fourth.load(folder / f"off-{sharding}", sharding)
-            except CheckpointLayoutError as error:
-                print(rank, sharding, "refused:", str(error)[:60])
-            else:
-                raise AssertionError("loaded")
-print("DONE")
-"""
-
-
-def test_two_ranks(tmp_path: Path) -> None:
+def test_two_ranks(megatron_ranks: Ranks) -> None:
     """Parameters reach the other rank, and a refusal is everybody's."""
-    root = Path(__file__).parents[2]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", TWO_RANKS, str(rank), str(tmp_path)],
-            cwd=root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for output in said:
-        assert output.rstrip().endswith("DONE"), output[-3000:]
-        assert output.count("refused:") == 2
+    one, other = megatron_ranks("checkpoints")
+    assert set(one) == set(other) == {"dp_reshardable", "fully_reshardable"}

@@ -7,8 +7,6 @@ type, with the trackers away from their starts.
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from packaging.version import Version
 
 import precision_shim
 
+from ..rank_server import Ranks
 from .conftest import VERL
 from .support import optim_config
 from .test_checkpoints import SHARDINGS, Job, same
@@ -231,151 +230,9 @@ def test_through_the_engine(
     assert second.scaler.state_dict() == straight.scaler.state_dict()
 
 
-TWO_RANKS = """
-import math, os, sys
-from pathlib import Path
-import pytest, torch
-rank, folder, checkpoint = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
-import precision_shim
-from precision_shim.testing.megatron_bridge import import_megatron_bridge
-from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
-from precision_shim.testing.transformer_engine import stand_in_transformer_engine
-try:
-    import_megatron_bridge()
-except ModuleNotFoundError:
-    pass
-import verl.utils.megatron.optimizer, verl.utils.megatron_utils
-import verl.workers.engine.megatron.transformer_impl
-from tests.verl.megatron_fp16_support import Training
-from tests.verl.support import local_layers
-from tests.verl.test_megatron_fp16_resume import Fp16Job, fp16_job
-
-torch.cpu.empty_cache = lambda: None
-
-def everywhere(value):
-    both = [None, None]
-    torch.distributed.all_gather_object(both, value)
-    return both
-
-class LoneExperts(Fp16Job):
-    # Overflows in the experts' gradients, of one rank alone.
-    OVERFLOWS = ()
-    def before_step(self, step):
-        if step in (1, 2, 3) and torch.distributed.get_rank() == 1:
-            experts = [p for p in self.chunks[0].parameters() if not getattr(p, "allreduce", True)]
-            assert experts
-            for param in experts:
-                param.main_grad.fill_(math.inf)
-
-def experts():
-    job = fp16_job(LoneExperts, num_moe_experts=2, expert_model_parallel_size=2,
-                   moe_token_dispatcher_type="allgather")  # gloo has no all-to-all
-    assert len(job.optimizer.chained_optimizers) == 2
-    return job
-
-def moe():
-    precision_shim.install()
-    job = experts()
-    found = job.train(4)
-    shimmed = job.scalers()
-    assert shimmed == [(2.0**13, 0, 0)] * 2, shimmed
-    assert everywhere(shimmed) == [shimmed] * 2
-    assert found[3::2] == ["skipped"] * 3, found
-    job.train(4, first=4)
-    assert job.scalers() == [(2.0**14, 0, 3)] * 2, job.scalers()
-    # A checkpoint in which they have come apart: the first, by which the loss is scaled, counts.
-    one, other = (inner.grad_scaler for inner in job.optimizer.chained_optimizers)
-    other.load_state_dict({"scale": torch.tensor([8.0]), "growth_tracker": 1,
-                           "hysteresis_tracker": 1})
-    with pytest.warns(precision_shim.PrecisionShimWarning, match="different loss scales"):
-        job.train(1, first=8)
-    assert job.scalers() == [(2.0**14, 1, 3)] * 2, job.scalers()
-    precision_shim.uninstall()
-
-    plain = unpatched(experts())
-    # One good step and three whose overflow it did not see: grown, and four times the experts'.
-    assert plain == [(2.0**15, 0, 3), (2.0**13, 0, 0)], plain
-    print("unpatched:", plain, "shimmed:", shimmed)
-
-def unpatched(job):
-    # Without the shim a skipped step is (False, None, None).
-    from megatron.core.distributed import finalize_model_grads
-    for step in range(4):
-        tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(step))
-        job.optimizer.zero_grad()
-        job.chunks[0].zero_grad_buffer()
-        loss = job.chunks[0](tokens[:, :-1], torch.arange(8).expand(2, 8), None,
-                             labels=tokens[:, 1:].contiguous()).mean()
-        job.optimizer.scale_loss(loss).backward()
-        finalize_model_grads(job.chunks)
-        job.before_step(step)
-        answer = job.optimizer.step()
-        assert (answer == (False, None, None)) == (step > 0), (step, answer)
-    return job.scalers()
-
-def lone():
-    # Rank 1's data overflow; both ranks skip, count and report.
-    precision_shim.install()
-    with pytest.MonkeyPatch.context() as patch:
-        one = Training(checkpoint, patch, overrides={"initial_loss_scale": 256.0, "hysteresis": 1})
-        own = one.worker.loss_fn
-        def loss_fn(*args, **kwargs):
-            loss, metrics = own(*args, **kwargs)
-            alone = torch.distributed.get_rank() == 1 and one.poisoned
-            return (loss * math.inf if alone else loss), metrics
-        one.worker.set_loss_fn(loss_fn)
-        seen = []
-        for poisoned in (False, True, False):
-            before = one.parameters()
-            one.poisoned = poisoned
-            metrics = one.train(seed=rank)
-            seen.append([metrics[key] for key in ("loss_scale", "skipped_steps")]
-                        + [math.isfinite(metrics["grad_norm"]),
-                           torch.equal(before, one.parameters())])
-        assert seen == [[256.0, 0.0, True, False], [256.0, 1.0, False, True],
-                        [128.0, 1.0, True, False]], seen
-        assert everywhere(seen) == [seen] * 2
-        flat = everywhere(one.parameters())
-        assert torch.equal(*flat)
-    precision_shim.uninstall()
-
-with stand_in_transformer_engine("2.11.0"), megatron_on_cpu(), local_layers():
-    with model_parallel(2, rank, str(folder / "experts"), expert_model_parallel_size=2), \\
-            pytest.MonkeyPatch.context() as patch:
-        # Megatron's dispatcher asks in its backward, where device names are not answered for.
-        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-        moe()
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # the first model's attention backend
-    with model_parallel(2, rank, str(folder / "dense")):
-        lone()
-print("DONE")
-"""
-
-
-def test_two_ranks(checkpoint: Path, tmp_path: Path) -> None:
+def test_two_ranks(megatron_ranks: Ranks) -> None:
     """Experts keep the dense optimizer's scale, and one rank's overflow is everybody's."""
-    ranks = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-W", "ignore", "-c", TWO_RANKS),
-                *(str(rank), str(tmp_path), str(checkpoint)),
-            ],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for output in said:
-        assert output.rstrip().endswith("DONE"), output[-3000:]
-        assert "unpatched:" in output
+    assert all("unpatched:" in said for said in megatron_ranks("overflows"))
 
 
 def test_uninstall_leaves_the_classes_as_they_were(cpu: None) -> None:

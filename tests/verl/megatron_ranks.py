@@ -1,0 +1,233 @@
+"""Ranks that train on Megatron over gloo; ``tests/rank_server.py`` starts them.
+
+Beside the frameworks they need what the tests in one process need: see ``conftest.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.errors import CheckpointLayoutError
+from precision_shim.testing.megatron_bridge import import_megatron_bridge
+from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
+from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+
+from ..rank_server import Launch
+from .megatron_fp16_support import Training
+from .support import local_layers
+from .test_checkpoints import job as adam_job
+from .test_checkpoints import same, shim
+from .test_megatron_fp16_resume import Fp16Job, fp16_job
+
+
+def prepare() -> None:
+    """Import verl and megatron-core, in the server."""
+    with contextlib.suppress(ModuleNotFoundError):  # not in every environment
+        import_megatron_bridge()
+    import verl.utils.megatron.optimizer
+    import verl.utils.megatron_utils
+    import verl.workers.engine.megatron.transformer_impl
+    import verl.workers.engine_workers  # noqa: F401
+
+    torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
+
+
+def run(launch: Launch) -> Any:
+    """A rank, from its start to its end."""
+    torch.set_num_threads(1)
+    with stand_in_transformer_engine("2.11.0"), megatron_on_cpu(), local_layers():
+        return {"checkpoints": checkpoints, "overflows": overflows}[launch.case](
+            launch.rank, Path(launch.folder)
+        )
+
+
+def on_all_ranks(one: Any) -> tuple[bool, torch.Tensor]:
+    """Whether both ranks have the same parameters, and this one's."""
+    flat = torch.cat([p.detach().float().flatten() for c in one.chunks for p in c.parameters()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    torch.distributed.all_gather(both, flat)
+    return torch.equal(*both), flat
+
+
+def everywhere(value: Any) -> list[Any]:
+    both = [None, None]
+    torch.distributed.all_gather_object(both, value)
+    return both
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def checkpoints(rank: int, folder: Path) -> dict[str, str]:
+    """Parameters reach the other rank, and one rank's refusal is everybody's; returns its text."""
+    refused = {}
+    with model_parallel(2, rank, str(folder / "meet")):
+        for sharding in ("dp_reshardable", "fully_reshardable"):
+            with shim(on=True):
+                first = adam_job()
+                first.train(3)
+                first.save(folder / f"on-{sharding}", sharding)
+                torch.distributed.barrier()
+                # Without the model: its parameters come with the masters, each rank's own only.
+                second = adam_job(seed=1)
+                second.load(folder / f"on-{sharding}", sharding, model=False)
+                equal, flat = on_all_ranks(second)
+                assert equal
+                assert torch.equal(flat, on_all_ranks(first)[1])
+                assert same(first.states(), second.states())
+                assert first.train(2, first=3) == second.train(2, first=3)
+            # One rank has nothing to refuse; it must not wait for the other for ever.
+            with shim(on=False):
+                third = adam_job()
+                third.train(3)
+                if rank == 1:
+                    for one in third.optimizer.chained_optimizers:
+                        for state in one.optimizer.state.values():
+                            state["exp_avg"].zero_()
+                            state["exp_avg_sq"].zero_()
+                third.save(folder / f"off-{sharding}", sharding)
+                torch.distributed.barrier()
+            with shim(on=True):
+                fourth = adam_job(seed=1)
+                try:
+                    fourth.load(folder / f"off-{sharding}", sharding)
+                except CheckpointLayoutError as error:
+                    refused[sharding] = str(error)
+                else:
+                    raise AssertionError("loaded")
+    return refused
+
+
+# -- overflows ---------------------------------------------------------------------------------
+
+
+def overflows(rank: int, folder: Path) -> str:
+    """Experts keep the dense optimizer's scale; a rank's own overflow is everybody's."""
+    with (
+        model_parallel(2, rank, str(folder / "experts"), expert_model_parallel_size=2),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        # Megatron's dispatcher asks in its backward, where device names are not answered for.
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        said = moe()
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)  # the first model's attention backend
+    with model_parallel(2, rank, str(folder / "dense")):
+        lone(rank)
+    return said
+
+
+class LoneExperts(Fp16Job):
+    """Overflows in the experts' gradients, of one rank alone."""
+
+    OVERFLOWS = ()
+
+    def before_step(self, step):
+        if step in (1, 2, 3) and torch.distributed.get_rank() == 1:
+            experts = [p for p in self.chunks[0].parameters() if not getattr(p, "allreduce", True)]
+            assert experts
+            for param in experts:
+                param.main_grad.fill_(math.inf)
+
+
+def experts():
+    job = fp16_job(
+        LoneExperts,
+        num_moe_experts=2,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="allgather",
+    )  # gloo has no all-to-all
+    assert len(job.optimizer.chained_optimizers) == 2
+    return job
+
+
+def moe():
+    """A mixture of experts, with the shim and without; returns both scales."""
+    precision_shim.install()
+    job = experts()
+    found = job.train(4)
+    shimmed = job.scalers()
+    assert shimmed == [(2.0**13, 0, 0)] * 2, shimmed
+    assert everywhere(shimmed) == [shimmed] * 2
+    assert found[3::2] == ["skipped"] * 3, found
+    job.train(4, first=4)
+    assert job.scalers() == [(2.0**14, 0, 3)] * 2, job.scalers()
+    # A checkpoint in which they have come apart: the first, by which the loss is scaled, counts.
+    other = job.optimizer.chained_optimizers[1].grad_scaler
+    assert len(job.optimizer.chained_optimizers) == 2
+    other.load_state_dict(
+        {"scale": torch.tensor([8.0]), "growth_tracker": 1, "hysteresis_tracker": 1}
+    )
+    with pytest.warns(precision_shim.PrecisionShimWarning, match="different loss scales"):
+        job.train(1, first=8)
+    assert job.scalers() == [(2.0**14, 1, 3)] * 2, job.scalers()
+    precision_shim.uninstall()
+
+    plain = unpatched(experts())
+    # One good step and three whose overflow it did not see: grown, and four times the experts'.
+    assert plain == [(2.0**15, 0, 3), (2.0**13, 0, 0)], plain
+    return f"unpatched: {plain} shimmed: {shimmed}"
+
+
+def unpatched(job):
+    """Scales without the shim, where a skipped step is (False, None, None)."""
+    from megatron.core.distributed import finalize_model_grads
+
+    for step in range(4):
+        tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(step))
+        job.optimizer.zero_grad()
+        job.chunks[0].zero_grad_buffer()
+        loss = job.chunks[0](
+            tokens[:, :-1], torch.arange(8).expand(2, 8), None, labels=tokens[:, 1:].contiguous()
+        ).mean()
+        job.optimizer.scale_loss(loss).backward()
+        finalize_model_grads(job.chunks)
+        job.before_step(step)
+        answer = job.optimizer.step()
+        assert (answer == (False, None, None)) == (step > 0), (step, answer)
+    return job.scalers()
+
+
+def lone(rank):
+    """Rank 1's data overflow; both ranks skip, count and report."""
+    precision_shim.install()
+    with pytest.MonkeyPatch.context() as patch:
+        one = Training(
+            Path(os.environ["CHECKPOINT"]),
+            patch,
+            overrides={"initial_loss_scale": 256.0, "hysteresis": 1},
+        )
+        own = one.worker.loss_fn
+
+        def loss_fn(*args, **kwargs):
+            loss, metrics = own(*args, **kwargs)
+            alone = torch.distributed.get_rank() == 1 and one.poisoned
+            return (loss * math.inf if alone else loss), metrics
+
+        one.worker.set_loss_fn(loss_fn)
+        seen = []
+        for poisoned in (False, True, False):
+            before = one.parameters()
+            one.poisoned = poisoned
+            metrics = one.train(seed=rank)
+            seen.append(
+                [metrics[key] for key in ("loss_scale", "skipped_steps")]
+                + [math.isfinite(metrics["grad_norm"]), torch.equal(before, one.parameters())]
+            )
+        assert seen == [
+            [256.0, 0.0, True, False],
+            [256.0, 1.0, False, True],
+            [128.0, 1.0, True, False],
+        ], seen
+        assert everywhere(seen) == [seen] * 2
+        flat = everywhere(one.parameters())
+        assert torch.equal(*flat)
+    precision_shim.uninstall()
