@@ -124,6 +124,8 @@ class Engine:
         self._sites: list[_Site] = []
         self._effects: dict[str, tuple[str, ...]] = {}
         self._watcher = Watcher(self._imported)
+        self._displaced: dict[int, tuple[Any, _Site]] = {}
+        """What the engine had put at a site and has replaced since, by id."""
         self._live = True
 
     # -- adding ---------------------------------------------------------------------------
@@ -140,6 +142,7 @@ class Engine:
                     one.state = "off"
             self._effects[adapter.framework] = adapter.effects
             self._expect({one.seam.module for one in plan if one.state != "off"}, adapter.effects)
+            self._reach_copies()
 
     def fault(self, framework: str, error: PrecisionShimError, effects: Iterable[str]) -> None:
         """Keep an error for a framework whose adapter could not even be loaded."""
@@ -150,6 +153,7 @@ class Engine:
             self._on_fault(framework, error)
             self._effects[framework] = tuple(effects)
             self._expect(set(), effects)
+            self._reach_copies()
 
     def catch_up(self) -> None:
         """Wait for target modules whose import is under way in other threads, and patch them.
@@ -170,6 +174,7 @@ class Engine:
             with self._lock:
                 if self._live and _loaded(module) is not None:
                     self._arrived(module)
+                    self._reach_copies()
 
     def _expect(self, modules: set[str], effects: Iterable[str]) -> None:
         if self._strict:
@@ -184,6 +189,7 @@ class Engine:
             if self._live:
                 self._forget(module)
                 self._arrived(module)
+                self._reach_copies()
 
     def _forget(self, module: str) -> None:
         """A module's code has run: what was patched there before, if it was, is no more."""
@@ -314,7 +320,7 @@ class Engine:
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(one.group, [f"{seam.target}: {error}"])
             return
-        unreached = _reach(site, seam.aliases)
+        unreached = _reach(site, seam.aliases, self._displaced)
         # A seam that only refuses is in place to say so; its state tells the user "refused".
         one.state = "refused" if seam.refusal else "wrapped"
         one.reason = seam.refusal
@@ -342,9 +348,23 @@ class Engine:
             setattr(site.parent, site.name, top)
             site.top = top
         if before is not site.raw:
-            _sweep({id(before): (before, top if site.layers else site.original)})
+            self._displaced[id(before)] = before, site
         if not site.layers:
             self._sites.remove(site)
+
+    def _reach_copies(self) -> None:
+        """Give modules that hold by value what stood at a site what stands there now.
+
+        Once for all sites: it looks at every name of every module.
+        """
+        if self._displaced:
+            _sweep(
+                {
+                    key: (before, site.top if site.layers else site.original)
+                    for key, (before, site) in self._displaced.items()
+                }
+            )
+            self._displaced.clear()
 
     # -- strict: faults are raised where a feature would take effect -----------------------
 
@@ -400,6 +420,7 @@ class Engine:
                         f"{site.target} was changed by someone else since and is left as it is"
                     )
             _sweep(gone)
+            self._displaced.clear()
             self._sites.clear()
             self._effects.clear()
             self._plans.clear()
@@ -471,7 +492,9 @@ def _locate(target: str) -> tuple[Any, str, Any]:
     return parent, name, raw
 
 
-def _reach(site: _Site, aliases: Iterable[str]) -> list[str]:
+def _reach(
+    site: _Site, aliases: Iterable[str], displaced: Mapping[int, tuple[Any, _Site]]
+) -> list[str]:
     """Give declared aliases what the symbol now is; returns those that hold something else."""
     unreached = []
     for alias in aliases:
@@ -479,7 +502,8 @@ def _reach(site: _Site, aliases: Iterable[str]) -> list[str]:
         names = _contents(sys.modules.get(module))
         if attribute not in names or names[attribute] is site.top:
             continue
-        if names[attribute] is site.original:
+        _, held = displaced.get(id(names[attribute]), (None, None))
+        if names[attribute] is site.original or held is site:
             names[attribute] = site.top
         else:
             unreached.append(alias)

@@ -10,6 +10,11 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+_NAMING = ("id", "attr", "arg", "name")
+"""Fields of syntax nodes that hold an identifier."""
+
+_described: dict[str, tuple[int, Symbol]] = {}
+"""What was last found for a target, and the hash of the source it was found in."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +93,15 @@ def look(target: str) -> Symbol:
     get_source = getattr(spec.loader, "get_source", None)
     try:
         source = get_source(module) if get_source is not None else None
-        tree = _parse(source) if source is not None else None
+        if source is None:
+            return Symbol(target, True, problem=f"module {module} has no readable source")
+        known, symbol = _described.get(target, (None, None))
+        if symbol is None or known != hash(source):
+            symbol = _describe(target, _parse(source), attribute.split("."))
+            _described[target] = hash(source), symbol
     except Exception as error:
         return Symbol(target, True, problem=f"source of {module} not readable: {error!r}")
-    if tree is None:
-        return Symbol(target, True, problem=f"module {module} has no readable source")
-    return _describe(target, tree, attribute.split("."))
+    return symbol
 
 
 @lru_cache(maxsize=32)
@@ -158,11 +166,18 @@ def _fields(node: ast.AST) -> tuple[str, ...]:
 
 def _names(node: ast.AST) -> frozenset[str]:
     names: set[str] = set()
-    for inner in ast.walk(node):
-        for attribute in ("id", "attr", "arg", "name"):
-            value = getattr(inner, attribute, None)
-            if isinstance(value, str):
+    pending = [node]
+    while pending:
+        inner = pending.pop()
+        for field, value in vars(inner).items():
+            if isinstance(value, ast.AST):
+                pending.append(value)
+            elif isinstance(value, list):
+                pending += [one for one in value if isinstance(one, ast.AST)]
+            elif isinstance(value, str) and (field in _NAMING or _is_text(inner, field)):
                 names.add(value)
-        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
-            names.add(inner.value)
     return frozenset(names)
+
+
+def _is_text(node: ast.AST, field: str) -> bool:
+    return field == "value" and isinstance(node, ast.Constant)
