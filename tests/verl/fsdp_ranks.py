@@ -365,18 +365,17 @@ def metrics(job: Job) -> dict[str, Any]:
 
 
 @case
-def against_fp32(job: Job) -> dict[str, Any]:
+def by_hand(job: Job) -> dict[str, Any]:
     """Reported losses and norms are unscaled: held against the same loop written by hand."""
     install(loss_scale_init=2.0**10)
     one = support.engine(job.model)
     weights = support.parameters(one.module)
     with one.train_mode():
         got = one.train_batch(support.batch(0), support.loss_function())
-    by_engine = [*got["loss"], got["metrics"]["grad_norm"]]
     precision_shim.uninstall()
 
-    # fp32 throughout, the gradients scaled and unscaled by hand, the norm taken by hand.
-    two = support.engine(job.model, param_dtype="fp32")
+    # The gradients scaled and unscaled by hand, the norm taken by hand.
+    two = support.engine(job.model)
     same = support.furthest(weights, support.parameters(two.module))
     losses: list[float] = []
     with two.train_mode():
@@ -389,12 +388,16 @@ def against_fp32(job: Job) -> dict[str, Any]:
             return loss * 1024.0, metrics
 
         two.forward_backward_batch(support.batch(0), scaled, forward_only=False)
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float64)
         for parameter in two.module.parameters():
             parameter.grad /= 1024.0
-            total += support.local(parameter.grad).double().square().sum().float()
+            total += support.local(parameter.grad).double().square().sum()
         dist.all_reduce(total)
-    return {"engine": by_engine, "hand": [*losses, total.sqrt().item()], "start": same}
+    return {
+        "losses": [got["loss"], losses],
+        "norms": [got["metrics"]["grad_norm"], total.sqrt().item()],
+        "start": same,
+    }
 
 
 @case
@@ -563,7 +566,6 @@ def legacy_plain(job: Job, role: str) -> dict[str, Any]:
     one = made()
     own = getattr(one.inner, "scaler", None)
     told = one.train(range(20), OVERFLOWS)
-    weights = support.parameters(one.module)
     two = made()
     two.train(range(10), OVERFLOWS)
     two.worker.save_checkpoint(job.path("plain"), global_step=10)
@@ -574,7 +576,8 @@ def legacy_plain(job: Job, role: str) -> dict[str, Any]:
     four.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
     return {
         "own": type(own).__name__,
-        "differs_by": support.furthest(weights, support.parameters(three.module)),
+        "straight": one.state(),
+        "resumed": three.state(),
         "of_the_shim": four.state(),
         "files": support.folder_of(job.path("plain")),
         "metrics": [{k: v for k, v in one.items() if role in k} for one in told],
@@ -583,40 +586,45 @@ def legacy_plain(job: Job, role: str) -> dict[str, Any]:
 
 @case
 def underflow(job: Job, role: str) -> dict[str, Any]:
-    """Gradients too small for fp16: how many of them are 0, without the shim and with it."""
+    """Which gradients are 0: of a loss, of 2**-40 of it, and of that with the shim.
+
+    2**-40 of anything that fp16 holds is 0 in fp16. The scale makes up for it exactly.
+    """
     found = {}
-    for on in (False, True):
-        if on:
-            install(loss_scale_init=2.0**14)
+    for name, tiny in {"whole": False, "without": True, "with": True}.items():
+        if name == "with":
+            install(loss_scale_init=2.0**40)
         if role == "engine":
             one = support.engine(job.model)
             module = one.module
+            weight = 2.0**-40 if tiny else 1.0
             with one.train_mode():
                 one.optimizer_zero_grad()
-                tiny = support.loss_function((2.0**-20, 2.0**-20))
-                one.forward_backward_batch(support.batch(0), tiny, forward_only=False)
-                found[f"zeros_{on}"] = zeros(module)
+                loss = support.loss_function((weight, weight))
+                one.forward_backward_batch(support.batch(0), loss, forward_only=False)
+                found[name] = zeros(module)
         else:
             # verl divides the loss by the number of micro-batches that a mini-batch should have.
-            one = support.Legacy(job.value_model, role, f"{role}.ppo_mini_batch_size={2**22}")
-            found[f"zeros_{on}"] = zeros_before_the_step(one)
+            size = 4 * 2**40 if tiny else 4
+            one = support.Legacy(job.value_model, role, f"{role}.ppo_mini_batch_size={size}")
+            found[name] = zeros_before_the_step(one)
     return found
 
 
-def zeros_before_the_step(one: Any) -> float:
+def zeros_before_the_step(one: Any) -> list[int]:
     """``zeros`` of a legacy worker's gradients, as its loop has them before it clips."""
-    kept: list[float] = []
+    kept: list[list[int]] = []
     own = one.inner._optimizer_step
     one.inner._optimizer_step = lambda: kept.append(zeros(one.module)) or own()
     one.train(range(1))
     return kept[0]
 
 
-def zeros(module: torch.nn.Module) -> float:
-    """The share of this rank's gradient elements that are 0."""
+def zeros(module: torch.nn.Module) -> list[int]:
+    """How many of this rank's gradient elements are 0, and how many are not."""
     grads = [support.local(p.grad).reshape(-1) for p in module.parameters() if p.grad is not None]
     flat = torch.cat([one.float() for one in grads])
-    return (flat == 0).float().mean().item()
+    return [int((flat == 0).sum()), int((flat != 0).sum())]
 
 
 # -- processes ---------------------------------------------------------------------------------
