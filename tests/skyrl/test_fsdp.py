@@ -210,6 +210,9 @@ def test_accumulation(make: Any, shim: Any) -> None:
         data = batch(7, size=1)
         worker.forward_backward(type(data).cat([data] * count))
         found.append(worker.optim_step())
+        scaler = scaler_of(worker.strategy)
+        assert scaler is not None
+        assert scaler.get_scale() == scale
         precision_shim.uninstall()
     assert found[1] == found[0] * (1 if mean else 4) > 0.0
 
