@@ -107,6 +107,7 @@ def test_auxiliary_losses_of_experts_are_scaled_too(kind, worker, shim) -> None:
             last[-1].register_forward_hook(attach)
             plain = one.train(batch(), Times(loss_for(kind), 0.0))
             norms[precision] = float(plain["grad_norm"])
+    assert figures(plain) == ([256.0], [0.0])
     assert norms["float16"] == norms["float32"] > 0  # all gradients are 0.1
     assert holder.main_loss_backward_scale in (None, 1.0)
 

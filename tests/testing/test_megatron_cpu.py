@@ -208,7 +208,6 @@ def test_one_and_two_ranks_agree(megatron_core: Any, tmp_path: Path) -> None:
     reports = {world: _in_processes(tmp_path, world, modes) for world in (1, 2)}
     for mode in modes:
         one, two = (reports[world][0][mode] for world in (1, 2))
-        # fp32 differs by the order of a sum, bf16 by a rounded gradient.
         # fp32 differs by the order of a sum, bf16 by a rounded gradient: less than another seed.
         if mode == "fp32":
             assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
