@@ -6,7 +6,6 @@ import itertools
 import json
 
 import pytest
-import torch
 
 from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings, load
 
@@ -62,24 +61,19 @@ def test_the_same_process_continues_bit_for_bit(halves, name):
 
 
 def test_without_the_scalers_state_it_differs(halves, capsys):
+    """A fresh scale is too high again: its first step is skipped, the straight training's not."""
     for straight, resumed in zip(*halves, strict=True):
         fresh, exact = resumed["fresh"], straight["straight"]
-        assert fresh["scales"] != exact["scales"][10:]
-        apart = max(
-            (values(one) - values(other)).abs().max().item()
-            for one, other in zip(fresh["parameters"], exact["parameters"], strict=True)
-        )
-        assert apart > 1e-3
+        assert fresh["scales"][0] == 2.0**22 / 2
+        assert exact["scales"][10] >= exact["scales"][9]
+        assert fresh["parameters"] != exact["parameters"]
+        assert fresh["states"] != exact["states"]
         with capsys.disabled():
             print(
                 f"\nwithout the scaler's state: first scales {fresh['scales'][:3]} instead of "
-                f"{exact['scales'][10:13]}, parameters apart by up to {apart:.4f}, "
+                f"{exact['scales'][10:13]}, "
                 f"last loss {fresh['losses'][-1]:.6f} instead of {exact['losses'][-1]:.6f}"
             )
-
-
-def values(bits):
-    return torch.tensor(bits, dtype=torch.uint8).view(torch.float32)
 
 
 def test_all_ranks_have_one_scale_throughout(halves):

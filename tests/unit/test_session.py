@@ -286,7 +286,7 @@ def test_installing_while_another_thread_imports_the_framework(toyfw, write_modu
     while "toyfw.ops" not in sys.modules:
         threading.Event().wait(0.001)
     status = install()
-    importing.join(10)
+    importing.join(60)
     assert ops().scale(3) == -6
     assert status.frameworks["toyfw"].state == "wrapped"
 

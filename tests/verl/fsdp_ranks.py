@@ -23,11 +23,21 @@ import precision_shim
 from ..rank_server import Launch
 from . import fsdp_support as support
 
-OVERFLOWS = (4, 15)
-"""One in each half of twenty steps."""
+LOUD = 2.0**11
+"""A loss weight at which gradients overflow at a grown scale, and not at a fresh one."""
+
+OVERFLOWS = {4: support.HUGE, 15: LOUD}
+"""Loss weights, in each half of twenty steps one at which the gradients overflow."""
 
 SETTINGS = {"loss_scale_init": 2.0**12, "growth_interval": 3}
-"""A fresh scaler then differs from one that grew and fell; the scale grows in both halves."""
+"""A fresh scaler then differs from one that grew and fell."""
+
+GROWING = {"loss_scale_init": 2.0, "growth_interval": 3, "growth_factor": 8.0}
+"""For ``OVERFLOWS``. At step 15 a scale that was kept is 2**12, one that began again at 10 is 2**4.
+
+Gradients that overflow at the one and not at the other have a factor of 256 to lie in, whatever a
+CPU's kernels round: the one training skips the step, the other takes it.
+"""
 
 CASES: dict[str, Callable[..., Any]] = {}
 
@@ -68,7 +78,10 @@ def ours() -> Iterator[list[str]]:
 def verls_own(one: Any) -> None:
     """verl's own scaler, which torch turns off without an accelerator, made to work on a CPU."""
     one.scaler = ShardedGradScaler(
-        device="cpu", init_scale=SETTINGS["loss_scale_init"], growth_interval=3
+        device="cpu",
+        init_scale=GROWING["loss_scale_init"],
+        growth_interval=3,
+        growth_factor=GROWING["growth_factor"],
     )
 
 
@@ -78,7 +91,7 @@ def verls_own(one: Any) -> None:
 @case
 def exact(job: Job) -> dict[str, Any]:
     """Twenty steps straight; ten, a save and ten more in the same process; the first half saved."""
-    install()
+    install(**GROWING)
     one = support.engine(job.model)
     kind = type(one.scaler).__name__
     said = support.train(one, range(20), OVERFLOWS)
@@ -117,7 +130,7 @@ def exact(job: Job) -> dict[str, Any]:
 @case
 def resumed(job: Job) -> dict[str, Any]:
     """A new process: load what ``exact`` saved, ten more steps; then one written without us."""
-    install()
+    install(**GROWING)
     one = support.engine(job.model)
     with ours() as said:
         one.load_checkpoint(None)
@@ -147,7 +160,7 @@ def plain(job: Job) -> dict[str, Any]:
     if own is None:
         return found | plain_without_scaler(job, one)
     verls_own(one)
-    support.train(one, range(20), OVERFLOWS)
+    found["skipped"] = not_finite(support.train(one, range(20), OVERFLOWS))
     found["straight"], weights = support.engine_state(one), support.parameters(one.module)
     two = support.engine(job.model)
     verls_own(two)
@@ -157,7 +170,7 @@ def plain(job: Job) -> dict[str, Any]:
     three = support.engine(job.model)
     verls_own(three)
     three.load_checkpoint(job.path("plain"), del_local_after_load=False)
-    support.train(three, range(10, 20), OVERFLOWS)
+    found["skipped_resumed"] = not_finite(support.train(three, range(10, 20), OVERFLOWS))
     found["resumed"] = support.engine_state(three)
     found["differs_by"] = support.furthest(weights, support.parameters(three.module))
     four = support.engine(job.model)
@@ -165,6 +178,11 @@ def plain(job: Job) -> dict[str, Any]:
     four.load_checkpoint(job.path("shim"), del_local_after_load=False)
     found["of_the_shim"] = support.engine_state(four)
     return found
+
+
+def not_finite(said: list[list[float]]) -> list[int]:
+    """The steps of a training whose grad norm is not finite: torch's scaler skips them."""
+    return [step for step, one in enumerate(said) if not math.isfinite(one[-1])]
 
 
 def plain_without_scaler(job: Job, one: Any) -> dict[str, Any]:
@@ -339,18 +357,17 @@ def metrics(job: Job) -> dict[str, Any]:
 
 
 @case
-def against_fp32(job: Job) -> dict[str, Any]:
+def by_hand(job: Job) -> dict[str, Any]:
     """Reported losses and norms are unscaled: held against the same loop written by hand."""
     install(loss_scale_init=2.0**10)
     one = support.engine(job.model)
     weights = support.parameters(one.module)
     with one.train_mode():
         got = one.train_batch(support.batch(0), support.loss_function())
-    by_engine = [*got["loss"], got["metrics"]["grad_norm"]]
     precision_shim.uninstall()
 
-    # fp32 throughout, the gradients scaled and unscaled by hand, the norm taken by hand.
-    two = support.engine(job.model, param_dtype="fp32")
+    # The gradients scaled and unscaled by hand, the norm taken by hand.
+    two = support.engine(job.model)
     same = support.furthest(weights, support.parameters(two.module))
     losses: list[float] = []
     with two.train_mode():
@@ -363,12 +380,16 @@ def against_fp32(job: Job) -> dict[str, Any]:
             return loss * 1024.0, metrics
 
         two.forward_backward_batch(support.batch(0), scaled, forward_only=False)
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float64)
         for parameter in two.module.parameters():
             parameter.grad /= 1024.0
-            total += support.local(parameter.grad).double().square().sum().float()
+            total += support.local(parameter.grad).double().square().sum()
         dist.all_reduce(total)
-    return {"engine": by_engine, "hand": [*losses, total.sqrt().item()], "start": same}
+    return {
+        "losses": [got["loss"], losses],
+        "norms": [got["metrics"]["grad_norm"], total.sqrt().item()],
+        "start": same,
+    }
 
 
 @case
@@ -484,7 +505,7 @@ def other_keys(job: Job) -> dict[str, Any]:
 @case
 def legacy_exact(job: Job, role: str) -> dict[str, Any]:
     """``exact`` for a legacy worker, with what its trainer sees."""
-    install()
+    install(**GROWING)
     model = job.model if role == "actor" else job.value_model
     with ours() as said:
         one = support.Legacy(model, role)
@@ -515,7 +536,7 @@ def legacy_exact(job: Job, role: str) -> dict[str, Any]:
 @case
 def legacy_resumed(job: Job, role: str) -> dict[str, Any]:
     """A new process: load, ten more steps."""
-    install()
+    install(**GROWING)
     one = support.Legacy(job.model if role == "actor" else job.value_model, role)
     one.worker.load_checkpoint(None)
     one.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
@@ -537,7 +558,6 @@ def legacy_plain(job: Job, role: str) -> dict[str, Any]:
     one = made()
     own = getattr(one.inner, "scaler", None)
     told = one.train(range(20), OVERFLOWS)
-    weights = support.parameters(one.module)
     two = made()
     two.train(range(10), OVERFLOWS)
     two.worker.save_checkpoint(job.path("plain"), global_step=10)
@@ -548,7 +568,8 @@ def legacy_plain(job: Job, role: str) -> dict[str, Any]:
     four.worker.load_checkpoint(job.path("shim"), del_local_after_load=False)
     return {
         "own": type(own).__name__,
-        "differs_by": support.furthest(weights, support.parameters(three.module)),
+        "straight": one.state(),
+        "resumed": three.state(),
         "of_the_shim": four.state(),
         "files": support.folder_of(job.path("plain")),
         "metrics": [{k: v for k, v in one.items() if role in k} for one in told],
@@ -557,40 +578,45 @@ def legacy_plain(job: Job, role: str) -> dict[str, Any]:
 
 @case
 def underflow(job: Job, role: str) -> dict[str, Any]:
-    """Gradients too small for fp16: how many of them are 0, without the shim and with it."""
+    """Which gradients are 0: of a loss, of 2**-40 of it, and of that with the shim.
+
+    2**-40 of anything that fp16 holds is 0 in fp16. The scale makes up for it exactly.
+    """
     found = {}
-    for on in (False, True):
-        if on:
-            install(loss_scale_init=2.0**14)
+    for name, tiny in {"whole": False, "without": True, "with": True}.items():
+        if name == "with":
+            install(loss_scale_init=2.0**40)
         if role == "engine":
             one = support.engine(job.model)
             module = one.module
+            weight = 2.0**-40 if tiny else 1.0
             with one.train_mode():
                 one.optimizer_zero_grad()
-                tiny = support.loss_function((2.0**-20, 2.0**-20))
-                one.forward_backward_batch(support.batch(0), tiny, forward_only=False)
-                found[f"zeros_{on}"] = zeros(module)
+                loss = support.loss_function((weight, weight))
+                one.forward_backward_batch(support.batch(0), loss, forward_only=False)
+                found[name] = zeros(module)
         else:
             # verl divides the loss by the number of micro-batches that a mini-batch should have.
-            one = support.Legacy(job.value_model, role, f"{role}.ppo_mini_batch_size={2**22}")
-            found[f"zeros_{on}"] = zeros_before_the_step(one)
+            size = 4 * 2**40 if tiny else 4
+            one = support.Legacy(job.value_model, role, f"{role}.ppo_mini_batch_size={size}")
+            found[name] = zeros_before_the_step(one)
     return found
 
 
-def zeros_before_the_step(one: Any) -> float:
+def zeros_before_the_step(one: Any) -> list[int]:
     """``zeros`` of a legacy worker's gradients, as its loop has them before it clips."""
-    kept: list[float] = []
+    kept: list[list[int]] = []
     own = one.inner._optimizer_step
     one.inner._optimizer_step = lambda: kept.append(zeros(one.module)) or own()
     one.train(range(1))
     return kept[0]
 
 
-def zeros(module: torch.nn.Module) -> float:
-    """The share of this rank's gradient elements that are 0."""
+def zeros(module: torch.nn.Module) -> list[int]:
+    """How many of this rank's gradient elements are 0, and how many are not."""
     grads = [support.local(p.grad).reshape(-1) for p in module.parameters() if p.grad is not None]
     flat = torch.cat([one.float() for one in grads])
-    return (flat == 0).float().mean().item()
+    return [int((flat == 0).sum()), int((flat != 0).sum())]
 
 
 # -- processes ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -199,7 +199,18 @@ HUGE = 2.0**30
 """A loss weight at which fp16 gradients overflow at every scale used here."""
 
 
-def train(one: Any, steps: range, overflows: Sequence[int] = (), *, critic: bool = False) -> list:
+Overflows = Collection[int] | Mapping[int, float]
+"""The steps at which gradients overflow, or loss weights for steps."""
+
+
+def weight_at(step: int, overflows: Overflows) -> float:
+    """The loss weight of a step."""
+    if isinstance(overflows, Mapping):
+        return overflows.get(step, 1.0)
+    return HUGE if step in overflows else 1.0
+
+
+def train(one: Any, steps: range, overflows: Overflows = (), *, critic: bool = False) -> list:
     """Train an engine; at the steps named, this rank's second micro-batch overflows.
 
     Returns:
@@ -207,7 +218,7 @@ def train(one: Any, steps: range, overflows: Sequence[int] = (), *, critic: bool
     """
     said = []
     for step in steps:
-        weights = (1.0, HUGE) if step in overflows else (1.0, 1.0)
+        weights = (1.0, weight_at(step, overflows))
         with one.train_mode():
             found = one.train_batch(batch(step), loss_function(weights, critic=critic))
             one.lr_scheduler_step()
@@ -339,11 +350,11 @@ class Legacy:
         """Its sharded module."""
         return getattr(self.inner, f"{self.role}_module")
 
-    def train(self, steps: range, overflows: Sequence[int] = (), weight: float = HUGE) -> list:
+    def train(self, steps: range, overflows: Overflows = ()) -> list:
         """``update_policy`` or ``update_critic``; returns verl's metrics of each step."""
         said = []
         for step in steps:
-            data = self._batch(step, weight if step in overflows else 1.0)
+            data = self._batch(step, weight_at(step, overflows))
             update = {"actor": "update_policy", "critic": "update_critic"}[self.role]
             said.append(dict(getattr(self.inner, update)(data)))
             getattr(self.worker, f"{self.role}_lr_scheduler").step()

@@ -124,7 +124,7 @@ def together(*jobs):
     for one in threads:
         one.start()
     for one in threads:
-        one.join(30)
+        one.join(60)
     assert not any(one.is_alive() for one in threads), "deadlock"
     if errors:
         raise errors[0]
@@ -159,7 +159,7 @@ def test_many_threads_import_and_install_at_once(lab, attempt):
 def test_a_module_whose_import_was_under_way_is_patched_when_it_is_there(lab):
     lab.write(
         {
-            "toy/slow.py": "import toy\ntoy.began.set()\ntoy.go_on.wait(10)\n\n\n"
+            "toy/slow.py": "import toy\ntoy.began.set()\ntoy.go_on.wait(60)\n\n\n"
             "def f():\n    return 1\n"
         }
     )
@@ -167,14 +167,14 @@ def test_a_module_whose_import_was_under_way_is_patched_when_it_is_there(lab):
     toy.began, toy.go_on = threading.Event(), threading.Event()
     importing = threading.Thread(target=lab.load, args=("toy.slow",), daemon=True)
     importing.start()
-    assert toy.began.wait(10)
+    assert toy.began.wait(60)
     engine = lab.install(lab.seam("toy.slow:f"))
     assert lab.states(engine) == ["pending"]
     threading.Timer(0.05, toy.go_on.set).start()
     engine.catch_up()
     assert lab.load("toy.slow").f() == -1
     assert lab.states(engine) == ["wrapped"]
-    importing.join(10)
+    importing.join(60)
 
 
 def test_catching_up_within_the_modules_own_import_does_not_wait_for_itself(lab):
