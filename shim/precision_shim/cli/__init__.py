@@ -1,75 +1,94 @@
 """The command line: ``precision-shim`` and ``python -m precision_shim``.
 
-Each sub-command is a module of this package with a function ``register(app)`` that adds its
-command to the typer application. Such a module is cheap to import (typer, the standard library):
-torch, a framework or matplotlib are imported when the command runs, so that ``run`` starts a job
-without paying for ``demo``.
+Each sub-command is a module of this package with a function ``register(commands)`` that adds its
+parser and sets ``command``, the function that gets the parsed arguments and returns the exit
+status. Such a module is cheap to import: torch, a framework or matplotlib are imported when the
+command runs, so that ``run`` starts a job without paying for ``demo``.
+
+Only what the base install has is needed, ``demo`` aside, whose packages are in an extra.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import typer
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["COMMANDS", "build_app", "main"]
+__all__ = ["COMMANDS", "add_command", "build_parser", "main"]
 
 COMMANDS = ("run", "doctor", "demo")
 """The modules of this package that hold a command, in the order of ``--help``."""
 
-MISSING_EXTRA = (
-    "precision-shim: the command line needs typer and rich: pip install 'precision-shim[cli]'"
-)
 
-
-def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
-    """The typer application.
+def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser of the command line.
 
     Args:
         commands: the commands to register; their modules are imported.
-
-    Raises:
-        ImportError: typer or rich is not installed.
     """
-    import rich  # noqa: F401  (typer alone would start, and fail at the first table)
-    import typer
+    import precision_shim
 
-    app = typer.Typer(
-        name="precision-shim",
-        help="Precision behaviour for RL post-training frameworks, without forking them.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+    parser = argparse.ArgumentParser(
+        prog="precision-shim",
+        description="Precision behaviour for RL post-training frameworks, without forking them.",
+        allow_abbrev=False,
     )
-
-    @app.callback(invoke_without_command=True)
-    def root(
-        version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-    ) -> None:
-        if version:
-            import precision_shim
-
-            typer.echo(f"precision-shim {precision_shim.__version__}")
-            raise typer.Exit
-
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"precision-shim {precision_shim.__version__}",
+        help="print the version and exit",
+    )
+    parser.set_defaults(command=None, parser=parser)
+    added = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in commands:
-        importlib.import_module(f"{__name__}.{name}").register(app)
-    return app
+        importlib.import_module(f"{__name__}.{name}").register(added)
+    return parser
 
 
-def main() -> None:
-    """The entry point of ``precision-shim``."""
-    try:
-        # A job's start does not pay for the commands that it does not use.
-        app = build_app([name for name in COMMANDS if name in sys.argv[1:2]] or COMMANDS)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in {"typer", "rich", "click"}:
-            raise
-        print(MISSING_EXTRA, file=sys.stderr)
-        raise SystemExit(2) from None
-    app(prog_name="precision-shim")
+def add_command(
+    commands: Commands, name: str, command: Any, *, help: str, more: str = "", usage: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command; returns its parser, for its options.
+
+    Args:
+        commands: what ``register`` was given.
+        name: what the user types.
+        command: gets the parsed arguments, returns the exit status.
+        help: one sentence, for the list of commands and for the command's own help.
+        more: paragraphs for the command's own help only.
+        usage: the usage line, where argparse's own would mislead.
+    """
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=help,
+        epilog=more or None,
+        usage=usage or None,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=command, parser=parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point of ``precision-shim``; ends with ``SystemExit``.
+
+    Args:
+        arguments: what stands behind the program's name; ``None``: this process's own.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # A job's start does not pay for the commands that it does not use.
+    parser = build_parser([name for name in COMMANDS if name in given[:1]] or COMMANDS)
+    known, unknown = parser.parse_known_args(given)
+    if unknown:
+        known.parser.error(f"unknown: {' '.join(unknown)}")
+    if known.command is None:
+        parser.print_help()
+        raise SystemExit(0)
+    raise SystemExit(known.command(known))
