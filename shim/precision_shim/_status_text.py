@@ -29,7 +29,7 @@ _WORDS = {
     "refused": "refused",
     "unsupported": "not on",
 }
-_AHEAD = {**_WORDS, "pending": "will be in force", "partly": "will be in force beside {name}'s own"}
+_AHEAD = {**_WORDS, "pending": "would be in force", "partly": "would be in force beside {name}'s own"}
 """For the doctor: nothing is imported there, so what waits is what would be patched."""
 
 

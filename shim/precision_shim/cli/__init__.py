@@ -33,7 +33,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     """
     import precision_shim
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="precision-shim",
         description="Precision behaviour for RL post-training frameworks, without forking them.",
         allow_abbrev=False,
@@ -49,6 +49,27 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     for name in commands:
         importlib.import_module(f"{__name__}.{name}").register(added)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes the word behind an option as its value, also where it begins with a dash.
+
+    ``--features -fp16-scaling`` is how one feature is taken away from all.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(self._joined(args or ()), namespace)
+
+    def _joined(self, words: Sequence[str]) -> list[str]:
+        joined: list[str] = []
+        rest = iter(words)
+        for word in rest:
+            option = self._option_string_actions.get(word)
+            if option is None and (word == "--" or not word.startswith("-")):
+                return [*joined, word, *rest]
+            value = next(rest, None) if option is not None and option.nargs is None else None
+            joined.append(word if value is None else f"{word}={value}")
+        return joined
 
 
 def add_command(
@@ -87,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = build_parser([name for name in COMMANDS if name in given[:1]] or COMMANDS)
     known, unknown = parser.parse_known_args(given)
     if unknown:
-        known.parser.error(f"unknown: {' '.join(unknown)}")
+        known.parser.error(f"unknown arguments: {' '.join(unknown)}")
     if known.command is None:
         parser.print_help()
         raise SystemExit(0)
