@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from precision_shim._settings import FEATURES
 from precision_shim.cli._demo_report import (
     check,
     differences,
@@ -38,7 +39,7 @@ def a_result(name: str, finals, rank, beta2=0.95, enabled=True):
     return {
         "name": name,
         "asked": {"main_grads_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"},
-        "shim": {"enabled": enabled, "features": ["x"], "settings": {"optimizer_states": "auto"}},
+        "shim": {"enabled": enabled, "features": FEATURES, "settings": {"optimizer_states": "auto"}},
         "runs": [
             {
                 "seed": seed,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["COMMANDS", "add_command", "build_parser", "main"]
+__all__ = ["COMMANDS", "add_command", "build_parser", "main", "settings_of"]
 
 COMMANDS = ("run", "doctor", "demo")
 """The modules of this package that hold a command, in the order of ``--help``."""
@@ -95,6 +95,26 @@ def add_command(
     )
     parser.set_defaults(command=command, parser=parser)
     return parser
+
+
+def settings_of(texts: Sequence[str]) -> dict[str, object]:
+    """What ``--set NAME=VALUE`` gives, by the names that ``install(settings=...)`` takes.
+
+    Raises:
+        SettingsError: one is not NAME=VALUE; names and values are judged by ``resolve``.
+    """
+    from .._settings import TABLE
+    from ..errors import SettingsError
+
+    given: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise SettingsError(
+                f"--set {text!r} is not NAME=VALUE; allowed names: {', '.join(TABLE)}."
+            )
+        given[name.strip().lower().replace("-", "_")] = value
+    return given
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

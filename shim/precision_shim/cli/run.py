@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from .. import _settings
 from .._settings import FEATURES, PREFIX, TABLE
 from ..errors import SettingsError
-from . import add_command
+from . import add_command, settings_of
 
 if TYPE_CHECKING:
     from . import Commands
@@ -95,21 +95,13 @@ def variables(
     Raises:
         SettingsError: a name or value makes no sense.
     """
-    given: dict[str, object] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise SettingsError(
-                f"--set {text!r} is not NAME=VALUE; allowed names: {', '.join(TABLE)}."
-            )
-        given[name.strip().lower().replace("-", "_")] = value
     from .._registry import entries
 
     resolved = _settings.resolve(
         features=features,
         frameworks=frameworks,
         strict=strict or None,
-        settings=given,
+        settings=settings_of(settings),
         known_frameworks=entries(),
     )
     return {**resolved.given, PREFIX: "strict" if resolved.strict else "1"}
