@@ -29,7 +29,11 @@ _WORDS = {
     "refused": "refused",
     "unsupported": "not on",
 }
-_AHEAD = {**_WORDS, "pending": "would be in force", "partly": "would be in force beside {name}'s own"}
+_AHEAD = {
+    **_WORDS,
+    "pending": "would be in force",
+    "partly": "would be in force beside {name}'s own",
+}
 """For the doctor: nothing is imported there, so what waits is what would be patched."""
 
 
@@ -102,8 +106,10 @@ def _verdict(one: FrameworkStatus, ahead: bool) -> str:
     if one.state == "pending":
         if ahead:
             return "can be patched"
-        return "imported; waits for modules that it has not imported yet" if one.seams else (
-            "waits for its import"
+        return (
+            "imported; waits for modules that it has not imported yet"
+            if one.seams
+            else ("waits for its import")
         )
     if one.state == "refused" and ahead and any(seam.state == "pending" for seam in one.seams):
         return "can be patched in part"

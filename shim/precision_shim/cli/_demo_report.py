@@ -70,11 +70,12 @@ def promised(
             that has an opt-in of its own is taken at its config's word, ``as-configured``.
         features: those in force.
     """
-    follows = optimizer_states != "as-configured" and "bf16-dispatch" in features
-    # The optimizer reads its gradients from the bucket, whatever dtype it is told they have. The
-    # bucket is built before the config of the optimizer is seen: only where the shim chooses the
-    # dtype of the main gradients does it know it by then.
-    aligned = follows and "grad-bucket-alignment" in features
+    chooses = optimizer_states != "as-configured"
+    follows = chooses and "bf16-dispatch" in features
+    # The optimizer reads its gradients from the bucket, whatever dtype it is told they have. A
+    # direct caller's bucket is built before the config of its optimizer is seen: at the word of
+    # the config it stays fp32.
+    aligned = chooses and "grad-bucket-alignment" in features
     decays = optimizer_states == "follow-model" or 1 - beta2 > _GUARD
     main_grads = (asked.get("main_grads_dtype") or "bfloat16") if aligned else "float32"
     moment = "bfloat16" if follows else "float32"
@@ -157,7 +158,7 @@ def check(without: Result, with_shim: Result, allowed: Tolerance) -> list[Check]
         with_shim["asked"],
         with_shim["runs"][0]["adam_beta2"],
         _optimizer_states(shim),
-        shim["features"],
+        shim["features"] if shim["enabled"] else FEATURES,
     )
     checks = [
         *_check_states("without", without, UNPATCHED),

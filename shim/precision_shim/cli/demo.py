@@ -233,9 +233,7 @@ class _Job:
         return without, with_shim
 
 
-def _demo(
-    console: Console, job: _Job, given: dict[str, object], in_force: Settings
-) -> bool:
+def _demo(console: Console, job: _Job, given: dict[str, object], in_force: Settings) -> bool:
     """Run it all; whether the effect is what was promised."""
     from . import _demo_report as report
 
