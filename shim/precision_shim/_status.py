@@ -95,7 +95,8 @@ class FrameworkStatus:
 class Status:
     """A snapshot of the shim in this process.
 
-    ``str()`` is a screen: with one framework at work at most 40 lines of 80 columns. ``details()`` leaves nothing out.
+    ``str()`` is a screen: with one framework at work at most 40 lines of 80 columns.
+    ``details()`` leaves nothing out.
 
     Attributes:
         enabled: whether the shim is installed in this process.

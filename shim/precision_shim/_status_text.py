@@ -148,15 +148,14 @@ def framework(
 
 def _feature(name: str, found: Sequence[SeamStatus], ahead: bool) -> str:
     """On which paths a feature is in force, waits, is native or is refused."""
-    states: dict[str, set[str]] = {}
+    states: dict[str, list[str]] = {}
     for seam in found:
-        states.setdefault(seam.path, set()).add(_state(seam))
+        states.setdefault(seam.path, []).append(_state(seam))
     verdicts = {path: _together(several) for path, several in states.items()}
     main = {path: verdict for path, verdict in verdicts.items() if not path.endswith(")")}
     if any(verdict != "absent" for verdict in main.values()):
-        # What only serves a path is worth a word where it is not as that path is.
-        told = {"refused"} | ({"native"} - set(main.values()))
-        shown = main | {path: v for path, v in verdicts.items() if v in told}
+        # What only serves a path is worth a word where it is missing.
+        shown = main | {path: v for path, v in verdicts.items() if v == "refused"}
     else:
         shown = verdicts
     words = _AHEAD if ahead else _WORDS
@@ -175,14 +174,17 @@ def _state(seam: SeamStatus) -> str:
     return seam.state
 
 
-def _together(states: set[str]) -> str:
+def _together(states: Sequence[str]) -> str:
     """One word for the seams of one path, which hold together or not at all."""
     for state in ("refused", "unsupported"):
         if state in states:
             return state
-    if "native" in states and states & {"wrapped", "pending"}:
+    if "native" in states and not {"wrapped", "pending"} & set(states):
+        # A path that this version lacks may share a symbol with those that it has.
+        return "native" if states.count("native") >= states.count("absent") else "absent"
+    if "native" in states:
         return "partly" if "wrapped" in states else "pending"
-    return next((one for one in ("wrapped", "pending", "native") if one in states), "absent")
+    return next((one for one in ("wrapped", "pending") if one in states), "absent")
 
 
 def refusals(name: str, found: Iterable[SeamStatus]) -> list[str]:
@@ -194,8 +196,9 @@ def refusals(name: str, found: Iterable[SeamStatus]) -> list[str]:
     features: dict[str, None] = {}
     for seam in found:
         if seam.state == "refused" and not seam.refusal:
-            reason = seam.reason.removeprefix(_WITH_OTHERS)
-            subjects.setdefault(reason, {})[seam.path, seam.feature] = None
+            # The engine joins several problems of one seam: each is a reason of its own here.
+            for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
+                subjects.setdefault(reason, {})[seam.path, seam.feature] = None
             features[seam.feature] = None
     reasons: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for reason, concerned in subjects.items():
@@ -270,7 +273,7 @@ def _problems(status: Status) -> list[str]:
 
 
 def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
-    """All where there is room, else the newest per subject and feature, the newest first to stay."""
+    """All where there is room; else the newest per subject and feature, the oldest left out."""
     kept: Sequence[Decision] = decisions
     if _length(fold(str(one), 2, 4) for one in decisions) > room:
         newest = {(one.framework, one.subject, one.feature): one for one in decisions}
@@ -320,13 +323,16 @@ def _length(blocks: Iterable[Sequence[str]]) -> int:
     return sum(len(block) for block in blocks)
 
 
-def fold(text: str, indent: int, further: int | None = None) -> list[str]:
+def fold(
+    text: str, indent: int, further: int | None = None, *, break_words: bool = False
+) -> list[str]:
     """Fold a text into lines of at most 80 columns; nothing for an empty one.
 
     Args:
         text: the text; its own line ends are spaces here.
         indent: of the first line.
         further: of the other lines; ``None``: the same.
+        break_words: break a word that is longer than a line; a symbol's name had better stay whole.
     """
     if not text.strip():
         return []
@@ -335,6 +341,6 @@ def fold(text: str, indent: int, further: int | None = None) -> list[str]:
         WIDTH,
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent if further is None else further),
-        break_long_words=False,
+        break_long_words=break_words,
         break_on_hyphens=False,
     )

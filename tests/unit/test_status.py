@@ -172,8 +172,12 @@ def line(*found, **more):
             "in force: Megatron engine; refused: all (metrics)",
         ),
         (
-            [seam("wrapped"), seam("native", "Megatron engine (bucket)")],
-            "in force: Megatron engine; verl does it itself: Megatron engine (bucket)",
+            [seam("wrapped"), seam("native", "all (metrics)")],
+            "in force: Megatron engine",
+        ),
+        (
+            [seam("wrapped"), *[seam("absent", "Legacy")] * 2, seam("native", "Legacy")],
+            "in force: Megatron engine",
         ),
         ([seam("absent"), seam("wrapped", "all (metrics)")], "in force: all (metrics)"),
     ],

@@ -56,7 +56,7 @@ ADAPTER = Adapter(
         **megatron_overflow.PATHS,
         **megatron_offload.PATHS,
         "megatron": "Megatron engine",
-        "native": "Megatron engine (bucket)",
+        "native": "Megatron engine",
         "legacy workers": "legacy Megatron workers",
         "fsdp engine": "FSDP engine",
         "legacy fsdp workers": "legacy FSDP workers",

@@ -310,7 +310,7 @@ def _text(
 
     lines += ["", "problems" if found["problems"] else "no problems"]
     for problem in _problems(found["problems"], frameworks):
-        lines += _short(fold(problem, 2, 4), verbose)
+        lines += _short(fold(problem, 2, 4, break_words=True), verbose)
     return "\n".join(lines)
 
 
@@ -325,7 +325,6 @@ def _framework_text(
 
 def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
     """Each thing once: what was refused for one reason is one problem here."""
-    told = []
     refused = {
         f"{name} {one.version}: {seam.feature} cannot be applied: {seam.reason}"
         for name, one in frameworks.items()
@@ -345,7 +344,8 @@ def _package_text(name: str, package: Mapping[str, Any]) -> str:
 
 
 def _row(label: str, text: str) -> list[str]:
-    return fold(f"{label:<{_COLUMN - 3}} {text}", 2, _COLUMN) if text else []
+    # Paths are longer than a line in many places.
+    return fold(f"{label:<{_COLUMN - 3}} {text}", 2, _COLUMN, break_words=True) if text else []
 
 
 def _short(lines: list[str], verbose: bool) -> list[str]:
