@@ -27,6 +27,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(timing_of_importlib_bootstrap)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Our own options; see ``status_in_docs.py``."""
+    parser.addoption(
+        "--write-docs",
+        action="store_true",
+        help="write what status() says in a real worker into docs/*.md instead of comparing it",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Other projects' warnings are theirs; ours are errors unless a test expects them."""
     for item in items:

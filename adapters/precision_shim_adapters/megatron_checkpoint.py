@@ -54,6 +54,9 @@ KEYS = "megatron checkpoint keys"
 """Two paths, since the second alone differs between versions: without it a switch of the bucket's
 dtype is Megatron's own error, without the first it would be other weights."""
 
+PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in checkpoints)"}
+"""What users call them."""
+
 
 def _seam(path: str, target: str, wrapper: str, why: str, *relies_on: str, **more: Any) -> Seam:
     return Seam(

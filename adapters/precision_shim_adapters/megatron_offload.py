@@ -15,6 +15,9 @@ from typing import Any
 
 from precision_shim.adapting import Seam, Settings, Symbol
 
+PATHS = {"offload": "Megatron (offload of states)"}
+"""What users call the path of these seams."""
+
 _HERE = "precision_shim_adapters.megatron_offload"
 
 

@@ -43,6 +43,8 @@ from precision_shim.scaling import SkipCounter
 from . import megatron
 
 FEATURE = "fp16-scaling"
+PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
+"""What users call the path of these seams that is not the framework's own."""
 
 _HERE = "precision_shim_adapters.megatron_overflow"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"

@@ -255,6 +255,7 @@ def status() -> Status:
             },
             decisions=_journal.decisions(),
             notes=tuple(notes),
+            given=tuple(name for name in settings.values if settings.is_set(name)),
         )
 
 
@@ -301,7 +302,7 @@ def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
     seams = session.engine.report(name)
     tested = version.partition("+")[0] in adapter.tested  # "+" begins what a build has added
     reason = "" if tested else f"not among the tested versions: {', '.join(adapter.tested)}"
-    return FrameworkStatus(version, _summary(seams), seams, reason)
+    return FrameworkStatus(version, _summary(seams), seams, reason, tested)
 
 
 def _summary(seams: Iterable[SeamStatus]) -> str:

@@ -1,8 +1,11 @@
-"""What the shim did in this process: the record that ``status()`` returns and people read."""
+"""What the shim did in this process: the record that ``status()`` returns and people read.
+
+How it reads is in ``_status_text``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,27 +38,65 @@ class Decision:
 
 @dataclass(frozen=True)
 class SeamStatus:
-    """State of one seam for one feature."""
+    """State of one seam for one feature.
+
+    Attributes:
+        target: ``"module:attribute"``.
+        feature: the feature that needs the seam.
+        state: one of ``STATES``.
+        reason: why it is so, where that is worth a word.
+        path: the path through the framework, in the user's words.
+        refusal: why the feature cannot be had there, where the adapter declares that.
+        why: why the shim enters here.
+        upstream: link to the discussion upstream.
+        delete_when: when the seam can be deleted.
+    """
 
     target: str
     feature: str
     state: str
     reason: str = ""
+    path: str = ""
+    refusal: str = ""
+    why: str = ""
+    upstream: str = ""
+    delete_when: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """What machines read: target, feature, state and reason."""
+        return {
+            "target": self.target,
+            "feature": self.feature,
+            "state": self.state,
+            "reason": self.reason,
+        }
 
 
 @dataclass(frozen=True)
 class FrameworkStatus:
-    """State of one framework: its version (``None`` when not installed) and its seams."""
+    """State of one framework.
+
+    Attributes:
+        version: ``None`` when it is not installed.
+        state: one of ``STATES``.
+        seams: its seams, once its adapter is at work.
+        reason: why it is so, where that is worth a word.
+        tested: whether the version is among those tested; ``None`` while that is not known.
+    """
 
     version: str | None
     state: str
     seams: tuple[SeamStatus, ...] = ()
     reason: str = ""
+    tested: bool | None = None
 
 
 @dataclass(frozen=True)
 class Status:
-    """A snapshot of the shim in this process; ``str()`` is a table of at most 80 columns.
+    """A snapshot of the shim in this process.
+
+    ``str()`` is a screen: with one framework at work at most 40 lines of 80 columns.
+    ``details()`` leaves nothing out.
 
     Attributes:
         enabled: whether the shim is installed in this process.
@@ -64,6 +105,7 @@ class Status:
         frameworks: framework name to its state.
         decisions: what was chosen, oldest first.
         notes: what else a reader should know, such as why nothing was installed.
+        given: names of the settings that the user set; the others are defaults.
     """
 
     enabled: bool
@@ -72,6 +114,7 @@ class Status:
     frameworks: Mapping[str, FrameworkStatus] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     notes: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the snapshot as plain dicts, lists, strings and numbers, ready for JSON."""
@@ -84,7 +127,7 @@ class Status:
                     "version": one.version,
                     "state": one.state,
                     "reason": one.reason,
-                    "seams": [asdict(seam) for seam in one.seams],
+                    "seams": [seam.to_dict() for seam in one.seams],
                 }
                 for name, one in self.frameworks.items()
             },
@@ -92,44 +135,17 @@ class Status:
             "notes": list(self.notes),
         }
 
+    def details(self) -> str:
+        """Return the whole record as a table: every setting, every seam, every decision.
+
+        Of each seam: state, target, path and reason, why the shim enters there, the discussion
+        upstream, and when the seam can be deleted.
+        """
+        from . import _status_text
+
+        return _status_text.table(self)
+
     def __str__(self) -> str:
-        lines = [f"precision_shim: {'on' if self.enabled else 'off'}"]
-        if self.enabled:
-            lines.append(f"features: {', '.join(self.features) or 'none'}")
-            lines.append("settings: " + ", ".join(f"{k}={v}" for k, v in self.settings.items()))
-        for name, one in self.frameworks.items():
-            lines += ["", f"{name} {one.version or ''}".rstrip() + f": {one.state}"]
-            lines += _indented(one.reason, 2) if one.reason else []
-            for feature in dict.fromkeys(seam.feature for seam in one.seams):
-                lines.append(f"  {feature}")
-                for seam in one.seams:
-                    if seam.feature == feature:
-                        lines += _indented(f"{seam.state:<8} {seam.target}", 4)
-                        lines += _indented(seam.reason, 13) if seam.reason else []
-        if self.decisions:
-            lines += ["", "decisions"]
-            for decision in self.decisions:
-                lines += _indented(str(decision), 2)
-        for note in self.notes:
-            lines += ["", *_indented(note, 0)]
-        return "\n".join(_folded(lines))
+        from . import _status_text
 
-
-def _indented(text: str, by: int) -> list[str]:
-    return [" " * by + line for line in text.splitlines()]
-
-
-def _folded(lines: Sequence[str], width: int = 80) -> list[str]:
-    import textwrap
-
-    folded: list[str] = []
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()))
-        folded += textwrap.wrap(
-            line,
-            width,
-            subsequent_indent=indent + "  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [""]
-    return folded
+        return _status_text.screen(self)

@@ -120,7 +120,7 @@ def make_environment(folder: Path, *what: str) -> Environment:
     What is installed here beside them is installed there in the same versions.
     """
     same = []
-    for name in ("wrapt", "packaging", "typer", "rich"):
+    for name in ("wrapt", "packaging"):
         with contextlib.suppress(PackageNotFoundError):
             same.append(f"{name}=={version(name)}")
     if shutil.which("uv"):
@@ -153,7 +153,7 @@ def wheel(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def environment(wheel, tmp_path_factory) -> Environment:
     """An environment with the wheel and the toys."""
-    made = make_environment(tmp_path_factory.mktemp("environment") / "venv", f"{wheel}[cli]")
+    made = make_environment(tmp_path_factory.mktemp("environment") / "venv", str(wheel))
     write(made.site, TOY)
     return made
 

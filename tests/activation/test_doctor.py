@@ -57,8 +57,61 @@ def test_text_fits_80_columns_without_colours(doctor):
     done = doctor(PRECISION_SHIM="strict", PRECISION_SHIM_FRAMEWORKS="toy,verl", FORCE_COLOR="1")
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    for expected in ("toy 1.0, tested: to wrap", "scale", "in toy.ops", "verl not installed"):
+    for expected in (
+        "toy 1.0, tested: can be patched",
+        "  bf16-dispatch          would be in force\n",
+        "not installed: verl\n",
+        "not asked for: skyrl, nemo-rl, solo\n",
+    ):
         assert expected in done.stdout
+    assert "toy.ops:scale" not in done.stdout
+
+
+def test_verbose_shows_every_seam_and_setting(doctor):
+    shown = doctor("--verbose", PRECISION_SHIM_LOG="quiet").stdout
+    for expected in (
+        "to wrap  toy.ops:scale",
+        "why: to be seen",
+        "log=quiet  (variable)",
+        "growth_interval=400  (default)",
+    ):
+        assert expected in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+MANY = {
+    "toy_shim.py": """
+from precision_shim.adapting import Adapter, Seam
+
+ADAPTER = Adapter(
+    framework="toy",
+    distribution="toy",
+    packages=("toy",),
+    tested=("1.0",),
+    paths={"x": "X engine", "y": "Y engine"},
+    seams=tuple(
+        Seam(f"toy.ops:gone{i}", feature, "toy_shim:negate", why="to be seen", path=path)
+        for feature in ("dtype-coercion", "bf16-dispatch", "fp16-scaling")
+        for path in ("x", "y")
+        for i in range(12)
+    ),
+)
+""",
+}
+
+
+def test_what_is_refused_everywhere_for_the_same_reasons_fits_a_screen(
+    doctor, write_files, tmp_path
+):
+    write_files(tmp_path, MANY)
+    shown = doctor(PYTHONPATH=str(tmp_path)).stdout
+    assert len(shown.splitlines()) <= 40
+    assert shown.count("toy.ops:gone0 not found") == 1
+    assert "--verbose" in shown  # the problem is longer than a screen can afford
+    whole = doctor("--verbose", PYTHONPATH=str(tmp_path)).stdout
+    problems = " ".join(whole[whole.index("\nproblems") :].split())
+    assert problems.count("toy.ops:gone11 not found") == 1
+    assert "PRECISION_SHIM_FEATURES=-dtype-coercion,-bf16-dispatch,-fp16-scaling" in problems
 
 
 @pytest.mark.parametrize(

@@ -83,15 +83,32 @@ def test_the_effect_is_there_and_measured(tmp_path, nproc, beta2):
 
 
 @real
-def test_exit_status_1_where_the_effect_is_not_there(tmp_path):
-    ended, result = demo(tmp_path, *SHORT, PRECISION_SHIM="0")
+@pytest.mark.parametrize("value", ["0", "no"])
+def test_exit_status_1_where_the_effect_is_not_there(tmp_path, value):
+    ended, result = demo(tmp_path, *SHORT, PRECISION_SHIM=value)
     assert ended.returncode == 1
     assert not result["ok"]
     assert dtypes(result["with"]) == dtypes(result["without"])
     assert per_parameter(result["with"]) == {18.0}
     (line,) = ended.stderr.splitlines()
-    assert "PRECISION_SHIM=0" in line
+    assert f"PRECISION_SHIM={value}" in line
     assert "18 B/param measured, promised 10 or 12" in line
+    assert f"PRECISION_SHIM={value} is set: install() does nothing" in ended.stdout
+
+
+@real
+@pytest.mark.parametrize("way", ["variable", "option"])
+def test_as_configured_promises_what_the_config_asks_for(tmp_path, way):
+    by_variable = {"PRECISION_SHIM_OPTIMIZER_STATES": "as-configured"}
+    ended, result = (
+        demo(tmp_path, *SHORT, **by_variable)
+        if way == "variable"
+        else demo(tmp_path, *SHORT, "--set", "optimizer_states=as-configured")
+    )
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    assert result["with"]["shim"]["settings"]["optimizer_states"] == "as-configured"
+    found = dtypes(result["with"])
+    assert (found["exp_avg"], found["exp_avg_sq"]) == ("bfloat16", "float32")
 
 
 @real
@@ -112,6 +129,8 @@ def test_a_run_that_ends_badly_is_shown_with_the_end_of_its_log(tmp_path):
         (["--beta2", "1.5"], "--beta2 1.5"),
         (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
         (["--text", "no-such-file.txt"], "no-such-file.txt"),
+        (["--set", "optimizer_states=sometimes"], "PRECISION_SHIM_OPTIMIZER_STATES='sometimes'"),
+        (["--set", "no_such_setting=1"], "no_such_setting"),
     ],
 )
 def test_exit_status_2_for_what_cannot_be_used(tmp_path, arguments, message):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from precision_shim._settings import FEATURES
 from precision_shim.cli._demo_report import (
     check,
     differences,
@@ -38,7 +39,11 @@ def a_result(name: str, finals, rank, beta2=0.95, enabled=True):
     return {
         "name": name,
         "asked": {"main_grads_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"},
-        "shim": {"enabled": enabled, "features": ["x"], "settings": {"optimizer_states": "auto"}},
+        "shim": {
+            "enabled": enabled,
+            "features": FEATURES if enabled else (),
+            "settings": {"optimizer_states": "auto"} if enabled else {},
+        },
         "runs": [
             {
                 "seed": seed,
@@ -82,6 +87,55 @@ def test_an_effect_that_is_not_there_is_named():
     assert "PRECISION_SHIM=0" in failed["shim installed"]
     assert "grad_buckets is fp32, promised bf16" in failed["with: dtypes"]
     assert failed["with: bytes"] == "18 B/param measured, promised 10 or 12"
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_as_configured_only_what_the_config_asks_for_is_promised(beta2):
+    asked = {"main_grads_dtype": "bfloat16", "exp_avg_dtype": "bfloat16"}
+    promise = promised(asked, beta2, "as-configured")
+    assert (promise.exp_avg, promise.exp_avg_sq) == ("bfloat16", "float32")
+    assert (promise.main_grads, promise.grad_buckets) == ("float32", "float32")
+    assert promised({}, beta2, "as-configured").exp_avg == "float32"
+
+
+def test_features_that_are_off_are_not_promised():
+    no_bucket = promised({}, 0.95, "auto", [one for one in FEATURES if "bucket" not in one])
+    assert (no_bucket.grad_buckets, no_bucket.main_grads) == ("float32", "float32")
+    assert no_bucket.exp_avg_sq == "bfloat16"
+    no_dispatch = promised({}, 0.95, "auto", [one for one in FEATURES if "dispatch" not in one])
+    assert (no_dispatch.exp_avg, no_dispatch.exp_avg_sq) == ("float32", "float32")
+
+
+@pytest.mark.parametrize(
+    ("states", "version", "follows"),
+    [
+        ("auto", "0.8.0", True),
+        ("auto", "0.9.1", False),
+        ("follow-model", "0.9.1", True),
+        ("as-configured", "0.8.0", False),
+    ],
+)
+def test_the_promise_follows_what_the_setting_means_for_the_installed_verl(
+    states, version, follows
+):
+    # What the config asks for is an exp_avg in bf16; the rest is the shim's where it follows.
+    rank = BF16 if follows else a_rank("float32", "int16", "bfloat16", "float32")
+    result = a_result("with", [2.01, 2.03, 2.04], rank)
+    result["shim"]["settings"]["optimizer_states"] = states
+    result["shim"]["frameworks"] = {"verl": {"version": version}}
+    assert wrong(result) == set()
+
+
+@pytest.mark.parametrize("value", ["0", "no", "False", "off"])
+def test_the_kill_switch_is_named_as_it_was_set(value):
+    result = a_result("with", [2.0, 2.03, 2.05], WITHOUT["runs"][0]["ranks"][0], enabled=False)
+    result["switch"] = value
+    (found,) = (
+        one.found
+        for one in check(WITHOUT, result, tolerance(WITHOUT))
+        if one.name == "shim installed"
+    )
+    assert f"PRECISION_SHIM={value}" in found
 
 
 def test_one_rank_that_differs_is_enough():

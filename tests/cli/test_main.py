@@ -1,5 +1,7 @@
 """The command line as a whole: how it starts, and what it needs."""
 
+import os
+import pty
 import subprocess
 import sys
 
@@ -13,22 +15,87 @@ class Hide:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hide())
 """
+_MAIN = "from precision_shim.cli import main; main()"
+_WITHOUT_RICH = _HIDE.format(hidden=["rich"]) + _MAIN
 
 
-def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**clean, **(environment or {})},
     )
 
 
-@pytest.mark.parametrize("hidden", [["typer"], ["rich"], ["typer", "rich"]])
-def test_without_the_extra_one_line_says_what_to_install(hidden):
-    code = _HIDE.format(hidden=hidden) + "from precision_shim.cli import main; main()"
-    ended = python(code, "--help")
+def on_a_terminal(code: str, *arguments: str) -> str:
+    """What a command writes to a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "TERM": "xterm-256color"},
+    )
+    os.close(theirs)
+    written = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # Linux: the other end is closed
+            piece = b""
+        if not piece:
+            break
+        written += piece
+    os.close(ours)
+    process.wait()
+    return written.decode()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["-h"],
+        ["--help"],
+        ["run", "-h"],
+        ["doctor", "--help"],
+        ["demo", "--help"],
+        ["doctor"],
+        ["doctor", "--verbose"],
+        ["run", "--strict", "--", sys.executable, "-c", ""],
+    ],
+    ids=" ".join,
+)
+def test_only_the_demo_needs_more_than_the_base_install(arguments):
+    ended = python(_WITHOUT_RICH, *arguments)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+
+
+def test_the_demo_names_what_to_install_in_one_line():
+    ended = python(_WITHOUT_RICH, "demo")
     assert ended.returncode == 2
     assert ended.stdout == ""
     (line,) = ended.stderr.splitlines()
-    assert "pip install 'precision-shim[cli]'" in line
+    assert "rich" in line
+    assert "pip install 'precision-shim[demo]'" in line
+
+
+def test_colours_are_for_terminals_and_change_no_word():
+    pytest.importorskip("rich", reason="colours need rich, which is not installed here")
+    piped = python(_MAIN, "doctor", environment={"FORCE_COLOR": "1"}).stdout
+    assert "\x1b" not in piped
+    coloured = on_a_terminal(_MAIN, "doctor")
+    assert "\x1b[" in coloured
+    plain = on_a_terminal(_WITHOUT_RICH, "doctor")
+    assert "\x1b" not in plain
+    assert plain.split() == piped.split()
 
 
 def test_another_missing_module_is_not_blamed_on_the_extra():
@@ -43,9 +110,48 @@ def test_another_missing_module_is_not_blamed_on_the_extra():
     assert "pip install" not in ended.stderr
 
 
-def test_the_package_without_its_command_line_needs_no_extra():
-    code = _HIDE.format(hidden=["typer", "rich"]) + "import precision_shim, precision_shim.cli"
-    assert python(code).returncode == 0
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-command"], "no-such-command"),
+        (["--no-such-option"], "--no-such-option"),
+        (["doctor", "--no-such-option"], "--no-such-option"),
+        (["doctor", "surplus"], "surplus"),
+        (["doctor", "--verb"], "--verb"),  # an abbreviation could mean another option tomorrow
+        (["run"], "COMMAND"),
+        (["run", "--"], "COMMAND"),
+        (["run", "--no-such-option", "true"], "--no-such-option"),
+        (["run", "--strict=1", "true"], "--strict"),
+        (["run", "--set"], "--set"),
+        (["demo", "--steps", "1"], "--steps"),
+        (["demo", "--nproc", "many"], "--nproc"),
+    ],
+)
+def test_wrong_usage_is_status_2_on_stderr(arguments, message):
+    ended = python(_MAIN, *arguments)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+_TELL = "import os, sys; print(sys.argv[1:], os.environ.get('PRECISION_SHIM_FEATURES'))"
+
+
+@pytest.mark.parametrize(
+    ("options", "features"),
+    [
+        (["--features", "-fp16-scaling", "--"], "dtype-coercion,bf16-dispatch"),
+        (["--features", "-fp16-scaling"], "dtype-coercion,bf16-dispatch"),
+        (["--features=fp16-scaling"], "fp16-scaling"),
+    ],
+)
+def test_a_value_may_begin_with_a_dash_and_the_command_keeps_its_own_options(options, features):
+    theirs = ["--help", "--", "--set", "a=b", "--features", "-x"]
+    ended = python(_MAIN, "run", *options, sys.executable, "-c", _TELL, *theirs)
+    assert ended.returncode == 0, ended.stderr
+    assert str(theirs) in ended.stdout
+    assert f" {features}" in ended.stdout
 
 
 def test_help_and_version_import_neither_torch_nor_a_framework():
@@ -54,7 +160,7 @@ def test_help_and_version_import_neither_torch_nor_a_framework():
         "from precision_shim.cli import main\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code, end.code\n"
-        "heavy = {'torch', 'verl', 'megatron', 'matplotlib', 'numpy'} & {*sys.modules}\n"
+        "heavy = {'torch', 'verl', 'megatron', 'matplotlib', 'numpy', 'rich'} & {*sys.modules}\n"
         "assert not heavy, heavy"
     )
     for arguments in (["--help"], ["--version"], ["demo", "--help"], ["run", "--help"]):

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,14 @@ assert not {"torch", "verl"} & sys.modules.keys()
 assert not precision_shim.status().enabled
 """
 STARTED = "import sys; assert 'precision_shim._startup' in sys.modules, 'the start-up file is dead'"
+
+ALONE = """
+import re
+from importlib.metadata import distributions
+names = {re.sub("[-_.]+", "-", one.metadata["Name"]).lower() for one in distributions()}
+assert names == {"precision-shim", "wrapt", "packaging"}, f"not alone: {sorted(names)}"
+"""
+RUN = "import os; assert os.environ['PRECISION_SHIM'] == 'strict', os.environ"
 
 
 def check_contents(wheel: Path, source: Path) -> None:
@@ -54,21 +63,35 @@ def check_install(*what: str) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
         env["VIRTUAL_ENV"] = scratch
 
-        def run(*command: str, **variables: str) -> None:
+        def run(*command: str, status: int = 0, **variables: str) -> None:
             print("$", *command, flush=True)
-            subprocess.run(command, check=True, cwd=scratch, env={**env, **variables})
+            ended = subprocess.run(command, check=False, cwd=scratch, env={**env, **variables})
+            assert ended.returncode == status, f"ended with {ended.returncode}, not {status}"
 
         python, command = f"{scratch}/bin/python", f"{scratch}/bin/precision-shim"
         run("uv", "venv", "--quiet", "--allow-existing", "--python", sys.executable, scratch)
         run("uv", "pip", "install", "--quiet", *what)
         run(python, "-c", IDLE)
         run(python, "-c", STARTED, PRECISION_SHIM="1")
+        check_command(run, python, command)
         run("uv", "pip", "install", "--quiet", *what[:-1], f"{what[-1]}[cli]")
         run(command, "--help")
-        run(python, "-m", "precision_shim", "--help")
         run("uv", "pip", "uninstall", "--quiet", "precision-shim")
         left = [path for path in Path(scratch).rglob("*precision_shim*") if path.suffix != ".pyc"]
         assert not left, f"uninstalling leaves {left}"
+
+
+def check_command(run: Callable[..., None], python: str, command: str) -> None:
+    """The command line does its work on the base install; only the demo asks for more."""
+    run(python, "-c", ALONE)
+    run(command)
+    run(python, "-m", "precision_shim", "--help")
+    run(command, "doctor")
+    run(command, "doctor", PRECISION_SHIM="1", status=1)  # nothing to patch here: it says so
+    run(command, "run", "--strict", "--", python, "-c", RUN)
+    run(command, "run", "--", "sh", "-c", "exit 7", status=7)
+    run(command, "run", status=2)
+    run(command, "demo", status=2)
 
 
 def main(dist: Path) -> None:

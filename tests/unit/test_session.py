@@ -431,12 +431,15 @@ def test_asking_for_status_wakes_nothing(toyfw):
 def test_the_table_shows_everything_within_80_columns(toyfw):
     install(features="-fp16-scaling")
     ops().scale(3)
-    text = str(precision_shim.status())
-    for line in text.splitlines():
+    screen, table = str(precision_shim.status()), precision_shim.status().details()
+    for line in (screen + "\n" + table).splitlines():
         assert len(line) <= 80 or len(line.split()) == 1, line
-    for part in ("on", "toyfw 1.0: wrapped", "dtype-coercion", "toyfw.ops:scale", "negated"):
-        assert part in text
-    assert "fp16-scaling" not in text
+    for part in ("on", "toyfw 1.0, tested: in force", "dtype-coercion", "negated"):
+        assert part in screen
+        assert part in table
+    assert "toyfw.ops:scale" in table
+    assert "toyfw.ops" not in screen
+    assert "fp16-scaling" not in screen
 
 
 def test_a_decision_is_said_once_and_kept_once(toyfw, capsys):

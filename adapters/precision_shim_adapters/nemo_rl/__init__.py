@@ -116,6 +116,12 @@ ADAPTER = Adapter(
         "nemo_rl.models.dtensor.parallelize:_parallelize_model",
         "nemo_rl.models.automodel.setup:setup_model_and_optimizer",
     ),
+    paths={
+        **megatron_seams.PATHS,
+        "dtensor v1": "DTensor v1",
+        "dtensor v2": "DTensor v2",
+        "dtensor value": "DTensor v2 value workers",
+    },
     seams=(
         *_worker(_V1, "DTensorPolicyWorker", "dtensor v1", _CLIP_V1),
         *_worker(

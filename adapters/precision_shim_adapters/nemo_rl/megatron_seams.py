@@ -118,6 +118,15 @@ def _worker(module: str, name: str, path: str) -> tuple[Seam, ...]:
     )
 
 
+PATHS = {
+    **megatron_checkpoint.PATHS,
+    **megatron_overflow.PATHS,
+    "megatron": "Megatron workers",
+    "megatron metrics": "Megatron workers (policy metrics)",
+    "megatron value metrics": "Megatron workers (value metrics)",
+}
+"""What users call the paths of these seams."""
+
 SEAMS: tuple[Seam, ...] = (
     *megatron.SEAMS,
     *megatron_checkpoint.SEAMS,

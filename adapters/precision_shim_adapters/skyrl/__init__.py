@@ -76,6 +76,16 @@ ADAPTER = Adapter(
     packages=("skyrl",),
     tested=("0.2.0", "0.3.0"),
     effects=(*MEGATRON_EFFECTS, f"{_STRATEGY}._fsdp_init_train_model"),
+    paths={
+        **megatron_checkpoint.PATHS,
+        **megatron_overflow.PATHS,
+        **megatron_offload.PATHS,
+        "megatron": "Megatron workers",
+        "fsdp": "FSDP workers",
+        "trainer": "all workers (the trainer's metrics)",
+        "tinker": "all workers (Tinker's metrics)",
+        "ray": "all workers (their start in Ray)",
+    },
     seams=(
         *megatron.SEAMS,
         *megatron_checkpoint.SEAMS,

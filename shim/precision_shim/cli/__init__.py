@@ -1,75 +1,135 @@
 """The command line: ``precision-shim`` and ``python -m precision_shim``.
 
-Each sub-command is a module of this package with a function ``register(app)`` that adds its
-command to the typer application. Such a module is cheap to import (typer, the standard library):
-torch, a framework or matplotlib are imported when the command runs, so that ``run`` starts a job
-without paying for ``demo``.
+Each sub-command is a module of this package with a function ``register(commands)`` that adds its
+parser and sets ``command``, the function that gets the parsed arguments and returns the exit
+status. Such a module is cheap to import: torch, a framework or matplotlib are imported when the
+command runs, so that ``run`` starts a job without paying for ``demo``.
+
+Only what the base install has is needed, ``demo`` aside, whose packages are in an extra.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import typer
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["COMMANDS", "build_app", "main"]
+__all__ = ["COMMANDS", "add_command", "build_parser", "main", "settings_of"]
 
 COMMANDS = ("run", "doctor", "demo")
 """The modules of this package that hold a command, in the order of ``--help``."""
 
-MISSING_EXTRA = (
-    "precision-shim: the command line needs typer and rich: pip install 'precision-shim[cli]'"
-)
 
-
-def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
-    """The typer application.
+def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser of the command line.
 
     Args:
         commands: the commands to register; their modules are imported.
+    """
+    import precision_shim
+
+    parser = _Parser(
+        prog="precision-shim",
+        description="Precision behaviour for RL post-training frameworks, without forking them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"precision-shim {precision_shim.__version__}",
+        help="print the version and exit",
+    )
+    parser.set_defaults(command=None, parser=parser)
+    added = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name in commands:
+        importlib.import_module(f"{__name__}.{name}").register(added)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes the word behind an option as its value, also where it begins with a dash.
+
+    ``--features -fp16-scaling`` is how one feature is taken away from all.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(self._joined(args or ()), namespace)
+
+    def _joined(self, words: Sequence[str]) -> list[str]:
+        joined: list[str] = []
+        rest = iter(words)
+        for word in rest:
+            option = self._option_string_actions.get(word)
+            if option is None and (word == "--" or not word.startswith("-")):
+                return [*joined, word, *rest]
+            value = next(rest, None) if option is not None and option.nargs is None else None
+            joined.append(word if value is None else f"{word}={value}")
+        return joined
+
+
+def add_command(
+    commands: Commands, name: str, command: Any, *, help: str, more: str = "", usage: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command; returns its parser, for its options.
+
+    Args:
+        commands: what ``register`` was given.
+        name: what the user types.
+        command: gets the parsed arguments, returns the exit status.
+        help: one sentence, for the list of commands and for the command's own help.
+        more: paragraphs for the command's own help only.
+        usage: the usage line, where argparse's own would mislead.
+    """
+    parser = commands.add_parser(
+        name,
+        help=help,
+        description=help,
+        epilog=more or None,
+        usage=usage or None,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=command, parser=parser)
+    return parser
+
+
+def settings_of(texts: Sequence[str]) -> dict[str, object]:
+    """What ``--set NAME=VALUE`` gives, by the names that ``install(settings=...)`` takes.
 
     Raises:
-        ImportError: typer or rich is not installed.
+        SettingsError: one is not NAME=VALUE; names and values are judged by ``resolve``.
     """
-    import rich  # noqa: F401  (typer alone would start, and fail at the first table)
-    import typer
+    from .._settings import TABLE
+    from ..errors import SettingsError
 
-    app = typer.Typer(
-        name="precision-shim",
-        help="Precision behaviour for RL post-training frameworks, without forking them.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-
-    @app.callback(invoke_without_command=True)
-    def root(
-        version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-    ) -> None:
-        if version:
-            import precision_shim
-
-            typer.echo(f"precision-shim {precision_shim.__version__}")
-            raise typer.Exit
-
-    for name in commands:
-        importlib.import_module(f"{__name__}.{name}").register(app)
-    return app
+    given: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise SettingsError(
+                f"--set {text!r} is not NAME=VALUE; allowed names: {', '.join(TABLE)}."
+            )
+        given[name.strip().lower().replace("-", "_")] = value
+    return given
 
 
-def main() -> None:
-    """The entry point of ``precision-shim``."""
-    try:
-        # A job's start does not pay for the commands that it does not use.
-        app = build_app([name for name in COMMANDS if name in sys.argv[1:2]] or COMMANDS)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in {"typer", "rich", "click"}:
-            raise
-        print(MISSING_EXTRA, file=sys.stderr)
-        raise SystemExit(2) from None
-    app(prog_name="precision-shim")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point of ``precision-shim``; ends with ``SystemExit``.
+
+    Args:
+        arguments: what stands behind the program's name; ``None``: this process's own.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # A job's start does not pay for the commands that it does not use.
+    parser = build_parser([name for name in COMMANDS if name in given[:1]] or COMMANDS)
+    known, unknown = parser.parse_known_args(given)
+    if unknown:
+        known.parser.error(f"unknown arguments: {' '.join(unknown)}")
+    if known.command is None:
+        parser.print_help()
+        raise SystemExit(0)
+    raise SystemExit(known.command(known))

@@ -7,10 +7,15 @@ neither torch nor a framework.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from packaging.version import Version
+
+from .._settings import FEATURES
 
 __all__ = ["Check", "Promise", "Tolerance", "check", "draw", "promised", "sparkline", "tolerance"]
 
@@ -18,6 +23,9 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 _BF16_ULP = 2.0**-7  # relative, of a number just above a power of two
 _GUARD = 2.0**-8  # a bf16 average cannot decay when 1 - beta2 is not above this
+
+_OPT_IN_SINCE = Version("0.9.0.dev0")
+"""verl's config has an opt-in of its own from here on."""
 
 Result = dict[str, Any]
 
@@ -47,25 +55,48 @@ UNPATCHED = Promise("bfloat16", "float32", "float32", ("float32",), "float32", "
 """A bf16 model in verl with Megatron's default states: 18 bytes per parameter."""
 
 
-def promised(asked: dict[str, str | None], beta2: float, optimizer_states: str) -> Promise:
+def promised(
+    asked: dict[str, str | None],
+    beta2: float,
+    optimizer_states: str,
+    features: Collection[str] = FEATURES,
+) -> Promise:
     """What the shim promises for a bf16 model.
 
     Args:
         asked: the dtypes that the settings file asks for, by key of Megatron's OptimizerConfig.
         beta2: of Adam.
-        optimizer_states: ``PRECISION_SHIM_OPTIMIZER_STATES`` as in force.
+        optimizer_states: ``PRECISION_SHIM_OPTIMIZER_STATES`` as it works out: at ``auto`` a verl
+            that has an opt-in of its own is taken at its config's word, ``as-configured``.
+        features: those in force.
     """
+    chooses = optimizer_states != "as-configured"
+    follows = chooses and "bf16-dispatch" in features
+    # The optimizer reads its gradients from the bucket, whatever dtype it is told they have. A
+    # direct caller's bucket is built before the config of its optimizer is seen: at the word of
+    # the config it stays fp32.
+    aligned = chooses and "grad-bucket-alignment" in features
     decays = optimizer_states == "follow-model" or 1 - beta2 > _GUARD
-    main_grads = asked.get("main_grads_dtype") or "bfloat16"
+    main_grads = (asked.get("main_grads_dtype") or "bfloat16") if aligned else "float32"
+    moment = "bfloat16" if follows else "float32"
     return Promise(
         params="bfloat16",
         grad_buckets=main_grads,
         main_grads=main_grads,
         # int16 remainders or whole fp32 masters: both rebuild the master bit for bit.
         master=("int16", "float32"),
-        exp_avg=asked.get("exp_avg_dtype") or "bfloat16",
-        exp_avg_sq=asked.get("exp_avg_sq_dtype") or ("bfloat16" if decays else "float32"),
+        exp_avg=asked.get("exp_avg_dtype") or moment,
+        exp_avg_sq=asked.get("exp_avg_sq_dtype") or (moment if decays else "float32"),
     )
+
+
+def _optimizer_states(shim: dict[str, Any]) -> str:
+    """The setting as it works out for the installed verl."""
+    states = str(shim["settings"].get("optimizer_states", "auto"))
+    verl = shim.get("frameworks", {}).get("verl", {}).get("version")
+    if states == "auto" and verl and Version(verl) >= _OPT_IN_SINCE:
+        return "as-configured"
+    return states
 
 
 @dataclass(frozen=True)
@@ -126,11 +157,12 @@ def check(without: Result, with_shim: Result, allowed: Tolerance) -> list[Check]
     promise = promised(
         with_shim["asked"],
         with_shim["runs"][0]["adam_beta2"],
-        str(shim["settings"].get("optimizer_states", "auto")),
+        _optimizer_states(shim),
+        shim["features"] if shim["enabled"] else FEATURES,
     )
     checks = [
         *_check_states("without", without, UNPATCHED),
-        Check("shim installed", bool(shim["enabled"]), _installed(shim)),
+        Check("shim installed", bool(shim["enabled"]), _installed(shim, with_shim)),
         *_check_states("with", with_shim, promise),
     ]
     for result in (without, with_shim):
@@ -150,10 +182,10 @@ def check(without: Result, with_shim: Result, allowed: Tolerance) -> list[Check]
     return checks
 
 
-def _installed(shim: dict[str, Any]) -> str:
+def _installed(shim: dict[str, Any], result: Result) -> str:
     if shim["enabled"]:
         return f"{len(shim['features'])} features in force"
-    return "status() says off, as PRECISION_SHIM=0 makes it"
+    return f"status() says off, as PRECISION_SHIM={result.get('switch') or '0'} makes it"
 
 
 def differences(without: Result, with_shim: Result) -> list[float]:

@@ -105,6 +105,7 @@ def main(argv: list[str]) -> None:
             result["as_written"] = _as_written(spec)
         else:
             result["asked"] = _asked(spec.optim)
+            result["switch"] = os.environ.get("PRECISION_SHIM")
         result["runs"] = [_train(spec, rank, seed, tell) for seed in spec.seeds]
         result["shim"] = precision_shim.status().to_dict()
     if rank == 0:

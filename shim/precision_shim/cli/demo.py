@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -12,31 +13,35 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from .. import _settings
+from .._settings import PREFIX, TABLE, Settings
+from ..errors import SettingsError
+from . import add_command, settings_of
 from ._demo_worker import Spec, precision_keys
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+    from . import Commands
     from ._demo_report import Check, Tolerance
 
 __all__ = ["demo", "register"]
 
-_SETTINGS = Path(__file__).with_name("demo.yaml")
+_OURS = Path(__file__).with_name("demo.yaml")
 _SECTION = {"optimizer": "adam", "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.01}
-_OFF = {"0", "false", "off"}
+_EXTRA = {"rich": "rich", "matplotlib": "matplotlib", "yaml": "pyyaml", "numpy": "numpy"}
 _NEEDED = {
+    **_EXTRA,
     "torch": "torch",
     "verl": "verl",
     "megatron.core": "megatron-core",
     "omegaconf": "omegaconf",
-    "matplotlib": "matplotlib",
 }
 
 
@@ -48,52 +53,95 @@ class _RunFailedError(Exception):
     """A run ended before its result."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add ``demo`` to ``app``."""
-    app.command("demo")(demo)
+def register(commands: Commands) -> None:
+    """Add ``demo`` to the command line."""
+    parser = add_command(
+        commands,
+        "demo",
+        demo,
+        help="Train a tiny GPT through verl and Megatron-core, without and with the shim.",
+        more="On this machine's CPU, in fresh processes, with verl's own functions; measured from "
+        "the tensors. Exit status 0: the effect is what was promised; 1: it is not; 2: the demo "
+        "cannot run here.",
+    )
+    several = _whole(1, 16)
+    parser.add_argument("--nproc", type=several, default=1, help="ranks, over gloo (1)")
+    parser.add_argument(
+        "--steps", type=_whole(2), default=300, help="optimizer steps of each training (300)"
+    )
+    parser.add_argument("--seeds", type=several, default=3, help="trainings per run (3)")
+    parser.add_argument("--beta2", type=float, help="Adam's beta2, instead of the settings file's")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("precision-shim-demo"),
+        metavar="FOLDER",
+        help="for curves.png, result.json and the logs (precision-shim-demo)",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML with verl's optim section, not ours"
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="to train on, not Python's own help texts"
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"a setting of the shim, one of {', '.join(TABLE)}; may be repeated",
+    )
 
 
-def demo(  # noqa: PLR0917
-    nproc: Annotated[int, typer.Option(help="Ranks, over gloo.", min=1, max=16)] = 1,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each training.", min=2)] = 300,
-    seeds: Annotated[int, typer.Option(help="Trainings per run.", min=1, max=16)] = 3,
-    beta2: Annotated[
-        float | None, typer.Option(help="Adam's beta2, instead of the settings file's.")
-    ] = None,
-    output: Annotated[
-        Path, typer.Option(help="Folder for curves.png, result.json and the logs.")
-    ] = Path("precision-shim-demo"),
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file with verl's optim section, instead of ours.")
-    ] = None,
-    text: Annotated[
-        Path | None, typer.Option(help="File to train on, instead of Python's own help texts.")
-    ] = None,
-) -> None:
-    """Train a tiny GPT through verl and Megatron-core, without and with the shim.
+def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A reader of whole numbers within bounds, for argparse."""
+    bounds = f"a whole number >= {low}" + ("" if high is None else f" and <= {high}")
 
-    On this machine's CPU, in fresh processes, with verl's own functions; measured from the tensors.
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = low - 1
+        if number < low or (high is not None and number > high):
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {bounds}")
+        return number
 
-    Exit status 0: the effect is what was promised; 1: it is not; 2: the demo cannot run here.
-    """
-    from rich.console import Console
+    return read
 
-    console = Console(highlight=False)
+
+def demo(asked: argparse.Namespace) -> int:
+    """Run both trainings, compare, and say whether the effect is what was promised."""
     try:
         _check_needed()
-        optim = _settings(config, beta2)
+        given, settings = _shim_settings(asked.settings)
+        optim = _optim(asked.config, asked.beta2)
+        text: Path | None = asked.text
         if text is not None and not text.is_file():
             raise _CannotRunError(f"--text {text}: no such file")
-        output = output.absolute()
+        output: Path = asked.output.absolute()
         output.mkdir(parents=True, exist_ok=True)
-        job = _Job(optim, config, text, output, nproc, steps, seeds)
-        raise typer.Exit(0 if _demo(console, job) else 1)
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        job = _Job(optim, asked.config, text, output, asked.nproc, asked.steps, asked.seeds)
+        return 0 if _demo(console, job, given, settings) else 1
     except _CannotRunError as error:
         print(f"precision-shim demo: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        return 2
     except _RunFailedError as error:
         print(f"precision-shim demo: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        return 1
+
+
+def _shim_settings(texts: list[str]) -> tuple[dict[str, object], Settings]:
+    """What ``--set`` gives to ``install()``, and the settings that then are in force."""
+    try:
+        _settings.switch()
+        given = settings_of(texts)
+        return given, _settings.resolve(settings=given)
+    except SettingsError as error:
+        raise _CannotRunError(str(error)) from None
 
 
 def _check_needed() -> None:
@@ -105,6 +153,10 @@ def _check_needed() -> None:
             found = False
         if not found:
             missing.append(package)
+    if missing and set(missing) <= set(_EXTRA.values()):
+        raise _CannotRunError(
+            f"not installed here: {', '.join(missing)}: pip install 'precision-shim[demo]'"
+        )
     if missing:
         raise _CannotRunError(
             f"not installed here: {', '.join(missing)}. It trains through the real ones: "
@@ -114,9 +166,9 @@ def _check_needed() -> None:
         )
 
 
-def _settings(config: Path | None, beta2: float | None) -> dict[str, Any]:
+def _optim(config: Path | None, beta2: float | None) -> dict[str, Any]:
     """The optim section, read the way verl's configuration is read."""
-    path = config or _SETTINGS
+    path = config or _OURS
     try:
         OmegaConf = importlib.import_module("omegaconf").OmegaConf  # noqa: N806
         loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
@@ -157,7 +209,7 @@ class _Job:
         """In words."""
         return f"{self.nproc} rank{'s' if self.nproc > 1 else ''} over gloo"
 
-    def specs(self, scratch: Path, settings: dict[str, Any]) -> tuple[Spec, Spec]:
+    def specs(self, scratch: Path, settings: dict[str, object]) -> tuple[Spec, Spec]:
         """The two runs."""
         without, with_shim = (
             Spec(
@@ -181,7 +233,7 @@ class _Job:
         return without, with_shim
 
 
-def _demo(console: Console, job: _Job) -> bool:
+def _demo(console: Console, job: _Job, given: dict[str, object], in_force: Settings) -> bool:
     """Run it all; whether the effect is what was promised."""
     from . import _demo_report as report
 
@@ -197,7 +249,13 @@ def _demo(console: Console, job: _Job) -> bool:
         ("training", f"{job.steps} steps, {job.seeds} seed{plural}"),
     ):
         _indented(console, f"{label:<9} {value}")
-    settings = _install_settings(console, versions["verl"])
+    if _settings.switch() == "off":
+        _indented(
+            console,
+            f"{PREFIX}={os.environ[PREFIX]} is set: install() does nothing, so that the run with "
+            "the shim trains without it, too. Unset it to see the shim's effect.",
+        )
+    settings = _install_settings(console, versions["verl"], given, in_force)
     with tempfile.TemporaryDirectory(prefix="precision-shim-demo-") as scratch:
         specs = job.specs(Path(scratch), settings)
         _train(console, specs, job.output)
@@ -242,17 +300,19 @@ def _demo(console: Console, job: _Job) -> bool:
     return ok
 
 
-def _install_settings(console: Console, verl: str) -> dict[str, Any]:
+def _install_settings(
+    console: Console, verl: str, given: dict[str, object], in_force: Settings
+) -> dict[str, object]:
     """What the run with the shim gives to ``install()``."""
     from packaging.version import Version
 
-    if Version(verl) < Version("0.9.0.dev0") or "PRECISION_SHIM_OPTIMIZER_STATES" in os.environ:
-        return {}
+    if Version(verl) < Version("0.9.0.dev0") or in_force.is_set("optimizer_states"):
+        return given
     console.print(
         f"verl {verl} has an opt-in of its own, at which the shim takes it by default; here it "
         "is told optimizer_states=follow-model."
     )
-    return {"optimizer_states": "follow-model"}
+    return {**given, "optimizer_states": "follow-model"}
 
 
 # -- the runs -------------------------------------------------------------------------------
@@ -325,11 +385,10 @@ class _Run:
 
 def _environment(spec: Spec) -> dict[str, str]:
     environment = dict(os.environ)
-    switch = environment.get("PRECISION_SHIM", "").strip().lower()
     if not spec.shim:
-        environment["PRECISION_SHIM"] = "0"
-    elif switch not in _OFF:  # an operator's "off" stays; otherwise install() is what is shown
-        environment.pop("PRECISION_SHIM", None)
+        environment[PREFIX] = "0"
+    elif _settings.switch() != "off":  # the kill switch stays; otherwise install() is shown
+        environment.pop(PREFIX, None)
     # Matrices this small gain nothing from threads.
     environment.setdefault("OMP_NUM_THREADS", "1")
     return environment

@@ -7,6 +7,7 @@ libraries) is tried in a child process, so that the doctor survives it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -15,14 +16,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from .. import __version__, _registry, _session, _settings, _startup
-from .._settings import FEATURES, PREFIX, TABLE, Settings
-from .._status import SeamStatus
+from .. import __version__, _registry, _session, _settings, _startup, _status_text
+from .._settings import PREFIX, TABLE, Settings
+from .._status import FrameworkStatus, SeamStatus
+from .._status_text import fold
 from ..errors import PrecisionShimError, SettingsError
+from . import add_command
+from ._output import show
+
+if TYPE_CHECKING:
+    from . import Commands
 
 __all__ = ["doctor", "examine", "register"]
 
@@ -35,7 +40,8 @@ PACKAGES = (
     ("ray", ("ray",)),
 )
 _SHOWN = {"pending": "to wrap"}  # of a preview: what status() shows as waiting for the import
-_WIDTH = 80
+_COLUMN = 16
+_LONG = 5  # lines of one problem; the whole of it is behind --verbose
 _PATIENCE = 120  # seconds for an import in a child process; TransformerEngine's takes its time
 
 _START_UP = """
@@ -57,28 +63,44 @@ except BaseException as error:
 """
 
 
-def register(app: typer.Typer) -> None:
-    """Add ``doctor`` to ``app``."""
-    app.command("doctor")(doctor)
+def register(commands: Commands) -> None:
+    """Add ``doctor`` to the command line."""
+    parser = add_command(
+        commands,
+        "doctor",
+        doctor,
+        help="Show what is installed, what would be patched here and why not.",
+        more="The exit status is 1 when a feature that the variables ask for could not be applied.",
+    )
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="print everything as JSON"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print every seam, and every setting, too"
+    )
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-) -> None:
-    """Show what is installed, what would be patched here and why not.
-
-    The exit status is 1 when a feature that the variables ask for could not be applied.
-    """
-    found = examine()
-    typer.echo(json.dumps(found, indent=2) if as_json else _text(found))
-    raise typer.Exit(0 if found["ok"] else 1)
+def doctor(asked: argparse.Namespace) -> int:
+    """Print what was found; the exit status is 1 where something is wrong."""
+    found, frameworks = _look()
+    if asked.as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(_text(found, frameworks, verbose=asked.verbose))
+    return 0 if found["ok"] else 1
 
 
 def examine() -> dict[str, Any]:
     """Everything that the doctor knows, ready for JSON."""
+    return _look()[0]
+
+
+def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
+    """The same, and the frameworks as ``status()`` has them, with all that a seam tells."""
     _startup.stop()  # this process looks; it should not be patched by what it imports
     problems: list[str] = []
     settings = _resolve(problems)
+    frameworks: dict[str, FrameworkStatus] = {}
     switch = _switch()
     found: dict[str, Any] = {
         "ok": True,
@@ -94,7 +116,7 @@ def examine() -> dict[str, Any]:
         },
         "strict": settings.strict,
         "frameworks": {
-            name: _framework(entry, settings, problems)
+            name: _framework(entry, settings, problems, frameworks)
             for name, entry in _registry.entries().items()
         },
     }
@@ -108,7 +130,7 @@ def examine() -> dict[str, Any]:
     # With the kill switch on nothing is asked for, so nothing can be missing.
     found["problems"] = problems
     found["ok"] = not problems or switch == "off"
-    return found
+    return found, frameworks
 
 
 def _resolve(problems: list[str]) -> Settings:
@@ -167,45 +189,56 @@ def _variables(problems: list[str]) -> Iterator[tuple[str, Any]]:
             )
 
 
-def _framework(entry: _registry.Entry, settings: Settings, problems: list[str]) -> dict[str, Any]:
+def _framework(
+    entry: _registry.Entry,
+    settings: Settings,
+    problems: list[str],
+    frameworks: dict[str, FrameworkStatus],
+) -> dict[str, Any]:
+    one, told = _preview(entry, settings)
+    problems += told
+    frameworks[entry.framework] = one
+    return {
+        "version": one.version,
+        "tested": one.tested,
+        "state": one.state,
+        "reason": one.reason,
+        "seams": [seam.to_dict() for seam in one.seams],
+    }
+
+
+def _preview(entry: _registry.Entry, settings: Settings) -> tuple[FrameworkStatus, list[str]]:
+    """What would happen to a framework here, and what is wrong with that."""
     name = entry.framework
     version = _session.version_of(entry.distribution, entry.packages)
-    found: dict[str, Any] = {"version": version, "tested": None, "state": "absent", "reason": ""}
-    found["seams"] = []
     asked_by_name = settings.frameworks is not None and name in settings.frameworks
     if settings.frameworks is not None and not asked_by_name:
-        return {**found, "state": "off", "reason": "not among the frameworks asked for"}
+        return FrameworkStatus(version, "off", reason="not among the frameworks asked for"), []
     if version is None:
-        if asked_by_name:
-            problems.append(f"{PREFIX}_FRAMEWORKS names {name}, which is not installed here")
-        return found
+        problem = f"{PREFIX}_FRAMEWORKS names {name}, which is not installed here"
+        return FrameworkStatus(None, "absent"), [problem] if asked_by_name else []
     try:
         adapter = entry.load()
         seams = _session.preview(adapter, settings)
     except PrecisionShimError as error:
-        problems.append(str(error))
-        return {**found, "state": "refused", "reason": str(error)}
-    found["tested"] = version in adapter.tested
-    if not found["tested"]:
-        found["reason"] = f"not among the tested versions: {', '.join(adapter.tested)}"
+        return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
+    tested = version in adapter.tested
+    reason = "" if tested else f"not among the tested versions: {', '.join(adapter.tested)}"
     # A seam that is declared as a refusal says so where it is used; it is no fault of this machine.
-    declared = {(one.target, one.feature) for one in adapter.seams if one.refusal}
     broken: dict[str, SeamStatus] = {}
     for seam in seams:
-        if seam.state == "refused" and (seam.target, seam.feature) not in declared:
+        if seam.state == "refused" and not seam.refusal:
             if seam.target in seam.reason:  # the cause, not one that is refused with it
                 broken[seam.feature] = seam
             broken.setdefault(seam.feature, seam)
-    for feature, seam in broken.items():
-        problems.append(f"{name} {version}: {feature} cannot be applied: {seam.reason}")
+    problems = [
+        f"{name} {version}: {feature} cannot be applied: {seam.reason}"
+        for feature, seam in broken.items()
+    ]
     states = {seam.state for seam in seams}
     order = ("refused", "pending", "native", "off") if broken else ("pending", "native", "off")
-    found["state"] = next((state for state in order if state in states), "absent")
-    found["seams"] = [
-        {"target": s.target, "feature": s.feature, "state": s.state, "reason": s.reason}
-        for s in seams
-    ]
-    return found
+    state = next((state for state in order if state in states), "absent")
+    return FrameworkStatus(version, state, seams, reason, tested), problems
 
 
 def _in_child(code: str, environment: Mapping[str, str] | None = None) -> Any:
@@ -234,80 +267,89 @@ def _flags() -> list[str]:
 # -- as text ----------------------------------------------------------------------------------
 
 
-def _text(found: Mapping[str, Any]) -> str:
-    lines = [f"precision_shim {found['precision_shim']['version']}"]
-    lines += _row("", found["precision_shim"]["path"])
-    lines += _row("Python", f"{found['python']['version']}  {found['python']['executable']}")
+def _text(
+    found: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus], *, verbose: bool
+) -> str:
     start_up = found["start_up"]
-    lines += _row("start-up file", "active" if start_up["active"] else "not active")
-    lines += _row("", start_up["reason"])
-    for name, package in found["packages"].items():
-        lines += _row(name, _package_text(package))
+    lines = [f"precision_shim {found['precision_shim']['version']}"]
+    lines += _row("in", found["precision_shim"]["path"])
+    lines += _row("Python", f"{found['python']['version']}, {found['python']['executable']}")
+    active = "active" if start_up["active"] else "not active"
+    lines += _row("start-up file", f"{active}: {start_up['reason']}".removesuffix(": "))
+    packages = found["packages"]
+    here = [_package_text(name, one) for name, one in packages.items() if one["version"]]
+    lines += _row("packages", ", ".join(here) or "none of those that matter here")
+    missing = [name for name, one in packages.items() if not one["version"]]
+    lines += _row("not installed", ", ".join(missing))
+    for name, one in packages.items():
+        if one.get("import_error"):
+            lines += _short(_row(name, f"cannot be imported: {one['import_error']}"), verbose)
 
-    lines += ["", "variables in force"]
-    for name, value in found["variables"].items():
-        lines += _row(name, value, 36)
-    if not found["variables"]:
-        lines += _row("none", "", 36)
+    variables = [f"{name}={value}" for name, value in found["variables"].items()]
+    lines += ["", *_row("variables", ", ".join(variables) or "none is set")]
     said = {
         "unset": f"{PREFIX} is unset: only install() patches; below is what it would do",
         "off": f"{PREFIX} is off: nothing is patched; below is what would be",
         "invalid": f"{PREFIX} is not valid: nothing is patched; below is what would be",
     }.get(found["switch"], "")
-    lines += _fold(said, 2)
-    lines += ["", f"settings{' (strict)' if found['strict'] else ''}"]
-    for name, setting in found["settings"].items():
-        lines += _row(name, f"{setting['value']}  ({setting['from']})", 36)
-    lines += _row("features", ", ".join(found["features"]) or "none", 36)
+    lines += _row("", said)
+    if verbose:
+        lines += _row("settings", "strict" if found["strict"] else "not strict")
+        for name, setting in found["settings"].items():
+            lines += _row("", f"{name}={setting['value']}  ({setting['from']})")
+        lines += _row("features", ", ".join(found["features"]) or "none")
 
-    for name, framework in found["frameworks"].items():
-        lines += ["", *_framework_text(name, framework)]
+    for name, one in frameworks.items():
+        if one.state not in ("absent", "off"):
+            lines += ["", *_framework_text(name, one, found["features"], verbose)]
+    absent = ", ".join(name for name, one in frameworks.items() if one.state == "absent")
+    off = ", ".join(name for name, one in frameworks.items() if one.state == "off")
+    lines += [""] if absent or off else []
+    lines += fold(f"not installed: {absent}", 0, 2) if absent else []
+    lines += fold(f"not asked for: {off}", 0, 2) if off else []
+
     lines += ["", "problems" if found["problems"] else "no problems"]
-    for problem in found["problems"]:
-        lines += _fold(problem, 2)
+    for problem in _problems(found["problems"], frameworks):
+        lines += _short(fold(problem, 2, 4, break_words=True), verbose)
     return "\n".join(lines)
 
 
-def _package_text(package: Mapping[str, Any]) -> str:
-    text = package["version"] or "not installed"
-    if package.get("c_extension") is not None:
-        text += ", C extension" if package["c_extension"] else ", pure Python (slower calls)"
-    if package.get("import_error"):
-        text += f", cannot be imported: {package['import_error']}"
-    return str(text)
+def _framework_text(
+    name: str, one: FrameworkStatus, features: list[str], verbose: bool
+) -> list[str]:
+    lines = _status_text.framework(name, one, features, ahead=True)
+    if verbose:
+        lines += ["", *_status_text.seams(one.seams, _SHOWN)]
+    return lines
 
 
-def _framework_text(name: str, framework: Mapping[str, Any]) -> Iterator[str]:
-    tested = {True: ", tested", False: ", not tested", None: ""}[framework["tested"]]
-    version = framework["version"] or "not installed"
-    state = _SHOWN.get(framework["state"], framework["state"])
-    yield f"{name} {version}{tested}" + ("" if framework["version"] is None else f": {state}")
-    yield from _fold(framework["reason"], 2)
-    for feature in FEATURES:
-        seams = [seam for seam in framework["seams"] if seam["feature"] == feature]
-        if seams:
-            yield f"  {feature}"
-        for seam in seams:
-            module, _, attribute = seam["target"].partition(":")
-            yield f"    {_SHOWN.get(seam['state'], seam['state']):<8} {attribute}"
-            yield from _fold(f"in {module}", 13)
-            yield from _fold(seam["reason"], 13)
+def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
+    """Each thing once: what was refused for one reason is one problem here."""
+    refused = {
+        f"{name} {one.version}: {seam.feature} cannot be applied: {seam.reason}"
+        for name, one in frameworks.items()
+        for seam in one.seams
+    }
+    told = [problem for problem in problems if problem not in refused]
+    for name, one in frameworks.items():
+        told += _status_text.refusals(f"{name} {one.version}", one.seams)
+    return list(dict.fromkeys(told))
 
 
-def _row(label: str, text: str, width: int = 20) -> list[str]:
-    if not text:
-        return [f"  {label}"] if label else []
-    first, *rest = _fold(text, width + 2)
-    return [f"  {label:<{width}}{first.strip()}", *rest]
+def _package_text(name: str, package: Mapping[str, Any]) -> str:
+    text = f"{name} {package['version']}"
+    if package.get("c_extension") is False:
+        text += " (pure Python: slower calls)"
+    return text
 
 
-def _fold(text: str, indent: int) -> list[str]:
-    import textwrap
+def _row(label: str, text: str) -> list[str]:
+    # Paths are longer than a line in many places.
+    return fold(f"{label:<{_COLUMN - 3}} {text}", 2, _COLUMN, break_words=True) if text else []
 
-    return textwrap.wrap(
-        " ".join(text.split()),
-        _WIDTH,
-        initial_indent=" " * indent,
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-    )
+
+def _short(lines: list[str], verbose: bool) -> list[str]:
+    if verbose or len(lines) <= _LONG:
+        return lines
+    indent = " " * (len(lines[1]) - len(lines[1].lstrip()))
+    return [*lines[: _LONG - 1], f"{indent}... the rest: precision-shim doctor --verbose"]

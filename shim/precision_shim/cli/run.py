@@ -6,61 +6,75 @@ ours in between. What it can reach is what the start-up file and Ray's runtime_e
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from .. import _settings
 from .._settings import FEATURES, PREFIX, TABLE
 from ..errors import SettingsError
+from . import add_command, settings_of
+
+if TYPE_CHECKING:
+    from . import Commands
 
 __all__ = ["register", "run", "variables"]
 
 
-def register(app: typer.Typer) -> None:
-    """Add ``run`` to ``app``."""
-    app.command(
+def register(commands: Commands) -> None:
+    """Add ``run`` to the command line."""
+    parser = add_command(
+        commands,
         "run",
-        context_settings={"allow_interspersed_args": False},  # the command's options are its own
-        help=(
-            "Run COMMAND with the shim on in it and in all its children: "
-            "precision-shim run --strict -- python -m verl.trainer.main_ppo ..."
-        ),
-    )(run)
+        run,
+        help="Run COMMAND with the shim on in it and in all its children.",
+        more="Example: precision-shim run --strict -- python -m verl.trainer.main_ppo ...",
+        usage="precision-shim run [options] [--] COMMAND ...",
+    )
+    parser.add_argument(
+        "--features",
+        metavar="LIST",
+        help=f"comma list of {', '.join(FEATURES)}; -NAME takes one away from all",
+    )
+    parser.add_argument("--frameworks", metavar="LIST", help="comma list of frameworks")
+    parser.add_argument(
+        "--strict", action="store_true", help="what cannot be patched is an error in the job"
+    )
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"a setting, one of {', '.join(TABLE)}; may be repeated",
+    )
+    # Everything from the first word that is no option of ours: the command's options are its own.
+    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 
-def run(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", show_default=False)],
-    features: Annotated[
-        str | None,
-        typer.Option(help=f"Comma list of {', '.join(FEATURES)}; -NAME takes one away from all."),
-    ] = None,
-    frameworks: Annotated[str | None, typer.Option(help="Comma list of frameworks.")] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="What cannot be patched is an error in the job.")
-    ] = False,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help=f"One of {', '.join(TABLE)}."),
-    ] = None,
-) -> None:
+def run(asked: argparse.Namespace) -> int:
     """Set the variables and execute the command in this process."""
+    command = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
+    if not command:
+        asked.parser.error("COMMAND is missing: what is to be run?")
     try:
         off = _settings.switch() == "off"
         ours = variables(
-            features=features, frameworks=frameworks, strict=strict, settings=settings or []
+            features=asked.features,
+            frameworks=asked.frameworks,
+            strict=asked.strict,
+            settings=asked.settings,
         )
     except SettingsError as error:
-        typer.echo(f"precision-shim run: {error}", err=True)
-        raise typer.Exit(2) from None
+        print(f"precision-shim run: {error}", file=sys.stderr)
+        return 2
     if off:
         # The operator's kill switch outranks a command line, as it outranks install().
-        typer.echo(
+        print(
             f"precision-shim run: {PREFIX}={os.environ[PREFIX]} is set: the command runs without "
             "the shim",
-            err=True,
+            file=sys.stderr,
         )
     else:
         os.environ.update(ours)
@@ -69,8 +83,8 @@ def run(
     try:
         os.execvp(command[0], command)
     except OSError as error:  # the shells' statuses
-        typer.echo(f"precision-shim run: {command[0]}: {error.strerror}", err=True)
-        raise typer.Exit(127 if isinstance(error, FileNotFoundError) else 126) from None
+        print(f"precision-shim run: {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
 
 
 def variables(
@@ -81,21 +95,13 @@ def variables(
     Raises:
         SettingsError: a name or value makes no sense.
     """
-    given: dict[str, object] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise SettingsError(
-                f"--set {text!r} is not NAME=VALUE; allowed names: {', '.join(TABLE)}."
-            )
-        given[name.strip().lower().replace("-", "_")] = value
     from .._registry import entries
 
     resolved = _settings.resolve(
         features=features,
         frameworks=frameworks,
         strict=strict or None,
-        settings=given,
+        settings=settings_of(settings),
         known_frameworks=entries(),
     )
     return {**resolved.given, PREFIX: "strict" if resolved.strict else "1"}

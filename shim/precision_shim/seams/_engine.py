@@ -435,7 +435,17 @@ class Engine:
         """States of a framework's seams, in the order of its table."""
         with self._lock:
             return tuple(
-                SeamStatus(one.seam.target, one.seam.feature, one.state, one.reason)
+                SeamStatus(
+                    one.seam.target,
+                    one.seam.feature,
+                    one.state,
+                    one.reason,
+                    path=one.adapter.paths.get(one.seam.path, one.seam.path),
+                    refusal=one.seam.refusal,
+                    why=one.seam.why,
+                    upstream=one.seam.upstream,
+                    delete_when=one.seam.delete_when,
+                )
                 for one in self._plans.get(framework, ())
             )
 

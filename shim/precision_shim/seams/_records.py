@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ._source import Symbol
@@ -86,6 +86,10 @@ class Adapter:
         seams: the table of seams; of several on one target the first is the innermost wrapper.
         effects: ``"module:attribute"`` targets where a feature first takes effect (an optimizer
             or a DDP is built). In strict mode a fault is raised there, and nowhere earlier.
+        paths: what users call the paths of the seams, such as ``{"fsdp": "FSDP engine"}``; one
+            that is not here is shown by its own name. A name that ends in brackets, such as
+            ``"FSDP engine (metrics)"``, is a path that only serves others: ``str(status())`` shows
+            it where it was refused, and else leaves it to ``details()``.
     """
 
     framework: str
@@ -94,3 +98,4 @@ class Adapter:
     tested: tuple[str, ...]
     seams: tuple[Seam, ...]
     effects: tuple[str, ...] = ()
+    paths: Mapping[str, str] = field(default_factory=dict, hash=False)

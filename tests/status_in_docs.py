@@ -1,0 +1,97 @@
+"""What ``status()`` says in a real worker: held to a screen, and against the docs.
+
+Which modules are imported decides what is in force and what waits, so the worker is built in a
+process of its own: a second pytest that runs ``status_worker.py`` of the framework's tests, with
+their fixtures. The docs have the newest pinned version's text, between two markers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import precision_shim
+
+ROOT = Path(__file__).parents[1]
+_FILE = "STATUS_IN_DOCS"
+_END = "<!-- /status -->"
+
+
+def tell() -> None:
+    """In the worker's process: hand its screen over, and hold its paths to their users' names.
+
+    Of the framework's version what a build has added ("+" and a commit) is left out.
+    """
+    from precision_shim._registry import entries
+
+    status = precision_shim.status()
+    known = entries(third_party=False)
+    for name, one in status.frameworks.items():
+        if one.seams:
+            declared = set(known[name].load().paths.values())
+            undeclared = {seam.path for seam in one.seams} - declared
+            assert not undeclared, f"{name}: not in the adapter's paths: {sorted(undeclared)}"
+    text = re.sub(r"^([\w-]+ [\d.]\w*[^ ,+]*)\+\w+", r"\1", str(status), flags=re.MULTILINE)
+    Path(os.environ[_FILE]).write_text(text + "\n", encoding="utf-8")
+
+
+def of_a_worker(script: Path, folder: Path) -> str:
+    """What ``status()`` says where ``script`` has built its worker."""
+    file = folder / "status.txt"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)],
+        cwd=ROOT,
+        env={**environment, _FILE: str(file)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert file.exists(), ended.stdout + ended.stderr
+    return file.read_text(encoding="utf-8")
+
+
+def hold(text: str, framework: str, environment: str, request: pytest.FixtureRequest) -> None:
+    """The text fits a screen, and is what stands in the docs of the framework.
+
+    Args:
+        text: from :func:`of_a_worker`.
+        framework: as users write it; names the markers and the file in ``docs``.
+        environment: the tox environment, with the installed version.
+        request: pytest's, for the file of the calling test and ``--write-docs``.
+    """
+    lines = text.splitlines()
+    assert len(lines) <= 40, text
+    assert max(map(len, lines)) <= 80, text
+    if environment not in newest():
+        return
+    docs = ROOT / "docs" / f"{framework}.md"
+    whole = docs.read_text(encoding="utf-8")
+    begin = f"<!-- status:{framework} -->"
+    before, found, rest = whole.partition(begin)
+    held, ended, after = rest.partition(_END)
+    assert found, f"{docs.name} lacks {begin}"
+    assert ended, f"{docs.name} lacks {_END}"
+    wanted = f"\n```text\n{text}```\n"
+    if request.config.getoption("--write-docs"):
+        docs.write_text(before + begin + wanted + _END + after, encoding="utf-8")
+        return
+    test = request.path.relative_to(ROOT).as_posix()
+    update = f"tox run -e {environment} -- {test} --write-docs"
+    assert held == wanted, f"docs/{docs.name} shows another status(); write it anew: {update}"
+
+
+def newest() -> set[str]:
+    """The environments of the newest pinned version of each framework."""
+    from packaging.version import Version
+
+    found: dict[str, Version] = {}
+    for file in (ROOT / "tests" / "environments").glob("*-[0-9]*.txt"):
+        name, _, version = file.stem.rpartition("-")
+        found[name] = max(Version(version), found.get(name, Version(version)))
+    return {f"{name}-{version}" for name, version in found.items()}
