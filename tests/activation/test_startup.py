@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from precision_shim import _settings, _startup
+from precision_shim import _names, _settings, _startup
 
 from .conftest import ROOT
 
@@ -37,17 +37,17 @@ def modules(environment, *flags, **variables):
 def test_one_line_and_the_same_name():
     line = (ROOT / "shim/zz_precision_shim.pth").read_text()
     assert line.count("\n") == 1
-    assert line.startswith("import os; ")
+    assert line.startswith("import os, sys; ")
     entry = (ROOT / "shim/zz_precision_shim.start").read_text().splitlines()[-1]
     assert entry == f"{_startup.__name__}:{_startup.init.__name__}"
 
 
 def test_the_line_and_the_settings_agree_on_off():
     line = (ROOT / "shim/zz_precision_shim.pth").read_text()
-    off = line[line.index("not in (") + len("not in ") : line.index(" and __import__")]
-    assert ast.literal_eval(off) == ("", *_startup.OFF)
-    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _startup.OFF} == {"off"}
-    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _startup.ON} == {"on"}
+    off = line[line.index("not in (") + len("not in ") : line.index(" and exec(")]
+    assert ast.literal_eval(off) == ("", *_names.OFF)
+    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _names.OFF} == {"off"}
+    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _names.ON} == {"on"}
 
 
 def test_every_variable_has_a_bad_value_here():
@@ -74,10 +74,41 @@ def test_off_imports_nothing(environment, value):
 
 
 @pytest.mark.parametrize("value", ["1", "true", "ON", "yes", "strict"])
-def test_on_imports_itself_and_no_more(environment, value):
-    more = modules(environment, PRECISION_SHIM=value) - modules(environment)
-    assert more == {"precision_shim", "precision_shim._startup"}
+def test_on_imports_nothing_either(environment, value):
+    assert modules(environment, PRECISION_SHIM=value) == modules(environment)
+    names = "import sys; print([getattr(one, '__name__', '') for one in sys.meta_path])"
+    first, *rest = ast.literal_eval(environment.run("-c", names, PRECISION_SHIM=value).stdout)
+    assert first == _startup.FIRST
+    assert rest == ast.literal_eval(environment.run("-c", names).stdout)
+
+
+@pytest.mark.parametrize("install", ["environment", "editable"])
+def test_on_with_a_package_imports_itself_and_no_more(install, request, write_files, tmp_path):
+    write_files(tmp_path, {"some_package.py": ""})
+    made = request.getfixturevalue(install)
+    code = f"import some_package; {LIST_MODULES}"
+    path = {"PYTHONPATH": str(tmp_path)}
+    off = json.loads(made.run("-c", code, **path).stdout)
+    more = set(json.loads(made.run("-c", code, PRECISION_SHIM="1", **path).stdout)) - set(off)
+    assert more == {
+        "precision_shim",
+        "precision_shim._finders",
+        "precision_shim._names",
+        "precision_shim._startup",
+        "precision_shim.carriers",
+        "precision_shim_adapters",
+        "precision_shim_adapters.frameworks",
+    }
     assert not more & HEAVY
+
+
+def test_a_process_that_cannot_import_the_package_goes_on(environment, on, write_files, tmp_path):
+    """Tools that replace ``sys.path``, as pex does: they are without the shim."""
+    write_files(tmp_path, {"theirs.py": "FOUND = True\n", "more.py": ""})
+    code = "import sys; sys.path[:] = [one for one in sys.path if 'site-packages' not in one]; "
+    code += "import theirs, more; print(theirs.FOUND)"
+    done = environment.run("-c", code, PYTHONPATH=str(tmp_path), **on)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.parametrize("install", ["environment", "editable"])
@@ -94,17 +125,17 @@ def test_the_package_that_wakes_the_adapter_may_be_the_target(environment, on):
 def test_start_up_files_may_be_executed_again(environment, on):
     code = f"""
 import site, sys
+def ours():
+    return [one for one in sys.meta_path if hasattr(one, "finds_nothing")]
 for _ in range(2):
     site.addsitedir({str(environment.site)!r})
-ours = [one for one in sys.meta_path if type(one).__module__.startswith("precision_shim")]
-assert len(ours) == 1, ours
+assert len(ours()) == 1, ours()
 {PATCHED}
 site.addsitedir({str(environment.site)!r})
 import precision_shim
 precision_shim.uninstall()
 site.addsitedir({str(environment.site)!r})
-ours = [one for one in sys.meta_path if type(one).__module__.startswith("precision_shim")]
-assert not ours, ours
+assert not ours(), ours()
 """
     done = environment.run("-c", code, **on)
     assert (done.stdout, done.stderr) == ("-2\n", "")
@@ -204,6 +235,7 @@ def test_a_bad_switch_is_one_line_and_nothing_else(environment):
     (line,) = done.stderr.splitlines()
     assert "PRECISION_SHIM='maybe'" in line
     assert "strict" in line
+    assert environment.run("-c", "pass", PRECISION_SHIM="maybe").stderr == ""
 
 
 @pytest.mark.parametrize("variable", BAD)

@@ -39,9 +39,9 @@ _WIDTH = 80
 _PATIENCE = 120  # seconds for an import in a child process; TransformerEngine's takes its time
 
 _START_UP = """
-import json, sys
-module = sys.modules.get("precision_shim._startup")
-print(json.dumps(bool(module and module.waiting())))
+import json
+from precision_shim import _startup
+print(json.dumps(_startup.waiting()))
 """
 _WRAPT = """
 import json, wrapt
@@ -185,7 +185,7 @@ def _framework(entry: _registry.Entry, settings: Settings, problems: list[str]) 
     except PrecisionShimError as error:
         problems.append(str(error))
         return {**found, "state": "refused", "reason": str(error)}
-    found["tested"] = version in adapter.tested
+    found["tested"] = _registry.is_tested(version, adapter.tested)
     if not found["tested"]:
         found["reason"] = f"not among the tested versions: {', '.join(adapter.tested)}"
     # A seam that is declared as a refusal says so where it is used; it is no fault of this machine.
