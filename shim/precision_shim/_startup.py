@@ -1,9 +1,11 @@
 """The start in a process whose environment asks for the shim: wait for a framework's import.
 
 The variable reaches every process of a cluster, pip and compile workers included. So the line in
-``zz_precision_shim.pth`` puts a few lines of a finder into ``sys.meta_path`` and imports nothing;
-at the first import from outside the standard library that finder calls ``take_over()`` here, and
-what stands in its place from then on waits for the frameworks' own packages.
+``zz_precision_shim.pth`` puts a finder of one expression into ``sys.meta_path`` and imports nothing
+(what that costs without bytecode: docs/activation.md). At the first import from outside the
+standard library that finder calls ``take_over()`` here, and another one waits from then on for the
+frameworks' own packages. Where this package cannot be found then, as under a tool that replaces
+``sys.path``, the process goes on without it.
 
 Nothing here raises, and nothing here ends a process: it would end pip and Ray's agents too.
 """
@@ -47,11 +49,13 @@ def init() -> None:
         _say(f"not installed: {error!r}")
 
 
-def take_over(first: type, name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
+def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
     """Take the place of the start-up file's finder, and answer the look that it was asked."""
     init()
-    # It stays where it is, importlib being on its way through the list, and answers no more.
-    first.find_spec = lambda *_: None  # type: ignore[attr-defined]
+    first = _first()
+    if first is not None:
+        # It stays where it is, importlib being on its way through the list, and answers no more.
+        first.find_spec = lambda *_: None
     return _waiting.find_spec(name, None, target) if _waiting is not None else None
 
 
@@ -78,7 +82,8 @@ def stop() -> None:
 
 
 def _first() -> "Any":
-    return next((one for one in sys.meta_path if getattr(one, "__name__", "") == FIRST), None)
+    ours = (one for one in sys.meta_path if getattr(one, "__name__", "") == FIRST)
+    return next(ours, None)
 
 
 def _names() -> "set[str]":

@@ -28,12 +28,7 @@ import precision_shim, precision_shim_adapters
 assert not {"torch", "verl"} & sys.modules.keys()
 assert not precision_shim.status().enabled
 """
-STARTED = (
-    "from precision_shim import _startup; "
-    "assert _startup.waiting(), 'the start-up file is dead'"
-)
-    "from precision_shim import _startup; assert _startup.waiting(), 'the start-up file is dead'"
-)
+STARTED = "from precision_shim import _startup; assert _startup.waiting(), 'it is dead'"
 
 
 def check_contents(wheel: Path, source: Path) -> None:
