@@ -415,3 +415,19 @@ def test_legacy_critics_small_gradients_survive(launch: Launch) -> None:
     for one in launch("underflow", role="critic"):
         assert one["zeros_False"] > 0.5
         assert one["zeros_True"] < 0.5 * one["zeros_False"]
+
+
+# -- strict ------------------------------------------------------------------------------------
+
+
+def test_strict_raises_where_a_trained_engine_gets_its_optimizer(launch: Launch) -> None:
+    (found,) = launch("strict", world=1)
+    assert found["bad setting"].startswith("SettingsError: PRECISION_SHIM_GROWTH_INTERVAL='often'")
+    assert found["refused"].startswith(f"SeamError: verl {VERL}: fp16-scaling on the fsdp engine")
+    for harmless in (
+        "bad setting, reference",
+        "refused, reference",
+        "refused, not strict",
+        "nothing wrong",
+    ):
+        assert found[harmless] == "", harmless
