@@ -15,9 +15,7 @@ import precision_shim
 
 from . import timing_of_importlib_bootstrap
 
-START_UP = (
-    "import sys; m = sys.modules.get('precision_shim._startup'); print(bool(m and m.waiting()))"
-)
+START_UP = "from precision_shim import _startup; print(_startup.waiting())"
 FRAMEWORKS = ("nemo_rl", "skyrl", "verl")
 TRANSFORMER_ENGINE = "2.11.0"
 

@@ -21,6 +21,8 @@ _WHERE = {
     "InconsistentPrecisionError": "errors",
     "UnsupportedPrecisionError": "errors",
     "CheckpointLayoutError": "errors",
+    "LossScaleError": "errors",
+    "ScalerCheckpointError": "errors",
     "PrecisionShimWarning": "errors",
 }
 
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
     from .errors import CheckpointLayoutError as CheckpointLayoutError
     from .errors import DtypeError as DtypeError
     from .errors import InconsistentPrecisionError as InconsistentPrecisionError
+    from .errors import LossScaleError as LossScaleError
     from .errors import PrecisionShimError as PrecisionShimError
     from .errors import PrecisionShimWarning as PrecisionShimWarning
+    from .errors import ScalerCheckpointError as ScalerCheckpointError
     from .errors import SeamError as SeamError
     from .errors import SettingsError as SettingsError
     from .errors import UnsupportedPrecisionError as UnsupportedPrecisionError

@@ -1,15 +1,17 @@
-"""Which adapters there are: our own by name, third parties' through an entry point.
+"""Which adapters there are: our own as declared, third parties' through an entry point.
 
 An entry point of the group ``precision_shim.adapters`` names a ``seams.Adapter`` object; its name
-is the framework's. Adapter modules are imported only when one of the framework's packages is, so
-ours are listed here; the packages that wake them, in ``_startup``.
+is the framework's. Ours are declared in ``precision_shim_adapters.frameworks``. Either's modules
+are imported only when one of the framework's packages is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ._startup import ENTRY_POINTS, PACKAGES
+from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
+
+from ._first import ENTRY_POINTS
 from .errors import SeamError
 from .seams import Adapter
 from .seams._wrapper import resolve
@@ -55,43 +57,12 @@ class Entry:
         return adapter
 
 
-MEGATRON_EFFECTS = (
-    "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-    "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
-)
-
-BUILTIN = (
-    Entry(
-        "verl",
-        "verl",
-        PACKAGES["verl"],
-        "precision_shim_adapters.verl:ADAPTER",
-        MEGATRON_EFFECTS,
-    ),
-    Entry(
-        "skyrl",
-        "skyrl",
-        PACKAGES["skyrl"],
-        "precision_shim_adapters.skyrl:ADAPTER",
-        (
-            *MEGATRON_EFFECTS,
-            "skyrl.backends.skyrl_train.distributed.fsdp_strategy:"
-            "FSDPStrategy._fsdp_init_train_model",
-        ),
-    ),
-    Entry(
-        "nemo-rl",
-        "nemo-rl",
-        PACKAGES["nemo-rl"],
-        "precision_shim_adapters.nemo_rl:ADAPTER",
-        MEGATRON_EFFECTS,
-    ),
-)
-
-
 def entries(*, third_party: bool = True) -> dict[str, Entry]:
     """All known adapters by framework name; ours cannot be displaced by an entry point."""
-    found = {one.framework: one for one in BUILTIN}
+    found = {
+        one.name: Entry(one.name, one.distribution, one.packages, one.adapter, one.effects)
+        for one in FRAMEWORKS
+    }
     if third_party:
         from importlib.metadata import entry_points
 
@@ -101,3 +72,8 @@ def entries(*, third_party: bool = True) -> dict[str, Entry]:
                 name, Entry(name, name, (name.replace("-", "_"),), point.value, MEGATRON_EFFECTS)
             )
     return found
+
+
+def is_tested(version: str, tested: tuple[str, ...]) -> bool:
+    """Whether a version is among the tested ones; what a build has added to it does not count."""
+    return version.partition("+")[0] in tested

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from . import _journal, _ray, _settings, _startup
-from ._registry import Entry, entries
+from . import _first, _journal, _settings, _startup, carriers
+from ._finders import Watcher
+from ._registry import Entry, entries, is_tested
 from ._settings import PREFIX, Settings
-from ._startup import Sleeper
 from ._status import FrameworkStatus, SeamStatus, Status
 from .errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
 from .seams import Adapter, Engine
@@ -43,23 +43,27 @@ class _Session:
             on_fault=_fault if fault is None else _said_already,
             describe=_describe,
         )
-        self.sleeper = Sleeper(self._wake)
+        self.sleeper = Watcher(self._wake, before=True)
 
     def start(self) -> None:
         import sys
 
         _startup.stop()  # from here on the session's own sleeper waits
         if self.fault is None:
-            _ray.enter()
+            for package in _first.CARRIED:
+                carriers.enter(package)
         for entry in self.wanted():
             if any(package in sys.modules for package in entry.packages):
                 self.wake(entry)
             else:
                 self.sleeper.watch(entry.packages)
 
-    def wanted(self) -> list[Entry]:
+    def wants(self, framework: str) -> bool:
         named = self.settings.frameworks
-        return [one for name, one in self.known.items() if named is None or name in named]
+        return named is None or framework in named
+
+    def wanted(self) -> list[Entry]:
+        return [one for name, one in self.known.items() if self.wants(name)]
 
     def _wake(self, package: str) -> None:
         for entry in self.wanted():
@@ -217,7 +221,7 @@ def uninstall() -> None:
     global _current, _bad_start
     with _lock:
         _startup.stop()
-        _ray.leave()
+        carriers.leave()
         _bad_start = ""
         if _current is None:
             return
@@ -260,10 +264,12 @@ def status() -> Status:
 
 
 def in_force(framework: str, feature: str, path: str) -> bool:
-    """Whether a feature is on and was not refused on a path of a framework."""
+    """Whether a feature is on for a framework, and was not refused on a path of it."""
     session = _current
     return (
         session is not None
+        and session.wants(framework)
+        and framework not in session.broken
         and feature in session.settings.features
         and not session.engine.is_refused(framework, feature, path)
     )
@@ -291,7 +297,7 @@ def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
     adapter = session.awake.get(name)
     known = adapter or entry  # a third party's adapter knows its distribution better
     version = version_of(known.distribution, known.packages)
-    if session.settings.frameworks is not None and name not in session.settings.frameworks:
+    if not session.wants(name):
         return FrameworkStatus(version, "off", reason="not among the frameworks asked for")
     if name in session.broken:
         return FrameworkStatus(version, "refused", reason=str(session.broken[name]))
@@ -300,7 +306,7 @@ def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
     if adapter is None:
         return FrameworkStatus(version, "pending", reason="waits for the framework's import")
     seams = session.engine.report(name)
-    tested = version.partition("+")[0] in adapter.tested  # "+" begins what a build has added
+    tested = is_tested(version, adapter.tested)
     reason = "" if tested else f"not among the tested versions: {', '.join(adapter.tested)}"
     return FrameworkStatus(version, _summary(seams), seams, reason, tested)
 

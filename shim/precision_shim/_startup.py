@@ -1,8 +1,9 @@
-"""What the start-up files call in every Python process of the environment: ``init()``.
+"""The start in a process whose environment asks for the shim: wait for a framework's import.
 
-The variable reaches every process of a cluster, pip and compile workers included, so this module
-imports nothing that a bare interpreter has not loaded, and leaves everything else to the moment
-when a framework is imported. A finder that waits for that costs 0.2 microseconds per import.
+The variable reaches every process of a cluster, pip and compile workers included. So the line in
+``zz_precision_shim.pth`` only executes ``_first.py``, whose finder waits for the frameworks' own
+packages. When one is looked for, that finder calls ``take_over()`` here, and another one takes its
+place, which tells an import from a look.
 
 Nothing here raises, and nothing here ends a process: it would end pip and Ray's agents too.
 """
@@ -10,75 +11,17 @@ Nothing here raises, and nothing here ends a process: it would end pip and Ray's
 import os
 import sys
 
+from ._finders import Watcher
+from ._first import CARRIED, ENTRY_POINTS, OFF, ON, VARIABLE, First, wanted
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-
-VARIABLE = "PRECISION_SHIM"
-ON = ("1", "true", "on", "yes")
-OFF = ("0", "false", "off", "no")
-ENTRY_POINTS = "precision_shim.adapters"
-
-PACKAGES = {
-    "verl": ("verl",),
-    "skyrl": ("skyrl",),
-    "nemo-rl": ("nemo_rl",),
-}
-"""For each framework of ours the top-level packages whose import wakes its adapter. It stands here
-and not in ``_registry``, because here it costs a start-up nothing."""
-
-
-class Sleeper:
-    """A ``sys.meta_path`` finder that calls back once, when a named package is first found."""
-
-    finds_nothing = True  # looks of our own leave it out: they should wake nobody
-
-    def __init__(self, callback: "Callable[[str], None]") -> None:
-        """Make a sleeper that is not yet in place; the callback should raise nothing."""
-        self._callback = callback
-        self._names: set[str] = set()
-
-    def watch(self, names: "Iterable[str]") -> None:
-        """Add names of packages, and put the finder in place."""
-        self._names.update(names)
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
-
-    def remove(self) -> None:
-        """Forget all names and leave ``sys.meta_path``."""
-        self._names.clear()
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(
-        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
-    ) -> "ModuleSpec | None":
-        """Call back, then let the other finders find the module."""
-        if name not in self._names:
-            return None
-        self._names.discard(name)
-        if self._others(name, path, target) is None:
-            self._names.add(name)  # not installed: libraries look whether it is; that wakes nobody
-            return None
-        self._callback(name)
-        # Once more, for finders that the callback put in front: importlib is past their place.
-        return self._others(name, path, target)
-
-    def _others(
-        self, name: str, path: "Sequence[str] | None", target: "ModuleType | None"
-    ) -> "ModuleSpec | None":
-        for finder in list(sys.meta_path):
-            if finder is not self and hasattr(finder, "find_spec"):
-                spec = finder.find_spec(name, path, target)
-                if spec is not None:
-                    return spec
-        return None
-
+    from typing import Any
 
 _called = False
-_waiting: "Sleeper | None" = None
+_waiting: "Watcher | None" = None
 
 
 def init() -> None:
@@ -95,10 +38,22 @@ def init() -> None:
                 f"{'/'.join(ON)} (on), strict, {'/'.join(OFF)} (off), or unset"
             )
             return
-        _waiting = Sleeper(_seen)
-        _waiting.watch(_names())
+        _waiting = Watcher(_seen, before=True)
+        from precision_shim_adapters.frameworks import FRAMEWORKS
+
+        _waiting.watch(wanted(FRAMEWORKS))
     except Exception as error:
         _say(f"not installed: {error!r}")
+
+
+def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
+    """Take the place of the start-up file's finder, and answer the look that it was asked."""
+    init()
+    first = _first()
+    if first is not None:
+        # It stays where it is, importlib being on its way through the list, and answers no more.
+        first.find_spec = lambda *_: None
+    return _waiting.find_spec(name, None, target) if _waiting is not None else None
 
 
 def asked() -> bool:
@@ -108,34 +63,33 @@ def asked() -> bool:
 
 def waiting() -> bool:
     """Whether this process waits for a framework's import."""
-    return _waiting is not None
+    return _waiting is not None or (not _called and _first() is not None and asked())
 
 
 def stop() -> None:
     """Wait no longer: the session has taken over, or the shim was taken out."""
-    global _waiting
+    global _called, _waiting
+    first = _first()
+    if first is not None:
+        _called = True
+        sys.meta_path.remove(first)
     if _waiting is not None:
         _waiting.remove()
         _waiting = None
 
 
-def _names() -> "set[str]":
-    names = {package for packages in PACKAGES.values() for package in packages}
-    # A third party's framework is known by name only where the user names it. Otherwise it is
-    # looked for when torch is imported: reading every distribution's entry points takes 10 to
-    # 50 ms, which next to torch is nothing and in any other process would be everything.
-    named = os.environ.get(f"{VARIABLE}_FRAMEWORKS", "")
-    names.update(name.strip().lower().replace("-", "_") for name in named.split(","))
-    names.discard("")
-    return names | {"torch", "ray"}
+def _first() -> "Any":
+    # By name: the start-up file made a class of its own.
+    ours = (one for one in sys.meta_path if type(one).__name__ == First.__name__)
+    return next((one for one in ours if hasattr(one, "finds_nothing")), None)
 
 
 def _seen(package: str) -> None:
     try:
-        if package == "ray":
-            from . import _ray
+        if package in CARRIED:
+            from . import carriers
 
-            _ray.enter()
+            carriers.enter(package)
         elif package != "torch" or _third_parties():
             from . import _session
 

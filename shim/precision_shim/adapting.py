@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import _journal, _settings
-from ._registry import MEGATRON_EFFECTS
 from ._session import current_settings, in_force, version_of
 from ._settings import Settings
 from ._status import Decision
@@ -18,7 +17,6 @@ from .errors import SettingsError
 from .seams import Adapter, NativeProbe, Seam, Symbol, look
 
 __all__ = [
-    "MEGATRON_EFFECTS",
     "Adapter",
     "Decision",
     "NativeProbe",

@@ -7,13 +7,12 @@ import json
 
 import pytest
 
-from precision_shim import _settings, _startup
+from precision_shim import _first, _settings, _startup
 
 from .conftest import ROOT
 
 LIST_MODULES = "import sys, json; print(json.dumps(sorted(sys.modules)))"
 PATCHED = "from toy import ops; print(ops.scale(1))"
-HEAVY = {"wrapt", "torch", "importlib.metadata", "asyncio", "dataclasses", "typing", "inspect"}
 BAD = {
     "PRECISION_SHIM_FEATURES": "bf16-dispach",
     "PRECISION_SHIM_FRAMEWORKS": "toy,nosuch",
@@ -37,17 +36,17 @@ def modules(environment, *flags, **variables):
 def test_one_line_and_the_same_name():
     line = (ROOT / "shim/zz_precision_shim.pth").read_text()
     assert line.count("\n") == 1
-    assert line.startswith("import os; ")
+    assert line.startswith("import os, sys; ")
     entry = (ROOT / "shim/zz_precision_shim.start").read_text().splitlines()[-1]
     assert entry == f"{_startup.__name__}:{_startup.init.__name__}"
 
 
 def test_the_line_and_the_settings_agree_on_off():
     line = (ROOT / "shim/zz_precision_shim.pth").read_text()
-    off = line[line.index("not in (") + len("not in ") : line.index(" and __import__")]
-    assert ast.literal_eval(off) == ("", *_startup.OFF)
-    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _startup.OFF} == {"off"}
-    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _startup.ON} == {"on"}
+    off = line[line.index("not in (") + len("not in ") : line.index(" and next(")]
+    assert ast.literal_eval(off) == ("", *_first.OFF)
+    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _first.OFF} == {"off"}
+    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _first.ON} == {"on"}
 
 
 def test_every_variable_has_a_bad_value_here():
@@ -74,10 +73,56 @@ def test_off_imports_nothing(environment, value):
 
 
 @pytest.mark.parametrize("value", ["1", "true", "ON", "yes", "strict"])
-def test_on_imports_itself_and_no_more(environment, value):
-    more = modules(environment, PRECISION_SHIM=value) - modules(environment)
-    assert more == {"precision_shim", "precision_shim._startup"}
-    assert not more & HEAVY
+@pytest.mark.parametrize("install", ["environment", "editable"])
+def test_on_imports_nothing_either(install, request, write_files, tmp_path, value):
+    """Nor does a package that is nobody's framework."""
+    write_files(tmp_path, {"some_package.py": ""})
+    made = request.getfixturevalue(install)
+    code = """
+import json, sys
+finders = [getattr(one, "__name__", type(one).__name__) for one in sys.meta_path]
+import some_package
+print(json.dumps([sorted(sys.modules), finders]))
+"""
+    path = {"PYTHONPATH": str(tmp_path)}
+    modules, finders = json.loads(made.run("-c", code, **path).stdout)
+    found = json.loads(made.run("-c", code, PRECISION_SHIM=value, **path).stdout)
+    assert found == [modules, [_first.First.__name__, *finders]]
+
+
+@pytest.mark.parametrize("install", ["environment", "editable"])
+def test_on_with_torch_imports_itself_and_no_more(install, request, write_files, tmp_path):
+    write_files(tmp_path, {"torch.py": ""})
+    made = request.getfixturevalue(install)
+    for path in made.site.glob("*/entry_points.txt"):
+        if "precision_shim.adapters" in path.read_text():
+            path.rename(path.with_suffix(".away"))
+    code = f"import importlib.metadata, torch; {LIST_MODULES}"
+    variables = {"PYTHONPATH": str(tmp_path)}
+    try:
+        off = json.loads(made.run("-c", code, **variables).stdout)
+        on = json.loads(made.run("-c", code, PRECISION_SHIM="1", **variables).stdout)
+    finally:
+        for path in made.site.glob("*/entry_points.away"):
+            path.rename(path.with_suffix(".txt"))
+    more = set(on) - set(off)
+    assert more == {
+        "precision_shim",
+        "precision_shim._finders",
+        "precision_shim._first",
+        "precision_shim._startup",
+        "precision_shim_adapters",
+        "precision_shim_adapters.frameworks",
+    }
+
+
+def test_a_process_that_cannot_import_the_package_goes_on(environment, on, write_files, tmp_path):
+    """Tools that replace ``sys.path``, as pex does: they are without the shim."""
+    write_files(tmp_path, {"torch.py": "FOUND = True\n", "toy.py": ""})
+    code = "import sys; sys.path[:] = [one for one in sys.path if 'site-packages' not in one]; "
+    code += "import torch, toy; print(torch.FOUND)"
+    done = environment.run("-c", code, PYTHONPATH=str(tmp_path), **on)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.parametrize("install", ["environment", "editable"])
@@ -94,17 +139,17 @@ def test_the_package_that_wakes_the_adapter_may_be_the_target(environment, on):
 def test_start_up_files_may_be_executed_again(environment, on):
     code = f"""
 import site, sys
+def ours():
+    return [one for one in sys.meta_path if hasattr(one, "finds_nothing")]
 for _ in range(2):
     site.addsitedir({str(environment.site)!r})
-ours = [one for one in sys.meta_path if type(one).__module__.startswith("precision_shim")]
-assert len(ours) == 1, ours
+assert len(ours()) == 1, ours()
 {PATCHED}
 site.addsitedir({str(environment.site)!r})
 import precision_shim
 precision_shim.uninstall()
 site.addsitedir({str(environment.site)!r})
-ours = [one for one in sys.meta_path if type(one).__module__.startswith("precision_shim")]
-assert not ours, ours
+assert not ours(), ours()
 """
     done = environment.run("-c", code, **on)
     assert (done.stdout, done.stderr) == ("-2\n", "")

@@ -29,7 +29,7 @@ import precision_shim, precision_shim_adapters
 assert not {"torch", "verl"} & sys.modules.keys()
 assert not precision_shim.status().enabled
 """
-STARTED = "import sys; assert 'precision_shim._startup' in sys.modules, 'the start-up file is dead'"
+STARTED = "from precision_shim import _startup; assert _startup.waiting(), 'it is dead'"
 
 ALONE = """
 import re

@@ -142,6 +142,18 @@ def test_every_public_name_resolves_and_unknown_ones_do_not():
         precision_shim.instal  # noqa: B018
 
 
+def test_every_error_is_a_public_name():
+    from precision_shim import errors
+
+    documented = {
+        name
+        for name, one in vars(errors).items()
+        if isinstance(one, type) and one.__module__ == errors.__name__
+    }
+    assert documented <= set(precision_shim.__all__)
+    assert all(getattr(precision_shim, name) is getattr(errors, name) for name in documented)
+
+
 # -- install --------------------------------------------------------------------------------------
 
 
@@ -409,6 +421,24 @@ def test_an_untested_version_says_so(toyfw, write_modules):
     assert "1.0" in framework.reason
 
 
+def test_status_and_doctor_agree_on_what_was_tested(toyfw, write_modules):
+    from precision_shim.cli.doctor import examine
+
+    metadata = FRAMEWORK["toyfw-1.0.dist-info/METADATA"].replace("1.0", "1.0+local")
+    write_modules({"toyfw-1.0.dist-info/METADATA": metadata})
+    assert examine()["frameworks"]["toyfw"]["tested"] is True
+    install()
+    assert ops()
+    framework = precision_shim.status().frameworks["toyfw"]
+    assert (framework.version, framework.reason) == ("1.0+local", "")
+
+
+def test_a_feature_is_in_force_only_for_frameworks_that_are_asked_for(toyfw):
+    install()
+    assert _session.in_force("toyfw", "fp16-scaling", "")
+    assert not _session.in_force("nemo-rl", "fp16-scaling", "dtensor v1")
+
+
 def test_a_bare_checkout_has_an_unknown_version(toyfw):
     import shutil
 
@@ -488,6 +518,36 @@ def test_a_broken_adapter_is_refused_with_one_warning(toyfw, write_modules, sour
     framework = precision_shim.status().frameworks["toyfw"]
     assert framework.state == "refused"
     assert "toyfw_adapter:ADAPTER" in framework.reason
+
+
+@pytest.mark.parametrize("top_level", ["import toyfw.ops", "import toyfw", "from toyfw import ops"])
+@pytest.mark.parametrize("how", ["install", "start-up"])
+def test_an_adapter_that_imports_its_framework_runs_it_once(toyfw, write_modules, how, top_level):
+    adapter = FRAMEWORK["toyfw_adapter.py"]
+    write_modules(
+        {
+            "toyfw/__init__.py": "import runs; runs.COUNT += 1; CONSTANT = 3\n",
+            "runs.py": "COUNT = 0\n",
+            "toyfw_adapter.py": f"{top_level}\n{adapter}",
+        }
+    )
+    begin = {
+        "install": "import precision_shim; precision_shim.install(frameworks=['toyfw'])",
+        "start-up": "from precision_shim import _startup; _startup.init()",
+    }
+    environ = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "toyfw"}
+    code = f"""
+import sys, json; sys.path.insert(0, {str(toyfw)!r})
+{begin[how]}
+import toyfw, runs
+import toyfw.ops
+assert sys.modules["toyfw"] is toyfw and toyfw.ops is sys.modules["toyfw.ops"]
+assert type(toyfw.__spec__.loader).__name__ == "SourceFileLoader", toyfw.__spec__
+assert toyfw.__loader__ is toyfw.__spec__.loader
+assert not toyfw.__spec__._initializing
+print(json.dumps([runs.COUNT, toyfw.CONSTANT, toyfw.ops.scale(3)]))
+"""
+    assert fresh(code, **environ) == [1, 3, -6]
 
 
 def test_a_warning_filter_of_error_does_not_break_the_frameworks_import(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision_shim._registry import BUILTIN
+from precision_shim._registry import entries
 from precision_shim._settings import FEATURES
 from precision_shim._status import STATES, Decision, FrameworkStatus, SeamStatus, Status
 
@@ -248,8 +248,8 @@ def test_of_many_decisions_the_newest_per_subject_and_feature_stay():
 # -- our adapters -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", BUILTIN, ids=lambda entry: entry.framework)
-def test_every_path_of_our_adapters_has_a_users_name(entry):
-    adapter = entry.load()
+@pytest.mark.parametrize("name", entries(third_party=False))
+def test_every_path_of_our_adapters_has_a_users_name(name):
+    adapter = entries()[name].load()
     used = {seam.path for seam in adapter.seams}
     assert used <= set(adapter.paths), "declare it in the adapter's paths"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -125,6 +126,50 @@ def exact(job: Job) -> dict[str, Any]:
         "decisions": [str(one) for one in precision_shim.status().decisions],
         "metrics_of_late": len(two.optimizer.state),
     }
+
+
+@case
+def strict(job: Job) -> dict[str, Any]:
+    """What cannot be had under strict: raised where a trained engine gets its optimizer."""
+    from precision_shim import _session
+    from precision_shim_adapters import verl as adapter
+
+    found: dict[str, Any] = {}
+
+    def build(name: str, **options: Any) -> None:
+        try:
+            support.engine(job.model, **options)
+            found[name] = ""
+        except precision_shim.PrecisionShimError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    os.environ.update({"PRECISION_SHIM": "strict", "PRECISION_SHIM_GROWTH_INTERVAL": "often"})
+    _session.start()
+    build("bad setting")
+    build("bad setting, reference", forward_only=True)
+    precision_shim.uninstall()
+    del os.environ["PRECISION_SHIM"], os.environ["PRECISION_SHIM_GROWTH_INTERVAL"]
+
+    whole = adapter.ADAPTER
+    broken = tuple(
+        dataclasses.replace(one, relies_on=("no_such_name",)) if one.path == "fsdp engine" else one
+        for one in whole.seams
+    )
+    adapter.ADAPTER = dataclasses.replace(whole, seams=broken)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(precision_shim.SeamError):  # at once, verl being imported
+            precision_shim.install(strict=True)
+        build("refused")
+        build("refused, reference", forward_only=True)
+        precision_shim.uninstall()
+        precision_shim.install()
+        build("refused, not strict")
+        precision_shim.uninstall()
+    adapter.ADAPTER = whole
+    precision_shim.install(strict=True)
+    build("nothing wrong")
+    return found
 
 
 @case

@@ -385,3 +385,19 @@ def test_legacy_critics_small_gradients_survive(launch: Ranks) -> None:
     if not Version("0.7") <= VERL < Version("0.8"):
         pytest.skip("verl 0.8 has no legacy workers")
     assert_survive(launch("underflow", role="critic"))
+
+
+# -- strict ------------------------------------------------------------------------------------
+
+
+def test_strict_raises_where_a_trained_engine_gets_its_optimizer(launch: Ranks) -> None:
+    (found,) = launch("strict", world=1)
+    assert found["bad setting"].startswith("SettingsError: PRECISION_SHIM_GROWTH_INTERVAL='often'")
+    assert found["refused"].startswith(f"SeamError: verl {VERL}: fp16-scaling on the fsdp engine")
+    for harmless in (
+        "bad setting, reference",
+        "refused, reference",
+        "refused, not strict",
+        "nothing wrong",
+    ):
+        assert found[harmless] == "", harmless

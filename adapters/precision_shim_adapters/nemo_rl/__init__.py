@@ -18,8 +18,9 @@ Delete when: NeMo-RL scales the loss of its float16 policies and saves the scale
 
 from __future__ import annotations
 
-from precision_shim.adapting import MEGATRON_EFFECTS, Adapter, Seam, look
+from precision_shim.adapting import Adapter, Seam, look
 
+from ..frameworks import NEMO_RL
 from . import megatron_seams
 
 _DTENSOR = "precision_shim_adapters.nemo_rl.dtensor"
@@ -107,15 +108,7 @@ def _worker(module: str, name: str, path: str, clip: str, *, optional: bool = Fa
 _OLD_CLIP = "get_grad_norm" in look(f"{_V2}:DTensorPolicyWorkerV2").names
 
 ADAPTER = Adapter(
-    framework="nemo-rl",
-    distribution="nemo-rl",
-    packages=("nemo_rl",),
-    tested=("0.4.0", "0.5.0rc0", "0.6.0", "0.7.0"),
-    effects=(
-        *MEGATRON_EFFECTS,
-        "nemo_rl.models.dtensor.parallelize:_parallelize_model",
-        "nemo_rl.models.automodel.setup:setup_model_and_optimizer",
-    ),
+    **NEMO_RL.declared(),
     paths={
         **megatron_seams.PATHS,
         "dtensor v1": "DTensor v1",

@@ -19,9 +19,10 @@ defaulted, and scales fp16 losses; see each seam.
 
 from __future__ import annotations
 
-from precision_shim.adapting import MEGATRON_EFFECTS, Adapter, Seam
+from precision_shim.adapting import Adapter, Seam
 
 from .. import megatron, megatron_checkpoint, megatron_offload, megatron_overflow
+from ..frameworks import SKYRL
 
 _MEGATRON = "precision_shim_adapters.skyrl.megatron"
 _CONFIG = "precision_shim_adapters.skyrl.config"
@@ -71,11 +72,7 @@ _BUILD = "SkyRL decides bucket and optimizer states in one place"
 _WRITTEN = "SkyRL's config tells what was written from what was defaulted"
 
 ADAPTER = Adapter(
-    framework="skyrl",
-    distribution="skyrl",
-    packages=("skyrl",),
-    tested=("0.2.0", "0.3.0"),
-    effects=(*MEGATRON_EFFECTS, f"{_STRATEGY}._fsdp_init_train_model"),
+    **SKYRL.declared(),
     paths={
         **megatron_checkpoint.PATHS,
         **megatron_overflow.PATHS,

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from precision_shim._ray import variables
+from precision_shim.carriers import variables
 
 from ..ray_actors import make_again, plain_class
 

@@ -14,9 +14,10 @@ Delete when: verl's native options cover overrides, names and every engine; see 
 
 from __future__ import annotations
 
-from precision_shim.adapting import MEGATRON_EFFECTS, Adapter, Seam
+from precision_shim.adapting import Adapter, Seam
 
 from .. import megatron, megatron_checkpoint, megatron_offload, megatron_overflow
+from ..frameworks import VERL
 
 _MEGATRON = "precision_shim_adapters.verl.megatron"
 _PULL = "https://github.com/verl-project/verl/pull/6526"
@@ -46,11 +47,7 @@ def _each(target: str, wrapper: str, **common: object) -> tuple[Seam, ...]:
 
 
 ADAPTER = Adapter(
-    framework="verl",
-    distribution="verl",
-    packages=("verl",),
-    tested=("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
-    effects=MEGATRON_EFFECTS,
+    **VERL.declared(),
     paths={
         **megatron_checkpoint.PATHS,
         **megatron_overflow.PATHS,

@@ -45,9 +45,9 @@ _LONG = 5  # lines of one problem; the whole of it is behind --verbose
 _PATIENCE = 120  # seconds for an import in a child process; TransformerEngine's takes its time
 
 _START_UP = """
-import json, sys
-module = sys.modules.get("precision_shim._startup")
-print(json.dumps(bool(module and module.waiting())))
+import json
+from precision_shim import _startup
+print(json.dumps(_startup.waiting()))
 """
 _WRAPT = """
 import json, wrapt
@@ -222,7 +222,7 @@ def _preview(entry: _registry.Entry, settings: Settings) -> tuple[FrameworkStatu
         seams = _session.preview(adapter, settings)
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
-    tested = version in adapter.tested
+    tested = _registry.is_tested(version, adapter.tested)
     reason = "" if tested else f"not among the tested versions: {', '.join(adapter.tested)}"
     # A seam that is declared as a refusal says so where it is used; it is no fault of this machine.
     broken: dict[str, SeamStatus] = {}

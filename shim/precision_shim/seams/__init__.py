@@ -1,11 +1,10 @@
 """The seam engine: declare, check, wrap, undo, report. It knows no precision and no framework.
 
 A newcomer's map: ``_records`` is what an adapter declares, ``_source`` looks at a symbol without
-importing it, ``_imports`` tells when a module was imported, ``_wrapper`` is what stands in a
-wrapped symbol's place, ``_engine`` brings them together.
+importing it, ``_wrapper`` is what stands in a wrapped symbol's place, ``_engine`` brings them
+together. ``precision_shim._finders`` tells it when a module was imported.
 
-The names below load on first use: ``_imports`` also serves processes that should not pay for
-wrapt, such as Ray's agents.
+The names below load on first use: not everything that needs a record needs wrapt.
 """
 
 TYPE_CHECKING = False

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._finders import Watcher
 from .._status import SeamStatus
 from ..errors import PrecisionShimError, SeamError
-from ._imports import Watcher
 from ._records import Adapter, Seam
 from ._source import look
 from ._wrapper import SeamWrapper, resolve

@@ -209,11 +209,10 @@ def test_another_packages_broken_finder_is_a_problem_and_not_an_exception(rich, 
 
 
 def test_looking_wakes_none_of_our_finders(rich):
-    from precision_shim._startup import Sleeper
-    from precision_shim.seams._imports import Watcher
+    from precision_shim._finders import Watcher
 
     seen = []
-    finders = [Sleeper(seen.append), Watcher(seen.append)]
+    finders = [Watcher(seen.append, before=True), Watcher(seen.append)]
     for one in finders:
         one.watch(["toy", "toy.rich"])
     try:

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from precision_shim.seams._imports import Watcher
+from precision_shim._finders import Watcher
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def watch(write_modules):
     made = []
     before = list(sys.meta_path)
 
-    def start(*names, when=None):
+    def start(*names, when=None, before=False):
         seen = []
 
         def report(name):
@@ -27,7 +27,7 @@ def watch(write_modules):
             if when is not None:
                 when(name)
 
-        watcher = Watcher(report)
+        watcher = Watcher(report, before=before)
         watcher.watch(names)
         made.append(watcher)
         return seen
@@ -49,6 +49,34 @@ def test_reports_once_the_modules_code_has_run(watch, write_modules):
     assert importlib.import_module("toy.ops")
     assert seen == ["toy.ops"]
     assert ready == [True]
+
+
+def test_reports_before_there_is_a_module_and_once(watch, write_modules):
+    write_modules(MODULES)
+    there = []
+    seen = watch("toy.ops", before=True, when=lambda name: there.append(name in sys.modules))
+    assert importlib.util.find_spec("toy.ops").origin.endswith("ops.py")
+    assert seen == []  # a look wakes nobody
+    ops = importlib.import_module("toy.ops")
+    importlib.reload(ops)
+    assert (seen, there) == (["toy.ops"], [False])
+    assert ops.__loader__ is ops.__spec__.loader
+    assert type(ops.__loader__).__name__ == "SourceFileLoader"
+
+
+def test_one_that_is_put_in_place_by_a_report_before_reports_too(watch, write_modules):
+    write_modules(MODULES)
+    later = []
+    watch("toy.ops", before=True, when=lambda name: later.append(watch(name)))
+    assert importlib.import_module("toy.ops")
+    assert later == [["toy.ops"]]
+
+
+def test_a_namespace_package_is_reported_before(watch, write_modules):
+    write_modules({"space/ops.py": "", **MODULES})
+    seen = watch("space", before=True)
+    assert importlib.import_module("space.ops")
+    assert seen == ["space"]
 
 
 def test_leaves_other_modules_alone(watch, write_modules):
@@ -152,7 +180,7 @@ def test_works_beside_wrapts_own_hooks(watch, write_modules):
     code = f"""
 import sys
 sys.path.insert(0, {str(root)!r})
-from precision_shim.seams._imports import Watcher
+from precision_shim._finders import Watcher
 import wrapt
 seen = []
 one = Watcher(lambda name: seen.append("one"))
@@ -172,7 +200,7 @@ def test_the_module_of_dash_m_runs_as_without_us(watch, write_modules):
     code = f"""
 import runpy, sys
 sys.path.insert(0, {str(root)!r})
-from precision_shim.seams._imports import Watcher
+from precision_shim._finders import Watcher
 seen = []
 Watcher(seen.append).watch(["toy", "toy.__main__"])
 runpy.run_module("toy", run_name="__main__")

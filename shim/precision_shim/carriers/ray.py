@@ -17,12 +17,12 @@ import json
 import os
 import sys
 
-from ._startup import VARIABLE
-from .seams._imports import Watcher
+from .._finders import Watcher
+from .._first import VARIABLE
+from . import variables
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from types import ModuleType
     from typing import Any
 
@@ -92,7 +92,7 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
         given["env_vars"] = {**(given.get("env_vars") or {}), **ours}
         return {**kwargs, "runtime_env": given}
     except Exception as error:  # the job matters more than the shim; it says so and goes on
-        from . import _journal
+        from .. import _journal
 
         _journal.say(
             f"the workers of this Ray job may be without the shim, its variables could not be "
@@ -100,14 +100,3 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
             'runtime_env["env_vars"] yourself.'
         )
         return kwargs
-
-
-def variables(
-    environ: "Mapping[str, str]", leave_out: "Mapping[str, str] | None" = None
-) -> "dict[str, str]":
-    """The shim's variables in an environment."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if (name == VARIABLE or name.startswith(f"{VARIABLE}_")) and name not in (leave_out or ())
-    }

@@ -1,0 +1,153 @@
+"""Tell when a module is imported: a small finder that calls back before or after its code runs.
+
+Our own, and not ``wrapt.register_post_import_hook``, for three reasons: it stands in processes that
+should not pay for wrapt (17 to 65 ms each), such as Ray's agents; a hook registered from within a
+``find_spec`` never fires for that first module; and it can be taken out without a trace.
+"""
+
+import sys
+from _thread import _local  # threading.local, without the import of threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+else:
+    Loader = object
+
+
+class Watcher:
+    """A ``sys.meta_path`` finder that reports imports of named modules and finds none itself.
+
+    A look for a module (``importlib.util.find_spec``) is no import and is not reported.
+    """
+
+    finds_nothing = True  # for a look at specs that should pass us by
+
+    def __init__(self, callback: "Callable[[str], None]", *, before: bool = False) -> None:
+        """Make a watcher that is not yet in place.
+
+        Args:
+            callback: called with the module's name; its exceptions are the caller's, so it
+                should raise none.
+            before: call back once per name, before the module exists, instead of each time that
+                its code has run. The callback may import the module itself.
+        """
+        self.callback = callback
+        self.before = before
+        self._names: set[str] = set()
+        self._busy = _local()
+
+    def watch(self, names: "Iterable[str]") -> None:
+        """Add module names, and put the finder in place."""
+        self._names.update(names)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """Forget all names and leave ``sys.meta_path``."""
+        self._names.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """Let the other finders find the module; see to it that the callback runs."""
+        if name not in self._names:
+            return None
+        spec = self.find_elsewhere(name, path, target)
+        if spec is None:
+            return None
+        if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = (_Before if self.before else _After)(spec.loader, self, path)
+        elif self.before and self.take(name):  # a namespace package, which has no code to run
+            self.callback(name)
+            return self.find_elsewhere(name, path, target)
+        return spec
+
+    def find_elsewhere(
+        self, name: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
+        """What the other finders find; nothing while one of them is asking us."""
+        busy: set[str] = self._busy.__dict__.setdefault("names", set())
+        if name in busy:
+            return None
+        busy.add(name)
+        try:
+            for finder in list(sys.meta_path):
+                if finder is not self and hasattr(finder, "find_spec"):
+                    spec = finder.find_spec(name, path, target)
+                    if spec is not None:
+                        return spec
+            return None
+        finally:
+            busy.discard(name)
+
+    def take(self, name: str) -> bool:
+        """Whether a name was waited for; it is no more."""
+        if name not in self._names:
+            return False
+        self._names.discard(name)
+        return True
+
+
+class _Calling(Loader):
+    """Stands in for a module's loader until the module's code has run, then is gone."""
+
+    def __init__(self, loader: "Loader", watcher: Watcher, path: "Sequence[str] | None") -> None:
+        self._loader = loader
+        self._watcher = watcher
+        self._path = path
+
+    def __getattr__(self, name: str) -> "object":
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: "ModuleType") -> None:
+        spec = module.__spec__
+        if spec is not None and spec.loader is self:
+            spec.loader = self._loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self._loader
+        self._loader.exec_module(module)
+
+
+class _After(_Calling):
+    """Calls back once the module's code has run."""
+
+    def exec_module(self, module: "ModuleType") -> None:
+        super().exec_module(module)
+        self._watcher.callback(module.__name__)
+
+
+class _Before(_Calling):
+    """Calls back before there is a module."""
+
+    _there: "tuple[ModuleType, ModuleSpec | None] | None" = None
+
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
+        watcher, name = self._watcher, spec.name
+        if watcher.take(name):
+            watcher.callback(name)
+            module = sys.modules.get(name)
+            if module is not None:
+                # The callback has imported it. importlib is past its own look at that, and would
+                # make a second module and run the code again: it gets the one that is there.
+                self._there = module, module.__spec__
+                return module
+            # Once more, for finders that the callback put in front: importlib is past their place.
+            found = watcher.find_elsewhere(name, self._path)
+            if found is not None and hasattr(found.loader, "exec_module"):
+                self._loader = found.loader  # type: ignore[assignment]
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: "ModuleType") -> None:
+        if self._there is None or self._there[0] is not module:
+            super().exec_module(module)
+        else:
+            module.__spec__ = self._there[1]
