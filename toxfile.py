@@ -38,6 +38,9 @@ REPORT = "results.xml"
 """Where the tests of an environment leave their report: in its temporary directory, which tox
 empties before each run."""
 
+SPENT = ("seconds of imports", "processes started", "processor seconds of these")
+"""What ``tests/timing_of_importlib_bootstrap.py`` writes into a report."""
+
 SLOWEST = 5
 """How many of an environment's tests the summary names."""
 
@@ -83,7 +86,8 @@ class Result:
             self.skipped += skipped
             self.passed += tests - failures - errors - skipped
         for one in root.iter("property"):
-            self.spent[one.get("name", "")] = one.get("value", "")
+            if one.get("name") in SPENT:  # Hypothesis writes properties, too
+                self.spent[one.get("name", "")] = one.get("value", "")
         cases = [
             (float(one.get("time", 0)), f"{one.get('classname')}::{one.get('name')}")
             for one in root.iter("testcase")
