@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ._settings import FEATURES
 from ._startup import ENTRY_POINTS, PACKAGES
 from .errors import SeamError
 from .seams import Adapter
@@ -37,7 +38,8 @@ class Entry:
         """Import the adapter.
 
         Raises:
-            SeamError: its module cannot be imported, or holds something else.
+            SeamError: its module cannot be imported, or holds something else, or its table names
+                a feature that there is not.
         """
         try:
             adapter = resolve(self.adapter)
@@ -52,6 +54,7 @@ class Entry:
                 f"{self.framework}: {self.adapter} is a {type(adapter).__name__}, allowed: "
                 "precision_shim.adapting.Adapter. Correct the entry point."
             )
+        adapter.check(FEATURES)
         return adapter
 
 
