@@ -1,4 +1,4 @@
-"""What an adapter may use: ``seam`` to declare, ``Call`` to act, settings to read, decisions to keep.
+"""What an adapter may use: ``seam`` to declare, ``Call`` to act, settings and decisions.
 
 Adapters translate between a framework's shapes and the rules' (``precision_shim.rules``); they
 hold no rule themselves. See CONTRIBUTING.md for how to write one.

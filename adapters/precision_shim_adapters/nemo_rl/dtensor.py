@@ -157,7 +157,7 @@ class ScaledWorker:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; in float16 with the loss scaled."""
         method = super().train  # type: ignore[misc]
-        return around(train, method, self, args, kwargs, TRAIN)
+        return around(train, method, self, args, kwargs, positional=TRAIN)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save, the scaler's state beside the optimizer's."""

@@ -531,7 +531,7 @@ class ReportingWorker:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and report the loss scale where there is one."""
         method = super().train  # type: ignore[misc]
-        return around(report, method, self, args, kwargs, TRAIN)
+        return around(report, method, self, args, kwargs, positional=TRAIN)
 
     def _set_moe_grad_scale_func(self, func: Any) -> None:
         super()._set_moe_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]

@@ -11,7 +11,6 @@ from precision_shim.adapting import Call, seam
 
 from ..ray_actors import make_again, plain_class
 
-
 _ALL = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
 
 

@@ -10,7 +10,6 @@ from precision_shim.errors import UnsupportedPrecisionError
 from ..loss_scaling import FEATURE
 from .fsdp import asks_fp16
 
-
 _WHY = "says so where the engine is used, instead of leaving a silent gap"
 _WHY_FP16 = "says so where fp16 is asked of the engine, instead of training unscaled"
 _WHEN = "the engine is supported"

@@ -231,9 +231,7 @@ def scale_engine_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
     return call.proceed()
 
 
-@_legacy_worker(
-    f"{_ACTOR}.update_policy", "its dict of metrics", "scaler", "actor_optimizer"
-)
+@_legacy_worker(f"{_ACTOR}.update_policy", "its dict of metrics", "scaler", "actor_optimizer")
 def update_policy(call: Call) -> Any:
     """Add the scaler's figures to what an update of 0.7.1's actor returns."""
     actor = call.instance

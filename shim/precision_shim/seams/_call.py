@@ -211,6 +211,7 @@ def around(
     instance: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
     positional: tuple[str, ...] = (),
 ) -> Any:
     """Call a bound method through a wrapper, as if a seam were there.

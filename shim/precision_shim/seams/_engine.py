@@ -22,7 +22,7 @@ from ._call import prepare, through
 from ._imports import Watcher
 from ._plan import Group, Row, check, refusal, unchecked
 from ._seam import Adapter, Seam
-from ._sites import Sites, locate, reach
+from ._sites import Layer, Sites, locate, reach
 from ._source import Symbol
 
 
@@ -199,9 +199,7 @@ class Engine:
             function = _standing(seam, raw, inspect.isclass(parent), row.symbol)
             site = self._sites.at(seam.target)
             owner = f"precision_shim:{adapter.framework}"
-            self._sites.put(
-                site, seam.wrapper, function, owner, row.group, replaces=seam.replaces
-            )
+            self._sites.put(site, Layer(seam.wrapper, function, owner, {row.group}, seam.replaces))
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(row.group, [f"{seam.target}: {error}"])
             return
@@ -226,8 +224,10 @@ class Engine:
                     continue
                 key = f"fault:{framework}"
                 if site.layer(key) is None:
-                    trip_wire, owner = self._raise_fault_of(framework), f"precision_shim:{framework}"
-                    self._sites.put(site, key, trip_wire, owner, (framework, "strict", target))
+                    owner, group = f"precision_shim:{framework}", (framework, "strict", target)
+                    self._sites.put(
+                        site, Layer(key, self._raise_fault_of(framework), owner, {group})
+                    )
 
     def _raise_fault_of(self, framework: str) -> Callable[..., Any]:
         def trip(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -285,9 +285,7 @@ def _loaded(module: str) -> Any:
     return None if getattr(spec, "_initializing", False) else found
 
 
-def _standing(
-    seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None
-) -> Callable[..., Any]:
+def _standing(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
     """What stands at a symbol: the wrapper, bound to what is really there."""
     found = getattr(raw, "__func__", raw)
     if not callable(found):

@@ -66,7 +66,11 @@ def unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
     """The rows of an adapter before any look: to be patched, or of a feature that is off."""
     on = frozenset(features)
     return tuple(
-        Row((adapter.framework, one.feature, one.group), one, "pending" if one.feature in on else "off")
+        Row(
+            (adapter.framework, one.feature, one.group),
+            one,
+            "pending" if one.feature in on else "off",
+        )
         for one in adapter.seams
     )
 
@@ -79,46 +83,43 @@ def check(adapter: Adapter, features: Iterable[str], settings: object) -> Plan:
         features: names of the features in force; seams of others are ``off``.
         settings: handed to native probes; nothing else looks inside.
     """
-    rows: list[Row] = []
+    rows = unchecked(adapter, features)
     problems: dict[Group, list[str]] = {}
-    for row in unchecked(adapter, features):
-        if row.state == "pending":
-            row, problem = _judged(row, settings)
-            if problem:
-                problems.setdefault(row.group, []).append(problem)
-        rows.append(row)
+    for row in rows:
+        problem = _judge(row, settings) if row.state == "pending" else ""
+        if problem:
+            problems.setdefault(row.group, []).append(problem)
     refused = {group: tuple(found) for group, found in problems.items()}
     for row in rows:
         if row.state == "pending" and row.group in refused:
             row.state, row.reason = "refused", refusal(row.seam, refused[row.group])
-    return Plan(tuple(rows), refused)
+    return Plan(rows, refused)
 
 
-def _judged(row: Row, settings: object) -> tuple[Row, str]:
-    """The row with what its symbol's source says, and why its group must be refused."""
+def _judge(row: Row, settings: object) -> str:
+    """Note in a row what its symbol's source says; returns why its group must be refused."""
     seam, symbol = row.seam, look(row.seam.target)
-
-    def now(state: str, reason: str = "", problem: str = "") -> tuple[Row, str]:
-        return Row(row.group, seam, state, reason, symbol), problem
-
-    native, broken = None, ""
-    if seam.native is not None and symbol.found:
-        try:
-            native = seam.native(symbol, settings)
-        except Exception as error:  # a broken adapter must not break the framework's import
-            broken = f"{seam.target}: {name_of(seam.native)} failed: {error!r}"
-    if seam.wrapper is None:  # a record of what the framework does itself
-        if broken:
-            return now("pending", "", broken)
-        return now("native", native) if native else now("absent", symbol.problem)
+    row.symbol = symbol
     if not symbol.module_found and seam.optional:
-        return now("absent", symbol.problem)
+        row.state, row.reason = "absent", symbol.problem
+        return ""
     problem = symbol.problem or missing(seam, symbol)
-    if problem and seam.refusal:  # nothing is patched there, so nothing need hold
-        return now("absent", problem)
-    if problem or broken:
-        return now("pending", "", problem or broken)
-    return now("native", native) if native else now("pending", seam.refusal)
+    if problem and (seam.refusal or seam.wrapper is None):  # nothing is patched, nothing need hold
+        row.state, row.reason = "absent", problem
+        return ""
+    if problem:
+        return problem
+    try:
+        native = seam.native(symbol, settings) if seam.native is not None else None
+    except Exception as error:  # a broken adapter must not break the framework's import
+        return f"{seam.target}: {name_of(seam.native)} failed: {error!r}"
+    if native:
+        row.state, row.reason = "native", native
+    elif seam.wrapper is None:  # a record of what the framework does itself
+        row.state = "absent"
+    else:
+        row.reason = seam.refusal
+    return ""
 
 
 def missing(seam: Seam, symbol: Symbol) -> str:

@@ -84,8 +84,8 @@ class Seam:
                 )
         if self.wrapper is None and self.native is None:
             raise SeamError(
-                f"{self.name}: a record without a wrapper says that the framework does {self.feature} "
-                "itself, and needs a native= probe that tells."
+                f"{self.name}: a record without a wrapper says that the framework does "
+                f"{self.feature} itself, and needs a native= probe that tells."
             )
         self.reads  # noqa: B018  # a signature that cannot be bound is an error now, not later
 

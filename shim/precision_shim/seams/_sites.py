@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SeamError
-from ._call import Through
 from ._plan import Group
 from ._wrapper import SeamWrapper
 
@@ -89,15 +88,13 @@ class Sites:
         self._sites.append(site)
         return site
 
-    def put(
-        self, site: Site, key: object, function: Through, owner: str, group: Group, **kind: bool
-    ) -> None:
-        """Put a layer over all that is there; one that is there already serves the group too."""
-        layer = site.layer(key)
+    def put(self, site: Site, new: Layer) -> None:
+        """Put a layer over all that is there; of one that is there already only the groups grow."""
+        layer = site.layer(new.key)
         if layer is not None:
-            layer.groups.add(group)
+            layer.groups |= new.groups
         else:
-            site.layers.append(Layer(key, function, owner, {group}, **kind))
+            site.layers.append(new)
             self._rebuild(site)
 
     def take_out(self, group: Group) -> None:
