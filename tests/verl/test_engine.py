@@ -325,6 +325,7 @@ def test_blockers_are_read_from_verls_config(
 
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
 
+    from precision_shim.adapting import around
     from precision_shim_adapters.megatron import current_build
     from precision_shim_adapters.verl.megatron import engine_build
 

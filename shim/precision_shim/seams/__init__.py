@@ -2,8 +2,9 @@
 
 A newcomer's map. An adapter marks its functions with ``seam`` (``_seam``); a function gets a
 ``Call`` and the arguments that it names (``_call``). ``_source`` looks at a symbol and imports
-nothing; ``_plan`` makes of records and source what would be done. ``_imports`` tells of imports, ``_wrapper`` is what stands in a wrapped symbol's place, ``_sites`` holds the places, the
-layers over them and the way back. ``_engine`` ties them together.
+nothing; ``_plan`` makes of records and source what would be done. ``_imports`` tells when a module
+was imported, ``_wrapper`` is what stands in a wrapped symbol's place, ``_sites`` holds the places,
+the layers over them and the way back. ``_engine`` ties them together.
 
 The names below load on first use: ``_imports`` also serves processes that should not pay for
 wrapt, such as Ray's agents.

@@ -82,6 +82,9 @@ class Seam:
                     f"{self.name}: {text!r} is no place; allowed: 'module:attribute' and "
                     "'module:Class.method'. Correct it in the function's seam(...)."
                 )
+        for one in (self.wrapper, self.native):
+            if one is not None and not callable(one):
+                raise SeamError(f"{self.target}: {one!r} is no function; allowed: the function.")
         if self.wrapper is None and self.native is None:
             raise SeamError(
                 f"{self.name}: a record without a wrapper says that the framework does "
