@@ -54,7 +54,16 @@ class Call:
             ``None``.
     """
 
-    __slots__ = ("_args", "_arguments", "_binding", "_kwargs", "_twice", "_wrapped", "instance")
+    __slots__ = (
+        "_args",
+        "_arguments",
+        "_binding",
+        "_kwargs",
+        "_taken",
+        "_twice",
+        "_wrapped",
+        "instance",
+    )
 
     def __init__(
         self, binding: Binding, wrapped: Any, instance: Any, args: Any, kwargs: Any
@@ -65,6 +74,7 @@ class Call:
         self._args = args
         self._kwargs = kwargs
         self._arguments: dict[str, Any] | None = None
+        self._taken = False  # whether the wrapper has had the arguments in hand
         self._twice: dict[str, Any] = {}
 
     @property
@@ -76,14 +86,8 @@ class Call:
         ``**kwargs``, or does not know, are here under their own names; positional arguments
         without a name (``*args``) are not here and go on as they came.
         """
-        found = self._arguments
-        if found is None:
-            found = self._arguments = dict(zip(self._names(), self._args, strict=False))
-            if self._kwargs:
-                if not found.keys().isdisjoint(self._kwargs):  # the symbol's own error, mostly
-                    self._twice = {k: v for k, v in self._kwargs.items() if k in found}
-                found.update((k, v) for k, v in self._kwargs.items() if k not in self._twice)
-        return found
+        self._taken = True
+        return self._bound()
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -96,9 +100,9 @@ class Call:
         What the caller passed by position is passed by position, all else by name. May be called
         never or more than once.
         """
-        if self._arguments is None:
+        if not self._taken:
             return self._wrapped(*self._args, **self._kwargs)
-        names, rest = self._names(), dict(self._arguments)
+        names, rest = self._names(), dict(self._bound())
         unnamed = self._args[len(names) :]
         by_position = len(names) if unnamed else len(self._args)
         args = []
@@ -112,6 +116,16 @@ class Call:
                 f"passes {len(unnamed)} more arguments by position"
             )
         return self._wrapped(*args, *unnamed, **rest, **self._twice)
+
+    def _bound(self) -> dict[str, Any]:
+        found = self._arguments
+        if found is None:
+            found = self._arguments = dict(zip(self._names(), self._args, strict=False))
+            if self._kwargs:
+                if not found.keys().isdisjoint(self._kwargs):  # the symbol's own error, mostly
+                    self._twice = {k: v for k, v in self._kwargs.items() if k in found}
+                found.update((k, v) for k, v in self._kwargs.items() if k not in self._twice)
+        return found
 
     def _names(self) -> tuple[str, ...]:
         binding = self._binding
@@ -186,7 +200,7 @@ def through(function: Callable[..., Any], binding: Binding) -> Through:
 
     def named(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         call = Call(binding, wrapped, instance, args, kwargs)
-        given = call.arguments
+        given = call._bound()
         values = {}
         for name, default in wanted:
             values[name] = given.get(name, default)
