@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Seam, current_settings, decide, version_of, warn
+from precision_shim.adapting import Call, current_settings, decide, seam, version_of, warn
 from precision_shim.errors import InconsistentPrecisionError, UnsupportedPrecisionError
-from precision_shim.rules.bucket import choose_bucket
+from precision_shim.rules.bucket import BucketChoice, choose_bucket
 from precision_shim.rules.dtypes import coerce_dtype, coerce_dtypes, name_of
 from precision_shim.rules.legality import FusedAdamSupport, check_dtypes, release
 from precision_shim.rules.model import TrainableDtypes, trainable_dtypes
@@ -35,7 +35,6 @@ from precision_shim.rules.optimizer import OptimizerPlan
 
 from .megatron_checkpoint import bucket_without_shim
 
-_HERE = "precision_shim_adapters.megatron"
 _FUSED_ADAM_ARGUMENTS = (
     "master_weight_dtype",
     "exp_avg_dtype",
@@ -45,55 +44,6 @@ _FUSED_ADAM_ARGUMENTS = (
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
-
-SEAMS: tuple[Seam, ...] = (
-    Seam(
-        target=CONFIG,
-        feature="bf16-dispatch",
-        wrapper=f"{_HERE}:refuse_what_cannot_run",
-        path="megatron",
-        why="a precision-aware optimizer without TransformerEngine ends in a bare TypeError",
-        delete_when="Megatron says what is missing",
-        parameters=("self",),
-        relies_on=("use_precision_aware_optimizer", "use_distributed_optimizer"),
-        optional=True,
-    ),
-    Seam(
-        target=CONFIG,
-        feature="dtype-coercion",
-        wrapper=f"{_HERE}:coerce_config",
-        path="megatron",
-        why="every path into OptimizerConfig runs it, subclasses and deferred checks included",
-        upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
-        delete_when="Megatron's OptimizerConfig takes dtype names",
-        parameters=("self",),
-        relies_on=("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype"),
-        optional=True,
-    ),
-    Seam(
-        target=DDP,
-        feature="grad-bucket-alignment",
-        wrapper=f"{_HERE}:align_bucket",
-        path="megatron",
-        why="every path to a gradient bucket passes here, with the live parameters at hand",
-        upstream="https://github.com/verl-project/verl/pull/6526",
-        delete_when="the bucket follows the main grads on every path upstream",
-        parameters=("self", "config", "ddp_config", "module"),
-        relies_on=("grad_reduce_in_fp32",),
-        optional=True,
-    ),
-    Seam(
-        target=DDP,
-        feature="bf16-dispatch",
-        wrapper=f"{_HERE}:observe_model",
-        path="megatron",
-        why="the first place that sees the parameters an optimizer will train",
-        delete_when="frameworks hand the model to the function that makes the OptimizerConfig",
-        parameters=("self", "config", "ddp_config", "module"),
-        optional=True,
-    ),
-)
-"""The seams of Megatron-core itself, shared by the adapters: wrapped once, whoever asks."""
 
 
 # -- the model build that is under way -----------------------------------------------------
@@ -208,28 +158,27 @@ def fused_adam_support() -> FusedAdamSupport:
 # -- OptimizerConfig -----------------------------------------------------------------------
 
 
-def coerce_config(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Turn dtype names in an OptimizerConfig into dtypes, and refuse illegal ones."""
-    where = megatron_label()
-    dtypes = {}
-    for field in dataclasses.fields(instance):
-        if not field.name.endswith("_dtype"):
-            continue
-        value = getattr(instance, field.name)
-        dtypes[field.name] = coerce_dtype(value, key=f"OptimizerConfig.{field.name}", where=where)
-        if dtypes[field.name] is not value:
-            setattr(instance, field.name, dtypes[field.name])
-    check_dtypes(dtypes, fused_adam_support(), where=where)
-    return wrapped(*args, **kwargs)
+# Of two functions on one symbol the one that is defined first is beneath the other.
+@seam(
+    CONFIG,
+    "bf16-dispatch",
+    group="megatron",
+    why="a precision-aware optimizer without TransformerEngine ends in a bare TypeError",
+    delete_when="Megatron says what is missing",
+    relies_on=("use_precision_aware_optimizer", "use_distributed_optimizer"),
+    optional=True,
+)
+def refuse_what_cannot_run(call: Call) -> Any:
+    """Name what is missing for a precision-aware optimizer that the user asked for.
 
-
-def refuse_what_cannot_run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Name what is missing for a precision-aware optimizer that the user asked for."""
+    Megatron's dataclass runs it when a config is made, Megatron-Bridge's later when it is final.
+    """
+    config = call.instance
     if (
-        instance.use_precision_aware_optimizer
-        and instance.optimizer == "adam"  # Megatron rejects the others with a message of its own
-        and instance.use_distributed_optimizer
-        and not instance.optimizer_cpu_offload
+        config.use_precision_aware_optimizer
+        and config.optimizer == "adam"  # Megatron rejects the others with a message of its own
+        and config.use_distributed_optimizer
+        and not config.optimizer_cpu_offload
     ):
         problem = fused_adam_support().problem
         if problem:
@@ -239,60 +188,110 @@ def refuse_what_cannot_run(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
                 f"{', '.join(_FUSED_ADAM_ARGUMENTS)} (2.3 or newer for bf16 moments). Install "
                 "one, or set use_precision_aware_optimizer to False."
             )
-    return wrapped(*args, **kwargs)
+    return call.proceed()
+
+
+@seam(
+    CONFIG,
+    "dtype-coercion",
+    group="megatron",
+    why="every path into OptimizerConfig runs it, subclasses and deferred checks included",
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
+    delete_when="Megatron's OptimizerConfig takes dtype names",
+    relies_on=("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype"),
+    optional=True,
+)
+def coerce_config(call: Call) -> Any:
+    """Turn dtype names in an OptimizerConfig into dtypes, and refuse illegal ones."""
+    where = megatron_label()
+    dtypes = {}
+    for field in dataclasses.fields(call.instance):
+        if not field.name.endswith("_dtype"):
+            continue
+        value = getattr(call.instance, field.name)
+        dtypes[field.name] = coerce_dtype(value, key=f"OptimizerConfig.{field.name}", where=where)
+        if dtypes[field.name] is not value:
+            setattr(call.instance, field.name, dtypes[field.name])
+    check_dtypes(dtypes, fused_adam_support(), where=where)
+    return call.proceed()
 
 
 # -- DistributedDataParallel ---------------------------------------------------------------
 
 
-def observe_model(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Note the trainable dtypes of a model chunk for the optimizer that will train it."""
-    build = _build.get()
-    if build is not None:
-        module = inspect.signature(wrapped).bind(*args, **kwargs).arguments["module"]
-        build.seen = build.seen + trainable_dtypes(module.parameters())
-    return wrapped(*args, **kwargs)
+@seam(
+    DDP,
+    "grad-bucket-alignment",
+    group="megatron",
+    why="every path to a gradient bucket passes here, with the live parameters at hand",
+    upstream="https://github.com/verl-project/verl/pull/6526",
+    delete_when="the bucket follows the main grads on every path upstream",
+    relies_on=("grad_reduce_in_fp32",),
+    optional=True,
+)
+def align_bucket(call: Call, ddp_config: Any, module: Any, full_param_layout: Any = None) -> Any:
+    """Give the gradient bucket the dtype of the optimizer's main gradients.
 
-
-def align_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Give the gradient bucket the dtype of the optimizer's main gradients."""
+    A framework's ``get_model``, mbridge and Megatron-Bridge put each chunk of a model into a DDP.
+    """
     build = _build.get()
     if build is None:
-        return wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    ddp_config, module = bound.arguments["ddp_config"], bound.arguments["module"]
+        return call.proceed()
     model = trainable_dtypes(module.parameters())
+    present = bool(ddp_config.grad_reduce_in_fp32)
+    choice = _one_bucket_for_all(build, _choose(build, ddp_config, model), present)
+    because, problem = choice.because, choice.problem
+    in_force = present
+    if choice.changed and getattr(ddp_config, "use_layer_wise_param_layout", False):
+        problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
+        because = "left as it is"
+    elif choice.changed:
+        in_force = choice.grad_reduce_in_fp32
+        # A copy: the caller's config is the caller's, and other chunks share it.
+        changed = copy.copy(ddp_config)
+        changed.grad_reduce_in_fp32 = in_force
+        call.arguments["ddp_config"] = changed
+        # From 0.18 a layout may come along, computed for the bucket dtype that was there;
+        # without one the DDP computes its own.
+        if full_param_layout is not None:
+            call.arguments["full_param_layout"] = None
+    build.fp16_gradients = model.single is torch.float16 and not in_force
+    _tell_bucket(build, model, in_force, because, problem)
+    result = call.proceed()
+    if build.bucket_set:
+        _set_by_user[call.instance] = True
+    if choice.changed and in_force is choice.grad_reduce_in_fp32:
+        bucket_without_shim[call.instance] = present
+    return result
+
+
+def _choose(build: Build, ddp_config: Any, model: TrainableDtypes) -> BucketChoice:
     plan = build.plan(model, bool(ddp_config.use_distributed_optimizer))
-    choice = choose_bucket(
+    return choose_bucket(
         present=bool(ddp_config.grad_reduce_in_fp32),
         user_set=build.bucket_set,
         align=current_settings()["grad_bucket"] == "align",
         main_grads=plan.main_grads,
         model=model,
     )
+
+
+def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> BucketChoice:
+    """The choice for the first chunk of a model, which holds for its others."""
     if build.in_fp32 is not None and choice.grad_reduce_in_fp32 != build.in_fp32:
         choice = dataclasses.replace(
             choice,
             grad_reduce_in_fp32=build.in_fp32,
-            changed=bool(ddp_config.grad_reduce_in_fp32) != build.in_fp32,
+            changed=present != build.in_fp32,
             because=f"as the model's first chunk; here {choice.because}",
         )
     build.in_fp32 = choice.grad_reduce_in_fp32
-    because, problem = choice.because, choice.problem
-    layer_wise = bool(getattr(ddp_config, "use_layer_wise_param_layout", False))
-    if choice.changed and layer_wise:
-        problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
-        because = "left as it is"
-    elif choice.changed:
-        # A copy: the caller's config is the caller's, and other chunks share it.
-        bound.arguments["ddp_config"] = copy.copy(ddp_config)
-        bound.arguments["ddp_config"].grad_reduce_in_fp32 = choice.grad_reduce_in_fp32
-        # From 0.18 a layout may come along, computed for the bucket dtype that was there;
-        # without one the DDP computes its own.
-        if bound.arguments.get("full_param_layout") is not None:
-            bound.arguments["full_param_layout"] = None
-    in_force = bool(bound.arguments["ddp_config"].grad_reduce_in_fp32)
-    build.fp16_gradients = model.single is torch.float16 and not in_force
+    return choice
+
+
+def _tell_bucket(
+    build: Build, model: TrainableDtypes, in_force: bool, because: str, problem: str
+) -> None:
     dtype = "fp32" if in_force else "that of the parameters"
     if not in_force and model.single is not None:
         dtype = name_of(model.single)
@@ -305,12 +304,22 @@ def align_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     )
     if problem and build.trains:
         warn(f"{build.framework} {build.subject()}: {problem}.")
-    result = wrapped(*bound.args, **bound.kwargs)
-    if build.bucket_set:
-        _set_by_user[instance] = True
-    if choice.changed and in_force is choice.grad_reduce_in_fp32:
-        bucket_without_shim[instance] = bool(ddp_config.grad_reduce_in_fp32)
-    return result
+
+
+@seam(
+    DDP,
+    ("bf16-dispatch", "fp16-scaling"),
+    group="megatron",
+    why="the first place that sees the parameters an optimizer will train",
+    delete_when="frameworks hand the model to the function that makes the OptimizerConfig",
+    optional=True,
+)
+def observe_model(call: Call, module: Any) -> Any:
+    """Note the trainable dtypes of a model chunk for the optimizer that will train it."""
+    build = _build.get()
+    if build is not None:
+        build.seen = build.seen + trainable_dtypes(module.parameters())
+    return call.proceed()
 
 
 # -- config, parameters and buckets held against each other ---------------------------------

@@ -19,16 +19,15 @@ closed, remainders are stored under a name of their own, and the bucket's dtype 
 
 from __future__ import annotations
 
-import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from precision_shim.adapting import Seam, warn
+from precision_shim.adapting import Call, seam, warn
 from precision_shim.errors import CheckpointLayoutError
 from precision_shim.rules.dtypes import name_of
 from precision_shim.rules.remainders import (
@@ -38,9 +37,9 @@ from precision_shim.rules.remainders import (
     split_master,
 )
 
-_HERE = "precision_shim_adapters.megatron_checkpoint"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _ISSUE = "https://github.com/NVIDIA/Megatron-LM/issues/4222"
+_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
 _DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
 _MASTER = re.compile(r"\.param$|\.fp32_param\.")
 _REMEDY = (
@@ -51,101 +50,28 @@ _REMEDY = (
 
 STATES = "megatron checkpoint states"
 KEYS = "megatron checkpoint keys"
-"""Two paths, since the second alone differs between versions: without it a switch of the bucket's
+"""Two groups, since the second alone differs between versions: without it a switch of the bucket's
 dtype is Megatron's own error, without the first it would be other weights."""
 
 PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in checkpoints)"}
 """What users call them."""
 
 
-def _seam(path: str, target: str, wrapper: str, why: str, *relies_on: str, **more: Any) -> Seam:
-    return Seam(
-        target=target,
-        feature="bf16-dispatch",
-        wrapper=f"{_HERE}:{wrapper}",
-        path=path,
+def _seam(
+    group: str, target: str, why: str, *relies_on: str, aliases: tuple[str, ...] = ()
+) -> Callable[[_Wrapper], _Wrapper]:
+    return seam(
+        target,
+        "bf16-dispatch",
+        group=group,
         why=why,
         upstream=_ISSUE,
         delete_when="Megatron stores remainders as such, and its keys no longer hold the bucket",
         relies_on=relies_on,
+        aliases=aliases,
         optional=True,
-        **more,
     )
 
-
-SEAMS: tuple[Seam, ...] = (
-    _seam(
-        STATES,
-        f"{_OPTIMIZER}._get_main_param_and_optimizer_states",
-        "join_states",
-        "every sharding type reads one parameter's states here",
-        "model_param_group_index_map",
-        "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
-        "master_param",
-        parameters=("self", "model_param"),
-    ),
-    _seam(
-        STATES,
-        f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-        "split_states",
-        "every sharding type writes one parameter's states here",
-        "set_scaled_state",
-        parameters=("self", "model_param", "tensors"),
-    ),
-    _seam(
-        KEYS,
-        f"{_OPTIMIZER}.sharded_param_state_dp_reshardable",
-        "write_as_unpatched",
-        "the bucket's dtype is part of these keys, and remainders can be read again",
-        "per_bucket_numel_unpadded",
-    ),
-    _seam(
-        KEYS,
-        f"{_OPTIMIZER}.sharded_param_state_fs_model_space",
-        "write_as_unpatched",
-        "up to 0.15 the usual form, whose remainders can be read again, too",
-        parameters=("self", "model_sharded_state_dict", "is_loading"),
-    ),
-    _seam(
-        KEYS,
-        f"{_OPTIMIZER}.load_parameter_state_from_dp_reshardable",
-        "name_live_bucket",
-        "and is compared with the live one here",
-        "per_bucket_numel_unpadded",
-        parameters=("self", "state_dict"),
-    ),
-    _seam(
-        KEYS,
-        f"{_OPTIMIZER}.sharded_param_state_dp_zero",
-        "name_bucket_of_unpatched",
-        "the same for the gathered form",
-    ),
-    _seam(
-        KEYS,
-        f"{_OPTIMIZER}.load_parameter_state_from_dp_zero",
-        "name_live_bucket_dp_zero",
-        "the same for the gathered form",
-        "gbuf_ranges",
-        parameters=("self", "state_dict"),
-    ),
-    _seam(
-        STATES,
-        f"{_OPTIMIZER}.load_state_dict",
-        "spread_parameters",
-        "parameters written with the masters must reach the other ranks",
-        "param_state",
-        parameters=("self", "state_dict"),
-    ),
-    _seam(
-        KEYS,
-        "megatron.core.dist_checkpointing.serialization:load",
-        "compare_layouts",
-        "the one call that has the wanted layout and the directory, before a tensor is read",
-        parameters=("sharded_state_dict", "checkpoint_dir"),
-        aliases=("megatron.core.dist_checkpointing:load",),
-    ),
-)
-"""The seams of Megatron's optimizer checkpoints, for every adapter of a framework on Megatron."""
 
 bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """DDP modules whose bucket the shim aligned, to the ``grad_reduce_in_fp32`` they came with."""
@@ -187,12 +113,19 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
     return optimizer.optimizer.param_groups[group]["params"][order]
 
 
-def join_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_seam(
+    STATES,
+    f"{_OPTIMIZER}._get_main_param_and_optimizer_states",
+    "every sharding type reads one parameter's states here",
+    "model_param_group_index_map",
+    "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+    "master_param",
+)
+def join_states(call: Call, model_param: Any) -> Any:
     """Hand out an fp32 master where FusedAdam keeps a remainder."""
-    tensors = wrapped(*args, **kwargs)
-    if _precision_aware(instance) and not _as_they_are.get():
-        model_param = args[0] if args else kwargs["model_param"]
-        shard = _shard_of(instance, model_param)
+    tensors = call.proceed()
+    if _precision_aware(call.instance) and not _as_they_are.get():
+        shard = _shard_of(call.instance, model_param)
         if tensors["param"].dtype is torch.int16:
             # Where the remainder is: verl saves while the optimizer is offloaded.
             remainder = tensors["param"]
@@ -203,33 +136,39 @@ def join_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return tensors
 
 
-def split_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_seam(
+    STATES,
+    f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+    "every sharding type writes one parameter's states here",
+    "set_scaled_state",
+)
+def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
     """Take an fp32 master apart again; refuse what would not be continued exactly.
 
     Raises:
         CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
             were stored as numbers.
     """
-    model_param = args[0] if args else kwargs["model_param"]
-    given = args[1] if len(args) > 1 else kwargs["tensors"]
+    optimizer = call.instance
     # Up to 0.16 the dp_reshardable form hands a bool named 'padding' on, which FusedAdam rejects.
-    tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+    tensors = {key: value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
     try:
-        _refuse_what_is_lost(instance, model_param, tensors)
+        _refuse_what_is_lost(optimizer, model_param, tensors)
     except CheckpointLayoutError as error:
-        if instance not in _loading:
+        if optimizer not in _loading:
             raise
         # Raised for all ranks alike once each has gone through the loader's collectives.
-        _loading[instance].append(error)
+        _loading[optimizer].append(error)
         return None
-    shard = _shard_of(instance, model_param)
+    shard = _shard_of(optimizer, model_param)
     value = tensors["param"]
-    if not _precision_aware(instance):
+    call.arguments["tensors"] = tensors
+    if not _precision_aware(optimizer):
         if value.dtype is torch.int16:
-            live = model_shard(instance, model_param)
+            live = model_shard(optimizer, model_param)
             tensors["param"] = join_master(live, value.to(live.device))
-        return wrapped(model_param, tensors)
-    master = instance.optimizer.state[shard]["master_param"]
+        return call.proceed()
+    master = optimizer.optimizer.state[shard]["master_param"]
     if value.dtype is torch.int16 and master.dtype is not torch.int16:
         tensors["param"] = join_master(shard.detach(), value.to(shard.device))
     elif value.dtype is not torch.int16 and master.dtype is torch.int16:
@@ -238,7 +177,7 @@ def split_states(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         shard.data.copy_(rounded)
     elif shard.dtype is torch.float32:
         shard.data.copy_(value)
-    return wrapped(model_param, tensors)
+    return call.proceed()
 
 
 def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:
@@ -285,26 +224,32 @@ def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
     return shard
 
 
-def spread_parameters(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_seam(
+    STATES,
+    f"{_OPTIMIZER}.load_state_dict",
+    "parameters written with the masters must reach the other ranks",
+    "param_state",
+)
+def spread_parameters(call: Call, state_dict: Any) -> Any:
     """Refuse on all ranks alike; gather the parameters that came with the masters, as a step would.
 
     Raises:
         CheckpointLayoutError: ``split_states`` refused on this rank or on another one.
     """
+    optimizer = call.instance
     refused: list[CheckpointLayoutError] = []
-    _loading[instance] = refused
+    _loading[optimizer] = refused
     try:
-        result = wrapped(*args, **kwargs)
+        result = call.proceed()
     finally:
-        del _loading[instance]
-    state_dict = args[0] if args else kwargs["state_dict"]
+        del _loading[optimizer]
     if "param_state" not in state_dict:
         return result
     # Ranks own different parameters: one may have nothing to refuse and would wait for the others.
-    device = next(iter(instance.model_param_group_index_map), torch.zeros(0)).device
+    device = next(iter(optimizer.model_param_group_index_map), torch.zeros(0)).device
     flag = torch.tensor([float(bool(refused))], device=device)
     torch.distributed.all_reduce(
-        flag, op=torch.distributed.ReduceOp.MAX, group=instance.data_parallel_group
+        flag, op=torch.distributed.ReduceOp.MAX, group=optimizer.data_parallel_group
     )
     if refused:
         raise refused[0]
@@ -313,8 +258,8 @@ def spread_parameters(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
             "Megatron optimizer checkpoint: another rank of the data-parallel group refused it; "
             "its message says why."
         )
-    if _precision_aware(instance):
-        for chunk in instance.model_chunks:
+    if _precision_aware(optimizer):
+        for chunk in optimizer.model_chunks:
             chunk.start_param_sync(force_sync=True)
     return result
 
@@ -331,10 +276,9 @@ def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype
     return None
 
 
-def name_bucket_of_unpatched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Write the keys that the same job has without the shim."""
-    state = wrapped(*args, **kwargs)
-    dtype_of = _unpatched_grad_dtype(instance)
+def _keyed_as_unpatched(optimizer: Any, state: Any) -> Any:
+    """A sharded state, in place, with the keys that the same job has without the shim."""
+    dtype_of = _unpatched_grad_dtype(optimizer)
     if dtype_of is None:
         return state
 
@@ -359,79 +303,114 @@ def name_bucket_of_unpatched(wrapped: Any, instance: Any, args: Any, kwargs: Any
     return state
 
 
-def write_as_unpatched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """The same for the types that keep remainders: the user's own stay what they are.
+@_seam(
+    KEYS,
+    f"{_OPTIMIZER}.sharded_param_state_dp_zero",
+    "the bucket's dtype is part of the gathered form's keys, too",
+)
+def name_bucket_of_unpatched(call: Call) -> Any:
+    """Write the keys that the same job has without the shim."""
+    return _keyed_as_unpatched(call.instance, call.proceed())
+
+
+@_seam(
+    KEYS,
+    f"{_OPTIMIZER}.sharded_param_state_dp_reshardable",
+    "the bucket's dtype is part of these keys, and remainders can be read again",
+    "per_bucket_numel_unpadded",
+)
+@_seam(
+    KEYS,
+    f"{_OPTIMIZER}.sharded_param_state_fs_model_space",
+    "up to 0.15 the usual form, whose remainders can be read again, too",
+)
+def write_as_unpatched(call: Call, is_loading: bool) -> Any:
+    """Write the same keys for the types that keep remainders: the user's own stay what they are.
 
     Not while loading: what is wanted then is whole masters, for ``compare_layouts`` to hold against
     what is there.
     """
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    by_user = _added.get(id(instance.config)) is not instance.config
-    token = _as_they_are.set(by_user and not given.get("is_loading"))
+    by_user = _added.get(id(call.instance.config)) is not call.instance.config
+    token = _as_they_are.set(by_user and not is_loading)
     try:
-        return name_bucket_of_unpatched(wrapped, instance, args, kwargs)
+        return _keyed_as_unpatched(call.instance, call.proceed())
     finally:
         _as_they_are.reset(token)
 
 
-def name_live_bucket(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_seam(
+    KEYS,
+    f"{_OPTIMIZER}.load_parameter_state_from_dp_reshardable",
+    "what the keys say is compared with the live bucket here",
+    "per_bucket_numel_unpadded",
+)
+def name_live_bucket(call: Call, state_dict: Any) -> Any:
     """Give the loaded bookkeeping the live bucket's dtypes before Megatron compares them."""
-    state = args[0] if args else kwargs["state_dict"]
     name = "per_bucket_numel_unpadded"
-    if state is not None and name in state:
-        live = [next(iter(one)) for one in instance.per_bucket_numel_unpadded]
-        stored = state[name]
+    if state_dict is not None and name in state_dict:
+        live = [next(iter(one)) for one in call.instance.per_bucket_numel_unpadded]
+        stored = state_dict[name]
         if len(live) == len(stored) and all(len(one) == 1 for one in stored):
-            state = {
-                **state,
+            call.arguments["state_dict"] = {
+                **state_dict,
                 name: [
                     {key: next(iter(one.values()))} for key, one in zip(live, stored, strict=True)
                 ],
             }
-    return wrapped(state)
+    return call.proceed()
 
 
-def name_live_bucket_dp_zero(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """The same for the gathered form, which only some ranks hold."""
-    state = args[0] if args else kwargs.pop("state_dict")
-    if state is not None:
-        state = dict(state)
-        for index, ranges in enumerate(instance.gbuf_ranges):
+@_seam(
+    KEYS,
+    f"{_OPTIMIZER}.load_parameter_state_from_dp_zero",
+    "what the keys say is compared with the live bucket here, of the gathered form",
+    "gbuf_ranges",
+)
+def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
+    """Do the same for the gathered form, which only some ranks hold."""
+    if state_dict is not None:
+        state = call.arguments["state_dict"] = dict(state_dict)
+        for index, ranges in enumerate(call.instance.gbuf_ranges):
             stored = state.get(index)
             if len(ranges) == 1 and isinstance(stored, dict) and len(stored) == 1:
                 state[index] = {next(iter(ranges)): next(iter(stored.values()))}
-    return wrapped(state, *args[1:], **kwargs)
+    return call.proceed()
 
 
 # -- layouts compared before a tensor is read ---------------------------------------------------
 
 
-def compare_layouts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_seam(
+    KEYS,
+    "megatron.core.dist_checkpointing.serialization:load",
+    "the one call that has the wanted layout and the directory, before a tensor is read",
+    aliases=("megatron.core.dist_checkpointing:load",),
+)
+def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
     """Hold the wanted optimizer tensors against the checkpoint's metadata.
 
     Raises:
         CheckpointLayoutError: a tensor of the optimizer has another dtype in the checkpoint and
             would be cast without a word.
     """
-    given = dict(zip(("sharded_state_dict", "checkpoint_dir"), args, strict=False)) | kwargs
     wanted = [
         tensor
-        for tensor in _sharded_tensors(given["sharded_state_dict"])
+        for tensor in _sharded_tensors(sharded_state_dict)
         if tensor.key.startswith("optimizer.") or ".optimizer." in tensor.key
     ]
     if not wanted:
-        return wrapped(*args, **kwargs)
+        return call.proceed()
     from megatron.core.dist_checkpointing import load_tensors_metadata
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
-        stored = load_tensors_metadata(str(given["checkpoint_dir"]))
+        stored = load_tensors_metadata(str(checkpoint_dir))
     except (CheckpointingException, NotImplementedError) as error:  # a format that cannot tell
         warn(
-            f"Megatron optimizer checkpoint {given['checkpoint_dir']}: its layout could not be "
+            f"Megatron optimizer checkpoint {checkpoint_dir}: its layout could not be "
             f"compared with the live optimizer's: {error!r}."
         )
-        return wrapped(*args, **kwargs)
+        return call.proceed()
     for tensor in wanted:
         if tensor.key not in stored:
             tensor.key = _stored_key(tensor.key, stored)
@@ -446,11 +425,11 @@ def compare_layouts(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
                 tensor.dtype = there
             continue
         raise CheckpointLayoutError(
-            f"Megatron optimizer checkpoint {given['checkpoint_dir']}: {tensor.key} is "
+            f"Megatron optimizer checkpoint {checkpoint_dir}: {tensor.key} is "
             f"{name_of(there)} there and {name_of(wants)} in the live optimizer. Set "
             f"{_REMEDY}"
         )
-    return wrapped(*args, **kwargs)
+    return call.proceed()
 
 
 def _stored_key(key: str, stored: Any) -> str:

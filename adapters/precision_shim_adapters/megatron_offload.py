@@ -13,16 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from precision_shim.adapting import Seam, Settings, Symbol
+from precision_shim.adapting import Call, Seam, Settings, Symbol
 
 PATHS = {"offload": "Megatron (offload of states)"}
 """What users call the path of these seams."""
 
-_HERE = "precision_shim_adapters.megatron_offload"
-
 
 def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -> list[Seam]:
-    """The seams around a framework's two functions.
+    """The seams at a framework's two functions, which have the same names in each.
 
     Args:
         module: where ``offload_megatron_optimizer`` and ``load_megatron_optimizer`` are.
@@ -34,18 +32,17 @@ def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -
         Seam(
             target=f"{module}:{name}",
             feature="bf16-dispatch",
-            wrapper=f"{_HERE}:{wrapper}",
-            path="offload",
+            wrapper=wrapper,
+            group="offload",
             why=why,
             delete_when=delete_when,
-            parameters=("optimizers",),
             relies_on=("exp_avg", "exp_avg_sq"),
             aliases=tuple(f"{importer}:{name}" for importer in importers),
-            native=f"{_HERE}:moved_already",
+            native=moved_already,
         )
         for name, wrapper in (
-            ("offload_megatron_optimizer", "offload_masters"),
-            ("load_megatron_optimizer", "load_masters"),
+            ("offload_megatron_optimizer", offload_masters),
+            ("load_megatron_optimizer", load_masters),
         )
     ]
 
@@ -55,17 +52,17 @@ def moved_already(symbol: Symbol, settings: Settings) -> str | None:
     return "the masters are moved already" if "master_param" in symbol.names else None
 
 
-def offload_masters(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def offload_masters(call: Call, optimizers: Any) -> Any:
     """Move the masters along, before the framework gives the freed memory back."""
-    for state in _fused_states(args[0] if args else kwargs["optimizers"]):
+    for state in _fused_states(optimizers):
         state["master_param"] = state["master_param"].to("cpu", non_blocking=True)
-    return wrapped(*args, **kwargs)
+    return call.proceed()
 
 
-def load_masters(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def load_masters(call: Call, optimizers: Any) -> Any:
     """Bring the masters back to where the framework puts the moments."""
-    result = wrapped(*args, **kwargs)
-    for state in _fused_states(args[0] if args else kwargs["optimizers"]):
+    result = call.proceed()
+    for state in _fused_states(optimizers):
         device = state["exp_avg"].device
         state["master_param"] = state["master_param"].to(device, non_blocking=True)
     return result

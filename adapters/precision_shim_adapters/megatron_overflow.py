@@ -26,15 +26,15 @@ import copy
 import inspect
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from precision_shim.adapting import Seam, current_settings, decide, warn
+from precision_shim.adapting import Call, current_settings, decide, seam, warn
 from precision_shim.errors import SettingsError
 from precision_shim.rules.model import trainable_dtypes
 from precision_shim.rules.optimizer import ROWS
@@ -46,75 +46,24 @@ FEATURE = "fp16-scaling"
 PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
 """What users call the path of these seams that is not the framework's own."""
 
-_HERE = "precision_shim_adapters.megatron_overflow"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
+_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
 
 
-def _seam(target: str, wrapper: str, why: str, **more: Any) -> Seam:
-    module = wrapper if ":" in wrapper else f"{_HERE}:{wrapper}"
-    return Seam(
-        target=target,
-        feature=FEATURE,
-        wrapper=module,
+def _seam(
+    target: str, why: str, delete_when: str, *relies_on: str, group: str = "megatron"
+) -> Callable[[_Wrapper], _Wrapper]:
+    return seam(
+        target,
+        FEATURE,
+        group=group,
         why=why,
-        **{"path": "megatron", "optional": True, **more},
+        delete_when=delete_when,
+        relies_on=relies_on,
+        optional=True,
     )
-
-
-SEAMS: tuple[Seam, ...] = (
-    *(
-        _seam(
-            f"{_OPTIMIZER}:{kind}.step",
-            "answer_a_skip",
-            "every framework's step ends here, with the scaler at hand",
-            delete_when="frameworks take (False, None, None) for a skipped step",
-            parameters=("self",),
-            relies_on=("prepare_grads",),
-        )
-        for kind in ("ChainedOptimizer", "MixedPrecisionOptimizer")
-    ),
-    _seam(
-        f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
-        "keep_one_scale",
-        "all scalers of a step have been asked here, and no optimizer has stepped",
-        delete_when="Megatron's chained optimizers share one scaler",
-        parameters=("self",),
-        relies_on=("chained_optimizers", "get_loss_scale"),
-    ),
-    _seam(
-        _SCALER,
-        "take_settings",
-        "growth and backoff factor are constants in Megatron's call; no config reaches them",
-        delete_when="OptimizerConfig has fields for both factors",
-        parameters=("initial_scale", "growth_factor", "backoff_factor", "growth_interval"),
-        relies_on=("_growth_tracker", "_hysteresis_tracker", "_scale"),
-    ),
-    _seam(
-        megatron.DDP,
-        "let_overflows_pass",
-        "the DDP reads check_for_nan_in_grad from this config at each reduction",
-        delete_when="Megatron's check asks whether the loss scale is dynamic",
-        parameters=("self", "config", "ddp_config", "module"),
-    ),
-    _seam(
-        megatron.DDP,
-        "precision_shim_adapters.megatron:observe_model",
-        "the first place that sees the parameters an optimizer will train",
-        delete_when="frameworks hand the model to the function that makes the OptimizerConfig",
-        parameters=("self", "config", "ddp_config", "module"),
-    ),
-    _seam(
-        _FSDP,
-        "let_overflows_pass",
-        "the same for Megatron-FSDP, which has a class of its own",
-        delete_when="Megatron's check asks whether the loss scale is dynamic",
-        path="megatron-fsdp",
-        parameters=("self", "config", "ddp_config", "module"),
-    ),
-)
-"""The seams of fp16 on Megatron, for every adapter of a framework on Megatron."""
 
 
 # -- the scalers of an optimizer ---------------------------------------------------------------
@@ -199,24 +148,45 @@ def skipping(framework: str, subject: str, *, succeeds: bool) -> Iterator[None]:
         _skipping.reset(token)
 
 
-def answer_a_skip(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_seam(
+    f"{_OPTIMIZER}:ChainedOptimizer.step",
+    "every framework's step ends here, with the scaler at hand",
+    "frameworks take (False, None, None) for a skipped step",
+    "prepare_grads",
+)
+@_seam(
+    f"{_OPTIMIZER}:MixedPrecisionOptimizer.step",
+    "every framework's step ends here, with the scaler at hand",
+    "frameworks take (False, None, None) for a skipped step",
+    "prepare_grads",
+)
+def answer_a_skip(call: Call) -> Any:
     """Count a step, and answer for a skipped one as the framework can take it.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
     """
+    return answered(call.instance, call.proceed)
+
+
+def answered(optimizer: Any, step: Callable[[], Any]) -> Any:
+    """Take a step of Megatron's, and answer as ``skipping`` says.
+
+    Raises:
+        LossScaleError: too many steps in a row were skipped.
+    """
     around = _skipping.get()
-    scalers = dynamic_scalers(instance) if around is not None else []
+    scalers = dynamic_scalers(optimizer) if around is not None else []
     if around is None or not scalers:
-        return wrapped(*args, **kwargs)
-    account = _accounts.setdefault(instance, Account())
+        return step()
+    account = _accounts.setdefault(optimizer, Account())
     account.scale = scale_of(scalers[0])
-    successful, grad_norm, zeros = wrapped(*args, **kwargs)
+    successful, grad_norm, zeros = step()
     # 0.18's threshold on the gradient norm fails a step too, and has a norm to tell.
     skipped = not successful and grad_norm is None
     account.counter.note(skipped, account.scale)
     if skipped:
-        _make_states(instance)
+        _make_states(optimizer)
         return around.succeeds, math.nan, zeros
     return successful, grad_norm, zeros
 
@@ -257,15 +227,22 @@ def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
 # -- one scale for all chained optimizers ------------------------------------------------------
 
 
-def keep_one_scale(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_seam(
+    f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
+    "all scalers of a step have been asked here, and no optimizer has stepped",
+    "Megatron's chained optimizers share one scaler",
+    "chained_optimizers",
+    "get_loss_scale",
+)
+def keep_one_scale(call: Call) -> Any:
     """Let all chained optimizers see an overflow that one of them found.
 
     The loss is multiplied with the first scaler's scale, and each optimizer divides by its own: in
     a mixture of experts an overflow of the experts alone would leave theirs behind.
     """
-    scalers = dynamic_scalers(instance)
+    scalers = dynamic_scalers(call.instance)
     if len(scalers) < 2:
-        return wrapped(*args, **kwargs)
+        return call.proceed()
     first = scalers[0]
     before = first.state_dict()
     for other in scalers[1:]:
@@ -278,7 +255,7 @@ def keep_one_scale(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
                 "continue with it."
             )
             other.load_state_dict(before)
-    found_inf = wrapped(*args, **kwargs)
+    found_inf = call.proceed()
     if found_inf:
         for scaler in scalers:  # those that found nothing have counted a good step
             scaler.load_state_dict(before)
@@ -323,51 +300,72 @@ def with_scaler_settings(written: Mapping[str, Any], key: str) -> dict[str, Any]
     return values
 
 
-def take_settings(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_seam(
+    _SCALER,
+    "growth and backoff factor are constants in Megatron's call; no config reaches them",
+    "OptimizerConfig has fields for both factors",
+    "_growth_tracker",
+    "_hysteresis_tracker",
+    "_scale",
+)
+def take_settings(
+    call: Call,
+    initial_scale: float,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: float,
+) -> Any:
     """Make a scaler with the factors that the user set, and say what it was made with."""
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    given = bound.arguments
+    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
     settings = current_settings()
-    taken = [key for key in ("growth_factor", "backoff_factor") if settings.is_set(key)]
-    for key in taken:
-        given[key] = settings[key]
+    taken = {key: settings[key] for key in factors if settings.is_set(key)}
+    call.arguments.update(taken)
+    factors.update(taken)
     build = megatron.current_build()
     decide(
         build.framework if build is not None else "megatron",
         build.subject() if build is not None else "direct caller",
         FEATURE,
-        f"Megatron's dynamic loss scaler from {given['initial_scale']:g}, growth "
-        f"x{given['growth_factor']:g} after {given['growth_interval']:g} steps, backoff "
-        f"x{given['backoff_factor']:g}",
+        f"Megatron's dynamic loss scaler from {initial_scale:g}, growth "
+        f"x{factors['growth_factor']:g} after {growth_interval:g} steps, backoff "
+        f"x{factors['backoff_factor']:g}",
         "the model is fp16" + (f"; {', '.join(taken)} by the shim's settings" if taken else ""),
     )
-    return wrapped(*bound.args, **bound.kwargs)
+    return call.proceed()
 
 
 # -- the DDP's own check -----------------------------------------------------------------------
 
 
-def let_overflows_pass(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_seam(
+    megatron.DDP,
+    "the DDP reads check_for_nan_in_grad from this config at each reduction",
+    "Megatron's check asks whether the loss scale is dynamic",
+)
+@_seam(
+    _FSDP,
+    "the same for Megatron-FSDP, which has a class of its own",
+    "Megatron's check asks whether the loss scale is dynamic",
+    group="megatron-fsdp",
+)
+def let_overflows_pass(call: Call, ddp_config: Any, module: Any) -> Any:
     """Turn ``check_for_nan_in_grad`` off where the scaler will see to what is not finite."""
     build = megatron.current_build()
     if build is None or build.constant_scale():
-        return wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    config = bound.arguments["ddp_config"]
-    checks = bool(getattr(config, "check_for_nan_in_grad", False))
-    model = trainable_dtypes(bound.arguments["module"].parameters())
-    if not checks or torch.float16 not in model.counts:
-        return wrapped(*args, **kwargs)
+        return call.proceed()
+    checks = bool(getattr(ddp_config, "check_for_nan_in_grad", False))
+    if not checks or torch.float16 not in trainable_dtypes(module.parameters()).counts:
+        return call.proceed()
     if build.nan_check_set:
         warn(
             f"{build.framework} {build.subject()}: check_for_nan_in_grad=True is the user's: an "
             "fp16 overflow ends the job before the loss scaler can skip the step. Leave it out, "
             "or set it to False."
         )
-        return wrapped(*args, **kwargs)
+        return call.proceed()
     # A copy: the caller's config is the caller's, and other chunks share it.
-    bound.arguments["ddp_config"] = copy.copy(config)
-    bound.arguments["ddp_config"].check_for_nan_in_grad = False
+    changed = call.arguments["ddp_config"] = copy.copy(ddp_config)
+    changed.check_for_nan_in_grad = False
     decide(
         build.framework,
         build.subject(),
@@ -375,4 +373,4 @@ def let_overflows_pass(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
         "check_for_nan_in_grad=False",
         "it would end the job at an fp16 overflow, which the dynamic loss scaler skips",
     )
-    return wrapped(*bound.args, **bound.kwargs)
+    return call.proceed()

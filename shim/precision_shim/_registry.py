@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
 
 from ._first import ENTRY_POINTS
+from ._settings import FEATURES
 from .errors import SeamError
 from .seams import Adapter
 from .seams._wrapper import resolve
@@ -39,7 +40,8 @@ class Entry:
         """Import the adapter.
 
         Raises:
-            SeamError: its module cannot be imported, or holds something else.
+            SeamError: its module cannot be imported, or holds something else, or its table names
+                a feature that there is not.
         """
         try:
             adapter = resolve(self.adapter)
@@ -54,6 +56,7 @@ class Entry:
                 f"{self.framework}: {self.adapter} is a {type(adapter).__name__}, allowed: "
                 "precision_shim.adapting.Adapter. Correct the entry point."
             )
+        adapter.check(FEATURES)
         return adapter
 
 

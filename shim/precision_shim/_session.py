@@ -16,7 +16,7 @@ from ._registry import Entry, entries, is_tested
 from ._settings import PREFIX, Settings
 from ._status import FrameworkStatus, SeamStatus, Status
 from .errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
-from .seams import Adapter, Engine
+from .seams import Adapter, Engine, check
 from .seams._source import find_spec
 
 _lock = threading.RLock()
@@ -263,15 +263,15 @@ def status() -> Status:
         )
 
 
-def in_force(framework: str, feature: str, path: str) -> bool:
-    """Whether a feature is on for a framework, and was not refused on a path of it."""
+def in_force(framework: str, feature: str, group: str) -> bool:
+    """Whether a feature is on for a framework, and one of its groups was not refused."""
     session = _current
     return (
         session is not None
         and session.wants(framework)
         and framework not in session.broken
         and feature in session.settings.features
-        and not session.engine.is_refused(framework, feature, path)
+        and not session.engine.is_refused(framework, feature, group)
     )
 
 
@@ -283,14 +283,7 @@ def current_settings() -> Settings:
 
 def preview(adapter: Adapter, settings: Settings) -> tuple[SeamStatus, ...]:
     """What would happen to an adapter's seams in this environment, from source alone."""
-    engine = Engine(
-        features=settings.features,
-        settings=settings,
-        strict=False,
-        on_fault=_said_already,
-        describe=_describe,
-    )
-    return engine.preview(adapter)
+    return check(adapter, settings.features, settings).foretold()
 
 
 def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:

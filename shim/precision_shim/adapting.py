@@ -1,4 +1,4 @@
-"""What an adapter may use: records to declare, settings to read, decisions to keep.
+"""What an adapter may use: ``seam`` to declare, ``Call`` to act, settings and decisions.
 
 Adapters translate between a framework's shapes and the rules' (``precision_shim.rules``); they
 hold no rule themselves. See CONTRIBUTING.md for how to write one.
@@ -14,20 +14,24 @@ from ._session import current_settings, in_force, version_of
 from ._settings import Settings
 from ._status import Decision
 from .errors import SettingsError
-from .seams import Adapter, NativeProbe, Seam, Symbol, look
+from .seams import Adapter, Call, NativeProbe, Seam, Symbol, around, collect, look, seam
 
 __all__ = [
     "Adapter",
+    "Call",
     "Decision",
     "NativeProbe",
     "Seam",
     "Settings",
     "Symbol",
+    "around",
+    "collect",
     "current_settings",
     "decide",
     "in_force",
     "look",
     "parse_settings",
+    "seam",
     "version_of",
     "warn",
 ]

@@ -28,7 +28,13 @@ class Optimizer:
         self.lr = lr
 """,
     "toy_shim.py": """
-from precision_shim.adapting import Adapter, Seam
+from precision_shim.adapting import Adapter, collect, seam
+
+
+@seam("toy.ops:scale", "bf16-dispatch", why="to be seen")
+def negate(call):
+    return -call.proceed()
+
 
 ADAPTER = Adapter(
     framework="toy",
@@ -36,14 +42,8 @@ ADAPTER = Adapter(
     packages=("toy",),
     tested=("1.0",),
     effects=("toy.train:Optimizer.__init__",),
-    seams=(
-        Seam("toy.ops:scale", "bf16-dispatch", "toy_shim:negate", why="to be seen"),
-    ),
+    seams=collect(negate),
 )
-
-
-def negate(wrapped, instance, args, kwargs):
-    return -wrapped(*args, **kwargs)
 """,
     "toy-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n",
     "toy-1.0.dist-info/entry_points.txt": "[precision_shim.adapters]\ntoy = toy_shim:ADAPTER\n",
@@ -51,15 +51,14 @@ def negate(wrapped, instance, args, kwargs):
     "solo.py": "def scale(value):\n    return 2 * value\n",
     "solo_shim.py": """
 from precision_shim.adapting import Adapter, Seam
+from toy_shim import negate
 
 ADAPTER = Adapter(
     framework="solo",
     distribution="solo",
     packages=("solo",),
     tested=("1.0",),
-    seams=(
-        Seam("solo:scale", "bf16-dispatch", "toy_shim:negate", why="to be seen"),
-    ),
+    seams=(Seam("solo:scale", "bf16-dispatch", negate, why="to be seen"),),
 )
 """,
     "solo-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: solo\nVersion: 1.0\n",

@@ -319,10 +319,10 @@ def test_what_a_function_closes_over_is_the_workers_own(drive, tmp_path):
     """A wrapped symbol pickles by reference, and is wrapped in the worker because that is on."""
     (tmp_path / "small.py").write_text("def scale(value):\n    return 2 * value\n")
     (tmp_path / "small_shim.py").write_text(
-        "from precision_shim.adapting import Adapter, Seam\n"
-        "SEAM = Seam('small:scale', 'fp16-scaling', 'small_shim:negate', why='to be seen')\n"
-        "ADAPTER = Adapter('small', 'small', ('small',), ('1',), (SEAM,))\n"
-        "def negate(wrapped, instance, args, kwargs):\n    return -wrapped(*args, **kwargs)\n"
+        "from precision_shim.adapting import Adapter, collect, seam\n"
+        "@seam('small:scale', 'fp16-scaling', why='to be seen')\n"
+        "def negate(call):\n    return -call.proceed()\n"
+        "ADAPTER = Adapter('small', 'small', ('small',), ('1',), collect(negate))\n"
     )
     info = tmp_path / "small-1.dist-info"
     info.mkdir()

@@ -28,7 +28,19 @@ class Optimizer:
 """,
     "toyfw/trainer.py": "from toyfw.ops import scale\n\n\ndef train():\n    return scale(3)\n",
     "toyfw_adapter.py": """
-from precision_shim.adapting import Adapter, Seam, current_settings, decide
+from precision_shim.adapting import Adapter, collect, current_settings, decide, seam
+
+
+@seam("toyfw.ops:scale", "dtype-coercion", why="a test", aliases=("toyfw.trainer:scale",))
+def negate(call):
+    decide("toyfw", "actor", "dtype-coercion", "negated", current_settings()["grad_bucket"])
+    return -call.proceed()
+
+
+@seam("toyfw.ops:Optimizer.__init__", "bf16-dispatch", why="a test")
+def watch(call):
+    return call.proceed()
+
 
 ADAPTER = Adapter(
     framework="toyfw",
@@ -36,31 +48,8 @@ ADAPTER = Adapter(
     packages=("toyfw",),
     tested=("1.0",),
     effects=("toyfw.ops:Optimizer.__init__",),
-    seams=(
-        Seam(
-            target="toyfw.ops:scale",
-            feature="dtype-coercion",
-            wrapper="toyfw_adapter:negate",
-            why="a test",
-            aliases=("toyfw.trainer:scale",),
-        ),
-        Seam(
-            target="toyfw.ops:Optimizer.__init__",
-            feature="bf16-dispatch",
-            wrapper="toyfw_adapter:watch",
-            why="a test",
-        ),
-    ),
+    seams=collect(negate, watch),
 )
-
-
-def negate(wrapped, instance, args, kwargs):
-    decide("toyfw", "actor", "dtype-coercion", "negated", current_settings()["grad_bucket"])
-    return -wrapped(*args, **kwargs)
-
-
-def watch(wrapped, instance, args, kwargs):
-    return wrapped(*args, **kwargs)
 """,
     "toyfw-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toyfw\nVersion: 1.0\n",
     "toyfw_adapter-1.0.dist-info/METADATA": (

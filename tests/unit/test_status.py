@@ -251,5 +251,5 @@ def test_of_many_decisions_the_newest_per_subject_and_feature_stay():
 @pytest.mark.parametrize("name", entries(third_party=False))
 def test_every_path_of_our_adapters_has_a_users_name(name):
     adapter = entries()[name].load()
-    used = {seam.path for seam in adapter.seams}
+    used = {seam.group for seam in adapter.seams}
     assert used <= set(adapter.paths), "declare it in the adapter's paths"

@@ -152,7 +152,7 @@ def strict(job: Job) -> dict[str, Any]:
 
     whole = adapter.ADAPTER
     broken = tuple(
-        dataclasses.replace(one, relies_on=("no_such_name",)) if one.path == "fsdp engine" else one
+        dataclasses.replace(one, relies_on=("no_such_name",)) if one.group == "fsdp engine" else one
         for one in whole.seams
     )
     adapter.ADAPTER = dataclasses.replace(whole, seams=broken)

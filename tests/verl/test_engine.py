@@ -325,6 +325,7 @@ def test_blockers_are_read_from_verls_config(
 
     from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
 
+    from precision_shim.adapting import around
     from precision_shim_adapters.megatron import current_build
     from precision_shim_adapters.verl.megatron import engine_build
 
@@ -336,7 +337,7 @@ def test_blockers_are_read_from_verls_config(
         pytest.skip(f"verl {VERL} has no {', '.join({*config, *optim} - known.keys())}")
     made = engine(checkpoint, "bfloat16", optim=optim_config(**optim), **config)
     seen: list[Any] = []
-    engine_build(lambda: seen.append(current_build()), made, (), {})
+    around(engine_build, lambda: seen.append(current_build()), made, (), {})
     assert reason in " ".join(seen[0].blockers)
 
 

@@ -12,12 +12,20 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import wrapt
 
-from precision_shim.adapting import in_force, parse_settings, version_of, warn
+from precision_shim.adapting import (
+    Call,
+    around,
+    in_force,
+    parse_settings,
+    seam,
+    version_of,
+    warn,
+)
 from precision_shim.errors import SeamError
 from precision_shim.scaling import LossScaler
 
@@ -31,6 +39,7 @@ from ..loss_scaling import (
     steps_through,
 )
 from ..ray_actors import class_beneath, put_in_front
+from .places import DTENSOR
 
 FRAMEWORK = "nemo-rl"
 BLOCK = "precision_shim"
@@ -44,7 +53,7 @@ _KINDS = {
     "DTensorValueWorkerV2": ("dtensor value", "value"),
     "DTensorValueWorkerV2Impl": ("dtensor value", "value"),
 }
-"""Names of NeMo-RL's classes, to the path of their seams and the name of their config."""
+"""Names of NeMo-RL's classes, to the group of their seams and the name of their config."""
 
 _READ = {
     "__init__": ("weights_path", "optimizer_path"),
@@ -57,6 +66,65 @@ _AUXILIARY = "nemo_automodel.components.moe.megatron.moe_utils"
 
 TRAIN = ("data", "loss_fn", "eval_mode")
 """The first parameters of ``train``, whose decorator hides its signature."""
+
+_PULL = "https://github.com/NVIDIA-NeMo/RL/pull/1474"
+_DELETE = "NeMo-RL scales the loss of float16 policies"
+_METHODS = ("__init__", "train", "save_checkpoint", "load_checkpoint")
+_RELIES_ON = (*_METHODS, *TRAIN, "cfg", "optimizer", "step", "scheduler")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _on_each_worker(method: str) -> Callable[[_Function], _Function]:
+    """A method of each kind of worker, where Ray has the class beneath by reference."""
+
+    def declare(function: _Function) -> _Function:
+        for worker in reversed(DTENSOR):
+            seam(
+                f"{worker.beneath}.{method}",
+                FEATURE,
+                group=worker.group,
+                why="workers under other names inherit from this class",
+                upstream=_PULL,
+                delete_when=_DELETE,
+                relies_on=(*_RELIES_ON, worker.clip.partition(":")[2]),
+                only_if=worker.split,
+            )(function)
+        return function
+
+    return declare
+
+
+def _on_each_actor_class(function: _Function) -> _Function:
+    for worker in reversed(DTENSOR):
+        seam(
+            f"{worker.module}:{worker.name}",
+            FEATURE,
+            group=worker.group,
+            why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
+            upstream=_PULL,
+            delete_when=_DELETE,
+            relies_on=(f"{worker.name}Impl",)
+            if worker.split
+            else (*_RELIES_ON, worker.clip.partition(":")[2]),
+            optional=worker.optional,
+            replaces=True,
+        )(function)
+    return function
+
+
+def _on_each_clipping(function: _Function) -> _Function:
+    for worker in reversed(DTENSOR):
+        seam(
+            worker.clip,
+            FEATURE,
+            group=worker.group,
+            why="the first look at the gradients: norm and clipping want them unscaled",
+            upstream=_PULL,
+            delete_when=_DELETE,
+            aliases=(f"{worker.module}:{worker.clip.partition(':')[2]}",),
+            optional=True,  # without nemo_automodel there is no such worker in this process
+        )(function)
+    return function
 
 
 @dataclass
@@ -84,21 +152,25 @@ class ScaledWorker:
     """Goes in front of a worker's class. It is importable, so Ray ships it by reference."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        build(super().__init__, self, args, kwargs)
+        around(build, super().__init__, self, args, kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; in float16 with the loss scaled."""
-        return train(super().train, self, args, kwargs)  # type: ignore[misc]
+        method = super().train  # type: ignore[misc]
+        return around(train, method, self, args, kwargs, positional=TRAIN)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save, the scaler's state beside the optimizer's."""
-        return save_checkpoint(super().save_checkpoint, self, args, kwargs)  # type: ignore[misc]
+        method = super().save_checkpoint  # type: ignore[misc]
+        return around(save_checkpoint, method, self, args, kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load, the scaler's state with the optimizer's."""
-        return load_checkpoint(super().load_checkpoint, self, args, kwargs)  # type: ignore[misc]
+        method = super().load_checkpoint  # type: ignore[misc]
+        return around(load_checkpoint, method, self, args, kwargs)
 
 
+@_on_each_actor_class
 def redecorate(actor_class: Any) -> Any:
     """Make an actor class of the same name and options whose worker scales its loss.
 
@@ -133,19 +205,15 @@ def _kind(instance: Any) -> tuple[str, str]:
     return next(_KINDS[one.__name__] for one in type(instance).__mro__ if one.__name__ in _KINDS)
 
 
-def _argument(wrapped: Any, args: Any, kwargs: Any, name: str) -> Any:
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments.get(name)
-
-
 # -- building -------------------------------------------------------------------------------
 
 
-def build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+@_on_each_worker("__init__")
+def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
     """Build a worker, and its scaler with the state of the checkpoint that it resumes from."""
+    instance = call.instance
     with _outermost(instance, "build") as outermost:
-        wrapped(*args, **kwargs)
+        call.proceed()
         if not outermost or instance.cfg.get("precision") != "float16":
             return
         if getattr(instance, "optimizer", None) is None:  # a reference or a teacher
@@ -167,8 +235,7 @@ def build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         )
         # Not before here: the first worker loads its checkpoint within its own __init__ by
         # load_checkpoint, the second from 0.6 on past it.
-        optimizer_path = _argument(wrapped, args, kwargs, "optimizer_path")
-        if optimizer_path and _argument(wrapped, args, kwargs, "weights_path"):
+        if optimizer_path and weights_path:
             restore_scaler(FRAMEWORK, optimizer_path, scaler, name)
         instance._precision_shim_scaler = scaler
 
@@ -195,25 +262,21 @@ def _scaler(instance: Any) -> LossScaler | None:
 # -- training -------------------------------------------------------------------------------
 
 
-def train(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_on_each_worker("train")
+def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
     """Train on some global batches, each with a scaled loss and a step that may be skipped."""
-    scaler = _scaler(instance)
+    scaler = _scaler(call.instance)
     if scaler is None:
-        return wrapped(*args, **kwargs)
-    with _outermost(instance, "train") as outermost:
-        given = {**dict(zip(TRAIN, args, strict=False)), **kwargs}
-        if not outermost or given.get("eval_mode"):
-            return wrapped(*args, **kwargs)
+        return call.proceed()
+    with _outermost(call.instance, "train") as outermost:
+        if not outermost or eval_mode:
+            return call.proceed()
         with (
-            _stepping(_Training(scaler, instance.optimizer)) as training,
+            _stepping(_Training(scaler, call.instance.optimizer)) as training,
             _auxiliary_losses(scaler) as follow,
         ):
-            scaled = _ScaledLoss(given["loss_fn"], scaler, follow)
-            if "loss_fn" in kwargs:
-                kwargs = {**kwargs, "loss_fn": scaled}
-            else:
-                args = (args[0], scaled, *args[2:])
-            result = wrapped(*args, **kwargs)
+            call.arguments["loss_fn"] = _ScaledLoss(loss_fn, scaler, follow)
+            result = call.proceed()
     return _report(result, training)
 
 
@@ -292,13 +355,14 @@ def _stepping(training: _Training) -> Iterator[_Training]:
         _training.reset(token)
 
 
-def unscale_first(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_on_each_clipping
+def unscale_first(call: Call) -> Any:
     """Unscale the gradients before their norm is taken and before they are clipped."""
     training = _training.get()
     if training is not None:
         training.scaler.unscale_once(training.optimizer)
         training.unscaled = True
-    return wrapped(*args, **kwargs)
+    return call.proceed()
 
 
 def _report(result: dict[str, Any], training: _Training) -> dict[str, Any]:
@@ -319,21 +383,22 @@ def _report(result: dict[str, Any], training: _Training) -> dict[str, Any]:
 # -- checkpoints ----------------------------------------------------------------------------
 
 
-def save_checkpoint(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_on_each_worker("save_checkpoint")
+def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Save, and write the scaler's state beside the optimizer's where that is saved."""
-    with _outermost(instance, "save") as outermost:
-        result = wrapped(*args, **kwargs)
-        optimizer_path = _argument(wrapped, args, kwargs, "optimizer_path")
+    with _outermost(call.instance, "save") as outermost:
+        result = call.proceed()
         if outermost and optimizer_path:
-            save_scaler(FRAMEWORK, optimizer_path, _scaler(instance))
+            save_scaler(FRAMEWORK, optimizer_path, _scaler(call.instance))
         return result
 
 
-def load_checkpoint(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@_on_each_worker("load_checkpoint")
+def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Load, and restore the scaler where the optimizer is restored."""
-    with _outermost(instance, "load") as outermost:
-        result = wrapped(*args, **kwargs)
-        optimizer_path = _argument(wrapped, args, kwargs, "optimizer_path")
+    worker = call.instance
+    with _outermost(worker, "load") as outermost:
+        result = call.proceed()
         if outermost and optimizer_path:
-            restore_scaler(FRAMEWORK, optimizer_path, _scaler(instance), _kind(instance)[1])
+            restore_scaler(FRAMEWORK, optimizer_path, _scaler(worker), _kind(worker)[1])
         return result

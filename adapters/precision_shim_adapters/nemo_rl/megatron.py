@@ -5,6 +5,15 @@ is the user's. The shipped YAML files carry nearly all of them, ``grad_reduce_in
 which NeMo-RL reads without a default. Bridge's own check of gradients is switched on by NeMo-RL
 itself, and by no key.
 
+Why these layers. The function that makes a worker's model and optimizer has the policy config and
+Bridge's in hand, for policy and value workers alike; Ray takes it along by reference, other than
+the worker's own methods. The live parameters are looked at in Megatron's DDP. Bridge's
+``setup_optimizer`` is where every kind of optimizer is made from the OptimizerConfig. Coercion
+needs no place of its own: Bridge's OptimizerConfig of 0.4 runs Megatron's check when it is made,
+and that of later versions in ``finalize()``, which the worker's ``validate()`` calls before
+anything is built. Deliberately not patched: the conversion of a Hugging Face checkpoint, which
+trains nothing.
+
 NeMo-RL takes a step that Megatron skipped for what it is; only the missing grad norm ends its
 ``train`` (policy worker) or is reported as 0 (value worker). So a skipped step is handed to it as
 it is, with grad norm NaN.
@@ -13,18 +22,21 @@ it is, with grad norm NaN.
 from __future__ import annotations
 
 import copy
-import inspect
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from precision_shim.adapting import (
+    Call,
+    around,
     current_settings,
     decide,
     in_force,
+    look,
     parse_settings,
+    seam,
     version_of,
     warn,
 )
@@ -35,6 +47,7 @@ from precision_shim.rules.optimizer import ROWS, OptimizerPlan, OptimizerRequest
 
 from .. import megatron_checkpoint, megatron_overflow
 from ..megatron import (
+    DDP,
     Build,
     building,
     coerced,
@@ -45,8 +58,19 @@ from ..megatron import (
 from ..megatron_overflow import SCALER_FIELDS
 from ..ray_actors import put_in_front
 from .dtensor import BLOCK, FRAMEWORK, TRAIN
+from .places import INLINE, MEGATRON, POLICY, SETUP, VALUE
 
 _DDP = "distributed_data_parallel_config"
+_BUILDING = ("bf16-dispatch", "grad-bucket-alignment", megatron_overflow.FEATURE)
+"""The features that need to know which model is being built."""
+_ONE_PLACE = "NeMo-RL decides bucket and optimizer states in one place"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_SETUP_OPTIMIZER = "megatron.bridge.training.optim:setup_optimizer"
+_SETUP_ALIASES = (
+    "megatron.bridge.training.setup:setup_optimizer",
+    f"{POLICY if INLINE else SETUP}:setup_optimizer",
+)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _FP16_OWN = ("initial_loss_scale", "min_loss_scale")
 """Of the fp16 row what is no optimizer state: it belongs to the scaler."""
 
@@ -167,32 +191,75 @@ def _known(ddp_config: Any) -> _NemoBuild | None:
     return next((build for config, build in _builds if config() is ddp_config), None)
 
 
-def worker_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around the function that makes a worker's model and its optimizer."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    container = given["cfg"] if "cfg" in given else given["megatron_cfg"]
+def _on_build(
+    target: str, aliases: tuple[str, ...], only_if: bool
+) -> Callable[[_Function], _Function]:
+    """The function that makes model and optimizer; Ray takes it along by reference."""
+    return seam(
+        target,
+        _BUILDING,
+        group="megatron",
+        why="model and optimizer are made here, from the policy config and Bridge's",
+        delete_when=_ONE_PLACE,
+        relies_on=("get_model", "setup_optimizer", "ddp", "optimizer"),
+        aliases=aliases,
+        optional=True,
+        only_if=only_if,
+    )
+
+
+@_on_build(f"{POLICY}:setup_megatron_model", (), INLINE)
+def worker_build_inline(call: Call, policy_cfg: Any, load_optimizer: Any, cfg: Any) -> Any:
+    """Note that a worker of 0.4 or 0.5 builds its model and its optimizer, if it gets one."""
+    with building(_new_build(policy_cfg, cfg, "policy", bool(load_optimizer))):
+        return call.proceed()
+
+
+@_on_build(
+    f"{SETUP}:setup_model_and_optimizer",
+    tuple(f"{module}:setup_model_and_optimizer" for module in (POLICY, VALUE)),
+    not INLINE,
+)
+def worker_build(
+    call: Call,
+    policy_cfg: Any,
+    load_optimizer: Any,
+    megatron_cfg: Any,
+    additional_pre_wrap_hooks: Any = None,
+) -> Any:
+    """Note that a worker builds its model and its optimizer; a teacher's has none."""
     # Only the value worker has a hook of its own, which puts the value head in place.
-    subject = "value" if given.get("additional_pre_wrap_hooks") else "policy"
-    # A teacher's has none.
-    trains = bool(given.get("load_optimizer", True))
-    build = _NemoBuild(given["policy_cfg"], container, subject, trains)
+    subject = "value" if additional_pre_wrap_hooks else "policy"
+    with building(_new_build(policy_cfg, megatron_cfg, subject, bool(load_optimizer))):
+        return call.proceed()
+
+
+def _new_build(policy_cfg: Any, container: Any, subject: str, trains: bool) -> _NemoBuild:
+    build = _NemoBuild(policy_cfg, container, subject, trains)
     _builds[:] = [one for one in _builds if one[0]() not in (None, container.ddp)]
     _builds.append((weakref.ref(container.ddp), build))
-    with building(build):
-        return wrapped(*args, **kwargs)
+    return build
 
 
-def reference_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around a DDP outside any build: the reference model comes with the policy's DDP config.
+# Over what acts for a build: this module is collected after Megatron's own.
+@seam(
+    DDP,
+    _BUILDING,
+    group="megatron",
+    why="the reference model is built outside that function, with the same DDP config",
+    delete_when=_ONE_PLACE,
+    optional=True,
+)
+def reference_build(call: Call, ddp_config: Any) -> Any:
+    """Note that a DDP outside any build is the reference's: it has the policy's DDP config.
 
     Up to 0.5 it is built inside the worker's ``__init__``, which Ray takes along by value.
     """
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    build = _known(given["ddp_config"]) if current_build() is None else None
+    build = _known(ddp_config) if current_build() is None else None
     if build is None:
-        return wrapped(*args, **kwargs)
+        return call.proceed()
     with building(build.for_reference()):
-        return wrapped(*args, **kwargs)
+        return call.proceed()
 
 
 # -- the optimizer -----------------------------------------------------------------------------
@@ -217,24 +284,18 @@ def _with(config: Any, fields: Mapping[str, Any]) -> Any:
     return config
 
 
-def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let the OptimizerConfig follow the model in what the policy config leaves open."""
-    build = current_build()
-    if not isinstance(build, _NemoBuild):
-        return wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    plan, fields = build.fields()
-    decide(FRAMEWORK, build.subject(), "bf16-dispatch", plan.chosen, plan.because)
-    for text in plan.warnings:
-        warn(f"{FRAMEWORK} {build.subject()}: {text}")
-    config = _with(bound.arguments["optimizer_config"], fields)
-    by_user = "use_precision_aware_optimizer" not in fields
-    megatron_checkpoint.note_precision_aware(config, by_user=by_user)
-    bound.arguments["optimizer_config"] = config
-    return wrapped(*bound.args, **bound.kwargs)
-
-
-def scale(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+# The scaler's part is the inner one, and so comes first: whether the optimizer is fp16 is settled
+# by then.
+@seam(
+    _SETUP_OPTIMIZER,
+    megatron_overflow.FEATURE,
+    group="megatron",
+    why="the scaler is made from these fields, and the optimizer comes out here",
+    delete_when="NeMo-RL gives a loss scaler settings that suit a start at fp16",
+    aliases=_SETUP_ALIASES,
+    optional=True,
+)
+def scale(call: Call, optimizer_config: Any, model: Any) -> Any:
     """Give Megatron's scaler its settings, and remember whose optimizer it belongs to.
 
     Raises:
@@ -244,16 +305,40 @@ def scale(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     build = current_build()
     if not isinstance(build, _NemoBuild):
-        return wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    config = bound.arguments["optimizer_config"]
+        return call.proceed()
     if (build.seen.single or build.declared) is torch.float16:
-        _refuse_unscaled(build, config)
-        refuse_fp16_gradients(_where(build.subject()), config, bound.arguments["model"])
-        bound.arguments["optimizer_config"] = _with(config, _scaler_fields(build, config))
-    optimizer, *rest = wrapped(*bound.args, **bound.kwargs)
+        _refuse_unscaled(build, optimizer_config)
+        refuse_fp16_gradients(_where(build.subject()), optimizer_config, model)
+        fields = _scaler_fields(build, optimizer_config)
+        call.arguments["optimizer_config"] = _with(optimizer_config, fields)
+    optimizer, *rest = call.proceed()
     _owners[optimizer] = build.subject()
     return (optimizer, *rest)
+
+
+@seam(
+    _SETUP_OPTIMIZER,
+    "bf16-dispatch",
+    group="megatron",
+    why="the parameters are known, and the optimizer is not yet made",
+    delete_when="NeMo-RL dispatches on policy.precision",
+    aliases=_SETUP_ALIASES,
+    optional=True,
+)
+def dispatch(call: Call, optimizer_config: Any) -> Any:
+    """Let the OptimizerConfig follow the model in what the policy config leaves open."""
+    build = current_build()
+    if not isinstance(build, _NemoBuild):
+        return call.proceed()
+    plan, fields = build.fields()
+    decide(FRAMEWORK, build.subject(), "bf16-dispatch", plan.chosen, plan.because)
+    for text in plan.warnings:
+        warn(f"{FRAMEWORK} {build.subject()}: {text}")
+    config = _with(optimizer_config, fields)
+    by_user = "use_precision_aware_optimizer" not in fields
+    megatron_checkpoint.note_precision_aware(config, by_user=by_user)
+    call.arguments["optimizer_config"] = config
+    return call.proceed()
 
 
 def _refuse_unscaled(build: _NemoBuild, config: Any) -> None:
@@ -300,10 +385,19 @@ def _scaler_fields(build: _NemoBuild, config: Any) -> dict[str, Any]:
     return fields
 
 
-def keep_block(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``make_policy_like_config``, which takes a fixed list of a value config's keys."""
-    made = wrapped(*args, **kwargs)
-    config = args[0] if args else kwargs["config"]
+@seam(
+    f"{SETUP}:make_policy_like_config",
+    megatron_overflow.FEATURE,
+    group="megatron",
+    why="a value worker's config is copied key by key, without the shim's block",
+    delete_when="it copies what it does not know",
+    aliases=(f"{VALUE}:make_policy_like_config",),
+    optional=True,
+    only_if=look(f"{SETUP}:make_policy_like_config").found,
+)
+def keep_block(call: Call, config: Any) -> Any:
+    """Take the shim's block along where a value worker makes itself a policy's config."""
+    made = call.proceed()
     return {**made, BLOCK: config[BLOCK]} if BLOCK in config else made
 
 
@@ -314,26 +408,83 @@ _owners: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Optimizers of NeMo-RL's workers, to whose they are."""
 
 
-def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around the step of Megatron's optimizers: count what is NeMo-RL's."""
-    subject = _owners.get(instance)
+def _on_step(optimizer: str) -> Callable[[_Function], _Function]:
+    return seam(
+        f"{_OPTIMIZER}:{optimizer}.step",
+        megatron_overflow.FEATURE,
+        group="megatron",
+        why="a worker's train is out of reach in an actor, its optimizer's class is not",
+        delete_when="NeMo-RL takes a skipped step's grad norm of None",
+        optional=True,
+    )
+
+
+# Over the wrapper that answers for a skip, which asks whose step it is: collected after it.
+@_on_step("ChainedOptimizer")
+@_on_step("MixedPrecisionOptimizer")
+def step(call: Call) -> Any:
+    """Say that a step of one of Megatron's optimizers is NeMo-RL's, where it is."""
+    subject = _owners.get(call.instance)
     if subject is None:
-        return wrapped(*args, **kwargs)
+        return call.proceed()
     with megatron_overflow.skipping(FRAMEWORK, subject, succeeds=False):
-        return wrapped(*args, **kwargs)
+        return call.proceed()
 
 
-def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around a worker's ``train``: the loss scale and the skipped steps in its metrics.
+_METRICS_DELETE = "NeMo-RL reports the loss scale"
+_RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
+
+
+def _on_each_worker(
+    method: str, why: str, delete_when: str, *relies_on: str
+) -> Callable[[_Function], _Function]:
+    """A method of the class beneath each worker, where this version has it."""
+
+    def declare(function: _Function) -> _Function:
+        for module, name, group in reversed(MEGATRON):
+            seam(
+                f"{module}:{name}Impl.{method}",
+                megatron_overflow.FEATURE,
+                group=group,
+                why=why,
+                delete_when=delete_when,
+                relies_on=relies_on,
+                optional=True,
+                only_if=look(f"{module}:{name}Impl.{method}").found,
+            )(function)
+        return function
+
+    return declare
+
+
+def _on_each_actor_class(function: _Function) -> _Function:
+    for module, name, group in reversed(MEGATRON):
+        split = look(f"{module}:{name}Impl.train").found
+        seam(
+            f"{module}:{name}",
+            megatron_overflow.FEATURE,
+            group=group,
+            why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
+            delete_when=_METRICS_DELETE,
+            relies_on=(f"{name}Impl",) if split else _RELIES_ON,
+            optional=True,
+            replaces=True,
+        )(function)
+    return function
+
+
+@_on_each_worker(
+    "train", "workers under other names inherit from this class", _METRICS_DELETE, *_RELIES_ON
+)
+def report(call: Call, eval_mode: Any = False) -> Any:
+    """Put the loss scale and the skipped steps among the metrics of a worker's ``train``.
 
     NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums most of them over
     micro-batches and ranks: so each figure stands there once per call, on rank 0.
     """
-    result = wrapped(*args, **kwargs)
-    # Not by the signature: NeMo-RL's decorator for traces hides it.
-    evaluated = {**dict(zip(TRAIN, args, strict=False)), **kwargs}.get("eval_mode")
-    if not evaluated and torch.distributed.get_rank() == 0:
-        for name, value in megatron_overflow.metrics(instance.optimizer).items():
+    result = call.proceed()
+    if not eval_mode and torch.distributed.get_rank() == 0:
+        for name, value in megatron_overflow.metrics(call.instance.optimizer).items():
             result["all_mb_metrics"][name] = [value]
     return result
 
@@ -360,10 +511,15 @@ def times_loss_scale(function: Any, worker: Any) -> Any:
     return scaled
 
 
-def scale_own(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around a worker's ``_set_moe_grad_scale_func`` and ``_set_mtp_grad_scale_func``."""
-    function = args[0] if args else kwargs["func"]
-    return wrapped(times_loss_scale(function, instance))
+_OWN_SCALE = "a scale of its own, which Megatron from 0.19 takes for the loss scale"
+
+
+@_on_each_worker("_set_moe_grad_scale_func", _OWN_SCALE, "it has the loss scale in it")
+@_on_each_worker("_set_mtp_grad_scale_func", _OWN_SCALE, "it has the loss scale in it")
+def scale_own(call: Call, func: Any) -> Any:
+    """Give a worker that sets a scale for its experts or its extra heads one times the loss's."""
+    call.arguments["func"] = times_loss_scale(func, call.instance)
+    return call.proceed()
 
 
 # -- the actor class ------------------------------------------------------------------------------
@@ -374,7 +530,8 @@ class ReportingWorker:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and report the loss scale where there is one."""
-        return report(super().train, self, args, kwargs)  # type: ignore[misc]
+        method = super().train  # type: ignore[misc]
+        return around(report, method, self, args, kwargs, positional=TRAIN)
 
     def _set_moe_grad_scale_func(self, func: Any) -> None:
         super()._set_moe_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]
@@ -383,6 +540,7 @@ class ReportingWorker:
         super()._set_mtp_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]
 
 
+@_on_each_actor_class
 def redecorate(actor_class: Any) -> Any:
     """Make an actor class of the same name and options whose worker reports its loss scale.
 

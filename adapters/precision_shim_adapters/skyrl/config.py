@@ -12,14 +12,20 @@ that were written are noted beside them, since from 0.3 the dataclass fills in t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from precision_shim.adapting import Call, seam
+
 BUCKET = "grad_reduce_in_fp32"
 KWARGS = "optimizer_config_kwargs"
 _WRITTEN = "_precision_shim_written"
+
+_DATACLASSES = "skyrl.train.config.config"
+_FEATURES = ("bf16-dispatch", "grad-bucket-alignment")
+"""The features that need to know what the user wrote."""
+_DELETE = "SkyRL's config tells what was written from what was defaulted"
 
 _old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", default=False)
 """Whether the config that is being built went through a base YAML."""
@@ -28,33 +34,62 @@ _old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", defa
 # -- while the dataclasses are built ---------------------------------------------------------
 
 
-def leave_default_to_class(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``MegatronDDPConfig.__init__``: what was not given is not set on the instance."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    result = wrapped(*args, **kwargs)
-    if BUCKET not in given:
-        _leave_to_class(instance)
+@seam(
+    f"{_DATACLASSES}:MegatronDDPConfig.__init__",
+    _FEATURES,
+    group="megatron",
+    why="a written grad_reduce_in_fp32=True looks like the default",
+    delete_when=_DELETE,
+)
+def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
+    """Leave to the class what was not given, when a config is built of a YAML or in code."""
+    given = BUCKET in call.arguments
+    result = call.proceed()
+    if not given:
+        _leave_to_class(call.instance)
     return result
 
 
-def note_written_kwargs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``MegatronConfig.__init__``: note which optimizer settings were given."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments.get(KWARGS)
+@seam(
+    f"{_DATACLASSES}:MegatronConfig.__init__",
+    _FEATURES,
+    group="megatron",
+    why="a written use_precision_aware_optimizer=False looks like the default",
+    delete_when=_DELETE,
+)
+def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
+    """Note which optimizer settings were given, when a config is built of a YAML or in code."""
     # Before the call: from 0.3 it adds the defaults to the very dict that was given.
-    written = _keys(given)
-    result = wrapped(*args, **kwargs)
-    vars(instance)[_WRITTEN] = written
+    written = _keys(call.arguments.get(KWARGS))
+    result = call.proceed()
+    vars(call.instance)[_WRITTEN] = written
     return result
 
 
-def note_old_style(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``translate_legacy_config``: the config comes by way of a base YAML."""
+@seam(
+    "skyrl.train.config.legacy:translate_legacy_config",
+    _FEATURES,
+    group="megatron",
+    why="tells that the YAML was gone through; only the old style comes here",
+    delete_when="SkyRL >= 0.3 is the oldest in use",
+    optional=True,
+)
+def note_old_style(call: Call) -> Any:
+    """Note that the config comes by way of a base YAML."""
     _old_style.set(True)
-    return wrapped(*args, **kwargs)
+    return call.proceed()
 
 
-def note_overrides(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``SkyRLTrainConfig.from_cli_overrides``, for its way through a base YAML.
+@seam(
+    f"{_DATACLASSES}:SkyRLTrainConfig.from_cli_overrides",
+    _FEATURES,
+    group="megatron",
+    why="overrides in the old style are merged over a YAML that spells out the defaults",
+    delete_when=_DELETE,
+    relies_on=("from_cli",),
+)
+def note_overrides(call: Call, args: Any) -> Any:
+    """Keep what the overrides say of a config that is built from a command line.
 
     Overrides in the old style are merged over a YAML that spells out every default; the overrides
     themselves say which of them the user wrote. Without the YAML the marks are right as they are,
@@ -62,10 +97,9 @@ def note_overrides(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """
     token = _old_style.set(False)
     try:
-        config = wrapped(*args, **kwargs)
+        config = call.proceed()
         if _old_style.get():
-            given = inspect.signature(wrapped).bind(*args, **kwargs).arguments["args"]
-            _keep_overrides(config, given)
+            _keep_overrides(config, args)
         return config
     finally:
         _old_style.reset(token)

@@ -8,16 +8,16 @@ scaler with it.
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from precision_shim.adapting import decide
+from precision_shim.adapting import Call, decide, seam
 from precision_shim.errors import ScalerCheckpointError
 from precision_shim.scaling import LossScaler
 
@@ -36,6 +36,22 @@ CLIENT_KEY = "precision_shim_scaler"
 
 _scalers: weakref.WeakKeyDictionary[Any, tuple[LossScaler, str]] = weakref.WeakKeyDictionary()
 """Strategies, to their scaler and whose it is."""
+
+
+_STRATEGY = "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy"
+_WORKERS = "skyrl.backends.skyrl_train.workers.worker"
+_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
+
+
+def _seam(target: str, why: str, *relies_on: str) -> Callable[[_Wrapper], _Wrapper]:
+    return seam(
+        target,
+        FEATURE,
+        group="fsdp",
+        why=why,
+        delete_when="SkyRL scales fp16 losses on FSDP",
+        relies_on=relies_on,
+    )
 
 
 def scaler_of(strategy: Any) -> LossScaler | None:
@@ -73,46 +89,62 @@ class _Autocast:
             torch.set_autocast_dtype(self._device, torch.float16)
 
 
-def autocast_in_fp16(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPStrategy._fsdp_init_model``: SkyRL's autocast follows the parameters' dtype."""
-    module = wrapped(*args, **kwargs)
-    if _is_fp16(instance):
-        module.register_forward_pre_hook(_Autocast(instance.device_mesh.device_type))
+@_seam(
+    f"{_STRATEGY}._fsdp_init_model",
+    "every model passes here; the workers' autocast is hard-coded in six places",
+    "mixed_precision",
+    "param_dtype",
+    "device_mesh",
+)
+def autocast_in_fp16(call: Call) -> Any:
+    """Let SkyRL's autocast follow the dtype of the parameters that FSDP was given."""
+    module = call.proceed()
+    if _is_fp16(call.instance):
+        module.register_forward_pre_hook(_Autocast(call.instance.device_mesh.device_type))
     return module
 
 
 # -- the scaler --------------------------------------------------------------------------------
 
 
-def scale_train_model(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPStrategy._fsdp_init_train_model``: an optimizer of an fp16 model gets a scaler.
+@_seam(f"{_STRATEGY}._fsdp_init_train_model", "makes the optimizer of policy and critic", "AdamW")
+def scale_train_model(call: Call) -> Any:
+    """Give a strategy whose model is fp16 a scaler with its optimizer.
 
     The inference-only workers of 0.3 have no optimizer and get none.
     """
-    model, optimizer, scheduler = wrapped(*args, **kwargs)
-    if optimizer is not None and _is_fp16(instance):
+    model, optimizer, scheduler = call.proceed()
+    if optimizer is not None and _is_fp16(call.instance):
         subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
         scaler = make_scaler(
             "skyrl",
             subject,
-            device=instance.device_mesh.device_type,
+            device=call.instance.device_mesh.device_type,
             because=f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16",
         )
-        _scalers[instance] = scaler, subject
+        _scalers[call.instance] = scaler, subject
         decide("skyrl", subject, FEATURE, "autocast to fp16", "it follows param_dtype")
     return model, optimizer, scheduler
 
 
-def scale_loss(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPStrategy.backward``; the loss that SkyRL reports stays as it is."""
-    scaler = scaler_of(instance)
+@_seam(f"{_STRATEGY}.backward", "every backward pass of the FSDP workers")
+def scale_loss(call: Call, loss: Any) -> Any:
+    """Scale the gradients of a backward pass; the loss that SkyRL reports stays as it is."""
+    scaler = scaler_of(call.instance)
     if scaler is not None:
-        scaler.attach(inspect.signature(wrapped).bind(*args, **kwargs).arguments["loss"])
-    return wrapped(*args, **kwargs)
+        scaler.attach(loss)
+    return call.proceed()
 
 
-def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPStrategy.optimizer_step``: unscale before it clips, step through the scaler.
+@_seam(
+    f"{_STRATEGY}.optimizer_step",
+    "clips, looks whether the norm is finite, and steps",
+    "max_norm",
+    "isfinite",
+    "zero_grad",
+)
+def step(call: Call, optimizer: Any) -> Any:
+    """Unscale before SkyRL clips, and step through the scaler.
 
     SkyRL looks at the norm and takes no step where it is not finite. With ``max_grad_norm`` at 0 it
     does not look: then the scaler skips.
@@ -120,10 +152,9 @@ def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         LossScaleError: too many steps in a row were skipped.
     """
-    scaler = scaler_of(instance)
-    optimizer = inspect.signature(wrapped).bind(*args, **kwargs).arguments["optimizer"]
+    scaler = scaler_of(call.instance)
     if scaler is None or not _has_gradients(optimizer):
-        return wrapped(*args, **kwargs)
+        return call.proceed()
     scaler.unscale_once(optimizer)
     skipped = scaler.counter.skipped
     taken: list[None] = []
@@ -133,7 +164,7 @@ def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return scaler.step(optimizer, *given, **named)
 
     with steps_through(through, optimizer):
-        grad_norm = wrapped(*args, **kwargs)
+        grad_norm = call.proceed()
         if not taken:  # SkyRL skipped; the gradients are gone, the overflow is known
             scaler.step(optimizer)
     scaler.update()
@@ -152,34 +183,41 @@ def _has_gradients(optimizer: Any) -> bool:
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-def save(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPStrategy.save_checkpoint``: the scaler's state goes into ``client_state``."""
-    scaler = scaler_of(instance)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    if scaler is None or bound.arguments.get("optimizer") is None:
-        return wrapped(*args, **kwargs)
-    given = bound.arguments.get("client_state") or {}
-    bound.arguments["client_state"] = {**given, CLIENT_KEY: scaler_record(scaler)}
-    return wrapped(*bound.args, **bound.kwargs)
+@_seam(
+    f"{_STRATEGY}.save_checkpoint",
+    "client_state is stored with the checkpoint, without a file of its own",
+    "client_state",
+    "extra_state_dict",
+)
+def save(call: Call, optimizer: Any, client_state: Any) -> Any:
+    """Put the scaler's state into the ``client_state`` of a checkpoint."""
+    scaler = scaler_of(call.instance)
+    if scaler is not None and optimizer is not None:
+        kept = {**(client_state or {}), CLIENT_KEY: scaler_record(scaler)}
+        call.arguments["client_state"] = kept
+    return call.proceed()
 
 
-def load(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPStrategy.load_checkpoint``: and comes back from there, the same on all ranks.
+@_seam(
+    f"{_STRATEGY}.load_checkpoint",
+    "returns client_state as it was stored",
+    "client_state",
+)
+def load(call: Call, ckpt_dir: Any, optimizer: Any, load_optimizer_states: Any) -> Any:
+    """Take the scaler's state out of it again, the same on all ranks.
 
     Raises:
         ScalerCheckpointError: the state is damaged on a rank, or not the same on all.
     """
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    path, states = wrapped(*args, **kwargs)
-    found = _scalers.get(instance)
-    if found is None or given["optimizer"] is None or not given["load_optimizer_states"]:
+    path, states = call.proceed()
+    strategy = call.instance
+    found = _scalers.get(strategy)
+    if found is None or optimizer is None or not load_optimizer_states:
         return path, states
     scaler, subject = found
     record = (states.get("client_state") or {}).get(CLIENT_KEY)
-    name = f"extra_state_world_size_{instance.world_size}_rank_{instance.get_rank()}.pt"
-    where = os.path.join(str(given["ckpt_dir"]), name)
+    name = f"extra_state_world_size_{strategy.world_size}_rank_{strategy.get_rank()}.pt"
+    where = os.path.join(str(ckpt_dir), name)
     problem = ""
     try:
         restore_record("skyrl", record, where, scaler, subject)
@@ -214,10 +252,23 @@ def _agree(problem: str, record: Any, where: str) -> None:
 # -- metrics -----------------------------------------------------------------------------------
 
 
-def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``forward_backward`` of policy and critic: the scaler's figures beside the loss."""
-    output = wrapped(*args, **kwargs)
-    scaler = scaler_of(instance.strategy) if instance.strategy is not None else None
+@_seam(
+    f"{_WORKERS}:PolicyWorkerBase.forward_backward",
+    "returns the metrics that the trainer logs, reduced over the ranks",
+    "all_reduce_metrics",
+    "strategy",
+)
+@_seam(
+    f"{_WORKERS}:CriticWorkerBase.forward_backward",
+    "returns the metrics that the trainer logs, reduced over the ranks",
+    "all_reduce_metrics",
+    "strategy",
+)
+def report(call: Call) -> Any:
+    """Put the scaler's figures beside the loss of a policy's or critic's pass."""
+    output = call.proceed()
+    strategy = call.instance.strategy
+    scaler = scaler_of(strategy) if strategy is not None else None
     if scaler is not None:
         # The scale of this very pass; the device has just been waited for, to read the loss.
         add_figures(output, {**metrics(scaler), "loss_scale": float(scaler.get_scale())})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -11,12 +10,14 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import (
+    Call,
     Settings,
     Symbol,
     current_settings,
     decide,
     in_force,
     look,
+    seam,
     version_of,
     warn,
 )
@@ -30,7 +31,12 @@ from ..megatron import Build, building, coerced, current_build, fused_adam_suppo
 from .config import KWARGS, bucket_is_written, written_kwargs
 
 _MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
-CONFIG = "skyrl.backends.skyrl_train.distributed.megatron.optimizer:init_megatron_optim_config"
+TRAIN = "skyrl.backends.skyrl_train"
+WORKER = f"{TRAIN}.workers.megatron.megatron_worker"
+OPTIMIZER = f"{TRAIN}.distributed.megatron.optimizer:init_megatron_optim_config"
+_BUILDING = ("bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
+"""The features that need to know which model is being built."""
+_ONE_PLACE = "SkyRL decides bucket and optimizer states in one place"
 _FP16_OWN = ("initial_loss_scale", "min_loss_scale")
 """Of the fp16 row what is no optimizer state: it holds whatever the states' dtypes."""
 
@@ -71,7 +77,7 @@ def _coerced(kwargs: Any) -> dict[str, Any]:
 
 def _passes_betas() -> bool:
     """Whether this SkyRL hands ``adam_betas`` on to Megatron (from 0.3)."""
-    return "adam_beta2" in look(CONFIG).names
+    return "adam_beta2" in look(OPTIMIZER).names
 
 
 # -- the plan ---------------------------------------------------------------------------------
@@ -144,17 +150,22 @@ def plan_for(
 # -- init_megatron_optim_config ---------------------------------------------------------------
 
 
-def coerce_kwargs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let dtype names in ``optimizer_config_kwargs`` work, and ``None`` for the whole of it."""
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.arguments[KWARGS] = _coerced(bound.arguments[KWARGS])
-    return wrapped(*bound.args, **bound.kwargs)
+# Dispatch is the inner layer, and so comes first: it reads coerced dtypes.
+@seam(
+    OPTIMIZER,
+    "bf16-dispatch",
+    group="megatron",
+    why="the one function that makes SkyRL's OptimizerConfig; it hard-codes bf16",
+    delete_when="it is given the model's dtype",
+    relies_on=("bf16", "params_dtype", "update"),
+    aliases=(f"{WORKER}:init_megatron_optim_config",),
+    optional=True,
+)
+def dispatch(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> Any:
+    """Make SkyRL's OptimizerConfig tell the truth about the model that it will train.
 
-
-def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Make SkyRL's OptimizerConfig tell the truth about the model that it will train."""
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    given = bound.arguments
+    A policy worker calls it once, after its DDP is built.
+    """
     build = current_build()
     if isinstance(build, _SkyRLBuild):
         subject, model, distributed = build.subject(), build.seen, build.distributed
@@ -162,11 +173,11 @@ def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         declared = build.declared
     else:
         subject, model, distributed, written = "direct caller", TrainableDtypes(), True, None
-        declared = _declared_by(_plain(given[KWARGS]))
-    by_user = bool(_plain(given[KWARGS]).get(_PRECISION_AWARE))
-    plan, given[KWARGS] = plan_for(
-        given["optim_config"],
-        given[KWARGS],
+        declared = _declared_by(_plain(optimizer_config_kwargs))
+    by_user = bool(_plain(optimizer_config_kwargs).get(_PRECISION_AWARE))
+    plan, call.arguments[KWARGS] = plan_for(
+        optim_config,
+        optimizer_config_kwargs,
         written=written,
         model=model,
         declared=declared,
@@ -176,9 +187,27 @@ def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     decide("skyrl", subject, "bf16-dispatch", plan.chosen, plan.because)
     for text in plan.warnings:
         warn(f"skyrl {subject}: {text}")
-    made = wrapped(*bound.args, **bound.kwargs)
+    made = call.proceed()
     megatron_checkpoint.note_precision_aware(made, by_user=by_user)
     return made
+
+
+@seam(
+    OPTIMIZER,
+    "dtype-coercion",
+    group="megatron",
+    why="optimizer_config_kwargs reach Megatron as YAML wrote them, strings included",
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
+    delete_when="SkyRL >= 0.3 is the oldest in use",
+    relies_on=("update",),
+    aliases=(f"{WORKER}:init_megatron_optim_config",),
+    native=native_coercion,
+    optional=True,
+)
+def coerce_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
+    """Let dtype names in ``optimizer_config_kwargs`` work, and ``None`` for the whole of it."""
+    call.arguments[KWARGS] = _coerced(optimizer_config_kwargs)
+    return call.proceed()
 
 
 def _declared_by(flags: Mapping[str, Any]) -> torch.dtype:
@@ -196,11 +225,19 @@ def dtype_to_build(kwargs: Mapping[str, Any]) -> torch.dtype:
     return _declared_by(kwargs)
 
 
-def check_optimizer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@seam(
+    f"{TRAIN}.distributed.megatron.optimizer:get_megatron_optimizer",
+    "grad-bucket-alignment",
+    group="megatron",
+    why="the first call that has config, parameters and buckets in hand",
+    delete_when="Megatron checks main_grads_dtype against the bucket",
+    aliases=(f"{WORKER}:get_megatron_optimizer",),
+    optional=True,
+)
+def check_optimizer(call: Call, model: Any, config: Any) -> Any:
     """Hold the OptimizerConfig against the live model before the optimizer is built."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    megatron.check_pair("skyrl", given["config"], given["model"])
-    return wrapped(*args, **kwargs)
+    megatron.check_pair("skyrl", config, model)
+    return call.proceed()
 
 
 # -- which model is being built ----------------------------------------------------------------
@@ -268,21 +305,40 @@ def _role(worker: Any) -> str:
     return "ref" if "Ref" in type(worker).__name__ else "policy"
 
 
-def worker_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``MegatronPolicyWorkerBase.init_model``: from the model to its optimizer."""
-    with building(_SkyRLBuild(instance, instance.cfg.policy.megatron_config.ddp_config)):
-        return wrapped(*args, **kwargs)
+@seam(
+    f"{WORKER}:MegatronPolicyWorkerBase.init_model",
+    _BUILDING,
+    group="megatron",
+    why="around model and optimizer, with the worker's config",
+    delete_when=_ONE_PLACE,
+    relies_on=("make_megatron_module", "init_megatron_optim_config", "megatron_config"),
+    optional=True,
+)
+def worker_build(call: Call) -> Any:
+    """Note that a policy worker builds its model, until it has its optimizer."""
+    worker = call.instance
+    with building(_SkyRLBuild(worker, worker.cfg.policy.megatron_config.ddp_config)):
+        return call.proceed()
 
 
-def module_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``make_megatron_module``, for those who call it outside ``init_model``."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    provider = instance.provider
-    if provider.fp16 and provider.pipeline_dtype is torch.float32 and not instance.cfg.bf16:
+@seam(
+    f"{WORKER}:MegatronWorker.make_megatron_module",
+    _BUILDING,
+    group="megatron",
+    why="a caller outside init_model gets the same bucket",
+    delete_when=_ONE_PLACE,
+    relies_on=("provide_distributed_model", "pipeline_dtype"),
+    optional=True,
+)
+def module_build(call: Call, ddp_config: Any) -> Any:
+    """Note the same for those who make a module outside ``init_model``."""
+    worker = call.instance
+    provider = worker.provider
+    if provider.fp16 and provider.pipeline_dtype is torch.float32 and not worker.cfg.bf16:
         # SkyRL knows bf16 and fp32; stages of an fp16 model send one another fp16.
         provider.pipeline_dtype = torch.float16
-    with building(_SkyRLBuild(instance, given.get("ddp_config"))):
-        return wrapped(*args, **kwargs)
+    with building(_SkyRLBuild(worker, ddp_config)):
+        return call.proceed()
 
 
 # -- the model's dtype -------------------------------------------------------------------------
@@ -299,32 +355,40 @@ class _Flag:
 _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", default=None)
 
 
-def note_flag(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``init_configs``: hand ``bf16`` on to where the model's dtype is decided.
+@seam(
+    f"{WORKER}:MegatronWorker.init_configs",
+    "bf16-dispatch",
+    group="megatron",
+    why="knows trainer.bf16, which beside a bf16 or fp16 checkpoint is not obeyed",
+    delete_when="init_configs sets the provider's dtype from its bf16 argument",
+    relies_on=("to_megatron_provider", "transformer_config_kwargs", "finalize"),
+    optional=True,
+)
+def note_flag(call: Call, bf16: Any) -> Any:
+    """Hand ``bf16`` on to where the dtype of a worker's model is decided.
 
     What became of it is said afterwards: the user's own settings go over it.
     """
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    flag = _Flag(bool(bound.arguments["bf16"]))
+    flag = _Flag(bool(bf16))
     token = _flag.set(flag)
     try:
-        result = wrapped(*args, **kwargs)
+        result = call.proceed()
     finally:
         _flag.reset(token)
-    dtype = _dtype_of(instance.provider)
+    worker = call.instance
+    dtype = _dtype_of(worker.provider)
     if flag.over is not None:
         wanted = torch.bfloat16 if flag.bf16 else torch.float32
         own = "" if dtype is wanted else "transformer_config_kwargs go over "
         decide(
             "skyrl",
-            _role(instance),
+            _role(worker),
             "bf16-dispatch",
             f"model in {name_of(dtype)}",
             f"{own}trainer.bf16={flag.bf16}; the checkpoint is {name_of(flag.over)}",
         )
     if dtype is torch.float32:
-        _warn_of_attention(instance)
+        _warn_of_attention(worker)
     return result
 
 
@@ -361,13 +425,21 @@ def _warn_of_attention(worker: Any) -> None:
         )
 
 
-def follow_flag(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@seam(
+    "megatron.bridge.models.conversion.auto_bridge:AutoBridge.to_megatron_provider",
+    "bf16-dispatch",
+    group="megatron",
+    why="the checkpoint's dtype is known, and the user's own settings come after",
+    delete_when="init_configs sets the provider's dtype from its bf16 argument",
+    optional=True,
+)
+def follow_flag(call: Call) -> Any:
     """Give a provider the dtype that ``trainer.bf16`` says, before the user's own settings.
 
     Megatron-Bridge takes the checkpoint's dtype. SkyRL's flag is ignored beside a bf16 checkpoint
     and contradicts an fp16 one; an fp16 checkpoint without the flag stays fp16.
     """
-    provider = wrapped(*args, **kwargs)
+    provider = call.proceed()
     flag = _flag.get()
     if flag is None:
         return provider

@@ -8,7 +8,6 @@ as SkyRL has it go on.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import math
 import weakref
@@ -18,9 +17,12 @@ from typing import Any
 import torch
 import wrapt
 
+from precision_shim.adapting import Call, seam
+
 from ..loss_scaling import steps_through
 from ..megatron_overflow import (
-    answer_a_skip,
+    FEATURE,
+    answered,
     dynamic_scalers,
     metrics,
     scale_of,
@@ -29,7 +31,7 @@ from ..megatron_overflow import (
     with_scaler_settings,
 )
 from .config import KWARGS
-from .megatron import dtype_to_build
+from .megatron import OPTIMIZER, TRAIN, WORKER, dtype_to_build
 
 _TINKERS_NORM = "skyrl.ai/grad_norm"
 _SCALE, _SKIPPED = "loss_scale", "skipped_steps"
@@ -39,11 +41,22 @@ _scaled: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _log = logging.getLogger("precision_shim")
 
 
-def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``MegatronStrategy.optimizer_step``."""
-    optimizer = inspect.signature(wrapped).bind(*args, **kwargs).arguments["optimizer"]
+_BASE = f"{TRAIN}.workers.worker"
+
+
+@seam(
+    f"{TRAIN}.distributed.megatron.megatron_strategy:MegatronStrategy.optimizer_step",
+    FEATURE,
+    group="megatron",
+    why="drops what Megatron's step says of success",
+    delete_when="SkyRL counts and reports skipped steps",
+    relies_on=("step", "scheduler"),
+    optional=True,
+)
+def step(call: Call, optimizer: Any) -> Any:
+    """Give a skipped step of a policy worker NaN as grad norm, and say so in the log."""
     with skipping("skyrl", "policy", succeeds=False), _counted(optimizer):
-        grad_norm = wrapped(*args, **kwargs)
+        grad_norm = call.proceed()
     if isinstance(grad_norm, float) and math.isnan(grad_norm):
         figures = metrics(optimizer)
         if figures:
@@ -62,46 +75,70 @@ def _counted(optimizer: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        return answer_a_skip(optimizer.step, optimizer, args, kwargs)
+        return answered(optimizer, lambda: optimizer.step(*args, **kwargs))
 
     return steps_through(step, optimizer)
 
 
-def note_scaled(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``WorkerDispatch.forward_backward``: the driver learns whose workers scale losses.
+@seam(
+    f"{TRAIN}.workers.worker_dispatch:WorkerDispatch.forward_backward",
+    FEATURE,
+    group="tinker",
+    why="the driver sees here which model's workers scale their loss",
+    delete_when="SkyRL's optim_step says which steps were skipped",
+    optional=True,
+)
+def note_scaled(call: Call, model: Any) -> Any:
+    """Let the driver learn whose workers scale losses, after each of their passes.
 
     Their metrics say so; the driver itself has no scaler to ask.
     """
-    output = wrapped(*args, **kwargs)
-    model = inspect.signature(wrapped).bind(*args, **kwargs).arguments["model"]
-    scaled = _scaled.setdefault(instance, set())
+    output = call.proceed()
+    scaled = _scaled.setdefault(call.instance, set())
     (scaled.add if _SCALE in _figures_in(output) else scaled.discard)(model)
     return output
 
 
-def report_to_client(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around the Tinker backend's ``optim_step``: its answer is JSON, which knows no NaN.
+@seam(
+    "skyrl.backends.skyrl_train_backend:SkyRLTrainBackend.optim_step",
+    FEATURE,
+    group="tinker",
+    why="the Tinker server's answer is JSON, in which a grad norm of NaN is an error",
+    delete_when="it leaves out what is not finite",
+    relies_on=("metrics", "grad_norm", "_dispatch"),
+    optional=True,
+)
+def report_to_client(call: Call, model_id: Any) -> Any:
+    """Take NaN out of the answer to a Tinker client, which is JSON.
 
     A skip is NaN where a scaler is at work. Elsewhere a norm that is not finite is a model that
     broke, and stays SkyRL's error.
     """
-    output = wrapped(*args, **kwargs)
+    output = call.proceed()
     norm = output.metrics.get(_TINKERS_NORM)
     if norm is None or not math.isnan(norm):
         return output
-    model_id = inspect.signature(wrapped).bind(*args, **kwargs).arguments["model_id"]
-    role_of = getattr(instance, "_get_role", None)  # 0.2 has a policy only
+    role_of = getattr(call.instance, "_get_role", None)  # 0.2 has a policy only
     role = role_of(model_id) if role_of is not None else "policy"
-    if role in _scaled.get(instance._dispatch, ()):
+    if role in _scaled.get(call.instance._dispatch, ()):
         del output.metrics[_TINKERS_NORM]
         output.metrics["skyrl.ai/skipped_step"] = 1.0
     return output
 
 
-def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``forward_backward``: loss scale and skipped steps beside the loss."""
-    output = wrapped(*args, **kwargs)
-    optimizer = getattr(instance, "optimizer", None)
+@seam(
+    f"{WORKER}:MegatronPolicyWorkerBase.forward_backward",
+    FEATURE,
+    group="megatron",
+    why="returns the metrics that the trainer logs, reduced over the ranks",
+    delete_when="SkyRL reports the loss scale",
+    relies_on=("all_reduce_metrics",),
+    optional=True,
+)
+def report(call: Call) -> Any:
+    """Put loss scale and skipped steps beside the loss of a policy worker's pass."""
+    output = call.proceed()
+    optimizer = getattr(call.instance, "optimizer", None)
     if optimizer is not None:
         add_figures(output, metrics(optimizer) or _first_figures(optimizer))
     return output
@@ -126,26 +163,46 @@ def _figures_in(output: Any) -> dict[str, Any]:
     return {} if found is None else found
 
 
-def keep_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``reduce_metrics``: of a scale and a count the last value, where SkyRL takes means."""
-    reduced = wrapped(*args, **kwargs)
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments["metrics"]
-    reduced.update({key: given[key][-1] for key in (_SCALE, _SKIPPED) if key in reduced})
+@seam(
+    f"{TRAIN}.workers.worker_utils:reduce_metrics",
+    FEATURE,
+    group="trainer",
+    why="takes means over a step's mini-batches, of a loss scale and a count too",
+    delete_when="it has a reduction for the last value",
+    aliases=(
+        "skyrl.train.trainer:reduce_metrics",
+        f"{_BASE}:reduce_metrics",
+        f"{WORKER}:reduce_metrics",
+    ),
+)
+def keep_last(call: Call, metrics: Any) -> Any:
+    """Keep of a scale and a count the last value, where trainer and workers take means."""
+    reduced = call.proceed()
+    reduced.update({key: metrics[key][-1] for key in (_SCALE, _SKIPPED) if key in reduced})
     return reduced
 
 
-def scale_from_settings(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+# Over dispatch and coercion: this module is collected after theirs.
+@seam(
+    OPTIMIZER,
+    FEATURE,
+    group="megatron",
+    why="its kwargs are the one way to the scaler's fields",
+    delete_when="SkyRL's optimizer config has fields for the loss scaler",
+    relies_on=("update",),
+    aliases=(f"{WORKER}:init_megatron_optim_config",),
+    optional=True,
+)
+def scale_from_settings(call: Call, optimizer_config_kwargs: Any) -> Any:
     """Bring the variables that the user set beneath ``optimizer_config_kwargs``.
 
     Raises:
         SettingsError: the first scale is below the scaler's minimum.
     """
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    written = dict(bound.arguments[KWARGS] or {})
-    if not scaler_settings() or dtype_to_build(written) is not torch.float16:
-        return wrapped(*args, **kwargs)
-    bound.arguments[KWARGS] = with_scaler_settings(written, KWARGS)
-    return wrapped(*bound.args, **bound.kwargs)
+    written = dict(optimizer_config_kwargs or {})
+    if scaler_settings() and dtype_to_build(written) is torch.float16:
+        call.arguments[KWARGS] = with_scaler_settings(written, KWARGS)
+    return call.proceed()
 
 
 # -- weights to the inference engines ----------------------------------------------------------
@@ -165,14 +222,24 @@ def _resized(task: Any) -> Any:
     return dataclasses.replace(task, param_weight=weight.detach().view(torch.bfloat16))
 
 
-def size_fp16(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``MegatronWeightExtractor._init_param_buckets``, which knows the sizes of two dtypes.
+@seam(
+    f"{WORKER}:MegatronWeightExtractor._init_param_buckets",
+    FEATURE,
+    group="megatron",
+    why="its table of sizes has no fp16: sending the weights would end in a KeyError",
+    delete_when="its table of sizes has fp16",
+    relies_on=("prec_to_bytes", "get_conversion_tasks"),
+    optional=True,
+)
+def size_fp16(call: Call) -> Any:
+    """Let an extractor, which knows the sizes of two dtypes, size its buckets as for bf16.
 
     It keeps indices only: the weights themselves are read anew for every transfer.
     """
-    bridge = instance.bridge
-    instance.bridge = _Bf16Sized(bridge)
+    extractor = call.instance
+    bridge = extractor.bridge
+    extractor.bridge = _Bf16Sized(bridge)
     try:
-        return wrapped(*args, **kwargs)
+        return call.proceed()
     finally:
-        instance.bridge = bridge
+        extractor.bridge = bridge

@@ -6,32 +6,51 @@ import json
 import os
 from typing import Any
 
+from precision_shim.adapting import Call, seam
 from precision_shim.carriers import variables
 
 from ..ray_actors import make_again, plain_class
 
+_ALL = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
 
-def carry_variables(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``prepare_runtime_environment``, which forwards a fixed list of variables.
+
+@seam(
+    "skyrl.train.utils.utils:prepare_runtime_environment",
+    _ALL,
+    group="ray",
+    why="forwards a fixed list of variables to the workers",
+    delete_when="it has a place for variables of others",
+    relies_on=("env_vars",),
+)
+def carry_variables(call: Call) -> Any:
+    """Add the shim's variables to those that a driver forwards to its workers.
 
     Those that ``ray job submit`` carries already stay there: Ray takes no key twice.
     """
-    env_vars = wrapped(*args, **kwargs)
+    env_vars = call.proceed()
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     submitted = (job.get("runtime_env") or {}).get("env_vars") or {}
     env_vars.update(variables(os.environ, leave_out={**submitted, **env_vars}))
     return env_vars
 
 
-def renew_actor_class(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``PPORayActorGroup._initiate_actors``: make the actor class anew before it is sent.
+@seam(
+    "skyrl.backends.skyrl_train.workers.worker:PPORayActorGroup._initiate_actors",
+    _ALL,
+    group="ray",
+    why="the one place that starts workers; their actor classes were made while importing",
+    delete_when="SkyRL decorates its workers where it starts them",
+    relies_on=("ray_actor_type", "remote"),
+)
+def renew_actor_class(call: Call) -> Any:
+    """Make the actor class anew before a group of workers is started.
 
     SkyRL's modules call ``ray.remote`` on their last lines, before anything in them is patched. Ray
     then keeps every method as it was and sends it by value, because its name now leads to another
     object: workers would run the unpatched methods, however well they are patched themselves.
     """
-    instance.ray_actor_type = _renewed(instance.ray_actor_type)
-    return wrapped(*args, **kwargs)
+    call.instance.ray_actor_type = _renewed(call.instance.ray_actor_type)
+    return call.proceed()
 
 
 def _renewed(actor_class: Any) -> Any:

@@ -4,54 +4,115 @@ from __future__ import annotations
 
 from typing import Any
 
-from precision_shim.adapting import current_settings, decide, version_of, warn
+from precision_shim.adapting import Call, collect, current_settings, decide, seam, version_of, warn
 from precision_shim.errors import UnsupportedPrecisionError
 
 from ..loss_scaling import FEATURE
 from .fsdp import asks_fp16
 
+_WHY = "says so where the engine is used, instead of leaving a silent gap"
+_WHY_FP16 = "says so where fp16 is asked of the engine, instead of training unscaled"
+_WHEN = "the engine is supported"
+_STATES = ("bf16-dispatch", "grad-bucket-alignment")
+_IMPL = "verl.workers.engine"
 
-def refuse(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+
+@seam(
+    f"{_IMPL}.veomni.transformer_impl:VeOmniEngine.initialize",
+    FEATURE,
+    group="veomni engine",
+    why=_WHY_FP16,
+    delete_when=_WHEN,
+    optional=True,
+    refusal="verl's veomni engine takes no float16: it trains in bfloat16 or float32 with "
+    "bfloat16, and its optimizer step knows no loss scaler",
+)
+@seam(
+    f"{_IMPL}.fsdp.fsdp_turbo_impl:FSDPTurboEngineWithLMHead._build_fsdp_module",
+    FEATURE,
+    group="fsdp_turbo engine",
+    why=_WHY_FP16,
+    delete_when=_WHEN,
+    optional=True,
+    refusal="verl's fsdp_turbo engine shards the model by its own turbo_config, under a bfloat16 "
+    "autocast, and makes no loss scaler",
+)
+@seam(
+    f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.initialize",
+    FEATURE,
+    group="torchtitan engine",
+    why=_WHY_FP16,
+    delete_when=_WHEN,
+    optional=True,
+    refusal="verl's torchtitan engine runs its forward under a bfloat16 autocast and steps "
+    "without a loss scaler",
+)
+@seam(
+    f"{_IMPL}.automodel.transformer_impl:AutomodelEngine.initialize",
+    FEATURE,
+    group="automodel engine",
+    why=_WHY_FP16,
+    delete_when=_WHEN,
+    optional=True,
+    refusal="verl's automodel engine runs its forward under a bfloat16 autocast and steps "
+    "without a loss scaler",
+)
+def refuse_fp16(call: Call) -> Any:
+    """Say so (strict: raise) where such an engine is asked for float16; else take no notice."""
+    config = getattr(call.instance, "engine_config", None)
+    if not asks_fp16(config) or getattr(config, "forward_only", False):
+        return call.proceed()
+    kinds = _kinds(call.instance)
+    reason = next(
+        one.refusal for one in collect(refuse_fp16) if one.attribute.split(".")[0] in kinds
+    )
+    message = (
+        f"verl {version_of('verl', ('verl',))}: {reason}; the shim cannot scale its loss. Train "
+        "in bfloat16, or in float16 with the fsdp2, fsdp or megatron engine."
+    )
+    _leave(call.instance, FEATURE, reason, message)
+    return call.proceed()
+
+
+@seam(
+    f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.initialize",
+    _STATES,
+    group="torchtitan engine",
+    why=_WHY,
+    delete_when=_WHEN,
+    optional=True,
+    refusal="verl's torchtitan engine builds torchtitan's own optimizer, whose states follow its "
+    "parameters",
+)
+@seam(
+    f"{_IMPL}.automodel.transformer_impl:AutomodelEngine.initialize",
+    _STATES,
+    group="automodel engine",
+    why=_WHY,
+    delete_when=_WHEN,
+    optional=True,
+    refusal="verl's automodel engine builds its optimizer from its own dtype strings "
+    "(optimizer_config.exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype)",
+)
+def refuse(call: Call) -> Any:
     """Warn (strict: raise) that the shim does nothing for this engine, and run it as it is."""
-    from . import ADAPTER
-
-    kinds = {one.__name__ for one in type(instance).__mro__}
+    kinds = _kinds(call.instance)
     reasons = {
-        seam.refusal: seam.feature
-        for seam in ADAPTER.seams
-        if seam.refusal
-        and seam.feature != FEATURE
-        and seam.attribute.split(".")[0] in kinds
-        and seam.feature in current_settings().features
+        one.refusal: one.feature
+        for one in collect(refuse)
+        if one.attribute.split(".")[0] in kinds and one.feature in current_settings().features
     }
     for reason, feature in reasons.items():
         message = (
             f"verl {version_of('verl', ('verl',))}: {reason}; the shim leaves it as it is. Set "
             "the dtypes in the engine's own config, or use the megatron engine."
         )
-        _leave(instance, feature, reason, message)
-    return wrapped(*args, **kwargs)
+        _leave(call.instance, feature, reason, message)
+    return call.proceed()
 
 
-def refuse_fp16(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Say so (strict: raise) where such an engine is asked for float16; else take no notice."""
-    from . import ADAPTER
-
-    config = getattr(instance, "engine_config", None)
-    if not asks_fp16(config) or getattr(config, "forward_only", False):
-        return wrapped(*args, **kwargs)
-    kinds = {one.__name__ for one in type(instance).__mro__}
-    reason = next(
-        seam.refusal
-        for seam in ADAPTER.seams
-        if seam.refusal and seam.feature == FEATURE and seam.attribute.split(".")[0] in kinds
-    )
-    message = (
-        f"verl {version_of('verl', ('verl',))}: {reason}; the shim cannot scale its loss. Train "
-        "in bfloat16, or in float16 with the fsdp2, fsdp or megatron engine."
-    )
-    _leave(instance, FEATURE, reason, message)
-    return wrapped(*args, **kwargs)
+def _kinds(engine: Any) -> set[str]:
+    return {one.__name__ for one in type(engine).__mro__}
 
 
 def _leave(engine: Any, feature: str, reason: str, message: str) -> None:

@@ -14,24 +14,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from precision_shim.adapting import Symbol, look, version_of, warn
+from precision_shim.adapting import Call, NativeProbe, Symbol, look, seam, version_of, warn
 from precision_shim.rules.dtypes import parse_dtype
 from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings
 
 from .. import loss_scaling
+
+_SHARDED = "verl.workers.engine.fsdp.transformer_impl:FSDPEngine"
+_MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
+_ACTOR = "verl.workers.actor.dp_actor:DataParallelPPOActor"
+_CRITIC = "verl.workers.critic.dp_critic:DataParallelPPOCritic"
+_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
 
 _driven: weakref.WeakSet[LossScaler] = weakref.WeakSet()
 """Scalers of loops that know none: the shim scales, unscales and updates around them."""
@@ -68,51 +73,107 @@ def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
     return None if critic.found else "this version has no legacy FSDP workers"
 
 
+def _engine(
+    method: str, why: str, delete_when: str, *relies_on: str, native: NativeProbe | None = None
+) -> Callable[[_Wrapper], _Wrapper]:
+    """A seam of the engine: up to 0.7.1 it knows no scaler, later it makes one of torch's."""
+    return seam(
+        f"{_SHARDED}.{method}",
+        loss_scaling.FEATURE,
+        group="fsdp engine",
+        why=why,
+        delete_when=delete_when,
+        relies_on=relies_on,
+        native=native,
+        optional=True,
+    )
+
+
+def _legacy_worker(
+    target: str, why: str, *relies_on: str, native: NativeProbe | None = None
+) -> Callable[[_Wrapper], _Wrapper]:
+    """A seam of 0.7.1's default workers."""
+    return seam(
+        target,
+        loss_scaling.FEATURE,
+        group="legacy fsdp workers",
+        why=why,
+        delete_when="verl 0.8 is the oldest in use",
+        relies_on=relies_on,
+        native=native,
+        optional=True,
+    )
+
+
 # -- the scaler --------------------------------------------------------------------------------
 
 
-def build_engine(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPEngine._build_fsdp_module``: what verl made there, or nobody, becomes ours."""
-    module = wrapped(*args, **kwargs)
-    config = instance.engine_config
+@_engine(
+    "_build_fsdp_module",
+    "where verl >= 0.8 makes its scaler, and 0.7.1 none",
+    "verl's scaler takes settings and counts skipped steps",
+    "engine_config",
+    "mixed_precision",
+    "param_dtype",
+)
+def build_engine(call: Call) -> Any:
+    """Put our scaler where verl made one or nobody did, as the engine wraps its module."""
+    module = call.proceed()
+    engine = call.instance
+    config = engine.engine_config
     if getattr(config, "forward_only", False):  # a reference model takes no step
         return module
-    own = getattr(instance, "scaler", None)
+    own = getattr(engine, "scaler", None)
     if own is not None:
-        instance.scaler = _instead_of(own, _subject(instance))
+        engine.scaler = _instead_of(own, _subject(engine))
     elif _mixed(config, torch.bfloat16) is torch.float16:
-        instance.scaler = _where_none_was(_subject(instance), "its FSDP engine")
+        engine.scaler = _where_none_was(_subject(engine), "its FSDP engine")
     else:
         _tell_unscaled(config, _mixed(config, torch.bfloat16))
     return module
 
 
-def build_actor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around 0.7.1's ``DataParallelPPOActor.__init__``, which the reference policy shares."""
-    result = wrapped(*args, **kwargs)
-    if instance.actor_optimizer is None:
+@_legacy_worker(
+    f"{_ACTOR}.__init__",
+    "where the legacy actor's scaler is made",
+    "scaler",
+    "ShardedGradScaler",
+    "param_dtype",
+    "fsdp_config",
+)
+def build_actor(call: Call) -> Any:
+    """Put our scaler into 0.7.1's actor; the reference policy, of the same class, steps nothing."""
+    result = call.proceed()
+    actor = call.instance
+    if actor.actor_optimizer is None:
         return result
-    own = instance.scaler
-    config = _get(instance.config, "fsdp_config")
+    own = actor.scaler
+    config = _get(actor.config, "fsdp_config")
     if own is not None:
-        instance.scaler = _instead_of(own, "actor")
-    elif config is not None and _mixed(config, instance.param_dtype) is torch.float16:
+        actor.scaler = _instead_of(own, "actor")
+    elif config is not None and _mixed(config, actor.param_dtype) is torch.float16:
         # The loop is ready for a scaler: verl looks at another key to make one.
-        instance.scaler = _make("actor", None, "fp16 parameters that verl makes no scaler for")
+        actor.scaler = _make("actor", None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
-    if instance.scaler is not None:
-        _legacy[instance.actor_optimizer] = instance.scaler
+    if actor.scaler is not None:
+        _legacy[actor.actor_optimizer] = actor.scaler
     return result
 
 
-def build_critic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around 0.7.1's ``DataParallelPPOCritic.__init__``, which makes no scaler."""
-    result = wrapped(*args, **kwargs)
-    config = _get(_get(instance.config, "model"), "fsdp_config")
-    if instance.critic_optimizer is not None and config is not None:
+@_legacy_worker(
+    f"{_CRITIC}.__init__",
+    "the legacy critic trains fp16 parameters without a scaler",
+    "critic_optimizer",
+)
+def build_critic(call: Call) -> Any:
+    """Give 0.7.1's critic a scaler."""
+    result = call.proceed()
+    critic = call.instance
+    config = _get(_get(critic.config, "model"), "fsdp_config")
+    if critic.critic_optimizer is not None and config is not None:
         if _mixed(config, torch.bfloat16) is torch.float16:
-            instance.scaler = _where_none_was("critic", "its legacy critic")
-            _legacy[instance.critic_optimizer] = instance.scaler
+            critic.scaler = _where_none_was("critic", "its legacy critic")
+            _legacy[critic.critic_optimizer] = critic.scaler
         else:
             _tell_unscaled(config, _mixed(config, torch.bfloat16))
     return result
@@ -155,62 +216,99 @@ def _make(subject: str, own: ShardedGradScaler | None, because: str) -> LossScal
 # -- loops that know no scaler -----------------------------------------------------------------
 
 
-def scale_engine_loss(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around 0.7.1's ``FSDPEngine.forward_backward_batch``: the loss is scaled where it is made."""
-    scaler = _driven_by_us(instance)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    function = bound.arguments["loss_function"]
-    if scaler is None or function is None or bound.arguments["forward_only"]:
-        return wrapped(*args, **kwargs)
-    bound.arguments["loss_function"] = _scaled(function, scaler)
-    return wrapped(*bound.args, **bound.kwargs)
+@_engine(
+    "forward_backward_batch",
+    "0.7.1's loop knows no scaler: its loss comes from this argument",
+    "verl >= 0.8 is the oldest in use",
+    "backward",
+    native=native_loop,
+)
+def scale_engine_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
+    """Scale the loss where it is made, for each micro-batch of 0.7.1's engine."""
+    scaler = _driven_by_us(call.instance)
+    if scaler is not None and loss_function is not None and not forward_only:
+        call.arguments["loss_function"] = _scaled(loss_function, scaler)
+    return call.proceed()
 
 
-def update_policy(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around 0.7.1's ``DataParallelPPOActor.update_policy``."""
-    if instance.scaler is not None:  # one that was made before a late install() too
-        _legacy[instance.actor_optimizer] = instance.scaler
-    found = wrapped(*args, **kwargs)
-    found.update(loss_scaling.metrics(instance.scaler, "actor/"))
+@_legacy_worker(f"{_ACTOR}.update_policy", "its dict of metrics", "scaler", "actor_optimizer")
+def update_policy(call: Call) -> Any:
+    """Add the scaler's figures to what an update of 0.7.1's actor returns."""
+    actor = call.instance
+    if actor.scaler is not None:  # one that was made before a late install() too
+        _legacy[actor.actor_optimizer] = actor.scaler
+    found = call.proceed()
+    found.update(loss_scaling.metrics(actor.scaler, "actor/"))
     return found
 
 
-def update_critic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around 0.7.1's ``DataParallelPPOCritic.update_critic``."""
-    scaler = _driven_by_us(instance)
+@_legacy_worker(
+    f"{_CRITIC}.update_critic",
+    "tells whose loss is being made; its dict of metrics",
+    "compute_value_loss",
+    "backward",
+    "_optimizer_step",
+)
+def update_critic(call: Call) -> Any:
+    """Note whose losses ``compute_value_loss`` makes; add the figures of 0.7.1's critic."""
+    scaler = _driven_by_us(call.instance)
     token = _critic.set(scaler)
     try:
-        found = wrapped(*args, **kwargs)
+        found = call.proceed()
     finally:
         _critic.reset(token)
     found.update(loss_scaling.metrics(scaler, "critic/"))
     return found
 
 
-def scale_value_loss(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``compute_value_loss``, from which the legacy critic's loss is."""
-    found = wrapped(*args, **kwargs)
+@_legacy_worker(
+    "verl.trainer.ppo.core_algos:compute_value_loss",
+    "the loss of the legacy critic, before its backward",
+    native=no_legacy_workers,
+)
+def scale_value_loss(call: Call) -> Any:
+    """Scale the loss that 0.7.1's critic goes back through."""
+    found = call.proceed()
     scaler = _critic.get()
     if scaler is not None:
         scaler.attach(found[0])
     return found
 
 
-def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``optimizer_step`` and ``_optimizer_step``; returns NaN for a step that was skipped.
+@_engine(
+    "optimizer_step",
+    "a skipped step has grad norm NaN; around 0.7.1's, which unscales nothing, the rest of the "
+    "scaler's work",
+    "verl reports skipped steps",
+    "optimizer",
+    "isfinite",
+)
+@_legacy_worker(
+    f"{_ACTOR}._optimizer_step",
+    "a skipped step has grad norm NaN",
+    "scaler",
+    "actor_optimizer",
+)
+@_legacy_worker(
+    f"{_CRITIC}._optimizer_step",
+    "unscale before its clipping, update after its step",
+    "critic_optimizer",
+    "isfinite",
+)
+def step(call: Call) -> Any:
+    """Return NaN for a step that was skipped; do the scaler's work where verl knows none.
 
     verl returns the norm of the gradients as they were found, which may be inf as well as NaN.
     """
-    scaler = getattr(instance, "scaler", None)
+    scaler = getattr(call.instance, "scaler", None)
     if not isinstance(scaler, LossScaler):
-        return wrapped(*args, **kwargs)
+        return call.proceed()
     if scaler not in _driven:
-        norm = wrapped(*args, **kwargs)
+        norm = call.proceed()
     else:
-        optimizer = _optimizer(instance)
+        optimizer = _optimizer(call.instance)
         scaler.unscale_once(optimizer)
-        norm = wrapped(*args, **kwargs)  # verl itself skips when the norm is not finite
+        norm = call.proceed()  # verl itself skips when the norm is not finite
         scaler.settle(optimizer)
     if not scaler.counter.in_row:
         return norm
@@ -242,57 +340,66 @@ def _optimizer(instance: Any) -> torch.optim.Optimizer:
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-def save_engine(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPEngine.save_checkpoint``."""
-    scaler = getattr(instance, "scaler", None)
-    return _save(wrapped, args, kwargs, instance.checkpoint_manager, scaler)
+_KEPT = "the engine has the scaler, verl's manager has not"
+_KEEPS = "verl keeps the scaler in its checkpoints"
+_BOTH = "one place for actor and critic; its optimizer tells which scaler"
 
 
-def load_engine(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPEngine.load_checkpoint``."""
-    scaler, subject = getattr(instance, "scaler", None), _subject(instance)
-    return _load(wrapped, args, kwargs, instance.checkpoint_manager, scaler, subject=subject)
+@_engine("save_checkpoint", _KEPT, _KEEPS, "checkpoint_manager", native=native_checkpoint)
+def save_engine(call: Call, local_path: Any) -> Any:
+    """Write the scaler's state beside what an engine saves."""
+    engine = call.instance
+    return _save(call, local_path, engine.checkpoint_manager, getattr(engine, "scaler", None))
 
 
-def save_manager(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPCheckpointManager.save_checkpoint``, for the legacy workers."""
-    return _save(wrapped, args, kwargs, instance, _scaler_of(instance.optimizer))
+@_engine("load_checkpoint", _KEPT, _KEEPS, "checkpoint_manager", native=native_checkpoint)
+def load_engine(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
+    """Restore the scaler from beside what an engine loads."""
+    engine, scaler = call.instance, getattr(call.instance, "scaler", None)
+    manager, subject = engine.checkpoint_manager, _subject(engine)
+    result = call.proceed()
+    _restore(local_path, del_local_after_load, manager, scaler, subject=subject)
+    return result
 
 
-def load_manager(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``FSDPCheckpointManager.load_checkpoint``, for the legacy workers."""
-    scaler = _scaler_of(instance.optimizer)
-    return _load(wrapped, args, kwargs, instance, scaler, subject="optimizer")
+@_legacy_worker(f"{_MANAGER}.save_checkpoint", _BOTH, "optimizer", native=no_legacy_workers)
+def save_manager(call: Call, local_path: Any) -> Any:
+    """Write the scaler's state beside what a legacy worker saves."""
+    return _save(call, local_path, call.instance, _scaler_of(call.instance.optimizer))
+
+
+@_legacy_worker(f"{_MANAGER}.load_checkpoint", _BOTH, "optimizer", native=no_legacy_workers)
+def load_manager(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
+    """Restore the scaler from beside what a legacy worker loads."""
+    scaler = _scaler_of(call.instance.optimizer)
+    result = call.proceed()
+    _restore(local_path, del_local_after_load, call.instance, scaler, subject="optimizer")
+    return result
 
 
 def _scaler_of(optimizer: Any) -> GradScaler | None:
     return _legacy.get(optimizer) if optimizer is not None else None
 
 
-def _save(wrapped: Any, args: Any, kwargs: Any, manager: Any, scaler: Any) -> Any:
-    path = inspect.signature(wrapped).bind(*args, **kwargs).arguments["local_path"]
+def _save(call: Call, path: Any, manager: Any, scaler: Any) -> Any:
     if not _goes_with(manager, path, scaler, manager.checkpoint_save_contents):
-        return wrapped(*args, **kwargs)
+        return call.proceed()
     # Before verl's own files: verl removes an older checkpoint as soon as these are written. Into
     # a directory that verl may remove first, to make room, after them.
     again = _saved_before(manager, path)
     if not again:
         loss_scaling.save_scaler("verl", path, scaler)
-    result = wrapped(*args, **kwargs)
+    result = call.proceed()
     if again:
         loss_scaling.save_scaler("verl", path, scaler)
     return result
 
 
-def _load(wrapped: Any, args: Any, kwargs: Any, manager: Any, scaler: Any, *, subject: str) -> Any:
-    result = wrapped(*args, **kwargs)
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    path = bound.arguments["local_path"]  # None: a fresh start
+def _restore(path: Any, delete: Any, manager: Any, scaler: Any, *, subject: str) -> None:
+    # No path: a fresh start.
     if _goes_with(manager, path, scaler, manager.checkpoint_load_contents):
-        with _near(path, bool(bound.arguments.get("del_local_after_load"))) as directory:
+        with _near(path, bool(delete)) as directory:
             loss_scaling.restore_scaler("verl", directory, scaler, subject)
-    return result
 
 
 def _saved_before(manager: Any, path: str) -> bool:

@@ -10,11 +10,14 @@ import torch
 import wrapt
 
 from precision_shim.adapting import (
+    Call,
+    Seam,
     Settings,
     Symbol,
     current_settings,
     decide,
     in_force,
+    seam,
     version_of,
     warn,
 )
@@ -32,6 +35,14 @@ from .. import megatron, megatron_checkpoint
 from ..megatron import Build, building, coerced, current_build, fused_adam_support
 
 _KEY = "override_optimizer_config"
+PULL = "https://github.com/verl-project/verl/pull/6526"
+CONFIG = "verl.utils.megatron.optimizer:init_megatron_optim_config"
+ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngine"
+LEGACY = "verl.workers.megatron_workers"
+_FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
+_BUILDING = ("bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
+"""The features that need to know which model is being built."""
+_ONE_PLACE = "verl decides bucket and optimizer states in one place"
 
 
 # -- what verl does itself ------------------------------------------------------------------
@@ -203,80 +214,121 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return dict(self._self_overrides) if key == _KEY else self.__wrapped__[key]
 
 
-def coerce_overrides(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Let dtype names in ``override_optimizer_config`` work."""
-    kwargs = dict(kwargs)
-    config = args[0] if args else kwargs.pop("optim_config")
-    overrides = _overrides(config)
-    if overrides:
-        config = _WithOverrides(config, overrides)
-    return wrapped(config, *args[1:], **kwargs)
+# Dispatch is the inner layer, and so comes first: it reads coerced dtypes.
+@seam(
+    CONFIG,
+    "bf16-dispatch",
+    group="megatron",
+    why="the one function that makes verl's OptimizerConfig, for actor and critic",
+    upstream=PULL,
+    delete_when="verl >= 0.9 is the oldest in use, whose config has the opt-in",
+    relies_on=("override_optimizer_config", "params_dtype"),
+    native=native_dispatch,
+)
+def dispatch(
+    call: Call,
+    optim_config: Any,
+    fp16: Any,
+    bf16: Any = True,
+    use_distributed_optimizer: Any = True,
+) -> Any:
+    """Make verl's OptimizerConfig follow the model; accept ``bf16=`` on every version.
 
-
-def dispatch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Make verl's OptimizerConfig follow the model; accept ``bf16=`` on every version."""
-    own = inspect.signature(wrapped).parameters
-    kwargs = dict(kwargs)
-    bf16 = True if "bf16" in own else bool(kwargs.pop("bf16", True))
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    bf16 = bool(given.get("bf16", bf16))
-    config = given["optim_config"]
-    flagged = torch.float16 if given["fp16"] else torch.bfloat16 if bf16 else torch.float32
-
+    verl's engines and workers call it for each model that they train, after its DDP is built.
+    """
+    flagged = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
     build = current_build()
     if not isinstance(build, _VerlBuild):  # another framework's is none of ours
         build = None
     subject = build.subject() if build is not None else "direct caller"
-    distributed = bool(given.get("use_distributed_optimizer", True))
+    distributed = bool(use_distributed_optimizer)
     if build is None:
-        plan, overrides = plan_for(config, TrainableDtypes(), flagged, distributed)
+        plan, overrides = plan_for(optim_config, TrainableDtypes(), flagged, distributed)
         dtype: torch.dtype | None = flagged
     else:
         declared = build.declared or flagged
-        plan, overrides = plan_for(config, build.seen, declared, distributed, build.blockers)
+        plan, overrides = plan_for(optim_config, build.seen, declared, distributed, build.blockers)
         dtype = build.seen.single or declared
-    given["fp16"] = dtype is torch.float16
-    if "bf16" in own:
-        given["bf16"] = dtype is torch.bfloat16
-    given["optim_config"] = _WithOverrides(config, overrides)
+    call.arguments["fp16"] = dtype is torch.float16
+    if "bf16" in call.parameters:
+        call.arguments["bf16"] = dtype is torch.bfloat16
+    else:
+        call.arguments.pop("bf16", None)
+    call.arguments["optim_config"] = _WithOverrides(optim_config, overrides)
     decide("verl", subject, "bf16-dispatch", plan.chosen, plan.because)
     for text in plan.warnings:
         warn(f"verl {subject}: {text}")
-    made = wrapped(*bound.args, **bound.kwargs)
-    megatron_checkpoint.note_precision_aware(made, by_user=_precision_aware_by_user(config))
+    made = call.proceed()
+    by_user = _precision_aware_by_user(optim_config)
+    megatron_checkpoint.note_precision_aware(made, by_user=by_user)
     return made
+
+
+@seam(
+    CONFIG,
+    "dtype-coercion",
+    group="megatron",
+    why="override_optimizer_config reaches Megatron as YAML wrote it, strings included",
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
+    delete_when="verl coerces override_optimizer_config itself",
+    relies_on=("override_optimizer_config",),
+)
+def coerce_overrides(call: Call, optim_config: Any) -> Any:
+    """Let dtype names in ``override_optimizer_config`` work."""
+    overrides = _overrides(optim_config)
+    if overrides:
+        call.arguments["optim_config"] = _WithOverrides(optim_config, overrides)
+    return call.proceed()
 
 
 # -- McoreOptimizerConfig -------------------------------------------------------------------
 
 
-def accept_fields(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@seam(
+    _FIELDS,
+    "bf16-dispatch",
+    group="megatron",
+    why="brings the fields of verl 0.9's opt-in to versions whose config lacks them",
+    upstream=PULL,
+    delete_when="verl >= 0.9 is the oldest in use",
+    relies_on=("override_optimizer_config",),
+    native=native_fields,
+    optional=True,
+)
+def accept_fields(call: Call) -> Any:
     """Take the opt-in's fields where verl's dataclass lacks them."""
-    extra = {key: kwargs[key] for key in PRECISION_AWARE_FIELDS if key in kwargs}
-    rest = {key: value for key, value in kwargs.items() if key not in extra}
+    extra = {
+        key: call.arguments.pop(key) for key in PRECISION_AWARE_FIELDS if key in call.arguments
+    }
     for key, value in extra.items():
         extra[key] = (
             coerce_dtype(value, key=f"optim.{key}", where=_where()) if "dtype" in key else value
         )
         if isinstance(extra[key], torch.dtype):
             extra[key] = name_of(extra[key])  # verl's configs hold names, and stay serializable
-    result = wrapped(*args, **rest)
+    result = call.proceed()
     for key, value in extra.items():
-        setattr(instance, key, value)
+        setattr(call.instance, key, value)
     return result
 
 
-def spell_fields(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@seam(
+    _FIELDS,
+    "dtype-coercion",
+    group="megatron",
+    why="verl's fields know five spellings; the others end in an AssertionError",
+    delete_when="verl's fields take every spelling",
+    relies_on=("override_optimizer_config",),
+    optional=True,
+)
+def spell_fields(call: Call) -> Any:
     """Give verl's opt-in fields in a spelling that verl knows."""
-    kwargs = dict(kwargs)
     for key in PRECISION_AWARE_FIELDS[1:]:
-        value = kwargs.get(key)
+        value = call.arguments.get(key)
         dtype = parse_dtype(value) if isinstance(value, str) else value
         if isinstance(dtype, torch.dtype):
-            kwargs[key] = name_of(dtype)
-    return wrapped(*args, **kwargs)
+            call.arguments[key] = name_of(dtype)
+    return call.proceed()
 
 
 # -- which model is being built --------------------------------------------------------------
@@ -331,66 +383,135 @@ def _set_by_user(ddp_config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: field in (ddp_config or {}) for name, field in fields.items()}
 
 
-def engine_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``MegatronEngine.initialize``."""
-    config = instance.engine_config
+@seam(
+    f"{ENGINE}.initialize",
+    _BUILDING,
+    group="megatron",
+    why="the engine around both decisions; knows dtype, optimizer and DDP config",
+    delete_when=_ONE_PLACE,
+    relies_on=("param_dtype", "optimizer_config", "engine_config", "_build_optimizer"),
+    optional=True,
+)
+def engine_build(call: Call) -> Any:
+    """Note that an engine builds its model and optimizer, which it does once, in a worker."""
+    with building(_engine_build(call.instance)):
+        return call.proceed()
+
+
+def _engine_build(engine: Any) -> _VerlBuild:
+    config = engine.engine_config
     blockers = []
     if _read(config, "use_megatron_fsdp", False):
         blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
-    if _read(instance.optimizer_config, "use_layer_wise_distributed_optimizer", False):
+    if _read(engine.optimizer_config, "use_layer_wise_distributed_optimizer", False):
         blockers.append("the layer-wise distributed optimizer (Muon) builds no FusedAdam")
-    build = _VerlBuild(
-        lambda: "critic" if getattr(instance, "is_value_model", False) else "actor",
-        lambda: instance.optimizer_config,
-        lambda: getattr(instance, "param_dtype", None),
+    return _VerlBuild(
+        lambda: "critic" if getattr(engine, "is_value_model", False) else "actor",
+        lambda: engine.optimizer_config,
+        lambda: getattr(engine, "param_dtype", None),
         # From 0.9 the engine itself adds the key on the way to the DDP: ask the config.
         **_set_by_user(_read(config, "override_ddp_config")),
         blockers=tuple(blockers),
         distributed=bool(_read(config, "use_distributed_optimizer", True)),
     )
-    with building(build):
-        return wrapped(*args, **kwargs)
 
 
-def legacy_actor_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around 0.7.1's ``ActorRolloutRefWorker._build_model_optimizer``."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    with building(_legacy("actor", instance.config.actor.megatron, instance, given)):
-        return wrapped(*args, **kwargs)
+@seam(
+    f"{LEGACY}:ActorRolloutRefWorker._build_model_optimizer",
+    _BUILDING,
+    group="legacy workers",
+    why="0.7.1's default actor builds model and optimizer in this one method",
+    delete_when=_ONE_PLACE,
+    relies_on=("dtype", "init_megatron_optim_config"),
+    optional=True,
+)
+def legacy_actor_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
+    """Note that 0.7.1's worker builds its actor (or a reference, which gets no optimizer)."""
+    worker = call.instance
+    config = worker.config.actor.megatron
+    with building(_legacy("actor", config, worker, optim_config, override_ddp_config)):
+        return call.proceed()
 
 
-def legacy_critic_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around 0.7.1's ``CriticWorker._build_critic_model_optimizer``."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    with building(_legacy("critic", instance.config.megatron, instance, given)):
-        return wrapped(*args, **kwargs)
+@seam(
+    f"{LEGACY}:CriticWorker._build_critic_model_optimizer",
+    _BUILDING,
+    group="legacy workers",
+    why="0.7.1's default critic builds model and optimizer in this one method",
+    delete_when=_ONE_PLACE,
+    relies_on=("dtype", "init_megatron_optim_config"),
+    optional=True,
+)
+def legacy_critic_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
+    """Note that 0.7.1's worker builds its critic."""
+    worker = call.instance
+    config = worker.config.megatron
+    with building(_legacy("critic", config, worker, optim_config, override_ddp_config)):
+        return call.proceed()
 
 
-def _legacy(subject: str, config: Any, worker: Any, given: Mapping[str, Any]) -> _VerlBuild:
+def _legacy(
+    subject: str, config: Any, worker: Any, optim_config: Any, override_ddp_config: Any
+) -> _VerlBuild:
     return _VerlBuild(
         lambda: subject,
-        lambda: given.get("optim_config"),
+        lambda: optim_config,
         lambda: getattr(worker, "dtype", None),
-        **_set_by_user(given.get("override_ddp_config")),
+        **_set_by_user(override_ddp_config),
         distributed=bool(_read(config, "use_distributed_optimizer", True)),
     )
 
 
-def direct_build(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``get_model`` and ``make_megatron_module`` of a caller outside any engine."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+@seam(
+    "verl.utils.megatron_utils:get_model",
+    "grad-bucket-alignment",
+    group="megatron",
+    why="a direct caller is taken at its model's dtype",
+    upstream=PULL,
+    delete_when="get_model aligns the bucket itself",
+    aliases=(f"{LEGACY}:get_model",),
+)
+@seam(
+    "verl.utils.megatron_utils:make_megatron_module",
+    "grad-bucket-alignment",
+    group="megatron",
+    why="the same for mbridge and the Megatron-Bridge provider",
+    upstream="https://github.com/verl-project/verl/pull/7485",
+    delete_when="make_megatron_module aligns the bucket itself",
+)
+def direct_build(call: Call, override_ddp_config: Any) -> Any:
+    """Note that a model is built outside any engine; within one that engine's build goes on."""
     build = _VerlBuild(
         lambda: "direct caller",
         lambda: None,
         lambda: None,
-        **_set_by_user(given.get("override_ddp_config")),
+        **_set_by_user(override_ddp_config),
     )
     with building(build):
-        return wrapped(*args, **kwargs)
+        return call.proceed()
 
 
-def check_optimizer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@seam(
+    "verl.utils.megatron.optimizer:get_megatron_optimizer",
+    "grad-bucket-alignment",
+    group="megatron",
+    why="the first call that has config, parameters and buckets in hand",
+    delete_when="Megatron checks main_grads_dtype against the bucket",
+)
+def check_optimizer(call: Call, model: Any, config: Any) -> Any:
     """Hold the OptimizerConfig against the live model before the optimizer is built."""
-    given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    megatron.check_pair("verl", given["config"], given["model"])
-    return wrapped(*args, **kwargs)
+    megatron.check_pair("verl", config, model)
+    return call.proceed()
+
+
+NATIVE = Seam(
+    target=f"{ENGINE}._resolve_override_ddp_config",
+    feature="grad-bucket-alignment",
+    wrapper=None,
+    group="native",
+    why="verl's own alignment, left alone; the DDP seam adds what it leaves out",
+    upstream="https://github.com/verl-project/verl/pull/7485",
+    native=native_bucket,
+    optional=True,
+)
+"""What verl does itself of the alignment."""

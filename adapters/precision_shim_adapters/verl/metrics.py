@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from precision_shim.adapting import Call, seam
+
 from .. import loss_scaling, megatron_overflow
 
 
@@ -18,25 +20,43 @@ def of_engine(engine: Any) -> dict[str, float]:
     }
 
 
-def report(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``TrainingWorker._postprocess_output``: beside the grad norm, which has it too.
+@seam(
+    "verl.workers.engine_workers:TrainingWorker._postprocess_output",
+    loss_scaling.FEATURE,
+    group="metrics",
+    why="where verl puts the grad norm, after the metrics of all ranks are gathered",
+    delete_when="verl reports the loss scale",
+    relies_on=("grad_norm", "engine"),
+    optional=True,
+)
+def report(call: Call) -> Any:
+    """Put the figures beside the grad norm, after each batch of a training worker.
 
     Not earlier: what is among the metrics before is gathered over the data-parallel ranks, and a
     number then becomes a list, over which ``train_mini_batch`` breaks.
     """
     import verl.utils.tensordict_utils as tu
 
-    output = wrapped(*args, **kwargs)
-    figures = of_engine(instance.engine)
-    found = tu.get(output, "metrics") if figures else {}
+    result = call.proceed()
+    figures = of_engine(call.instance.engine)
+    found = tu.get(result, "metrics") if figures else {}
     if "grad_norm" in found:  # a step was made: neither evaluation nor a backward pass alone
-        tu.assign_non_tensor(output, metrics={**found, **figures})
-    return output
+        tu.assign_non_tensor(result, metrics={**found, **figures})
+    return result
 
 
-def report_step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``TinkerTrainingWorker.optimizer_step``, which steps outside ``train_batch``."""
-    found = wrapped(*args, **kwargs)
+@seam(
+    "verl.workers.engine_workers_tinker:TinkerTrainingWorker.optimizer_step",
+    loss_scaling.FEATURE,
+    group="tinker metrics",
+    why="steps outside train_batch and has a dict of metrics of its own",
+    delete_when="verl reports the loss scale",
+    relies_on=("grad_norm", "engine"),
+    optional=True,
+)
+def report_step(call: Call) -> Any:
+    """Put the figures into what a Tinker client's step returns."""
+    found = call.proceed()
     if "grad_norm" in found:
-        found.update(of_engine(instance.engine))
+        found.update(of_engine(call.instance.engine))
     return found

@@ -13,54 +13,88 @@ from typing import Any
 
 import torch
 
+from precision_shim.adapting import Call, seam
+
 from ..megatron import current_build
-from ..megatron_overflow import metrics, scaler_settings, skipping, with_scaler_settings
-from .megatron import _KEY, _read, _VerlBuild, _WithOverrides
+from ..megatron_overflow import FEATURE, metrics, scaler_settings, skipping, with_scaler_settings
+from .megatron import _KEY, CONFIG, ENGINE, _read, _VerlBuild, _WithOverrides
 
 # -- the step ----------------------------------------------------------------------------------
 
 
-def step_engine(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around ``MegatronEngine.optimizer_step``."""
-    subject = "critic" if getattr(instance, "is_value_model", False) else "actor"
+@seam(
+    f"{ENGINE}.optimizer_step",
+    FEATURE,
+    group="megatron",
+    why="the engine's step, which raises for one that Megatron skipped",
+    delete_when="verl takes a skipped step for one",
+    relies_on=("optimizer", "NotImplementedError"),
+    optional=True,
+)
+def step_engine(call: Call) -> Any:
+    """Hand the engine a skipped step as one that succeeded, with grad norm NaN."""
+    subject = "critic" if getattr(call.instance, "is_value_model", False) else "actor"
     with skipping("verl", subject, succeeds=True):
-        return wrapped(*args, **kwargs)
+        return call.proceed()
 
 
-def update_policy(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around 0.7.1's ``MegatronPPOActor.update_policy``."""
+@seam(
+    "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
+    FEATURE,
+    group="legacy workers",
+    why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("actor_optimizer", "NotImplementedError"),
+    optional=True,
+)
+def update_policy(call: Call) -> Any:
+    """Do the same for the actor's mini-batches of 0.7.1's worker, and add its figures."""
     with skipping("verl", "actor", succeeds=True):
-        found = wrapped(*args, **kwargs)
-    found.update(metrics(instance.actor_optimizer, "actor/"))
+        found = call.proceed()
+    found.update(metrics(call.instance.actor_optimizer, "actor/"))
     return found
 
 
-def update_critic(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around 0.7.1's ``MegatronPPOCritic.update_critic``."""
+@seam(
+    "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
+    FEATURE,
+    group="legacy workers",
+    why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("critic_optimizer", "NotImplementedError"),
+    optional=True,
+)
+def update_critic(call: Call) -> Any:
+    """Do the same for the critic's mini-batches of 0.7.1's worker, and add its figures."""
     with skipping("verl", "critic", succeeds=True):
-        found = wrapped(*args, **kwargs)
-    found.update(metrics(instance.critic_optimizer, "critic/"))
+        found = call.proceed()
+    found.update(metrics(call.instance.critic_optimizer, "critic/"))
     return found
 
 
 # -- the scaler's settings ---------------------------------------------------------------------
 
 
-def scale_from_settings(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+# Over dispatch and coercion: this module is collected after theirs.
+@seam(
+    CONFIG,
+    FEATURE,
+    group="megatron",
+    why="its override merge is the one way to fields that verl's fp16 branch sets",
+    delete_when="verl's optimizer config has fields for the loss scaler",
+    relies_on=("override_optimizer_config", "initial_loss_scale"),
+)
+def scale_from_settings(call: Call, optim_config: Any, fp16: Any) -> Any:
     """Bring the variables that the user set beneath ``override_optimizer_config``.
 
     Raises:
         SettingsError: the first scale is below the scaler's minimum.
     """
-    # Not bound to verl's signature: the layers beneath take bf16= on versions that lack it.
-    flagged = args[2] if len(args) > 2 else kwargs.get("fp16", False)
     build = current_build()
     model = build.seen.single if isinstance(build, _VerlBuild) else None
-    fp16 = model is torch.float16 if model is not None else bool(flagged)
-    if not scaler_settings() or not fp16:
-        return wrapped(*args, **kwargs)
-    kwargs = dict(kwargs)
-    config = args[0] if args else kwargs.pop("optim_config")
-    written = _read(config, _KEY) or {}
-    values = with_scaler_settings({str(key): written[key] for key in written}, _KEY)
-    return wrapped(_WithOverrides(config, values), *args[1:], **kwargs)
+    in_fp16 = model is torch.float16 if model is not None else bool(fp16)
+    if scaler_settings() and in_fp16:
+        written = _read(optim_config, _KEY) or {}
+        values = with_scaler_settings({str(key): written[key] for key in written}, _KEY)
+        call.arguments["optim_config"] = _WithOverrides(optim_config, values)
+    return call.proceed()

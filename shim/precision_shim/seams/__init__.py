@@ -1,31 +1,58 @@
 """The seam engine: declare, check, wrap, undo, report. It knows no precision and no framework.
 
-A newcomer's map: ``_records`` is what an adapter declares, ``_source`` looks at a symbol without
-importing it, ``_wrapper`` is what stands in a wrapped symbol's place, ``_engine`` brings them
-together. ``precision_shim._finders`` tells it when a module was imported.
+A newcomer's map. An adapter marks its functions with ``seam`` (``_seam``); a function gets a
+``Call`` and the arguments that it names (``_call``). ``_source`` looks at a symbol and imports
+nothing; ``_plan`` makes of records and source what would be done. ``_finders`` tells when a module
+was imported, ``_wrapper`` is what stands in a wrapped symbol's place, ``_sites`` holds the places,
+the layers over them and the way back. ``_engine`` ties them together.
 
 The names below load on first use: not everything that needs a record needs wrapt.
 """
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from ._call import Call as Call
+    from ._call import around as around
     from ._engine import Engine as Engine
-    from ._records import Adapter as Adapter
-    from ._records import NativeProbe as NativeProbe
-    from ._records import Seam as Seam
+    from ._plan import Plan as Plan
+    from ._plan import check as check
+    from ._seam import Adapter as Adapter
+    from ._seam import NativeProbe as NativeProbe
+    from ._seam import Seam as Seam
+    from ._seam import collect as collect
+    from ._seam import seam as seam
     from ._source import Symbol as Symbol
     from ._source import look as look
 
 _WHERE = {
-    "Adapter": "_records",
+    "Adapter": "_seam",
+    "Call": "_call",
     "Engine": "_engine",
-    "NativeProbe": "_records",
-    "Seam": "_records",
+    "NativeProbe": "_seam",
+    "Plan": "_plan",
+    "Seam": "_seam",
     "Symbol": "_source",
+    "around": "_call",
+    "check": "_plan",
+    "collect": "_seam",
     "look": "_source",
+    "seam": "_seam",
 }
 
-__all__ = ["Adapter", "Engine", "NativeProbe", "Seam", "Symbol", "look"]
+__all__ = [
+    "Adapter",
+    "Call",
+    "Engine",
+    "NativeProbe",
+    "Plan",
+    "Seam",
+    "Symbol",
+    "around",
+    "check",
+    "collect",
+    "look",
+    "seam",
+]
 
 
 def __getattr__(name: str) -> object:

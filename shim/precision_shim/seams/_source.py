@@ -26,6 +26,7 @@ class Symbol:
         module_found: whether the module's file was found.
         found: whether the symbol is defined there.
         parameters: names of its parameters; of a dataclass's generated ``__init__`` its fields.
+        positional: those of a function's parameters that may be passed by position.
         names: identifiers and string constants in its source; for a method, in its class's.
         problem: why nothing can be said, or ``""``.
     """
@@ -36,6 +37,7 @@ class Symbol:
     parameters: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
     problem: str = ""
+    positional: tuple[str, ...] = ()
 
 
 def find_spec(name: str) -> ModuleSpec | None:
@@ -121,13 +123,12 @@ def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
             return Symbol(target, True, problem=f"{target} not found: no {part!r} there")
         owner, scope = scope, inner
     evidence = owner if isinstance(owner, ast.ClassDef) else scope
+    positional: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     if isinstance(scope, _Function):
-        arguments = scope.args
-        parameters = tuple(
-            one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-        )
-    return Symbol(target, True, True, parameters, _names(evidence))
+        positional = tuple(one.arg for one in (*scope.args.posonlyargs, *scope.args.args))
+        parameters = (*positional, *(one.arg for one in scope.args.kwonlyargs))
+    return Symbol(target, True, True, parameters, _names(evidence), positional=positional)
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:

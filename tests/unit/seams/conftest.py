@@ -57,17 +57,29 @@ def use(value):
 CALLS = []
 
 
-def negate(wrapped, instance, args, kwargs):
-    return -wrapped(*args, **kwargs)
+def negate(call):
+    return -call.proceed()
 
 
-def add_hundred(wrapped, instance, args, kwargs):
-    return wrapped(*args, **kwargs) + 100
+def negate_by(call, by):
+    return -call.proceed()
 
 
-def note(wrapped, instance, args, kwargs):
-    CALLS.append((instance, args, kwargs))
-    return wrapped(*args, **kwargs)
+def wants_step(call, value, step):
+    raise AssertionError("must not stand anywhere")
+
+
+def wants_model(call, model):
+    raise AssertionError("must not stand anywhere")
+
+
+def add_hundred(call):
+    return call.proceed() + 100
+
+
+def note(call):
+    CALLS.append((call.instance, dict(call.arguments)))
+    return call.proceed()
 
 
 def yes(symbol, settings):
@@ -119,8 +131,20 @@ class Lab:
             effects=tuple(effects),
         )
 
-    def seam(self, target, wrapper="toy_wrappers:negate", *, feature="f", **fields):
-        return Seam(target=target, feature=feature, wrapper=wrapper, why="a test", **fields)
+    def seam(self, target, wrapper="toy_wrappers:negate", *, feature="f", native=None, **fields):
+        """A record; wrapper and probe by the names of their functions."""
+        return Seam(
+            target=target,
+            feature=feature,
+            wrapper=self.function(wrapper) if wrapper else None,
+            native=self.function(native) if native else None,
+            why="a test",
+            **fields,
+        )
+
+    def function(self, name):
+        module, _, attribute = name.partition(":")
+        return getattr(self.load(module), attribute)
 
     def load(self, name):
         return importlib.import_module(name)

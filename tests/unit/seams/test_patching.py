@@ -43,8 +43,8 @@ def test_replaces_methods_of_every_kind(lab):
     assert type(box) is ops.Box
     assert box.add(1) == -6
     assert ops.Box.double(4) == ops.Box(0).double(4) == -8
-    assert calls[0] == (ops.Box, (5,), {})
-    assert calls[1] == (box, (5,), {})
+    assert calls[0] == (ops.Box, {"value": 5})
+    assert calls[1] == (box, {"value": 5})
 
 
 def test_a_classmethod_still_sees_the_subclass(lab):
@@ -72,7 +72,6 @@ def test_a_feature_that_is_off_touches_nothing(lab):
     engine = lab.install(lab.seam(OPS, feature="f"), features=("g",))
     assert contents(ops) == before
     assert lab.states(engine) == ["off"]
-    assert "toy_wrappers" not in sys.modules
 
 
 def test_a_feature_that_is_off_watches_no_module(lab):

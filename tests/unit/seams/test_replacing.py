@@ -73,7 +73,7 @@ def test_a_function_that_fails_refuses_the_group_whole(lab, seam):
 def test_a_refused_group_takes_its_replacement_back(lab, seam):
     ops = lab.ops
     original = ops.Box
-    lab.install(seam(), lab.seam("toy.users:use", "toy_wrappers:is_not_there"))
+    lab.install(seam(), lab.seam("toy.users:use", "toy_makers:unable", replaces=True))
     assert ops.Box is not original
     lab.load("toy.users")
     assert ops.Box is original

@@ -1,0 +1,246 @@
+"""What a wrapper gets: the call, and the arguments that it names, bound by name.
+
+What can be known of a symbol's parameters is prepared once per site (``prepare``); a call itself
+asks no signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SeamError
+from ._seam import REQUIRED, name_of, reads_of
+from ._source import Symbol
+
+_NAMED = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.KEYWORD_ONLY,
+)
+
+Through = Callable[[Any, Any, "tuple[Any, ...]", "dict[str, Any]"], Any]
+"""wrapt's form of a wrapper: ``(wrapped, instance, args, kwargs)``."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What is known of a symbol's parameters, and what a wrapper reads of them.
+
+    Attributes:
+        target: ``"module:attribute"`` of the symbol, for messages.
+        positional: names of the parameters that may be passed by position, without ``first``.
+        positional_only: how many of them may be passed in no other way.
+        first: name of the parameter that is the instance or the class; empty for a function.
+        parameters: all names but ``first``.
+        wanted: the wrapper's parameters, each with what it gets where the caller passes nothing.
+    """
+
+    target: str
+    positional: tuple[str, ...]
+    positional_only: int
+    first: str
+    parameters: frozenset[str]
+    wanted: tuple[tuple[str, Any], ...]
+
+
+class Call:
+    """One call of a wrapped symbol, as its wrapper sees it.
+
+    Attributes:
+        instance: the object that a method was called on, the class for a classmethod, else
+            ``None``.
+    """
+
+    __slots__ = (
+        "_args",
+        "_arguments",
+        "_binding",
+        "_kwargs",
+        "_taken",
+        "_twice",
+        "_wrapped",
+        "instance",
+    )
+
+    def __init__(
+        self, binding: Binding, wrapped: Any, instance: Any, args: Any, kwargs: Any
+    ) -> None:
+        self.instance = instance
+        self._binding = binding
+        self._wrapped = wrapped
+        self._args = args
+        self._kwargs = kwargs
+        self._arguments: dict[str, Any] | None = None
+        self._taken = False  # whether the wrapper has had the arguments in hand
+        self._twice: dict[str, Any] = {}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the caller passed, by name; no defaults.
+
+        So ``name in call.arguments`` tells whether the caller passed it. What is put in, changed
+        or taken out here is what ``proceed()`` passes on. Keywords that the symbol takes by its
+        ``**kwargs``, or does not know, are here under their own names; positional arguments
+        without a name (``*args``) are not here and go on as they came.
+        """
+        self._taken = True
+        return self._bound()
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of the parameters that the symbol has in this version."""
+        return self._binding.parameters
+
+    def proceed(self) -> Any:
+        """Call what is beneath, with the arguments as they are now.
+
+        What the caller passed by position is passed by position, all else by name. May be called
+        never or more than once.
+        """
+        if not self._taken:
+            return self._wrapped(*self._args, **self._kwargs)
+        names, rest = self._names(), dict(self._bound())
+        unnamed = self._args[len(names) :]
+        by_position = len(names) if unnamed else len(self._args)
+        args = []
+        for name in names[: max(by_position, self._binding.positional_only)]:
+            if name not in rest:
+                break
+            args.append(rest.pop(name))
+        if unnamed and len(args) < len(names):
+            raise TypeError(
+                f"{self._binding.target}: a wrapper took {names[len(args)]!r} out of a call that "
+                f"passes {len(unnamed)} more arguments by position"
+            )
+        return self._wrapped(*args, *unnamed, **rest, **self._twice)
+
+    def _bound(self) -> dict[str, Any]:
+        found = self._arguments
+        if found is None:
+            found = self._arguments = dict(zip(self._names(), self._args, strict=False))
+            if self._kwargs:
+                if not found.keys().isdisjoint(self._kwargs):  # the symbol's own error, mostly
+                    self._twice = {k: v for k, v in self._kwargs.items() if k in found}
+                found.update((k, v) for k, v in self._kwargs.items() if k not in self._twice)
+        return found
+
+    def _names(self) -> tuple[str, ...]:
+        binding = self._binding
+        if binding.first and self.instance is None:  # Class.method(something of another kind)
+            return (binding.first, *binding.positional)
+        return binding.positional
+
+
+def prepare(
+    function: Callable[..., Any], target: str, raw: Any, in_class: bool, source: Symbol
+) -> Binding:
+    """Bind what a wrapper names to the parameters of the symbol that is really there.
+
+    Args:
+        function: the wrapper.
+        target: ``"module:attribute"`` of the symbol.
+        raw: what the symbol's namespace holds, descriptor and all.
+        in_class: whether that namespace is a class's.
+        source: what its source says: the names stand there where a decorator hides the signature
+            behind ``*args, **kwargs``.
+
+    Raises:
+        SeamError: the symbol has not what the wrapper needs.
+    """
+    reads = reads_of(function)
+    bound = in_class and not isinstance(raw, staticmethod) and hasattr(raw, "__get__")
+    found = _signature(getattr(raw, "__func__", raw))
+    parameters = [one for one in found or () if one.kind in _NAMED]
+    positional = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    positional_only = sum(one.kind is one.POSITIONAL_ONLY for one in parameters)
+    names = {one.name for one in parameters}
+    kinds = {one.kind for one in found or ()}
+    lacking = [name for name in reads if name not in names]
+    hidden = inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds
+    if found is None or (hidden and lacking):
+        starts_alike = list(source.positional[: len(positional)]) == positional
+        if starts_alike or (len(positional) == int(bound)):
+            positional = list(source.positional)
+            names |= set(source.parameters)
+    elif inspect.Parameter.VAR_KEYWORD not in kinds:
+        required = [name for name in lacking if reads[name] is REQUIRED]
+        if required:
+            raise SeamError(f"{target} has no parameter {', '.join(map(repr, required))}")
+    first = positional[0] if bound and positional else ""
+    own = {one.name: one.default for one in parameters}
+    return Binding(
+        target=target,
+        positional=tuple(positional[1:] if first else positional),
+        positional_only=max(positional_only - bool(first), 0),
+        first=first,
+        parameters=frozenset(names - {first}),
+        wanted=tuple((name, own.get(name, default)) for name, default in reads.items()),
+    )
+
+
+def _signature(function: Any) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a symbol without one, such as a builtin's
+        return None
+
+
+def through(function: Callable[..., Any], binding: Binding) -> Through:
+    """A wrapper in wrapt's form."""
+    wanted = binding.wanted
+    if not wanted:
+
+        def plain(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            return function(Call(binding, wrapped, instance, args, kwargs))
+
+        return plain
+
+    def named(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        call = Call(binding, wrapped, instance, args, kwargs)
+        given = call._bound()
+        values = {}
+        for name, default in wanted:
+            values[name] = given.get(name, default)
+            if values[name] is REQUIRED:
+                return _lacking(function, call, name)
+        return function(call, **values)
+
+    return named
+
+
+def _lacking(function: Callable[..., Any], call: Call, name: str) -> Any:
+    # A caller's mistake is the symbol's own TypeError.
+    call._wrapped(*call._args, **call._kwargs)
+    raise TypeError(
+        f"{call._binding.target} was called without {name!r}, which {name_of(function)} reads"
+    )
+
+
+def around(
+    function: Callable[..., Any],
+    method: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    positional: tuple[str, ...] = (),
+) -> Any:
+    """Call a bound method through a wrapper, as if a seam were there.
+
+    For a class that goes in front of a framework's, where no symbol can be wrapped.
+
+    Args:
+        function: the wrapper.
+        method: the method of the framework's class, bound.
+        instance: what it is bound to.
+        args: what the caller passed.
+        kwargs: what the caller passed by name.
+        positional: names of the method's first parameters, where a decorator hides them.
+    """
+    name = f"{type(instance).__module__}:{type(instance).__qualname__}"
+    source = Symbol(name, parameters=positional, positional=positional)
+    binding = prepare(function, name, method, False, source)
+    return through(function, binding)(method, instance, args, kwargs)

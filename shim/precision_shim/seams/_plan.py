@@ -1,0 +1,153 @@
+"""The check: from an adapter's records and the frameworks' source to what would be done.
+
+It patches nothing, imports no framework and keeps nothing. The engine acts on a plan; the doctor
+shows one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from .._status import SeamStatus
+from ._seam import Adapter, Seam, name_of
+from ._source import Symbol, look
+
+Group = tuple[str, str, str]
+"""Framework, feature, group: what is patched whole or not at all."""
+
+
+@dataclass
+class Row:
+    """One seam of an adapter, and what is known about it; the engine carries it on.
+
+    Attributes:
+        group: what it is patched or refused with.
+        seam: the record.
+        state: one of ``STATES``; ``pending``: to be patched.
+        reason: why, where there is something to say.
+        symbol: what the source says; ``None`` before the check.
+    """
+
+    group: Group
+    seam: Seam
+    state: str = "pending"
+    reason: str = ""
+    symbol: Symbol | None = None
+
+    def status(self, adapter: Adapter) -> SeamStatus:
+        """The row as ``status()`` shows it."""
+        seam = self.seam
+        return SeamStatus(
+            seam.target,
+            seam.feature,
+            self.state,
+            self.reason,
+            path=adapter.paths.get(seam.group, seam.group),
+            refusal=seam.refusal,
+            why=seam.why,
+            upstream=seam.upstream,
+            delete_when=seam.delete_when,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would be done for an adapter.
+
+    Attributes:
+        adapter: whose seams.
+        rows: one per seam, in the order of the table.
+        refused: the groups that are refused whole, with the reasons.
+    """
+
+    adapter: Adapter
+    rows: tuple[Row, ...]
+    refused: Mapping[Group, tuple[str, ...]] = field(default_factory=dict)
+
+    def foretold(self) -> tuple[SeamStatus, ...]:
+        """The states as they will be, for a look ahead."""
+        return tuple(
+            replace(row, state="refused", reason=row.seam.refusal).status(self.adapter)
+            if row.state == "pending" and row.seam.refusal
+            else row.status(self.adapter)
+            for row in self.rows
+        )
+
+
+def unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
+    """The rows of an adapter before any look: to be patched, or of a feature that is off."""
+    on = frozenset(features)
+    return tuple(
+        Row(
+            (adapter.framework, one.feature, one.group),
+            one,
+            "pending" if one.feature in on else "off",
+        )
+        for one in adapter.seams
+    )
+
+
+def check(adapter: Adapter, features: Iterable[str], settings: object) -> Plan:
+    """Settle what source can settle of an adapter's seams.
+
+    Args:
+        adapter: whose seams.
+        features: names of the features in force; seams of others are ``off``.
+        settings: handed to native probes; nothing else looks inside.
+    """
+    rows = unchecked(adapter, features)
+    problems: dict[Group, list[str]] = {}
+    for row in rows:
+        problem = _judge(row, settings) if row.state == "pending" else ""
+        if problem:
+            problems.setdefault(row.group, []).append(problem)
+    refused = {group: tuple(found) for group, found in problems.items()}
+    for row in rows:
+        if row.state == "pending" and row.group in refused:
+            row.state, row.reason = "refused", refusal(row.seam, refused[row.group])
+    return Plan(adapter, rows, refused)
+
+
+def _judge(row: Row, settings: object) -> str:
+    """Note in a row what its symbol's source says; returns why its group must be refused."""
+    seam, symbol = row.seam, look(row.seam.target)
+    row.symbol = symbol
+    if not symbol.module_found and seam.optional:
+        row.state, row.reason = "absent", symbol.problem
+        return ""
+    problem = symbol.problem or missing(seam, symbol)
+    if problem and (seam.refusal or seam.wrapper is None):  # nothing is patched, nothing need hold
+        row.state, row.reason = "absent", problem
+        return ""
+    if problem:
+        return problem
+    try:
+        native = seam.native(symbol, settings) if seam.native is not None else None
+    except Exception as error:  # a broken adapter must not break the framework's import
+        return f"{seam.target}: {name_of(seam.native)} failed: {error!r}"
+    if native:
+        row.state, row.reason = "native", native
+    elif seam.wrapper is None:  # a record of what the framework does itself
+        row.state = "absent"
+    else:
+        row.reason = seam.refusal
+    return ""
+
+
+def missing(seam: Seam, symbol: Symbol) -> str:
+    """What a seam needs of its symbol and the source does not have, in words, or ``""``."""
+    lacking = [one for one in seam.parameters if one not in symbol.parameters]
+    if lacking:
+        return f"{seam.target} has no parameter {', '.join(map(repr, lacking))}"
+    lacking = [one for one in seam.relies_on if one not in symbol.names]
+    if lacking:
+        return f"{seam.target}: its source no longer mentions {', '.join(map(repr, lacking))}"
+    return ""
+
+
+def refusal(seam: Seam, problems: Iterable[str]) -> str:
+    """Why a seam of a refused group is: its own problems, or the first that there was."""
+    problems = tuple(problems)
+    own = [text for text in problems if seam.target in text]
+    return "; ".join(own) or "refused whole, because: " + problems[0]

@@ -1,0 +1,304 @@
+"""What an adapter declares: a seam, once, on the function that stands there.
+
+``seam(...)`` marks a function, as pluggy's ``hookimpl`` does; ``collect(...)`` makes an adapter's
+table of the marks. The function's own parameters are what the symbol must have, so nothing about
+them is said twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any, NoReturn, TypeVar
+
+from ..errors import SeamError
+from ._source import Symbol
+
+NativeProbe = Callable[[Symbol, Any], "str | None"]
+"""Looks at a seam's symbol and at the settings; returns why the framework does the feature
+itself, or ``None`` when it does not."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+REQUIRED = inspect.Parameter.empty
+"""In the place of a default: the symbol must have this parameter."""
+
+_MARK = "_precision_shim_seams"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place of a framework where the shim enters, for one feature.
+
+    Installer, uninstaller, status, documentation and tests all read these records. ``seam`` makes
+    them; a record is written out only where there is no function to mark: of what the framework
+    does itself, and of a function that several frameworks have at places of their own.
+
+    Attributes:
+        target: ``"module:attribute"``, in the module that *defines* the symbol; names of a class
+            body are joined with a dot (``"pkg.mod:Class.method"``).
+        feature: the feature that needs the seam.
+        wrapper: the function that stands there: ``function(call, ...)``, see ``Call``. ``None``:
+            a record of what the framework does itself.
+        why: why the shim enters here and not elsewhere.
+        upstream: link to the discussion upstream, where there is one.
+        delete_when: when this record can be deleted.
+        group: name of the seams that are patched together or not at all, within a feature.
+        relies_on: identifiers that the symbol's source (for a method: its class's) must contain;
+            the facts that the wrapper builds on.
+        aliases: ``"module:attribute"`` names that other modules bound by ``from ... import``; a
+            late install reaches them, as long as they still hold the original.
+        native: tells whether the framework does the feature itself here.
+        optional: an absent module makes the seam ``absent``, not ``refused``.
+        refusal: why the feature cannot be had here. Such a seam's wrapper only says so (or
+            raises, in strict mode) when the framework gets there.
+        replaces: ``wrapper`` gets what the symbol holds and returns what is to stand there until
+            the shim is taken out. For a symbol that callers do not call but build on, such as a
+            class that a decorator has turned into something else.
+    """
+
+    target: str
+    feature: str
+    wrapper: Callable[..., Any] | None
+    why: str
+    upstream: str = ""
+    delete_when: str = ""
+    group: str = ""
+    relies_on: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    native: NativeProbe | None = None
+    optional: bool = False
+    refusal: str = ""
+    replaces: bool = False
+
+    def __post_init__(self) -> None:
+        for text in (self.target, *self.aliases):
+            module, colon, attribute = text.partition(":")
+            if not (module and colon and attribute) or ":" in attribute:
+                raise SeamError(
+                    f"{self.name}: {text!r} is no place; allowed: 'module:attribute' and "
+                    "'module:Class.method'. Correct it in the function's seam(...)."
+                )
+        for one in (self.wrapper, self.native):
+            if one is not None and not callable(one):
+                raise SeamError(f"{self.target}: {one!r} is no function; allowed: the function.")
+        if self.wrapper is None and self.native is None:
+            raise SeamError(
+                f"{self.name}: a record without a wrapper says that the framework does "
+                f"{self.feature} itself, and needs a native= probe that tells."
+            )
+        self.reads  # noqa: B018  # a signature that cannot be bound is an error now, not later
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the defining module."""
+        return self.target.partition(":")[0]
+
+    @property
+    def attribute(self) -> str:
+        """Dotted path of the symbol within its module."""
+        return self.target.partition(":")[2]
+
+    @property
+    def name(self) -> str:
+        """``"module:function"`` of the wrapper (of the probe where there is none), for messages."""
+        return name_of(self.wrapper or self.native or self.target)
+
+    @cached_property
+    def reads(self) -> dict[str, Any]:
+        """The parameters that the wrapper names, each with its default or ``REQUIRED``."""
+        return {} if self.wrapper is None or self.replaces else reads_of(self.wrapper)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Parameters that the symbol must have: those that the wrapper names without a default."""
+        return tuple(name for name, default in self.reads.items() if default is REQUIRED)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A framework, as the shim sees it.
+
+    Attributes:
+        framework: the name that users write, such as ``"verl"``.
+        distribution: the name of its distribution, for its version.
+        packages: top-level packages whose import shows that the framework is in use.
+        tested: versions that the test environments pin.
+        seams: the table of seams, as ``collect`` makes it; of several on one target the first is
+            the innermost wrapper.
+        effects: ``"module:attribute"`` targets where a feature first takes effect (an optimizer
+            or a DDP is built). In strict mode a fault is raised there, and nowhere earlier.
+        paths: what users call the paths that the groups serve, such as ``{"fsdp": "FSDP
+            engine"}``; a group that is not here is shown by its own name. A name that ends in
+            brackets, such as ``"FSDP engine (metrics)"``, is a path that only serves others:
+            ``str(status())`` shows it where it was refused, and else leaves it to ``details()``.
+    """
+
+    framework: str
+    distribution: str
+    packages: tuple[str, ...]
+    tested: tuple[str, ...]
+    seams: tuple[Seam, ...]
+    effects: tuple[str, ...] = ()
+    paths: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def check(self, features: Iterable[str]) -> None:
+        """Hold the table against the names of the features that there are.
+
+        Raises:
+            SeamError: names the function whose feature is none of them.
+        """
+        allowed = tuple(features)
+        for one in self.seams:
+            if one.feature not in allowed:
+                raise SeamError(
+                    f"{self.framework}: {one.name} is declared for the feature {one.feature!r}; "
+                    f"allowed: {', '.join(allowed)}. Correct the function's seam(...)."
+                )
+
+
+def seam(
+    target: str,
+    feature: str | tuple[str, ...],
+    *,
+    why: str,
+    upstream: str = "",
+    delete_when: str = "",
+    group: str = "",
+    relies_on: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+    native: NativeProbe | None = None,
+    optional: bool = False,
+    refusal: str = "",
+    replaces: bool = False,
+    only_if: bool = True,
+    **unknown: NoReturn,
+) -> Callable[[Function], Function]:
+    """Declare that a function stands at a symbol of a framework.
+
+    The function's first parameter is the ``Call``. Each further one has the name of a parameter
+    of the symbol and gets what the caller passed for it, or the symbol's default; the symbol must
+    have it, unless the function has a default for versions that have not. Several ``seam``s on one
+    function are several places; the function itself stays what it is.
+
+    The order in a module is the order of the layers: of two functions on one target the one that is
+    defined first is beneath.
+
+    Args:
+        target: see ``Seam``, as for all that is not named here.
+        feature: the feature that needs the function there, or several; it wraps once.
+        why: see ``Seam``.
+        upstream: see ``Seam``.
+        delete_when: see ``Seam``.
+        group: see ``Seam``.
+        relies_on: see ``Seam``.
+        aliases: see ``Seam``.
+        native: see ``Seam``.
+        optional: see ``Seam``.
+        refusal: see ``Seam``.
+        replaces: see ``Seam``.
+        only_if: whether there is anything to declare, for a symbol that only some versions have
+            and that nobody misses in the others.
+        unknown: there is none.
+
+    Raises:
+        SeamError: what is declared makes no sense; names the function.
+    """
+
+    def declare(function: Function) -> Function:
+        if unknown:
+            allowed = [key for key in inspect.signature(seam).parameters if key != "unknown"]
+            raise SeamError(
+                f"{name_of(function)}: seam(...) has no {', '.join(map(repr, unknown))}; allowed: "
+                f"{', '.join(allowed)}."
+            )
+        features = (feature,) if isinstance(feature, str) else feature
+        records = [
+            Seam(
+                target=target,
+                feature=one,
+                wrapper=function,
+                why=why,
+                upstream=upstream,
+                delete_when=delete_when,
+                group=group,
+                relies_on=relies_on,
+                aliases=aliases,
+                native=native,
+                optional=optional,
+                refusal=refusal,
+                replaces=replaces,
+            )
+            for one in features
+        ]
+        marks: list[Seam] = vars(function).setdefault(_MARK, [])
+        marks[:0] = records if only_if else []  # decorators run from the lowest up
+        return function
+
+    return declare
+
+
+_Source = ModuleType | Callable[..., Any] | Seam | Iterable[Any]
+
+
+def collect(*sources: _Source) -> tuple[Seam, ...]:
+    """Make a table of seams.
+
+    Args:
+        sources: modules, for what is declared in them, in the order of its definition; functions;
+            records; or lists of these. Of several on one target the first is the innermost.
+
+    Raises:
+        SeamError: a module or a function declares nothing.
+    """
+    found: list[Seam] = []
+    for source in sources:
+        if isinstance(source, Seam):
+            found.append(source)
+        elif isinstance(source, ModuleType):
+            inside = [
+                value
+                for value in vars(source).values()
+                if inspect.isfunction(value)
+                and value.__module__ == source.__name__
+                and _MARK in vars(value)
+            ]
+            if not inside:
+                raise SeamError(f"{source.__name__} declares no seam: no function has a seam(...).")
+            found += collect(*inside)
+        elif callable(source):
+            marks = getattr(source, _MARK, None)
+            if marks is None:
+                raise SeamError(f"{name_of(source)} declares no seam: it has no seam(...).")
+            found += marks
+        else:
+            found += collect(*source)
+    return tuple(found)
+
+
+def name_of(thing: Any) -> str:
+    """``"module:function"``, for messages."""
+    if isinstance(thing, str):
+        return thing
+    module = getattr(thing, "__module__", "?")
+    return f"{module}:{getattr(thing, '__qualname__', repr(thing))}"
+
+
+def reads_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of a symbol that a wrapper names, each with its default or ``REQUIRED``.
+
+    Raises:
+        SeamError: the wrapper takes no call, or takes what has no name.
+    """
+    first, *others = inspect.signature(function).parameters.values() or (None,)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    if first is None or any(one.kind not in named for one in (first, *others)):
+        raise SeamError(
+            f"{name_of(function)}: a wrapper is function(call, ...): first the call, then "
+            "parameters of the symbol by their names, no *args and no **kwargs "
+            "(call.arguments has what else was passed)."
+        )
+    return {one.name: one.default for one in others}
