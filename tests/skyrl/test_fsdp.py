@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import LossScaleError, PrecisionShimWarning, ScalerCheckpointError
 from precision_shim_adapters.skyrl.fsdp import scaler_of
 
-from .conftest import SKYRL
 from .support import batch, fsdp_worker, metrics_of
 
 ROLES = ("policy", "critic")
@@ -200,21 +198,21 @@ def test_small_gradients_survive(make: Any, shim: Any) -> None:
 def test_accumulation(make: Any, shim: Any) -> None:
     """Micro batches add up to the gradient of the whole, and nothing of the scale is left in it.
 
-    The whole is one sequence four times, so that its gradient is known to the bit.
+    The whole is one sequence four times, and a quarter of the loss has four times the scale, so
+    that its gradient is known to the bit.
     """
-    mean = Version("0.3") > SKYRL  # of the micro batches; from 0.3 a sum
     found = []
-    for count, scale in ((1, 256), (4, 1024 if mean else 256)):
+    for count, scale, advantage in ((1, 1024, 0.25), (4, 256, 1.0)):
         shim(settings={"loss_scale_init": scale})
         worker = make("policy", "fp16", ALONE, "trainer.micro_train_batch_size_per_gpu=1")
-        data = batch(7, size=1)
+        data = batch(7, size=1, advantage=advantage)
         worker.forward_backward(type(data).cat([data] * count))
         found.append(worker.optim_step())
         scaler = scaler_of(worker.strategy)
         assert scaler is not None
         assert scaler.get_scale() == scale
         precision_shim.uninstall()
-    assert found[1] == found[0] * (1 if mean else 4) > 0.0
+    assert found[1] == 16 * found[0] > 0.0
 
 
 def test_a_step_without_gradients(make: Any, shim: Any) -> None:

@@ -409,6 +409,7 @@ def by_hand(job: Job) -> dict[str, Any]:
     weights = support.parameters(one.module)
     with one.train_mode():
         got = one.train_batch(support.batch(0), support.loss_function())
+    scale = one.scaler.get_scale()
     precision_shim.uninstall()
 
     # The gradients scaled and unscaled by hand, the norm taken by hand.
@@ -433,6 +434,7 @@ def by_hand(job: Job) -> dict[str, Any]:
     return {
         "losses": [got["loss"], losses],
         "norms": [got["metrics"]["grad_norm"], total.sqrt().item()],
+        "scale": scale,
         "start": same,
     }
 

@@ -276,6 +276,7 @@ def test_metrics(launch: Ranks) -> None:
 def test_losses_and_norms_are_unscaled(launch: Ranks) -> None:
     """The losses to the bit; the norm as far as fp32 sums of fewer than 2**14 squares go."""
     for one in launch("by_hand"):
+        assert one["scale"] == 2.0**10
         assert one["start"] == 0
         reported, by_hand = one["losses"]
         assert reported == by_hand
