@@ -6,7 +6,7 @@
 One environment per case, all from one interpreter, equal but for what stands in site-packages; the
 same once more without bytecode in site-packages, as uv installs and many images run: nothing is
 compiled beforehand and nothing is kept (PYTHONDONTWRITEBYTECODE=1). "a package" is an import from
-site-packages, the moment at which a process with the variable set imports the shim's first modules.
+site-packages, as nearly every process has one.
 The runs of all cases are interleaved in a new random order each round, and each figure is a median
 over the rounds; the difference to another case is the median of the differences within a round.
 Wall and processor time agree on an idle machine; on a busy one only the latter says something.

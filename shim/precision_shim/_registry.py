@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
 
-from ._first import ENTRY_POINTS
+from ._names import ENTRY_POINTS
 from ._settings import FEATURES
 from .errors import SeamError
 from .seams import Adapter
@@ -26,6 +26,7 @@ class Entry:
         framework: the name users write.
         distribution: name of the framework's distribution.
         packages: top-level packages whose import wakes the adapter.
+        tested: versions that the test environments pin; of a third party's only its adapter knows.
         adapter: ``"module:attribute"`` of the ``Adapter``.
         effects: where a feature first takes effect, should the adapter itself be broken.
     """
@@ -34,6 +35,7 @@ class Entry:
     distribution: str
     packages: tuple[str, ...]
     adapter: str
+    tested: tuple[str, ...] = ()
     effects: tuple[str, ...] = ()
 
     def load(self) -> Adapter:
@@ -62,17 +64,22 @@ class Entry:
 
 def entries(*, third_party: bool = True) -> dict[str, Entry]:
     """All known adapters by framework name; ours cannot be displaced by an entry point."""
-    found = {
-        one.name: Entry(one.name, one.distribution, one.packages, one.adapter, one.effects)
-        for one in FRAMEWORKS
-    }
+    ours = (Entry(adapter=place, **declared) for place, declared in FRAMEWORKS.items())
+    found = {one.framework: one for one in ours}
     if third_party:
         from importlib.metadata import entry_points
 
         for point in entry_points(group=ENTRY_POINTS):
             name = point.name.strip().lower()
             found.setdefault(
-                name, Entry(name, name, (name.replace("-", "_"),), point.value, MEGATRON_EFFECTS)
+                name,
+                Entry(
+                    name,
+                    name,
+                    (name.replace("-", "_"),),
+                    point.value,
+                    effects=MEGATRON_EFFECTS,
+                ),
             )
     return found
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from . import _first, _journal, _settings, _startup, carriers
+from . import _journal, _settings, _startup, carriers
 from ._finders import Watcher
 from ._registry import Entry, entries, is_tested
 from ._settings import PREFIX, Settings
@@ -50,7 +50,7 @@ class _Session:
 
         _startup.stop()  # from here on the session's own sleeper waits
         if self.fault is None:
-            for package in _first.CARRIED:
+            for package in carriers.PACKAGES:
                 carriers.enter(package)
         for entry in self.wanted():
             if any(package in sys.modules for package in entry.packages):

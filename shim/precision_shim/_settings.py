@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._first import OFF, ON, VARIABLE
+from ._names import OFF, ON, VARIABLE
 from .errors import SettingsError
 
 PREFIX = VARIABLE

@@ -1,9 +1,9 @@
 """The start in a process whose environment asks for the shim: wait for a framework's import.
 
 The variable reaches every process of a cluster, pip and compile workers included. So the line in
-``zz_precision_shim.pth`` only executes ``_first.py``, whose finder waits for the frameworks' own
-packages. When one is looked for, that finder calls ``take_over()`` here, and another one takes its
-place, which tells an import from a look.
+``zz_precision_shim.pth`` only executes ``zz_precision_shim.py``, whose finder waits for the
+frameworks' own packages. When one is looked for, that finder calls ``take_over()`` here, and
+another one takes its place, which tells an import from a look.
 
 Nothing here raises, and nothing here ends a process: it would end pip and Ray's agents too.
 """
@@ -12,13 +12,16 @@ import os
 import sys
 
 from ._finders import Watcher
-from ._first import CARRIED, ENTRY_POINTS, OFF, ON, VARIABLE, First, wanted
+from ._names import ENTRY_POINTS, OFF, ON, VARIABLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
+
+FIRST = "PrecisionShimStart"
+"""Name of the class that ``zz_precision_shim.py`` puts into ``sys.meta_path``."""
 
 _called = False
 _waiting: "Watcher | None" = None
@@ -39,9 +42,7 @@ def init() -> None:
             )
             return
         _waiting = Watcher(_seen, before=True)
-        from precision_shim_adapters.frameworks import FRAMEWORKS
-
-        _waiting.watch(wanted(FRAMEWORKS))
+        _waiting.watch(_wanted())
     except Exception as error:
         _say(f"not installed: {error!r}")
 
@@ -79,16 +80,29 @@ def stop() -> None:
 
 
 def _first() -> "Any":
-    # By name: the start-up file made a class of its own.
-    ours = (one for one in sys.meta_path if type(one).__name__ == First.__name__)
-    return next((one for one in ours if hasattr(one, "finds_nothing")), None)
+    return next((one for one in sys.meta_path if type(one).__name__ == FIRST), None)
+
+
+def _wanted() -> "set[str]":
+    from precision_shim_adapters.frameworks import FRAMEWORKS
+
+    from . import carriers
+
+    names = {package for one in FRAMEWORKS.values() for package in one["packages"]}
+    # A third party's framework is known by name only where the user names it. Otherwise it is
+    # looked for when torch is imported: reading every distribution's entry points takes 10 to
+    # 50 ms, which next to torch is nothing and in any other process would be everything.
+    named = os.environ.get(f"{VARIABLE}_FRAMEWORKS", "")
+    names.update(name.strip().lower().replace("-", "_") for name in named.split(","))
+    names.discard("")
+    return names | {"torch", *carriers.PACKAGES}
 
 
 def _seen(package: str) -> None:
     try:
-        if package in CARRIED:
-            from . import carriers
+        from . import carriers
 
+        if package in carriers.PACKAGES:
             carriers.enter(package)
         elif package != "torch" or _third_parties():
             from . import _session

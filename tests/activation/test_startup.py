@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from precision_shim import _first, _settings, _startup
+from precision_shim import _names, _settings, _startup, carriers
+from precision_shim_adapters import frameworks
 
 from .conftest import ROOT
 
@@ -43,10 +44,10 @@ def test_one_line_and_the_same_name():
 
 def test_the_line_and_the_settings_agree_on_off():
     line = (ROOT / "shim/zz_precision_shim.pth").read_text()
-    off = line[line.index("not in (") + len("not in ") : line.index(" and next(")]
-    assert ast.literal_eval(off) == ("", *_first.OFF)
-    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _first.OFF} == {"off"}
-    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _first.ON} == {"on"}
+    off = line[line.index("not in (") + len("not in ") : line.index(" and exec(")]
+    assert ast.literal_eval(off) == ("", *_names.OFF)
+    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _names.OFF} == {"off"}
+    assert {_settings.switch({"PRECISION_SHIM": word}) for word in _names.ON} == {"on"}
 
 
 def test_every_variable_has_a_bad_value_here():
@@ -59,6 +60,28 @@ def test_sorts_after_files_that_complete_the_path(environment, editable):
         names = sorted(path.name for path in made.site.glob("*.pth"))
         assert names[-1] == "zz_precision_shim.pth"
         assert (made.site / "zz_precision_shim.start").is_file()
+
+
+def test_the_finder_waits_for_what_the_frameworks_declare(environment, editable):
+    """It knows them by their adapters' folders."""
+    wanted = {package for one in frameworks.FRAMEWORKS.values() for package in one["packages"]}
+    code = "import sys; print(sorted(sys.meta_path[0].names))"
+    for made in (environment, editable):
+        names = made.run("-c", code, PRECISION_SHIM="1", PRECISION_SHIM_FRAMEWORKS="Their-Own, x")
+        found = set(ast.literal_eval(names.stdout))
+        assert wanted | {"torch", "their_own", "x", *carriers.PACKAGES} <= found
+
+
+@pytest.mark.parametrize("flag", [(), ("-B",)], ids=["bytecode", "no bytecode"])
+def test_with_and_without_bytecode(environment, on, flag):
+    for cached in (environment.site / "__pycache__").glob("zz_precision_shim.*"):
+        cached.unlink()
+    if not flag:
+        environment.run("-m", "compileall", "-q", str(environment.site / "zz_precision_shim.py"))
+    done = environment.run(*flag, "-X", "dev", "-W", "error", "-c", PATCHED, **on)
+    assert (done.stdout, done.stderr) == ("-2\n", "")
+    cached = list((environment.site / "__pycache__").glob("zz_precision_shim.*"))
+    assert len(cached) == (0 if flag else 1)
 
 
 # -- on and off -------------------------------------------------------------------------------
@@ -86,8 +109,9 @@ print(json.dumps([sorted(sys.modules), finders]))
 """
     path = {"PYTHONPATH": str(tmp_path)}
     modules, finders = json.loads(made.run("-c", code, **path).stdout)
-    found = json.loads(made.run("-c", code, PRECISION_SHIM=value, **path).stdout)
-    assert found == [modules, [_first.First.__name__, *finders]]
+    on, found = json.loads(made.run("-c", code, PRECISION_SHIM=value, **path).stdout)
+    assert set(on) - set(modules) <= {"zz_precision_shim"}  # where there is bytecode
+    assert found == [_startup.FIRST, *finders]
 
 
 @pytest.mark.parametrize("install", ["environment", "editable"])
@@ -109,8 +133,9 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
     assert more == {
         "precision_shim",
         "precision_shim._finders",
-        "precision_shim._first",
+        "precision_shim._names",
         "precision_shim._startup",
+        "precision_shim.carriers",
         "precision_shim_adapters",
         "precision_shim_adapters.frameworks",
     }
@@ -243,8 +268,12 @@ print(precision_shim.status().enabled)
 # -- what is wrong ----------------------------------------------------------------------------
 
 
-def test_a_bad_switch_is_one_line_and_nothing_else(environment):
-    done = environment.run("-c", PATCHED, PRECISION_SHIM="maybe")
+def test_a_bad_switch_is_one_line_and_nothing_else(environment, write_files, tmp_path):
+    """Where torch, Ray or a framework is imported; other processes say nothing."""
+    write_files(tmp_path, {"torch.py": ""})
+    variables = {"PRECISION_SHIM": "maybe", "PYTHONPATH": str(tmp_path)}
+    assert environment.run("-c", "import json", **variables).stderr == ""
+    done = environment.run("-c", f"import torch; {PATCHED}", **variables)
     assert done.stdout == "2\n"
     (line,) = done.stderr.splitlines()
     assert "PRECISION_SHIM='maybe'" in line

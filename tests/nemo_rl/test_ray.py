@@ -22,7 +22,7 @@ CLIP_V2 = (
     if Version("0.5") > NEMO_RL
     else "nemo_automodel.components.training.utils:scale_grads_and_clip_grad_norm"
 )
-pytestmark = pytest.mark.usefixtures("start_up_file")
+pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.slow]
 
 
 def environment(**variables: str) -> dict[str, str]:

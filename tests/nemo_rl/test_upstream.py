@@ -18,6 +18,7 @@ import pytest
 
 from .support import NEMO_RL
 
+pytestmark = pytest.mark.slow
 URL = "https://github.com/NVIDIA-NeMo/RL"
 FILES = (
     "models/automodel",

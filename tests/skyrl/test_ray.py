@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("start_up_file")
+pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.slow]
 
 HOOK = '''
 def setup():

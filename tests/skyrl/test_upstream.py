@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from .conftest import SKYRL
 
+pytestmark = pytest.mark.slow
 URL = "https://github.com/NovaSky-AI/SkyRL"
 COERCION = (
     # The pull request's end-to-end class, before its tests were narrowed for the merge.

@@ -22,9 +22,12 @@ from .conftest import VERL
 from .support import optim_config
 from .test_checkpoints import SHARDINGS, Job, same
 
-pytestmark = pytest.mark.skipif(
-    Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+    ),
+]
 
 SCALER = {
     "initial_loss_scale": 2.0**14,

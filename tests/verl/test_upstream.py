@@ -23,9 +23,12 @@ SOURCE = ("https://github.com/verl-project/verl", "v0.9.0")
 MEMBER = "tests/utils/megatron/test_optimizer.py"
 DEVIATION = "test_override_optimizer_config_overrides_branch_defaults"
 
-pytestmark = pytest.mark.skipif(
-    Version("0.7") > VERL, reason="written for the function of verl 0.7.1 and later"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        Version("0.7") > VERL, reason="written for the function of verl 0.7.1 and later"
+    ),
+]
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from ..frameworks import NEMO_RL
 from . import dtensor, megatron
 
 ADAPTER = Adapter(
-    **NEMO_RL.declared(),
+    **NEMO_RL,
     paths={
         **megatron_checkpoint.PATHS,
         **megatron_overflow.PATHS,

@@ -27,7 +27,7 @@ from ..frameworks import SKYRL
 from . import config, fsdp, megatron, overflow, processes
 
 ADAPTER = Adapter(
-    **SKYRL.declared(),
+    **SKYRL,
     paths={
         **megatron_checkpoint.PATHS,
         **megatron_overflow.PATHS,

@@ -22,7 +22,7 @@ from ..frameworks import VERL
 from . import engines, fsdp, megatron, metrics, overflow
 
 ADAPTER = Adapter(
-    **VERL.declared(),
+    **VERL,
     paths={
         **megatron_checkpoint.PATHS,
         **megatron_overflow.PATHS,

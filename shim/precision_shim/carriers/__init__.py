@@ -1,17 +1,21 @@
 """What carries the shim's variables into processes that do not inherit them: one module each.
 
-Their packages are listed in ``_first.CARRIED``. A carrier's module has the name of its package, and
+A carrier's module has the name of its package, and
 two functions: ``enter()``, now if the package is imported and else when it will be, and
 ``leave()``. Neither imports the package, and a second call does nothing.
 """
 
 import sys
 
-from .._first import CARRIED, VARIABLE
+from .._names import VARIABLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+PACKAGES = ("ray",)
+"""The packages whose processes are reached."""
 
 
 def enter(package: str) -> None:
@@ -23,7 +27,7 @@ def enter(package: str) -> None:
 
 def leave() -> None:
     """Leave every package that was entered."""
-    for package in CARRIED:
+    for package in PACKAGES:
         carrier = sys.modules.get(f"{__name__}.{package}")
         if carrier is not None:
             carrier.leave()

@@ -18,7 +18,7 @@ import os
 import sys
 
 from .._finders import Watcher
-from .._first import VARIABLE
+from .._names import VARIABLE
 from . import variables
 
 TYPE_CHECKING = False

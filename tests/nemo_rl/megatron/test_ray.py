@@ -18,6 +18,7 @@ import precision_shim
 from ..support import NEMO_RL
 from .support import POLICY
 
+pytestmark = pytest.mark.slow
 ROOT = Path(precision_shim.__file__).parents[1]
 TESTS = Path(__file__).parents[3]
 

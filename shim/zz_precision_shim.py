@@ -1,0 +1,33 @@
+# What every process executes whose environment asks for the shim; zz_precision_shim.pth sees to it.
+# Without bytecode it is executed as text, since there the first import costs 1.5 ms whatever is in
+# it. A word of code costs 13,000 instructions then, and a comment none.
+import os
+import sys
+
+
+# A finder that waits for an import of one of the names, and finds nothing itself.
+class PrecisionShimStart:
+    finds_nothing = True
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.names:
+            self.names = ()
+            try:
+                from precision_shim._startup import take_over
+            except ImportError:  # a tool has replaced sys.path, as pex does: go on without
+                return
+            return take_over(name, target)
+
+
+# In a virtual environment start-up files are executed twice; and it may be over by then.
+if "precision_shim._startup" not in sys.modules and not any(
+    hasattr(one, "finds_nothing") for one in sys.meta_path
+):
+    named = os.environ.get("PRECISION_SHIM_FRAMEWORKS", "").lower().replace("-", "_")
+    names = {"torch", "ray", *named.replace(",", " ").split()}
+    for place in sys.path:
+        if os.path.isdir(place + "/precision_shim_adapters"):
+            # The folder of an adapter has the name of the package that wakes it.
+            names.update(os.listdir(place + "/precision_shim_adapters"))
+    PrecisionShimStart.names = names
+    sys.meta_path.insert(0, PrecisionShimStart())
