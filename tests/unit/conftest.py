@@ -8,10 +8,12 @@ import sys
 import hypothesis
 import pytest
 
-# The same examples in every run, on machines of any speed, and no folder of examples left behind.
+# The same examples in every run, on machines of any speed, and no folder of examples left behind;
+# new ones, and more, where a number is given.
 hypothesis.settings.register_profile(
     "unit",
-    derandomize=True,
+    derandomize="HYPOTHESIS_EXAMPLES" not in os.environ,
+    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "100")),
     database=None,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
