@@ -253,6 +253,14 @@ def test_follow_model(make: Any, shim: Any) -> None:
     assert (live["exp_avg"], live["exp_avg_sq"]) == (BF16, BF16)
 
 
+def test_the_bucket_follows_the_optimizer_that_there_is(make: Any, shim: Any) -> None:
+    """With dispatch off nobody gives the optimizer bf16 main grads."""
+    shim(features=["grad-bucket-alignment"], settings={"optimizer_states": "follow-model"})
+    worker = make(BF16)
+    assert worker.optimizer.config.main_grads_dtype is FP32
+    assert bucket(worker) is FP32
+
+
 @pytest.mark.skipif(Version("0.3") > SKYRL, reason="0.2 has no store of LoRA adapters")
 def test_follow_model_gives_way_to_the_store_of_adapters(
     make: Any, shim: Any, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,17 @@ def states(built: Any) -> dict[str, torch.dtype]:
     return {name: dtypes.pop() for name, dtypes in found.items() if len(dtypes) == 1}
 
 
+@pytest.mark.parametrize("bridge", PATHS)
+def test_the_bucket_follows_the_optimizer_that_there_is(
+    build: Any, shim: Any, bridge: bool
+) -> None:
+    """With dispatch off nobody gives the optimizer bf16 main grads."""
+    shim(features=["grad-bucket-alignment"], settings={"optimizer_states": "follow-model"})
+    built = build("bfloat16", bridge=bridge)
+    assert built.optimizer.config.main_grads_dtype is FP32
+    assert bucket(built) is FP32
+
+
 def reasons(feature: str) -> str:
     """What the shim decided for a feature, as one text."""
     return "\n".join(str(d) for d in precision_shim.status().decisions if d.feature == feature)

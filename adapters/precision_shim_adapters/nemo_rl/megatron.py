@@ -87,10 +87,10 @@ class _NemoBuild(Build):
     """The build of a worker's model; reads the worker's config."""
 
     def __init__(
-        self, config: Mapping[str, Any], container: Any, subject: str, trains: bool = True
+        self, config: Mapping[str, Any], megatron_fsdp: bool, subject: str, trains: bool = True
     ) -> None:
         self.config = config
-        self.container = container
+        self.megatron_fsdp = megatron_fsdp
         self.distributed = True
         super().__init__(
             FRAMEWORK,
@@ -135,7 +135,7 @@ class _NemoBuild(Build):
 
     def for_reference(self) -> _NemoBuild:
         """The same config for the model that nothing trains."""
-        return _NemoBuild(self.config, self.container, "reference", trains=False)
+        return _NemoBuild(self.config, self.megatron_fsdp, "reference", trains=False)
 
     def fields(self) -> tuple[OptimizerPlan, dict[str, Any]]:
         """The plan for the model that was seen, and the fields that it adds to the config's."""
@@ -146,14 +146,16 @@ class _NemoBuild(Build):
     def _plan(self, model: TrainableDtypes, distributed: bool) -> OptimizerPlan:
         self.distributed = distributed
         states = str(current_settings()["optimizer_states"])
+        # The config has the fields, so "auto" takes it at its word; and a bucket must not follow
+        # states that nobody puts in force.
+        follows = states != "auto" and in_force(FRAMEWORK, "bf16-dispatch", "megatron")
         asked = self.asked
         return plan_optimizer(
             OptimizerRequest(
                 model=model,
                 declared=self.declared,
                 asked=asked,
-                # The config has the fields, so "auto" takes it at its word.
-                policy="as-configured" if states == "auto" else states,
+                policy=states if follows else "as-configured",
                 optimizer=str(asked.get("optimizer", "adam")),
                 distributed=bool(asked.get("use_distributed_optimizer", distributed)),
                 support=fused_adam_support(),
@@ -168,7 +170,7 @@ class _NemoBuild(Build):
         fp8 = self._megatron.get("fp8_cfg") or {}
         if fp8.get("enabled") and fp8.get("fp8_recipe") != "delayed":
             found.append(f"fp8_cfg.fp8_recipe is {fp8.get('fp8_recipe')!r}, not 'delayed'")
-        if getattr(self.container.ddp, "use_megatron_fsdp", False):
+        if self.megatron_fsdp:
             found.append("Megatron-FSDP keeps gradients and states in its own buffers")
         return tuple(found)
 
@@ -235,10 +237,17 @@ def worker_build(
 
 
 def _new_build(policy_cfg: Any, container: Any, subject: str, trains: bool) -> _NemoBuild:
-    build = _NemoBuild(policy_cfg, container, subject, trains)
-    _builds[:] = [one for one in _builds if one[0]() not in (None, container.ddp)]
-    _builds.append((weakref.ref(container.ddp), build))
+    ddp_config = container.ddp
+    fsdp = bool(getattr(ddp_config, "use_megatron_fsdp", False))
+    build = _NemoBuild(policy_cfg, fsdp, subject, trains)
+    # By identity: another worker's config may be equal, and is another build's.
+    _builds[:] = [one for one in _builds if one[0]() is not ddp_config]
+    _builds.append((weakref.ref(ddp_config, _forget), build))
     return build
+
+
+def _forget(gone: weakref.ref[Any]) -> None:
+    _builds[:] = [one for one in _builds if one[0] is not gone]
 
 
 # Over what acts for a build: this module is collected after Megatron's own.

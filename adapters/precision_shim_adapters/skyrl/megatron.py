@@ -109,7 +109,9 @@ def plan_for(
         beneath what the user wrote.
     """
     states = str(current_settings()["optimizer_states"])
-    policy = "as-configured" if states == "auto" else states
+    policy = states
+    if states == "auto" or not in_force("skyrl", "bf16-dispatch", "megatron"):
+        policy = "as-configured"  # a bucket must not follow states that nobody puts in force
     user = _coerced(kwargs)
     if user.get("fp16") and user.get("bf16"):
         user["bf16"] = False  # fp16 wins where a caller passes both

@@ -132,6 +132,8 @@ def _precision_aware_by_user(optim_config: Any) -> bool:
 
 def _policy() -> str:
     """What the setting means for this version of verl, in the rules' words."""
+    if not in_force("verl", "bf16-dispatch", "megatron"):
+        return "as-configured"  # a bucket must not follow states that nobody puts in force
     states = str(current_settings()["optimizer_states"])
     if states == "auto":
         return "as-configured" if _has_fields() else "guarded"

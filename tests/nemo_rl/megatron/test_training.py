@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
 
 from ..support import batch, nll_loss
-from .support import FP16, OPTIMIZER
+from .support import FP16, OPTIMIZER, policy_config
 
 Make = Callable[..., AbstractContextManager[Any]]
 
@@ -125,6 +128,36 @@ def test_main_grads_stay_fp32_beside_an_fp32_bucket_of_the_config(
         assert config_of(made).main_grads_dtype is torch.float32
         assert config_of(made).exp_avg_dtype is torch.bfloat16
         assert bucket_of(made) is torch.float32
+
+
+def test_the_bucket_follows_the_optimizer_that_there_is(
+    worker: Make, shim: Any, fused_adam: str
+) -> None:
+    """With dispatch off nobody gives the optimizer bf16 main grads."""
+    shim(
+        features=["grad-bucket-alignment"],
+        settings={"optimizer_states": "follow-model", "grad_bucket": "align"},
+    )
+    with worker(drop=("use_precision_aware_optimizer",)) as made:
+        assert config_of(made).main_grads_dtype is torch.float32
+        assert bucket_of(made) is torch.float32
+
+
+def test_workers_with_equal_configs_are_told_apart_and_forgotten(cpu: None, model: Path) -> None:
+    from megatron.bridge.training.config import DistributedDataParallelConfig
+
+    from precision_shim_adapters.nemo_rl import megatron
+
+    before = list(megatron._builds)
+    containers = [SimpleNamespace(ddp=DistributedDataParallelConfig()) for _ in range(2)]
+    assert containers[0].ddp == containers[1].ddp
+    config = policy_config(model)
+    builds = [megatron._new_build(config, one, "policy", True) for one in containers]
+    for container, build in zip(containers, builds, strict=True):
+        assert megatron._known(container.ddp) is build
+    del container, containers
+    gc.collect()
+    assert megatron._builds == before
 
 
 def test_a_bucket_that_does_not_fit_is_reported_and_left(worker: Make, shim: Any) -> None:
