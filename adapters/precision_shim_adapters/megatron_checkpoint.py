@@ -325,9 +325,9 @@ def name_bucket_of_unpatched(call: Call) -> Any:
     "up to 0.15 the usual form, whose remainders can be read again, too",
 )
 def write_as_unpatched(call: Call, is_loading: bool) -> Any:
-    """Write the same keys for the types that keep remainders: the user's own stay what they are.
+    """Write the same keys for the types that keep remainders.
 
-    Not while loading: what is wanted then is whole masters, for ``compare_layouts`` to hold against
+    Remainders that the user configured are saved unchanged. Not while loading: what is wanted then is whole masters, for ``compare_layouts`` to hold against
     what is there.
     """
     by_user = _added.get(id(call.instance.config)) is not call.instance.config

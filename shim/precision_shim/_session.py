@@ -141,7 +141,7 @@ def _install(
     settings: Mapping[str, object] | None = None,
     export: bool = True,
 ) -> _Session | None:
-    """Do it, short of waiting and raising; returns the session, ``None`` if there is no more."""
+    """Install without waiting for imports or raising faults; ``None`` if nothing changed."""
     global _current, _refused_by_operator, _bad_start
     with _lock:
         _refused_by_operator = _settings.switch() == "off"
@@ -341,7 +341,7 @@ def _report(text: str) -> None:
 
 
 def _said_already(framework: str, error: PrecisionShimError) -> None:
-    """Take no notice of a fault that is said elsewhere."""
+    """The caller reports this fault."""
 
 
 def _retire(session: _Session) -> None:

@@ -72,7 +72,7 @@ _SETUP_ALIASES = (
 )
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FP16_OWN = ("initial_loss_scale", "min_loss_scale")
-"""Of the fp16 row what is no optimizer state: it belongs to the scaler."""
+"""The fp16 row's scaler fields."""
 
 
 def _where(subject: str) -> str:

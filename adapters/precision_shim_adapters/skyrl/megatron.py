@@ -38,7 +38,7 @@ _BUILDING = ("bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
 """The features that need to know which model is being built."""
 _ONE_PLACE = "SkyRL decides bucket and optimizer states in one place"
 _FP16_OWN = ("initial_loss_scale", "min_loss_scale")
-"""Of the fp16 row what is no optimizer state: it holds whatever the states' dtypes."""
+"""The fp16 row's fields that hold whatever dtype the states have."""
 
 _PRECISION_AWARE = "use_precision_aware_optimizer"
 _PACKING = ("use_sample_packing", "remove_microbatch_padding")
