@@ -152,7 +152,8 @@ def prepare(
     """
     reads = reads_of(function)
     bound = in_class and not isinstance(raw, staticmethod) and hasattr(raw, "__get__")
-    found = _signature(getattr(raw, "__func__", raw))
+    # A class holds descriptors; what is bound already has no instance among its parameters.
+    found = _signature(getattr(raw, "__func__", raw) if in_class else raw)
     parameters = [one for one in found or () if one.kind in _NAMED]
     positional = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
     positional_only = sum(one.kind is one.POSITIONAL_ONLY for one in parameters)

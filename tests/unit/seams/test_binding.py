@@ -231,6 +231,7 @@ def test_around_puts_a_wrapper_over_a_bound_method(lab):
     lab.write(SHAPES)
     one, wrappers = lab.load("toy.shapes").Shape(), lab.load("shape_wrappers")
     assert around(wrappers.changes, one.method, one, (1,), {"b": 5}) == (one, 1, 50)
+    assert around(wrappers.changes, one.method, one, (1, 5), {}) == (one, 1, 50)
     found = around(wrappers.reads_hidden, one.veiled, one, (1, 5), {}, positional=("a", "b"))
     assert found == (one, 1, 5)
     assert [(one, 1, 5)] == wrappers.SEEN
