@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-_STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn")
+_STARTS = frozenset(("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn"))
 """Audit events of CPython, one for each process that this one starts."""
 
 

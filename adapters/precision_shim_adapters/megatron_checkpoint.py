@@ -327,8 +327,8 @@ def name_bucket_of_unpatched(call: Call) -> Any:
 def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     """Write the same keys for the types that keep remainders.
 
-    Remainders that the user configured are saved unchanged. Not while loading: what is wanted then is whole masters, for ``compare_layouts`` to hold against
-    what is there.
+    Remainders that the user configured are saved unchanged. Not while loading: what is wanted then
+    is whole masters, for ``compare_layouts`` to hold against what is there.
     """
     by_user = _added.get(id(call.instance.config)) is not call.instance.config
     token = _as_they_are.set(by_user and not is_loading)

@@ -83,6 +83,11 @@ MANY = {
     "toy_shim.py": """
 from precision_shim.adapting import Adapter, Seam
 
+
+def negate(call):
+    return -call.proceed()
+
+
 ADAPTER = Adapter(
     framework="toy",
     distribution="toy",
@@ -90,9 +95,9 @@ ADAPTER = Adapter(
     tested=("1.0",),
     paths={"x": "X engine", "y": "Y engine"},
     seams=tuple(
-        Seam(f"toy.ops:gone{i}", feature, "toy_shim:negate", why="to be seen", path=path)
+        Seam(f"toy.ops:gone{i}", feature, negate, why="to be seen", group=group)
         for feature in ("dtype-coercion", "bf16-dispatch", "fp16-scaling")
-        for path in ("x", "y")
+        for group in ("x", "y")
         for i in range(12)
     ),
 )

@@ -198,6 +198,9 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Give modules that hold what we had put somewhere by value what it was replaced by."""
     for module in list(sys.modules.values()):
         names = _contents(module)
+        # Some 200,000 names, of which none to a handful are meant: this asks 20 times faster.
+        if gone.keys().isdisjoint(map(id, list(names.values()))):
+            continue
         for name, value in list(names.items()):
             if id(value) in gone and gone[id(value)][0] is value:
                 names[name] = gone[id(value)][1]
