@@ -11,11 +11,11 @@ class PrecisionShimStart:
 
     def find_spec(self, name, path=None, target=None):
         if name in self.names:
-            self.names = ()
             try:
                 from precision_shim._startup import take_over
             except ImportError:  # a tool has replaced sys.path, as pex does: go on without
                 return
+            self.names = ()
             return take_over(name, target)
 
 
@@ -26,8 +26,9 @@ if "precision_shim._startup" not in sys.modules and not any(
     named = os.environ.get("PRECISION_SHIM_FRAMEWORKS", "").lower().replace("-", "_")
     names = {"torch", "ray", *named.replace(",", " ").split()}
     for place in sys.path:
-        if os.path.isdir(place + "/precision_shim_adapters"):
-            # The folder of an adapter has the name of the package that wakes it.
-            names.update(os.listdir(place + "/precision_shim_adapters"))
+        try:  # The folder of an adapter has the name of the package that wakes it.
+            names.update(os.listdir(f"{place}/precision_shim_adapters"))
+        except OSError:
+            pass
     PrecisionShimStart.names = names
     sys.meta_path.insert(0, PrecisionShimStart())

@@ -10,6 +10,7 @@ Nothing here raises, and nothing here ends a process: it would end pip and Ray's
 
 import os
 import sys
+from _thread import RLock  # threading.RLock, without the import of threading
 
 from ._finders import Watcher
 from ._names import ENTRY_POINTS, OFF, ON, VARIABLE
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 FIRST = "PrecisionShimStart"
 """Name of the class that ``zz_precision_shim.py`` puts into ``sys.meta_path``."""
 
+_lock = RLock()
 _called = False
 _waiting: "Watcher | None" = None
 
@@ -31,18 +33,21 @@ def init() -> None:
     """Wait for a framework's import, if the environment asks for it; a second call does nothing."""
     global _called, _waiting
     try:
-        value = os.environ.get(VARIABLE, "").strip().lower()
-        if not value or value in OFF or _called:
-            return
-        _called = True  # in a virtual environment start-up files are executed twice
-        if not asked():
-            _say(
-                f"not installed: {VARIABLE}={value!r} is not a valid setting; allowed: "
-                f"{'/'.join(ON)} (on), strict, {'/'.join(OFF)} (off), or unset"
-            )
-            return
-        _waiting = Watcher(_seen, before=True)
-        _waiting.watch(_wanted())
+        # A second thread that imports a framework meanwhile waits until this one's is in place.
+        with _lock:
+            value = os.environ.get(VARIABLE, "").strip().lower()
+            if not value or value in OFF or _called:
+                return
+            _called = True  # in a virtual environment start-up files are executed twice
+            if not asked():
+                _say(
+                    f"not installed: {VARIABLE}={value!r} is not a valid setting; allowed: "
+                    f"{'/'.join(ON)} (on), strict, {'/'.join(OFF)} (off), or unset"
+                )
+                return
+            watcher = Watcher(_seen, before=True)
+            watcher.watch(_wanted())
+            _waiting = watcher
     except Exception as error:
         _say(f"not installed: {error!r}")
 
@@ -53,7 +58,7 @@ def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | No
     first = _first()
     if first is not None:
         # It stays where it is, importlib being on its way through the list, and answers no more.
-        first.find_spec = lambda *_: None
+        first.find_spec = lambda *_, **__: None
     return _waiting.find_spec(name, None, target) if _waiting is not None else None
 
 
@@ -120,5 +125,8 @@ def _third_parties() -> bool:
 
 def _say(line: str) -> None:
     # As _journal.say, without its imports; stderr is None under pythonw and some daemons.
-    if sys.stderr is not None:
-        print(f"[precision_shim] {line}", file=sys.stderr, flush=True)
+    try:
+        if sys.stderr is not None:
+            print(f"[precision_shim] {line}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # closed: the import in which this is said goes on
+        pass

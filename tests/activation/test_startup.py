@@ -142,12 +142,37 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
 
 
 def test_a_process_that_cannot_import_the_package_goes_on(environment, on, write_files, tmp_path):
-    """Tools that replace ``sys.path``, as pex does: they are without the shim."""
+    """Tools that replace ``sys.path``, as pex does: they are without the shim, for as long."""
     write_files(tmp_path, {"torch.py": "FOUND = True\n", "toy.py": ""})
     code = "import sys; sys.path[:] = [one for one in sys.path if 'site-packages' not in one]; "
     code += "import torch, toy; print(torch.FOUND)"
+    code = (
+        f"import sys; before = list(sys.path); {code}; sys.path[:] = before; del sys.modules['toy']"
+    )
+    code += f"; sys.path.pop(1); {PATCHED}"
     done = environment.run("-c", code, PYTHONPATH=str(tmp_path), **on)
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert (done.stdout, done.stderr) == ("True\n-2\n", "")
+
+
+def test_a_closed_stderr(environment, write_files, tmp_path):
+    write_files(tmp_path, {"torch.py": "FOUND = True\n"})
+    code = "import sys; sys.stderr.close(); import torch; print(torch.FOUND)"
+    done = environment.run("-c", code, PYTHONPATH=str(tmp_path), PRECISION_SHIM="maybe")
+    assert done.stdout == "True\n"
+
+
+def test_without_sources(environment, on):
+    """Images that keep bytecode alone, beside where the source was."""
+    file = environment.site / "zz_precision_shim.py"
+    source = file.read_bytes()
+    environment.run("-m", "compileall", "-b", "-q", str(file))
+    try:
+        file.unlink()
+        done = environment.run("-c", PATCHED, **on)
+    finally:
+        file.write_bytes(source)
+        file.with_suffix(".pyc").unlink()
+    assert (done.stdout, done.stderr) == ("-2\n", "")
 
 
 @pytest.mark.parametrize("install", ["environment", "editable"])

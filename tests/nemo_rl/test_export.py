@@ -96,6 +96,7 @@ with nemo_rl_on_cpu():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_survives_the_way_that_ray_sends_it(kind, shim, tmp_path: Path) -> None:
     from precision_shim.testing.nemo_rl_cpu import nemo_rl_on_cpu

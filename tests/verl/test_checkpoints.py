@@ -183,6 +183,7 @@ class TestOnce:
             second.train(1, first=STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARDINGS)
 class TestOnesOwnRemainders:
     """The user's own config is precision-aware, so that an unpatched Megatron has remainders."""
@@ -325,6 +326,7 @@ def test_through_the_engine(
         assert same(saved, Job(second.module, second.optimizer).states())
 
 
+@pytest.mark.slow
 def test_two_ranks(megatron_ranks: Ranks) -> None:
     """Parameters reach the other rank, and a refusal is everybody's."""
     one, other = megatron_ranks("checkpoints")

@@ -185,12 +185,13 @@ class _NemoBuild(Build):
 # -- which model is being built ----------------------------------------------------------------
 
 
-_builds: list[tuple[weakref.ref[Any], _NemoBuild]] = []
-"""DDP configs of NeMo-RL's workers, to the build that they were used in."""
+_builds: dict[int, tuple[weakref.ref[Any], _NemoBuild]] = {}
+"""DDP configs of NeMo-RL's workers by id, each with the build that it was used in."""
 
 
 def _known(ddp_config: Any) -> _NemoBuild | None:
-    return next((build for config, build in _builds if config() is ddp_config), None)
+    config, build = _builds.get(id(ddp_config), (None, None))
+    return build if config is not None and config() is ddp_config else None
 
 
 def _on_build(
@@ -240,14 +241,14 @@ def _new_build(policy_cfg: Any, container: Any, subject: str, trains: bool) -> _
     ddp_config = container.ddp
     fsdp = bool(getattr(ddp_config, "use_megatron_fsdp", False))
     build = _NemoBuild(policy_cfg, fsdp, subject, trains)
-    # By identity: another worker's config may be equal, and is another build's.
-    _builds[:] = [one for one in _builds if one[0]() is not ddp_config]
-    _builds.append((weakref.ref(ddp_config, _forget), build))
+    key = id(ddp_config)  # another worker's config may be equal, and is another build's
+
+    def forget(gone: weakref.ref[Any]) -> None:
+        if key in _builds and _builds[key][0] is gone:
+            del _builds[key]
+
+    _builds[key] = weakref.ref(ddp_config, forget), build
     return build
-
-
-def _forget(gone: weakref.ref[Any]) -> None:
-    _builds[:] = [one for one in _builds if one[0] is not gone]
 
 
 # Over what acts for a build: this module is collected after Megatron's own.

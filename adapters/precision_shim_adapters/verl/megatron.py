@@ -165,7 +165,9 @@ def plan_for(
         native = dict(ROWS[torch.float16])  # verl's own fp16 branch, in every version
     elif dtype is torch.bfloat16:
         if policy == "as-configured":
-            native = _opt_in(optim_config)
+            # Without dispatch nobody brings the fields to a version that lacks them.
+            brought = _has_fields() or in_force("verl", "bf16-dispatch", "megatron")
+            native = _opt_in(optim_config) if brought else {}
             beneath = {} if _has_fields() else native
         else:
             # Where verl has the fields, False cannot be told from the default that the user asked

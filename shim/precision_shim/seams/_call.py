@@ -171,7 +171,7 @@ def prepare(
         if required:
             raise SeamError(f"{target} has no parameter {', '.join(map(repr, required))}")
     first = positional[0] if bound and positional else ""
-    own = {one.name: one.default for one in parameters}
+    own = {**source.defaults, **{one.name: one.default for one in parameters}}
     return Binding(
         target=target,
         positional=tuple(positional[1:] if first else positional),
@@ -185,7 +185,7 @@ def prepare(
 def _signature(function: Any) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a symbol without one, such as a builtin's
+    except Exception:  # without one, such as a builtin; or another tool's that cannot be asked
         return None
 
 

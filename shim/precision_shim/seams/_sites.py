@@ -131,6 +131,8 @@ class Sites:
                 setattr(site.parent, site.name, site.raw)
             elif not site.stale:
                 left.append(f"{site.target} was changed by someone else since and is left as it is")
+        for key, (before, site) in self._displaced.items():  # an operation that was broken off
+            gone[key] = before, site.original
         _sweep(gone)
         self._displaced.clear()
         self._sites.clear()
@@ -160,7 +162,8 @@ class Sites:
             if attribute not in names or names[attribute] is site.top:
                 continue
             _, held = self._displaced.get(id(names[attribute]), (None, None))
-            if names[attribute] is site.original or held is site:
+            ours = held is not None and held.parent is site.parent and held.name == site.name
+            if names[attribute] is site.original or ours:
                 names[attribute] = site.top
             else:
                 unreached.append(alias)

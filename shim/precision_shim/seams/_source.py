@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
+from typing import Any
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 _NAMING = ("id", "attr", "arg", "name")
@@ -27,6 +29,7 @@ class Symbol:
         found: whether the symbol is defined there.
         parameters: names of its parameters; of a dataclass's generated ``__init__`` its fields.
         positional: those of a function's parameters that may be passed by position.
+        defaults: a function's defaults that are written as literals.
         names: identifiers and string constants in its source; for a method, in its class's.
         problem: why nothing can be said, or ``""``.
     """
@@ -38,6 +41,7 @@ class Symbol:
     names: frozenset[str] = frozenset()
     problem: str = ""
     positional: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def find_spec(name: str) -> ModuleSpec | None:
@@ -128,7 +132,27 @@ def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
     if isinstance(scope, _Function):
         positional = tuple(one.arg for one in (*scope.args.posonlyargs, *scope.args.args))
         parameters = (*positional, *(one.arg for one in scope.args.kwonlyargs))
-    return Symbol(target, True, True, parameters, _names(evidence), positional=positional)
+    return Symbol(
+        target,
+        True,
+        True,
+        parameters,
+        _names(evidence),
+        positional=positional,
+        defaults=dict(_defaults(scope)),
+    )
+
+
+def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
+    if not isinstance(scope, _Function):
+        return
+    positional = [*scope.args.posonlyargs, *scope.args.args]
+    by_position = zip(reversed(positional), reversed(scope.args.defaults), strict=False)
+    by_name = zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True)
+    for one, value in (*by_position, *by_name):
+        with suppress(ValueError):  # no literal; or, of a keyword, no default
+            if value is not None:
+                yield one.arg, ast.literal_eval(value)
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
@@ -170,12 +194,12 @@ def _names(node: ast.AST) -> frozenset[str]:
     pending = [node]
     while pending:
         inner = pending.pop()
-        for field, value in vars(inner).items():
+        for key, value in vars(inner).items():
             if isinstance(value, ast.AST):
                 pending.append(value)
             elif isinstance(value, list):
                 pending += [one for one in value if isinstance(one, ast.AST)]
-            elif isinstance(value, str) and (field in _NAMING or _is_text(inner, field)):
+            elif isinstance(value, str) and (key in _NAMING or _is_text(inner, key)):
                 names.add(value)
     return frozenset(names)
 

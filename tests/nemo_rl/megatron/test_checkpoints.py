@@ -100,6 +100,7 @@ def switch(worker: Make, shim: Any, fused_adam: str, tmp_path: Path) -> Callable
     return make
 
 
+@pytest.mark.slow
 def test_remainders_that_the_config_asks_for_stay_remainders(switch: Any) -> None:
     """With the shim off between save and resume the job goes on as one without the shim does."""
     job = switch("bfloat16", **OWN)

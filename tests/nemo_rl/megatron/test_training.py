@@ -156,7 +156,8 @@ def test_workers_with_equal_configs_are_told_apart_and_forgotten(cpu: None, mode
         assert megatron._known(container.ddp) is build
     del container, containers
     gc.collect()
-    assert not [kept for _, kept in megatron._builds if kept in builds]
+    kept = [build for _, build in megatron._builds.values()]
+    assert not any(one is build for one in kept for build in builds)
 
 
 def test_a_bucket_that_does_not_fit_is_reported_and_left(worker: Make, shim: Any) -> None:

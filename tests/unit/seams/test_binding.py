@@ -35,6 +35,11 @@ def hidden(a, b=2, *, c=3):
     return a, b, c
 
 
+@hidden_by_decorator
+def computed(a, b=len("bb"), *, c=3):
+    return a, b, c
+
+
 class Shape:
     def method(self, a, b=2):
         return self, a, b
@@ -196,14 +201,21 @@ def test_where_a_decorator_hides_the_signature_the_source_has_the_names(shape, n
     assert function(1) == ((one, 1, 2) if "." in name else (1, 2, 3))
     function(1, 5)
     function(a=1, b=6)
-    assert [entry[1:] for entry in seen] == [(1, None), (1, 5), (1, 6)]
+    assert [entry[1:] for entry in seen] == [(1, 2), (1, 5), (1, 6)]
 
 
-def test_a_hidden_symbol_called_without_what_is_read_is_told_apart(shape):
-    shapes, _ = shape("hidden", "reads")
+def test_a_hidden_symbol_has_the_defaults_of_its_source(shape):
+    shapes, seen = shape("hidden", "reads")
     assert shapes.hidden(1, 5, c=6) == (1, 5, 6)
-    with pytest.raises(TypeError, match=r"toy\.shapes:hidden was called without 'b'.*reads"):
-        shapes.hidden(1)
+    assert shapes.hidden(1) == (1, 2, 3)
+    assert [entry[1:4] for entry in seen] == [(1, 5, 6), (1, 2, 3)]
+
+
+def test_a_hidden_default_that_is_no_literal(shape):
+    shapes, _ = shape("computed", "reads")
+    assert shapes.computed(1, 5, c=6) == (1, 5, 6)
+    with pytest.raises(TypeError, match=r"toy\.shapes:computed was called without 'b'.*reads"):
+        shapes.computed(1)
 
 
 @pytest.mark.parametrize(
