@@ -1,13 +1,16 @@
 """What this project adds to tox, which loads this file because of its name.
 
 1. An environment whose source cannot be reached is skipped; one whose install fails for any other
-   reason fails. Without this, tox calls both a failure.
+   reason fails. Without this, tox calls both a failure. With TOX_NO_START_AFTER, a time in seconds
+   since the epoch, one whose turn comes later is skipped, too: a slow machine then runs a part of
+   the matrix and says which.
 2. A run ends with what came of each environment, where its time went, what was skipped and why,
    and one last line ``N passed, N failed, N skipped``. It fails if tests were to run and none did.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -140,6 +143,8 @@ class Runner(_SkipUnreachable, UvVenvRunner):
         result = _results[self.conf.name] = Result(failed=1, because="could not be set up")
         result.has_tests = REPORT in str(self.conf["commands"])
         try:
+            if time.time() > float(os.environ.get("TOX_NO_START_AFTER", "inf")):
+                raise Skip("its turn came after TOX_NO_START_AFTER: this machine is too slow")
             super().setup()
         except Skip as skip:
             result.failed, result.skipped, result.because = 0, 1, str(skip)
