@@ -19,7 +19,8 @@ class PrecisionShimStart:
             return take_over(name, target)
 
 
-# In a virtual environment start-up files are executed twice; and it may be over by then.
+# In a virtual environment start-up files are executed twice. The second time does nothing, also
+# where the shim was taken out in between.
 if "precision_shim._startup" not in sys.modules and not any(
     hasattr(one, "finds_nothing") for one in sys.meta_path
 ):

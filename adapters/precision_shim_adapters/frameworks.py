@@ -1,13 +1,13 @@
 """Every framework that the shim supports, declared once; it imports nothing.
 
-| key | |
-|---|---|
-| framework | the name that users write |
-| distribution | its distribution's name, for its version |
-| packages | top-level packages whose import wakes the adapter; its folder here has the same name |
-| tested | versions that the test environments pin |
-| effects | where a DDP or an optimizer is built, on each path through the framework: under strict \
-a fault is raised there and nowhere earlier; what a version lacks is passed over |
+The keys of a declaration:
+    framework: the name that users write.
+    distribution: its distribution's name, for its version.
+    packages: top-level packages whose import wakes the adapter. The adapter's folder here has the
+        same name: the start-up file knows it by that.
+    tested: versions that the test environments pin.
+    effects: places where a DDP or an optimizer is built, on each path through the framework. Under
+        strict a fault is raised there and nowhere earlier. A place that a version lacks is skipped.
 """
 
 TYPE_CHECKING = False
