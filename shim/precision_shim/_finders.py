@@ -24,7 +24,7 @@ class Watcher:
     A look for a module (``importlib.util.find_spec``) is no import and is not reported.
     """
 
-    finds_nothing = True  # for a look at specs that should pass us by
+    finds_nothing = True  # find_spec() of the seam engine skips finders that say so
 
     def __init__(self, callback: "Callable[[str], None]", *, before: bool = False) -> None:
         """Make a watcher that is not yet in place.
@@ -136,11 +136,11 @@ class _Before(_Calling):
             watcher.callback(name)
             module = sys.modules.get(name)
             if module is not None:
-                # The callback has imported it. importlib is past its own look at that, and would
-                # make a second module and run the code again: it gets the one that is there.
+                # The callback has imported the module. importlib, already past its look into
+                # sys.modules, would run the code again in a second module: give it the first.
                 self._there = module, module.__spec__
                 return module
-            # Once more, for finders that the callback put in front: importlib is past their place.
+            # Look again: the callback may have put finders in front, which importlib has passed.
             found = watcher.find_elsewhere(name, self._path)
             if found is not None and hasattr(found.loader, "exec_module"):
                 self._loader = found.loader  # type: ignore[assignment]

@@ -48,7 +48,7 @@ class _Session:
     def start(self) -> None:
         import sys
 
-        _startup.stop()  # from here on the session's own sleeper waits
+        _startup.stop()  # the session's own watcher waits from here on
         if self.fault is None:
             for package in carriers.PACKAGES:
                 carriers.enter(package)
@@ -126,7 +126,7 @@ def install(
     """
     session = _install(features, frameworks, strict, settings, export)
     if session is not None:
-        session.engine.catch_up()  # it may wait for other threads' imports: not under the lock
+        session.engine.catch_up()  # without the lock: it may wait for imports of other threads
         if session.settings.strict:
             for name in session.known:
                 for error in session.engine.faults(name):
@@ -206,7 +206,7 @@ def start(*, export: bool = False) -> None:
                     defaults = _settings.resolve(features=(), strict=True, environ={})
                     _current = _Session(defaults, entries(), error)
                     _current.start()
-    except (Exception, SystemExit) as error:  # anything else is our mistake, not the process's
+    except (Exception, SystemExit) as error:  # a defect of ours must not end the process
         _journal.say(f"not installed: {error!r}")
 
 
@@ -288,7 +288,7 @@ def preview(adapter: Adapter, settings: Settings) -> tuple[SeamStatus, ...]:
 
 def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
     adapter = session.awake.get(name)
-    known = adapter or entry  # a third party's adapter knows its distribution better
+    known = adapter or entry  # only a third party's adapter itself names its distribution
     version = version_of(known.distribution, known.packages)
     if not session.wants(name):
         return FrameworkStatus(version, "off", reason="not among the frameworks asked for")
@@ -349,7 +349,7 @@ def _retire(session: _Session) -> None:
     _left_behind[:] = session.engine.remove()
     for variable, (before, ours) in session.exported.items():
         if os.environ.get(variable) != ours:
-            continue  # someone has set it since; it is theirs now
+            continue  # someone else has set the variable since: leave it
         if before is None:
             os.environ.pop(variable, None)
         else:

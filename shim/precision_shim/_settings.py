@@ -195,7 +195,7 @@ def parse_features(
         elif bare not in chosen:
             chosen.append(bare)
     if not names and isinstance(value, str):
-        return FEATURES  # an empty variable is an unset one; an empty list asks for none
+        return FEATURES  # an empty variable counts as unset; only features=[] asks for no feature
     return tuple(name for name in FEATURES if name in chosen)
 
 
@@ -255,7 +255,7 @@ def resolve(
 
     named: tuple[str, ...] | None
     raw = frameworks if frameworks is not None else env.get(f"{PREFIX}_FRAMEWORKS", "")
-    named = tuple(dict.fromkeys(_words(raw))) or None  # none of them is features=[]
+    named = tuple(dict.fromkeys(_words(raw))) or None  # no name: all frameworks
     known = tuple(known_frameworks)
     for name in named or ():
         if known and name not in known:

@@ -33,7 +33,7 @@ def init() -> None:
     """Wait for a framework's import, if the environment asks for it; a second call does nothing."""
     global _called, _waiting
     try:
-        # A second thread that imports a framework meanwhile waits until this one's is in place.
+        # A second thread that imports a framework waits here until the shim is in place.
         with _lock:
             value = os.environ.get(VARIABLE, "").strip().lower()
             if not value or value in OFF or _called:
@@ -57,7 +57,7 @@ def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | No
     init()
     first = _first()
     if first is not None:
-        # It stays where it is, importlib being on its way through the list, and answers no more.
+        # importlib is iterating over sys.meta_path: leave the finder in it, but find nothing more.
         first.find_spec = lambda *_, **__: None
     return _waiting.find_spec(name, None, target) if _waiting is not None else None
 
@@ -128,5 +128,5 @@ def _say(line: str) -> None:
     try:
         if sys.stderr is not None:
             print(f"[precision_shim] {line}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # closed: the import in which this is said goes on
+    except (OSError, ValueError):  # stderr is closed; the import that is under way must go on
         pass

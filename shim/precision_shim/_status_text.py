@@ -17,7 +17,7 @@ SCREEN = 40
 """Lines of a screen: what ``str(status())`` keeps to with one framework at work."""
 
 _COLUMN = 25  # where the text behind a feature's name begins
-_LEAST = 6  # lines that decisions get beside long problems
+_LEAST = 6  # decisions keep at least so many lines, however long the problems are
 _MORE = "status().details()"
 _WITH_OTHERS = "refused whole, because: "  # what the engine puts before a neighbour's reason
 
@@ -132,7 +132,7 @@ def framework(
         ahead: whether the states are what would be, as the doctor has them.
     """
     lines = fold(headline(name, one, ahead=ahead), 0, 2)
-    if one.reason and not (one.state == "refused" and not one.seams):  # that one is a problem
+    if one.reason and not (one.state == "refused" and not one.seams):  # else a problem
         lines += fold(one.reason, 2, 4)
     asked = set(features)
     known = {seam.feature for seam in one.seams}
@@ -154,7 +154,7 @@ def _feature(name: str, found: Sequence[SeamStatus], ahead: bool) -> str:
     verdicts = {path: _together(several) for path, several in states.items()}
     main = {path: verdict for path, verdict in verdicts.items() if not path.endswith(")")}
     if any(verdict != "absent" for verdict in main.values()):
-        # What only serves a path is worth a word where it is missing.
+        # A path that only serves others is shown only where it was refused.
         shown = main | {path: v for path, v in verdicts.items() if v == "refused"}
     else:
         shown = verdicts
@@ -180,7 +180,7 @@ def _together(states: Sequence[str]) -> str:
         if state in states:
             return state
     if "native" in states and not {"wrapped", "pending"} & set(states):
-        # A path that this version lacks may share a symbol with those that it has.
+        # A path that this version lacks may share a symbol with paths that it has.
         return "native" if states.count("native") >= states.count("absent") else "absent"
     if "native" in states:
         return "partly" if "wrapped" in states else "pending"
@@ -196,7 +196,7 @@ def refusals(name: str, found: Iterable[SeamStatus]) -> list[str]:
     features: dict[str, None] = {}
     for seam in found:
         if seam.state == "refused" and not seam.refusal:
-            # The engine joins several problems of one seam: each is a reason of its own here.
+            # The engine joins several problems of one seam into one text: take them apart.
             for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
                 subjects.setdefault(reason, {})[seam.path, seam.feature] = None
             features[seam.feature] = None
@@ -301,7 +301,7 @@ def _fit(
     kept = list(blocks)
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:
         kept.pop()
-    if not kept:  # a single one is too long: its beginning says more than nothing
+    if not kept:  # the first alone is too long: show its beginning
         first = blocks[0][: room - 1]
         kept = [first[:-1] + _cut(first[-1])]
     more = left_out + len(blocks) - len(kept)

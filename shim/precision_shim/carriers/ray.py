@@ -82,7 +82,7 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
         given = kwargs.get("runtime_env")
         in_job = json.loads(os.environ.get(_JOB) or "{}").get("runtime_env") or {}
         if not given and not in_job:
-            # An explicit runtime_env would displace that of a JobConfig, so it goes on from there.
+            # Ray ignores a JobConfig's runtime_env once init() gets one: start from that one.
             given = getattr(kwargs.get("job_config"), "runtime_env", None)
         given = dict(given or {})
         carried = {**(in_job.get("env_vars") or {}), **(given.get("env_vars") or {})}
@@ -91,7 +91,7 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
             return kwargs
         given["env_vars"] = {**(given.get("env_vars") or {}), **ours}
         return {**kwargs, "runtime_env": given}
-    except Exception as error:  # the job matters more than the shim; it says so and goes on
+    except Exception as error:  # a job must start even where its workers come up without the shim
         from .. import _journal
 
         _journal.say(

@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: what stands behind the program's name; ``None``: this process's own.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # A job's start does not pay for the commands that it does not use.
+    # Import a command's module only when it is used: `run` starts jobs and must be quick.
     parser = build_parser([name for name in COMMANDS if name in given[:1]] or COMMANDS)
     known, unknown = parser.parse_known_args(given)
     if unknown:

@@ -72,9 +72,9 @@ def promised(
     """
     chooses = optimizer_states != "as-configured"
     follows = chooses and "bf16-dispatch" in features
-    # The optimizer reads its gradients from the bucket, whatever dtype it is told they have. A
-    # direct caller's bucket is built before the config of its optimizer is seen: at the word of
-    # the config it stays fp32.
+    # The optimizer reads its gradients from the bucket, whatever main_grads_dtype says. A direct
+    # caller's bucket is built before the optimizer's config is known, and stays fp32 where only
+    # the config decides.
     aligned = chooses and "grad-bucket-alignment" in features
     decays = optimizer_states == "follow-model" or 1 - beta2 > _GUARD
     main_grads = (asked.get("main_grads_dtype") or "bfloat16") if aligned else "float32"

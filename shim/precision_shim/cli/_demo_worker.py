@@ -119,7 +119,7 @@ def _as_written(spec: Spec) -> str | None:
     config = _config(spec.optim)
     try:
         get_megatron_optimizer(_model(spec), init_megatron_optim_config(config))
-    except Exception as error:  # whatever it is, it is what a user would see
+    except Exception as error:  # the demo shows the error that a user would see, whatever it is
         return f"{type(error).__name__}: {str(error).strip() or '(no message)'}"
     return None
 

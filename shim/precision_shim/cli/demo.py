@@ -387,7 +387,7 @@ def _environment(spec: Spec) -> dict[str, str]:
     environment = dict(os.environ)
     if not spec.shim:
         environment[PREFIX] = "0"
-    elif _settings.switch() != "off":  # the kill switch stays; otherwise install() is shown
+    elif _settings.switch() != "off":  # the kill switch stays in force
         environment.pop(PREFIX, None)
     # Matrices this small gain nothing from threads.
     environment.setdefault("OMP_NUM_THREADS", "1")

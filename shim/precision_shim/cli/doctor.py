@@ -97,7 +97,7 @@ def examine() -> dict[str, Any]:
 
 def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
     """The same, and the frameworks as ``status()`` has them, with all that a seam tells."""
-    _startup.stop()  # this process looks; it should not be patched by what it imports
+    _startup.stop()  # doctor only looks: what it imports must not install the shim in this process
     problems: list[str] = []
     settings = _resolve(problems)
     frameworks: dict[str, FrameworkStatus] = {}
@@ -228,7 +228,7 @@ def _preview(entry: _registry.Entry, settings: Settings) -> tuple[FrameworkStatu
     broken: dict[str, SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:
-            if seam.target in seam.reason:  # the cause, not one that is refused with it
+            if seam.target in seam.reason:  # this seam is the cause; the others are refused with it
                 broken[seam.feature] = seam
             broken.setdefault(seam.feature, seam)
     problems = [

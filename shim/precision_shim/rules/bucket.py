@@ -49,7 +49,7 @@ def choose_bucket(
         model: the trainable parameters that share the bucket.
     """
     low = main_grads is not torch.float32
-    # A model chunk that trains nothing has no bucket of its own: it goes with the others.
+    # A model chunk that trains nothing has no bucket of its own: the other chunks decide.
     nothing = not model.counts and not model.fp8
     wanted = not (low and (model.single is main_grads or nothing))
     because = f"main grads are {name_of(main_grads)}"

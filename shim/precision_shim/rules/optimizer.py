@@ -143,7 +143,7 @@ def obstacles(request: OptimizerRequest) -> list[str]:
         found.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
     version = request.support.version
     if request.asked.get("store_param_remainders") and (version or ()) >= REMAINDERS_SINCE:
-        # What the user wrote stays, so what cannot stand beside it is not added.
+        # The user's field stays, so the shim adds nothing that cannot stand beside it.
         dtype = request.model.single or request.declared
         if dtype is FP16:
             found.append("store_param_remainders takes bf16 parameters, they are fp16")
@@ -227,7 +227,7 @@ def _restrict(
     if blocked:
         if not asked.get("use_precision_aware_optimizer"):
             why.append(f"precision-aware optimizer cannot run: {'; '.join(blocked)}: fp32 states")
-        # What the user asked for goes through as asked, and fails by name where it is built.
+        # What the user asked for is passed on, and fails with our message when it is built.
         return _without_precision_aware(row, asked)
     if "exp_avg_sq_dtype" in row and "exp_avg_sq_dtype" not in asked:
         beta2 = float(asked.get("adam_beta2", MEGATRON_BETA2))
@@ -269,8 +269,8 @@ def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: li
 def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in row.items() if key not in PRECISION_AWARE_FIELDS}
     kept.pop("store_param_remainders", None)
-    # Said outright: verl's own fp16 branch turns it on without asking whether it can run. Not so
-    # where the user asked for dtypes that need it: that goes through as it would without us.
+    # Write False instead of leaving the field out: verl's fp16 branch turns it on without checking
+    # whether it can run. Where the user asked for dtypes that need it, leave the field alone.
     if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in _NEED_PRECISION_AWARE):
         kept["use_precision_aware_optimizer"] = False
     return kept

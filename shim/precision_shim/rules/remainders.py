@@ -63,7 +63,7 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def _wrap_int16(value: torch.Tensor) -> torch.Tensor:
-    # A plain cast of an out-of-range integer is up to the platform; this one wraps anywhere.
+    # A plain cast of an integer out of range differs between platforms; this one always wraps.
     return (((value + 0x8000) & 0xFFFF) - 0x8000).to(torch.int16)
 
 
@@ -84,7 +84,7 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
     value = master.detach().float().flatten()
     if not bool(torch.equal(value, value.round())) or float(value.abs().max()) > 32768.0:
         return False
-    # All zeros and ones are honest values of norms, biases and fresh adapters.
+    # Masters of norms, biases and fresh adapters may be all zeros or all ones.
     here = param().detach().float().flatten().to(value.device)
     return not bool(torch.allclose(value, here, rtol=2.0**-7, atol=2.0**-24))
 

@@ -105,7 +105,7 @@ def load(
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own for each writer: two saves at once leave one of the two files, whole.
+    # Each writer has a temporary name of its own: of two saves at once one file remains, whole.
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with part.open("x", encoding="utf-8") as file:

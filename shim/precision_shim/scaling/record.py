@@ -162,7 +162,7 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
                 f"{name} {getattr(mine, name):g}, as set here, and not {values[name]:g} of {where}"
             )
             values[name] = getattr(mine, name)
-    # torch compares the tracker with the interval for equality: past it the scale never grows.
+    # torch tests tracker == interval: a tracker above the interval would never let the scale grow.
     tracker = min(saved.growth_tracker, values["growth_interval"] - 1)
     if tracker != saved.growth_tracker:
         lines.append(f"growth tracker {tracker} and not {saved.growth_tracker}: it grows next step")
@@ -206,7 +206,7 @@ def _count(low: int, high: float = math.inf) -> Any:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    # JSON writes a float so that it reads back as the same float, so the text stands for the bits.
+    # JSON text of a float reads back as the same float, so the digest of the text covers the bits.
     content = {str(name): value for name, value in record.items() if name != "digest"}
     try:
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -251,6 +251,6 @@ class LossScaler(ShardedGradScaler):
         return stage
 
     def _make_ready(self, device: torch.device | None = None) -> None:
-        # torch makes the scale's tensor in scale(), which the hook does without.
+        # torch makes the scale's tensor in scale(), which the hook never calls.
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device or torch.device(self._device))

@@ -74,7 +74,7 @@ class Call:
         self._args = args
         self._kwargs = kwargs
         self._arguments: dict[str, Any] | None = None
-        self._taken = False  # whether the wrapper has had the arguments in hand
+        self._taken = False  # whether the wrapper has read .arguments and may have changed them
         self._twice: dict[str, Any] = {}
 
     @property
@@ -152,7 +152,7 @@ def prepare(
     """
     reads = reads_of(function)
     bound = in_class and not isinstance(raw, staticmethod) and hasattr(raw, "__get__")
-    # A class holds descriptors; what is bound already has no instance among its parameters.
+    # In a class the raw value is a descriptor; a bound function has no instance parameter.
     found = _signature(getattr(raw, "__func__", raw) if in_class else raw)
     parameters = [one for one in found or () if one.kind in _NAMED]
     positional = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]

@@ -111,7 +111,7 @@ class Engine:
                 if row.state == "pending" and row.seam.module in sys.modules
             ]
         for module in dict.fromkeys(slow):
-            with suppress(Exception):  # it belongs to the thread that imports it
+            with suppress(Exception):  # its error is raised in the thread that imports it
                 __import__(module)
             with self._lock:
                 if self._live and _loaded(module) is not None:
@@ -145,9 +145,9 @@ class Engine:
     def _arrived(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # Trip-wires first: they are innermost, and a fault of this very module finds them.
+            # Trip-wires first: they are the innermost layers, and must stand if this module fails.
             self._trip(module)
-            # Anew each time: a wrapper's module may import a framework and so wake an adapter.
+            # Look again each time: a wrapper's module may import a framework and wake an adapter.
             framework = next((name for name in self._known if name not in done), None)
             if framework is None:
                 return
@@ -164,8 +164,8 @@ class Engine:
             known.rows = list(plan.rows)
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)
-        # All that wait, not only this module's: one whose import was under way in another
-        # thread when the watcher was put in place has not been reported.
+        # All pending seams, not only this module's: an import that was under way in another thread
+        # when the watcher was put in place has not been reported.
         for row in known.rows if known.checked else ():
             if (
                 row.state == "pending"
@@ -208,7 +208,7 @@ class Engine:
             self._refuse(row.group, [f"{seam.target}: {error}"])
             return
         unreached = self._sites.reach(site, seam.aliases)
-        # A seam that only refuses is in place to say so; its state tells the user "refused".
+        # A seam that only refuses is patched too, in order to say so; users see "refused".
         row.state = "refused" if seam.refusal else "wrapped"
         row.reason = seam.refusal
         if unreached:
@@ -224,7 +224,7 @@ class Engine:
                     continue
                 try:
                     site = self._sites.at(target)
-                except Exception:  # an effect that this version lacks cannot take place
+                except Exception:  # this version has no such place
                     continue
                 key = f"fault:{framework}"
                 if site.layer(key) is None:
@@ -286,7 +286,7 @@ def _loaded(module: str) -> Any:
     found = sys.modules.get(module)
     if found is None:
         return None
-    # A module that is still running its own code will be reported by the watcher.
+    # The watcher reports a module that is still running its own code when it has run.
     spec = getattr(found, "__spec__", None)
     return None if getattr(spec, "_initializing", False) else found
 

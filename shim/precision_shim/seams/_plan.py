@@ -117,7 +117,7 @@ def _judge(row: Row, settings: object) -> str:
         row.state, row.reason = "absent", symbol.problem
         return ""
     problem = symbol.problem or missing(seam, symbol)
-    if problem and (seam.refusal or seam.wrapper is None):  # nothing is patched, nothing need hold
+    if problem and (seam.refusal or seam.wrapper is None):  # it patches nothing
         row.state, row.reason = "absent", problem
         return ""
     if problem:

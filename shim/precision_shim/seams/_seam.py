@@ -235,7 +235,7 @@ def seam(
             for one in features
         ]
         marks: list[Seam] = vars(function).setdefault(_MARK, [])
-        marks[:0] = records if only_if else []  # decorators run from the lowest up
+        marks[:0] = records if only_if else []  # Python applies decorators from the lowest up
         return function
 
     return declare

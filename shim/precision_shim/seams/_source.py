@@ -62,7 +62,7 @@ def find_spec(name: str) -> ModuleSpec | None:
                     continue
                 try:
                     spec = finder.find_spec(full, path)
-                except KeyError:  # a namespace package in a package that is not imported
+                except KeyError:  # a namespace package whose parent is not imported
                     spec = _namespace(full, path or ())
                 if spec is not None:
                     break
@@ -150,13 +150,13 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
     by_position = zip(reversed(positional), reversed(scope.args.defaults), strict=False)
     by_name = zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True)
     for one, value in (*by_position, *by_name):
-        with suppress(ValueError):  # no literal; or, of a keyword, no default
+        with suppress(ValueError):  # not a literal, or a keyword without a default
             if value is not None:
                 yield one.arg, ast.literal_eval(value)
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
-    # The last definition wins at run time; definitions inside if/try at module level count.
+    # The last definition wins at run time; those inside if and try at module level count too.
     found: ast.AST | None = None
     pending = list(getattr(scope, "body", ()))
     while pending:

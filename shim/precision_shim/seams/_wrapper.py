@@ -28,7 +28,7 @@ class _BoundSeam(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         target = self._self_parent._self_target
-        owner = getattr(self.__wrapped__, "__self__", None)  # of a classmethod: the class it is on
+        owner = getattr(self.__wrapped__, "__self__", None)  # a classmethod's class
         if owner is None:
             return resolve, (target,)
         return getattr, (owner, target.rpartition(".")[2])
