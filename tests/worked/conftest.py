@@ -1,0 +1,34 @@
+"""The two trainers, installed for the time of a test."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SITE = Path(__file__).with_name("site")
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put the trainers, the adapters and their entry points on the path."""
+    monkeypatch.syspath_prepend(str(SITE))
+    yield
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("tinytron", "tinyfsdp", "tinytron_shim", "tinyfsdp_shim"):
+            del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def on(shim: Callable[..., Any]) -> Callable[..., Any]:
+    """``install()`` for the frameworks of this test, whose adapters the entry points name."""
+
+    def install(framework: str, **settings: Any) -> Any:
+        return shim(frameworks=[framework], settings=settings, strict=True, export=False)
+
+    return install
