@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim_adapters.nemo_rl.dtensor import ScaledWorker
 
+from ..actor_methods import described
 from .support import KINDS, NAMES, NEMO_RL, actor_class, batch, loss_for, plain
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -76,6 +78,18 @@ def test_the_actor_class_keeps_name_options_and_methods(kind, shim) -> None:
     mine, theirs = (one.modified_class.__ray_actor_class__ for one in (new, old))
     assert mine.__mro__[1:] == (ScaledWorker, *theirs.__mro__)
     assert (mine.__module__, mine.__qualname__) == (theirs.__module__, theirs.__qualname__)
+
+
+def test_its_methods_look_like_the_frameworks(kind, shim) -> None:
+    before = described(actor_class(kind))
+    shim()
+    after = described(actor_class(kind))
+    for method in ("__init__", "train", "save_checkpoint", "load_checkpoint"):
+        assert method in before
+    assert after == before
+    assert "weights_path" in inspect.signature(plain(kind).save_checkpoint).parameters
+    with pytest.raises(TypeError, match="nonsense"):
+        inspect.signature(plain(kind).load_checkpoint).bind(None, "weights", nonsense=1)
 
 
 UNPICKLE = """
