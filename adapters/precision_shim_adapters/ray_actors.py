@@ -7,6 +7,9 @@ name and with the same options.
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from precision_shim.errors import SeamError
@@ -43,11 +46,31 @@ def class_beneath(actor_class: Any) -> Any:
 def put_in_front(mixin: type, actor_class: Any) -> Any:
     """Make an actor class of the same name and options whose methods are a mixin's first.
 
-    The mixin has to be importable, so that Ray ships it by reference.
+    The mixin has to be importable, so that Ray ships it by reference. Its methods may take
+    ``*args, **kwargs``: those of the class that is made look like the framework's from outside, so
+    that Ray refuses wrong arguments in the process that calls, as it does without the mixin.
 
     Raises:
         SeamError: it is not what ``ray.remote`` makes of a class.
     """
     worker = class_beneath(actor_class)
     namespace = {name: getattr(worker, name) for name in ("__module__", "__qualname__", "__doc__")}
+    for name, method in vars(mixin).items():
+        if inspect.isfunction(method) and hasattr(worker, name):
+            namespace[name] = _looking_like(getattr(worker, name), method)
     return make_again(actor_class, type(worker)(worker.__name__, (mixin, worker), namespace))
+
+
+def _looking_like(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that calls one method and has signature, name and doc of another."""
+
+    # Nothing of this module in it: Ray ships the class by value, and what a function of it reads
+    # from its module would go along.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    functools.update_wrapper(call, beneath)
+    # Ray follows it to the method beneath, and would ship that with the class.
+    del call.__wrapped__  # type: ignore[attr-defined]
+    call.__signature__ = inspect.signature(beneath)  # type: ignore[attr-defined]
+    return call

@@ -42,12 +42,6 @@ def say(line: str) -> None:
     print(f"[precision_shim] {line}", file=sys.stderr, flush=True)
 
 
-def debug(line: str) -> None:
-    """Write one line if ``PRECISION_SHIM_LOG=debug``."""
-    if verbosity == "debug":
-        say(line)
-
-
 def warn(message: str, stacklevel: int | None = 2) -> None:
     """Warn once per message and process; without a stack level where nobody's line is at fault."""
     with _lock:

@@ -77,7 +77,6 @@ class Setting:
     name: str
     default: Any
     parse: Callable[[str, object], Any]
-    help: str
 
     @property
     def variable(self) -> str:
@@ -88,23 +87,13 @@ class Setting:
 TABLE: Mapping[str, Setting] = {
     row.name: row
     for row in (
-        Setting(
-            "optimizer_states",
-            "auto",
-            _choice("auto", "follow-model", "as-configured"),
-            "whether the optimizer's states follow the model's dtype or only the config",
-        ),
-        Setting(
-            "grad_bucket",
-            "unless-set",
-            _choice("unless-set", "align"),
-            "whether the gradient bucket is aligned also where the config carries a value",
-        ),
-        Setting("loss_scale_init", 65536.0, _number(0.0, above=True), "first loss scale"),
-        Setting("growth_interval", 400, _whole, "steps without overflow before the scale grows"),
-        Setting("growth_factor", 2.0, _number(1.0, above=True), "factor by which it grows"),
-        Setting("backoff_factor", 0.5, _number(0.0, above=True, high=1.0), "factor at an overflow"),
-        Setting("log", "info", _choice("quiet", "info", "debug"), "how much the shim says"),
+        Setting("optimizer_states", "auto", _choice("auto", "follow-model", "as-configured")),
+        Setting("grad_bucket", "unless-set", _choice("unless-set", "align")),
+        Setting("loss_scale_init", 65536.0, _number(0.0, above=True)),
+        Setting("growth_interval", 400, _whole),
+        Setting("growth_factor", 2.0, _number(1.0, above=True)),
+        Setting("backoff_factor", 0.5, _number(0.0, above=True, high=1.0)),
+        Setting("log", "info", _choice("quiet", "info", "debug")),
     )
 }
 

@@ -15,6 +15,7 @@ import pytest
 from packaging.version import Version
 
 from ..tiny_models import make_checkpoint
+from .cpu import nemo_rl_on_cpu
 from .support import NEMO_RL, make_worker, policy_config
 
 if Version("0") == NEMO_RL:
@@ -30,7 +31,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def worker(model: Path) -> Callable[..., contextlib.AbstractContextManager[Any]]:
     """Makes a worker for a with block: one process, and its process group gone at the end."""
-    from precision_shim.testing.nemo_rl_cpu import nemo_rl_on_cpu
 
     @contextlib.contextmanager
     def make(kind: str, precision: str, paths: Path | None = None, **changes: Any) -> Iterator[Any]:

@@ -38,9 +38,9 @@ def run(launch: Launch) -> dict[str, Any]:
     kind, folder = given["kind"], Path(launch.folder)
     if given["on"]:
         precision_shim.install(settings={"growth_interval": 2, "log": "quiet"})
-    from precision_shim.testing.nemo_rl_cpu import nemo_rl_on_cpu
 
     from . import support
+    from .cpu import nemo_rl_on_cpu
     from .test_training import Times
 
     config = support.policy_config(Path(given["model"]), "float16", kind)

@@ -183,6 +183,13 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
         workers = made.worker_group.workers
         return ray.get([one.__ray_call__.remote(report) for one in workers])
 
+    def refused(made, method):
+        """What the driver itself says of an argument that a worker's method does not have."""
+        try:
+            getattr(made.worker_group.workers[0], method).remote("a path", nonsense=1)
+        except TypeError as error:
+            return str(error)
+
     def note(what):
         print(f"SO FAR {what} {json.dumps(found)}", flush=True)
 
@@ -199,6 +206,7 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
 
     cluster, first = policy()
     found: dict[str, object] = {"start": reports(first)}
+    found["refused"] = [refused(first, one) for one in ("save_checkpoint", "load_checkpoint")]
     found["steps"] = [train(first, seed) for seed in range(3)]
     first.save_checkpoint(
         weights_path=str(folder / "weights"),

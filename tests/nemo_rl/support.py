@@ -142,7 +142,7 @@ def save(worker: Any, folder: Path, *, optimizer: bool = True) -> None:
     given: dict[str, Any] = {"weights_path": str(folder / "weights")}
     if optimizer:
         given["optimizer_path"] = str(folder / "optimizer")
-    if "checkpointing_cfg" in inspect.signature(_own(worker, "save_checkpoint")).parameters:
+    if "checkpointing_cfg" in inspect.signature(worker.save_checkpoint).parameters:
         given["checkpointing_cfg"] = {
             "enabled": True,
             "model_save_format": "safetensors",
@@ -163,12 +163,6 @@ def parameters(worker: Any) -> dict[str, torch.Tensor]:
         name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()
         for name, one in worker.model.named_parameters()
     }
-
-
-def _own(worker: Any, method: str) -> Any:
-    """NeMo-RL's method, whose signature tells more than that of the one in front of it."""
-    found = [vars(one)[method] for one in type(worker).__mro__ if method in vars(one)]
-    return next(one for one in found if one.__module__.startswith("nemo_rl."))
 
 
 def scaler_of(owner: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from packaging.version import Version
 import precision_shim
 from precision_shim_adapters.nemo_rl.dtensor import ScaledWorker
 
+from ..actor_methods import described
+from .cpu import nemo_rl_on_cpu
 from .support import KINDS, NAMES, NEMO_RL, actor_class, batch, loss_for, plain, scaler_of
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -24,8 +27,6 @@ CLIPS = ("nemo_rl.models.dtensor.parallelize", "nemo_automodel.components.traini
 
 @pytest.fixture(autouse=True)
 def _imported(kind: str, worker: Any) -> None:
-    from precision_shim.testing.nemo_rl_cpu import nemo_rl_on_cpu
-
     with nemo_rl_on_cpu():
         actor_class(kind)
 
@@ -78,10 +79,22 @@ def test_the_actor_class_keeps_name_options_and_methods(kind, shim) -> None:
     assert (mine.__module__, mine.__qualname__) == (theirs.__module__, theirs.__qualname__)
 
 
+def test_its_methods_look_like_the_frameworks(kind, shim) -> None:
+    before = described(actor_class(kind))
+    shim()
+    after = described(actor_class(kind))
+    for method in ("__init__", "train", "save_checkpoint", "load_checkpoint"):
+        assert method in before
+    assert after == before
+    assert "weights_path" in inspect.signature(plain(kind).save_checkpoint).parameters
+    with pytest.raises(TypeError, match="nonsense"):
+        inspect.signature(plain(kind).load_checkpoint).bind(None, "weights", nonsense=1)
+
+
 UNPICKLE = """
 import sys, warnings
 warnings.simplefilter("ignore")
-from precision_shim.testing.nemo_rl_cpu import nemo_rl_on_cpu
+from tests.nemo_rl.cpu import nemo_rl_on_cpu
 with nemo_rl_on_cpu():
     import cloudpickle
     import importlib
@@ -99,8 +112,6 @@ with nemo_rl_on_cpu():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_survives_the_way_that_ray_sends_it(kind, shim, tmp_path: Path) -> None:
-    from precision_shim.testing.nemo_rl_cpu import nemo_rl_on_cpu
-
     shim()
     modified = actor_class(kind).__ray_metadata__.modified_class
     file = tmp_path / "worker.pickle"
@@ -112,6 +123,7 @@ def test_it_survives_the_way_that_ray_sends_it(kind, shim, tmp_path: Path) -> No
         text=True,
         check=False,
         timeout=800,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]
     name = NAMES[kind].partition(":")[2]

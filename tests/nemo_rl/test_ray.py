@@ -17,6 +17,8 @@ from .support import NAMES, NEMO_RL
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
+REFUSED = ["got an unexpected keyword argument 'nonsense'"] * 2
+"""What Ray says in the driver, with the shim and without."""
 CLIP_V2 = (
     "nemo_automodel.components.distributed.grad_utils:get_grad_norm"
     if Version("0.5") > NEMO_RL
@@ -75,6 +77,7 @@ def drive(kind: str, model: Path, folder: Path, precision: str, **variables: str
 def test_workers_train_skip_save_and_resume(model: Path, tmp_path: Path, kind: str) -> None:
     found = drive(kind, model, tmp_path, "float16", PRECISION_SHIM="1")
     start, steps = found["start"], found["steps"]
+    assert found["refused"] == REFUSED
     assert len({one["pid"] for one in start}) == 2
     for one in start:
         # Before 0.6 Ray sends the second worker's class whole, and its module is not imported.
@@ -115,6 +118,7 @@ def test_workers_train_skip_save_and_resume(model: Path, tmp_path: Path, kind: s
 @pytest.mark.timeout(1200)
 def test_without_the_variable_nothing_is_there(model: Path, tmp_path: Path) -> None:
     found = drive("v1", model, tmp_path, "float16")
+    assert found["refused"] == REFUSED
     assert found["files"]
     assert "precision_shim_scaler.json" not in found["files"]
     for one in found["start"]:

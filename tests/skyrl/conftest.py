@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from precision_shim.testing.skyrl_cpu import flash_attn_placeholder
-
+from ..megatron_bridge import import_megatron_bridge
 from ..tiny_models import make_checkpoint
+from .cpu import flash_attn_placeholder, skyrl_on_cpu
 
 try:
     SKYRL = Version(version("skyrl"))
@@ -38,8 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def skyrl() -> None:
     """SkyRL and all that it builds on, imported without the shim."""
-    from precision_shim.testing.megatron_bridge import import_megatron_bridge
-
     import_megatron_bridge()
     import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker
     import skyrl.backends.skyrl_train.workers.megatron.megatron_worker  # noqa: F401
@@ -49,7 +47,6 @@ def skyrl() -> None:
 def cpu(skyrl: None) -> Iterator[None]:
     """One process on a CPU, with Megatron's parallel state."""
     from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
-    from precision_shim.testing.skyrl_cpu import skyrl_on_cpu
 
     with megatron_on_cpu(), skyrl_on_cpu(), model_parallel():
         yield

@@ -17,10 +17,10 @@ import torch.distributed as dist  # noqa: E402
 
 import precision_shim  # noqa: E402
 from precision_shim.errors import ScalerCheckpointError  # noqa: E402
-from precision_shim.testing.skyrl_cpu import skyrl_on_cpu  # noqa: E402
 
 from ..tiny_models import make_checkpoint  # noqa: E402
 from . import support  # noqa: E402
+from .cpu import skyrl_on_cpu  # noqa: E402
 
 RANK, FOLDER, CHECKPOINT = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 OVERFLOW = 1e9

@@ -43,7 +43,7 @@ def megatron_worker(checkpoint: Path, *overrides: str, config: Any = None) -> An
         MegatronPolicyWorkerBase,
     )
 
-    from precision_shim.testing.skyrl_cpu import make_worker
+    from .cpu import make_worker
 
     if config is None:
         config = train_config("trainer.strategy=megatron", *overrides)
@@ -108,7 +108,7 @@ def fsdp_worker(
     """A real FSDP worker of SkyRL's with its model, on a process group that is up already."""
     from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker as module
 
-    from precision_shim.testing.skyrl_cpu import make_worker
+    from .cpu import make_worker
 
     kind = getattr(module, f"FSDP{role.capitalize()}WorkerBase")
     config = fsdp_config(role, checkpoint, dtype, *overrides)

@@ -40,11 +40,11 @@ def setup():
     device_mesh.init_device_mesh = init_device_mesh
     torch.cuda.set_device = lambda *args: None
     if os.environ["TEST_BACKEND"] == "fsdp":
-        from precision_shim.testing.skyrl_cpu import stay_on_cpu
+        from tests.skyrl.cpu import stay_on_cpu
 
         stay_on_cpu()
     if os.environ["TEST_BACKEND"] == "megatron":
-        from precision_shim.testing.megatron_bridge import import_megatron_bridge
+        from tests.megatron_bridge import import_megatron_bridge
 
         import_megatron_bridge()
 '''
@@ -55,7 +55,7 @@ import ray
 
 backend = sys.argv[1]
 if backend == "megatron":
-    from precision_shim.testing.megatron_bridge import import_megatron_bridge
+    from tests.megatron_bridge import import_megatron_bridge
 
     import_megatron_bridge()
     from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import PolicyWorker

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from ..megatron_bridge import import_megatron_bridge
 from ..rank_server import Ranks, rank_server
 from ..tiny_models import make_checkpoint
 from .support import local_layers
@@ -28,7 +29,6 @@ except PackageNotFoundError:
 @pytest.fixture(scope="session")
 def cpu() -> Iterator[None]:
     """One process on a CPU: Megatron's parallel state, and verl and megatron-core imported."""
-    from precision_shim.testing.megatron_bridge import import_megatron_bridge
     from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
 
     with contextlib.suppress(ModuleNotFoundError):  # not in every environment

@@ -16,10 +16,10 @@ import torch
 
 import precision_shim
 from precision_shim.errors import CheckpointLayoutError
-from precision_shim.testing.megatron_bridge import import_megatron_bridge
 from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
 from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 
+from ..megatron_bridge import import_megatron_bridge
 from ..rank_server import Launch
 from .megatron_fp16_support import Training
 from .support import local_layers

@@ -75,7 +75,8 @@ def _on_each_worker(method: str) -> Callable[[_Function], _Function]:
                 upstream=_PULL,
                 delete_when=_DELETE,
                 relies_on=(*_RELIES_ON, worker.clip.partition(":")[2]),
-                only_if=worker.split,
+                only_if=(*worker.only_if, worker.beneath),
+                unless=worker.unless,
             )(function)
         return function
 
@@ -84,19 +85,25 @@ def _on_each_worker(method: str) -> Callable[[_Function], _Function]:
 
 def _on_each_actor_class(function: _Function) -> _Function:
     for worker in reversed(DTENSOR):
-        seam(
-            f"{worker.module}:{worker.name}",
-            FEATURE,
-            group=worker.group,
-            why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
-            upstream=_PULL,
-            delete_when=_DELETE,
-            relies_on=(f"{worker.name}Impl",)
-            if worker.split
-            else (*_RELIES_ON, worker.clip.partition(":")[2]),
-            optional=worker.optional,
-            replaces=True,
-        )(function)
+        whole = (*_RELIES_ON, worker.clip.partition(":")[2])
+        beneath = (worker.beneath,)
+        for relies_on, only_if, unless in (
+            (whole, (), beneath),
+            ((f"{worker.name}Impl",), beneath, ()),
+        ):
+            seam(
+                f"{worker.module}:{worker.name}",
+                FEATURE,
+                group=worker.group,
+                why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
+                upstream=_PULL,
+                delete_when=_DELETE,
+                relies_on=relies_on,
+                optional=worker.optional,
+                replaces=True,
+                only_if=(*worker.only_if, *only_if),
+                unless=(*worker.unless, *unless),
+            )(function)
     return function
 
 
@@ -111,6 +118,8 @@ def _on_each_clipping(function: _Function) -> _Function:
             delete_when=_DELETE,
             aliases=(f"{worker.module}:{worker.clip.partition(':')[2]}",),
             optional=True,  # without nemo_automodel there is no such worker in this process
+            only_if=worker.only_if,
+            unless=worker.unless,
         )(function)
     return function
 

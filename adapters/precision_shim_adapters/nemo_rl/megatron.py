@@ -34,7 +34,6 @@ from precision_shim.adapting import (
     current_settings,
     decide,
     in_force,
-    look,
     parse_settings,
     seam,
     version_of,
@@ -58,7 +57,7 @@ from ..megatron import (
 from ..megatron_overflow import SCALER_FIELDS
 from ..ray_actors import put_in_front
 from .dtensor import BLOCK, FRAMEWORK, TRAIN
-from .places import INLINE, MEGATRON, POLICY, SETUP, VALUE
+from .places import INLINE, MEGATRON, POLICIES, SETUP, VALUE
 
 _DDP = "distributed_data_parallel_config"
 _BUILDING = ("bf16-dispatch", "grad-bucket-alignment", megatron_overflow.FEATURE)
@@ -68,7 +67,7 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _SETUP_OPTIMIZER = "megatron.bridge.training.optim:setup_optimizer"
 _SETUP_ALIASES = (
     "megatron.bridge.training.setup:setup_optimizer",
-    f"{POLICY if INLINE else SETUP}:setup_optimizer",
+    *(f"{module}:setup_optimizer" for module in (*POLICIES, SETUP)),
 )
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FP16_OWN = ("initial_loss_scale", "min_loss_scale")
@@ -195,7 +194,10 @@ def _known(ddp_config: Any) -> _NemoBuild | None:
 
 
 def _on_build(
-    target: str, aliases: tuple[str, ...], only_if: bool
+    target: str,
+    aliases: tuple[str, ...] = (),
+    only_if: tuple[str, ...] = (),
+    unless: tuple[str, ...] = (),
 ) -> Callable[[_Function], _Function]:
     """The function that makes model and optimizer; Ray takes it along by reference."""
     return seam(
@@ -208,10 +210,12 @@ def _on_build(
         aliases=aliases,
         optional=True,
         only_if=only_if,
+        unless=unless,
     )
 
 
-@_on_build(f"{POLICY}:setup_megatron_model", (), INLINE)
+@_on_build(INLINE[0], only_if=(INLINE[0],))
+@_on_build(INLINE[1], only_if=(INLINE[1],))
 def worker_build_inline(call: Call, policy_cfg: Any, load_optimizer: Any, cfg: Any) -> Any:
     """Note that a worker of 0.4 or 0.5 builds its model and its optimizer, if it gets one."""
     with building(_new_build(policy_cfg, cfg, "policy", bool(load_optimizer))):
@@ -220,8 +224,8 @@ def worker_build_inline(call: Call, policy_cfg: Any, load_optimizer: Any, cfg: A
 
 @_on_build(
     f"{SETUP}:setup_model_and_optimizer",
-    tuple(f"{module}:setup_model_and_optimizer" for module in (POLICY, VALUE)),
-    not INLINE,
+    tuple(f"{module}:setup_model_and_optimizer" for module in (*POLICIES, VALUE)),
+    unless=INLINE,
 )
 def worker_build(
     call: Call,
@@ -403,7 +407,7 @@ def _scaler_fields(build: _NemoBuild, config: Any) -> dict[str, Any]:
     delete_when="it copies what it does not know",
     aliases=(f"{VALUE}:make_policy_like_config",),
     optional=True,
-    only_if=look(f"{SETUP}:make_policy_like_config").found,
+    only_if=(f"{SETUP}:make_policy_like_config",),
 )
 def keep_block(call: Call, config: Any) -> Any:
     """Take the shim's block along where a value worker makes itself a policy's config."""
@@ -451,16 +455,18 @@ def _on_each_worker(
     """A method of the class beneath each worker, where this version has it."""
 
     def declare(function: _Function) -> _Function:
-        for module, name, group in reversed(MEGATRON):
+        for worker in reversed(MEGATRON):
+            target = f"{worker.beneath}.{method}"
             seam(
-                f"{module}:{name}Impl.{method}",
+                target,
                 megatron_overflow.FEATURE,
-                group=group,
+                group=worker.group,
                 why=why,
                 delete_when=delete_when,
                 relies_on=relies_on,
                 optional=True,
-                only_if=look(f"{module}:{name}Impl.{method}").found,
+                only_if=(*worker.only_if, target),
+                unless=worker.unless,
             )(function)
         return function
 
@@ -468,18 +474,24 @@ def _on_each_worker(
 
 
 def _on_each_actor_class(function: _Function) -> _Function:
-    for module, name, group in reversed(MEGATRON):
-        split = look(f"{module}:{name}Impl.train").found
-        seam(
-            f"{module}:{name}",
-            megatron_overflow.FEATURE,
-            group=group,
-            why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
-            delete_when=_METRICS_DELETE,
-            relies_on=(f"{name}Impl",) if split else _RELIES_ON,
-            optional=True,
-            replaces=True,
-        )(function)
+    for worker in reversed(MEGATRON):
+        beneath = (f"{worker.beneath}.train",)
+        for relies_on, only_if, unless in (
+            (_RELIES_ON, (), beneath),
+            ((f"{worker.name}Impl",), beneath, ()),
+        ):
+            seam(
+                f"{worker.module}:{worker.name}",
+                megatron_overflow.FEATURE,
+                group=worker.group,
+                why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
+                delete_when=_METRICS_DELETE,
+                relies_on=relies_on,
+                optional=True,
+                replaces=True,
+                only_if=(*worker.only_if, *only_if),
+                unless=(*worker.unless, *unless),
+            )(function)
     return function
 
 

@@ -1,68 +1,60 @@
-"""Where NeMo-RL's workers are in the version that is installed; read from source, not imported."""
+"""Where NeMo-RL's workers are, version by version: nothing is looked at here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from precision_shim.adapting import look
 
 _OLD = "nemo_rl.models.policy"  # until 0.4
 _NEW = "nemo_rl.models.policy.workers"
 _VALUES = "nemo_rl.models.value.workers"
 
 
-def _home(module: str, name: str) -> str:
-    old = f"{_OLD}.{module}"
-    return old if look(f"{old}:{name}").module_found else f"{_NEW}.{module}"
-
-
 @dataclass(frozen=True)
 class Worker:
-    """One kind of DTensor worker.
+    """One kind of worker, at one of the places where it has been.
 
     Attributes:
         module: where it is.
         name: of the actor class.
         group: of its seams.
-        clip: the function that first looks at its gradients.
+        clip: the function that first looks at a DTensor worker's gradients.
         optional: whether NeMo-RL may lack it.
+        only_if: see ``Seam``.
+        unless: see ``Seam``.
     """
 
     module: str
     name: str
     group: str
-    clip: str
+    clip: str = ""
     optional: bool = False
+    only_if: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
 
     @property
     def beneath(self) -> str:
         """The class beneath the actor class, importable from 0.6 on."""
         return f"{self.module}:{self.name}Impl"
 
-    @property
-    def split(self) -> bool:
-        """Whether this version has it."""
-        return look(self.beneath).found
 
-
-_V2 = _home("dtensor_policy_worker_v2", "DTensorPolicyWorkerV2")
 _CLIP_V1 = "nemo_rl.models.dtensor.parallelize:get_grad_norm"
 _CLIP_V2 = "nemo_automodel.components.training.utils:scale_grads_and_clip_grad_norm"
 _CLIP_OLD = "nemo_automodel.components.distributed.grad_utils:get_grad_norm"  # until 0.4
 
+_V1 = ("DTensorPolicyWorker", "dtensor v1", _CLIP_V1)
+_V1_OLD = f"{_OLD}.dtensor_policy_worker"
+_V2 = ("DTensorPolicyWorkerV2", "dtensor v2")
+_V2_OLD = f"{_OLD}.dtensor_policy_worker_v2"
+_V2_NEW = f"{_NEW}.dtensor_policy_worker_v2"
+_CLIPS_AS_BEFORE = f"{_V2_NEW}:DTensorPolicyWorkerV2 mentions get_grad_norm"
+"""For some weeks before 0.5 the worker was at its new place and clipped as 0.4 does."""
+
 DTENSOR = (
-    Worker(
-        _home("dtensor_policy_worker", "DTensorPolicyWorker"),
-        "DTensorPolicyWorker",
-        "dtensor v1",
-        _CLIP_V1,
-    ),
-    Worker(
-        _V2,
-        "DTensorPolicyWorkerV2",
-        "dtensor v2",
-        _CLIP_OLD if "get_grad_norm" in look(f"{_V2}:DTensorPolicyWorkerV2").names else _CLIP_V2,
-    ),
+    Worker(_V1_OLD, *_V1, only_if=(_V1_OLD,)),
+    Worker(f"{_NEW}.dtensor_policy_worker", *_V1, unless=(_V1_OLD,)),
+    Worker(_V2_OLD, *_V2, _CLIP_OLD, only_if=(_V2_OLD,)),
+    Worker(_V2_NEW, *_V2, _CLIP_OLD, only_if=(_CLIPS_AS_BEFORE,), unless=(_V2_OLD,)),
+    Worker(_V2_NEW, *_V2, _CLIP_V2, unless=(_V2_OLD, _CLIPS_AS_BEFORE)),
     Worker(
         f"{_VALUES}.dtensor_value_worker_v2",
         "DTensorValueWorkerV2",
@@ -71,16 +63,19 @@ DTENSOR = (
         optional=True,
     ),
 )
-"""The kinds of DTensor workers."""
+"""The kinds of DTensor workers, each at each of its places."""
 
-POLICY = _home("megatron_policy_worker", "MegatronPolicyWorker")
+_MEGATRON = ("MegatronPolicyWorker", "megatron metrics")
+POLICIES = (f"{_OLD}.megatron_policy_worker", f"{_NEW}.megatron_policy_worker")
+"""Where the Megatron policy worker is: until 0.4, and since."""
 VALUE = f"{_VALUES}.megatron_value_worker"
 MEGATRON = (
-    (POLICY, "MegatronPolicyWorker", "megatron metrics"),
-    (VALUE, "MegatronValueWorker", "megatron value metrics"),
+    Worker(POLICIES[0], *_MEGATRON, only_if=(POLICIES[0],)),
+    Worker(POLICIES[1], *_MEGATRON, unless=(POLICIES[0],)),
+    Worker(VALUE, "MegatronValueWorker", "megatron value metrics"),
 )
-"""Modules of the Megatron workers, the names of their actor classes, the groups of their seams."""
+"""The kinds of Megatron workers, each at each of its places."""
 
 SETUP = "nemo_rl.models.megatron.setup"
-INLINE = look(f"{POLICY}:setup_megatron_model").found
-"""Whether model and optimizer are made in the policy worker's own module (until 0.5)."""
+INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)
+"""Makes model and optimizer in the policy worker's own module (until 0.5)."""

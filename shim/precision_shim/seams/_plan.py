@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from .._status import SeamStatus
 from ._seam import Adapter, Seam, name_of
@@ -57,7 +58,7 @@ class Plan:
 
     Attributes:
         adapter: whose seams.
-        rows: one per seam, in the order of the table.
+        rows: one per seam of this version, in the order of the table.
         refused: the groups that are refused whole, with the reasons.
     """
 
@@ -76,8 +77,11 @@ class Plan:
 
 
 def unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
-    """The rows of an adapter before any look: to be patched, or of a feature that is off."""
-    on = frozenset(features)
+    """The rows of this version's seams before the check: to be patched, or switched off.
+
+    Looks only at what seams name in ``only_if`` and ``unless``.
+    """
+    on, there = frozenset(features), cache(_is_there)
     return tuple(
         Row(
             (adapter.framework, one.feature, one.group),
@@ -85,7 +89,17 @@ def unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
             "pending" if one.feature in on else "off",
         )
         for one in adapter.seams
+        if all(map(there, one.only_if)) and not any(map(there, one.unless))
     )
+
+
+def _is_there(condition: str) -> bool:
+    """Whether the source has what a seam names in ``only_if`` or ``unless``."""
+    target, _, name = condition.partition(" mentions ")
+    symbol = look(target)
+    if ":" not in target:
+        return symbol.module_found
+    return symbol.found and (not name or name in symbol.names)
 
 
 def check(adapter: Adapter, features: Iterable[str], settings: object) -> Plan:

@@ -8,6 +8,7 @@ them is said twice.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +28,7 @@ REQUIRED = inspect.Parameter.empty
 """In the place of a default: the symbol must have this parameter."""
 
 _MARK = "_precision_shim_seams"
+_CONDITION = re.compile(r"[\w.]+(:[\w.]+( mentions \w+)?)?")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Seam:
         replaces: ``wrapper`` gets what the symbol holds and returns what is to stand there until
             the shim is taken out. For a symbol that callers do not call but build on, such as a
             class that a decorator has turned into something else.
+        only_if: what must be there for the seam to be one of this version's: ``"module"``,
+            ``"module:attribute"``, or ``"module:attribute mentions name"`` for an identifier in
+            the symbol's source. Where one of them is not there, the seam is in no status and
+            nobody misses it. Read from source when the framework is imported, never earlier.
+        unless: the same of what must not be there; one that is there is enough.
     """
 
     target: str
@@ -73,6 +80,8 @@ class Seam:
     optional: bool = False
     refusal: str = ""
     replaces: bool = False
+    only_if: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for text in (self.target, *self.aliases):
@@ -81,6 +90,13 @@ class Seam:
                 raise SeamError(
                     f"{self.name}: {text!r} is no place; allowed: 'module:attribute' and "
                     "'module:Class.method'. Correct it in the function's seam(...)."
+                )
+        for text in (*self.only_if, *self.unless):
+            if not _CONDITION.fullmatch(text):
+                raise SeamError(
+                    f"{self.name}: {text!r} is no condition; allowed in only_if and unless: "
+                    "'module', 'module:attribute' and 'module:attribute mentions name'. Correct "
+                    "it in the function's seam(...)."
                 )
         for one in (self.wrapper, self.native):
             if one is not None and not callable(one):
@@ -174,7 +190,8 @@ def seam(
     optional: bool = False,
     refusal: str = "",
     replaces: bool = False,
-    only_if: bool = True,
+    only_if: tuple[str, ...] = (),
+    unless: tuple[str, ...] = (),
     **unknown: NoReturn,
 ) -> Callable[[Function], Function]:
     """Declare that a function stands at a symbol of a framework.
@@ -200,8 +217,8 @@ def seam(
         optional: see ``Seam``.
         refusal: see ``Seam``.
         replaces: see ``Seam``.
-        only_if: whether there is anything to declare, for a symbol that only some versions have
-            and that nobody misses in the others.
+        only_if: see ``Seam``.
+        unless: see ``Seam``.
         unknown: there is none.
 
     Raises:
@@ -231,11 +248,13 @@ def seam(
                 optional=optional,
                 refusal=refusal,
                 replaces=replaces,
+                only_if=only_if,
+                unless=unless,
             )
             for one in features
         ]
         marks: list[Seam] = vars(function).setdefault(_MARK, [])
-        marks[:0] = records if only_if else []  # Python applies decorators from the lowest up
+        marks[:0] = records  # Python applies decorators from the lowest up
         return function
 
     return declare

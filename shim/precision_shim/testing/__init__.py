@@ -28,7 +28,6 @@ plain torch objects but can be trained only inside :func:`megatron_on_cpu`.
   parameters with int16 remainders, bit for bit.
 * :func:`megatron_on_cpu`, :func:`cuda_means_cpu`, :func:`model_parallel`,
   :func:`tiny_gpt`: the harness.
-* :func:`import_megatron_bridge` imports Megatron-Bridge without TransformerEngine.
 * :func:`measure_bytes`: what is really allocated.
 
 Importing this package imports neither torch nor Megatron; the names below load what they
@@ -43,7 +42,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .fused_adam import FusedAdam, FusedSGD, fused_adam_for, join_master, split_master
     from .measure import MeasuredBytes, Part, measure_bytes
-    from .megatron_bridge import import_megatron_bridge
     from .megatron_cpu import cuda_means_cpu, megatron_on_cpu, model_parallel, tiny_gpt
     from .transformer_engine import (
         StandIn,
@@ -59,7 +57,6 @@ __all__ = [
     "StandIn",
     "cuda_means_cpu",
     "fused_adam_for",
-    "import_megatron_bridge",
     "join_master",
     "measure_bytes",
     "megatron_on_cpu",
@@ -79,7 +76,6 @@ _HOMES = {
     "MeasuredBytes": "measure",
     "Part": "measure",
     "measure_bytes": "measure",
-    "import_megatron_bridge": "megatron_bridge",
     "cuda_means_cpu": "megatron_cpu",
     "megatron_on_cpu": "megatron_cpu",
     "model_parallel": "megatron_cpu",

@@ -83,7 +83,7 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from precision_shim.testing.nemo_rl_cpu import config_modules_pickle
+    from tests.nemo_rl.cpu import config_modules_pickle
 
     with config_modules_pickle():
         print("FOUND", json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))

@@ -28,6 +28,8 @@ from packaging.version import Version
 
 from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER, cuda_means_cpu
 
+from ...megatron_bridge import import_megatron_bridge
+from ..cpu import nemo_rl_on_cpu
 from ..support import LENGTH, NEMO_RL, VOCABULARY, WORKERS
 
 POLICY = f"{WORKERS}.megatron_policy_worker:MegatronPolicyWorker"
@@ -158,8 +160,6 @@ def import_worker_modules() -> None:
     imports vLLM by way of a helper. What its worker imports from there is put in place: a flag,
     functions that only generation calls, and the causal mask.
     """
-    from precision_shim.testing.megatron_bridge import import_megatron_bridge
-
     import_megatron_bridge()
     for name, values in _MISSING.items():
         try:
@@ -334,7 +334,6 @@ def _with_cuda(initialize: Any) -> Any:
 def harness(folder: Path) -> Iterator[None]:
     """All that a Megatron worker needs in this process; ``folder`` holds what was converted."""
     from precision_shim.testing.megatron_cpu import megatron_on_cpu
-    from precision_shim.testing.nemo_rl_cpu import nemo_rl_on_cpu
 
     with megatron_on_cpu(), nemo_rl_on_cpu(), on_cpu(folder):
         yield

@@ -51,14 +51,6 @@ def test_a_module_is_collected_in_the_order_of_its_definitions_without_what_it_i
     assert [one.wrapper.__name__ for one in collect(module, other.c)] == ["b", "a", "c"]
 
 
-def test_what_a_version_lacks_can_be_left_undeclared():
-    @seam("toy.ops:scale", "f", why="a test", only_if=False)
-    def wrapper(call):
-        return call.proceed()
-
-    assert collect(wrapper) == ()
-
-
 def test_a_record_stands_for_itself_and_lists_are_taken_apart():
     one = Seam("toy.ops:scale", "f", None, why="a test", native=native)
     assert collect(one, [one, (one,)]) == (one, one, one)

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._finders import Watcher
+from precision_shim._finders import Watcher
 
 __all__ = ["config_modules_pickle", "nemo_rl_on_cpu", "stay_on_cpu"]
 
@@ -53,7 +53,7 @@ def nemo_rl_on_cpu(
         raise ValueError("several processes need an init_file to meet at")
     import torch.distributed as dist
 
-    from .megatron_cpu import _environment
+    from precision_shim.testing.megatron_cpu import _environment
 
     with contextlib.ExitStack() as stack:
         if init_file is None:
@@ -101,7 +101,7 @@ def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> No
     import torch.distributed.device_mesh as meshes
     from torch.amp import autocast_mode
 
-    from .megatron_cpu import _patched, cuda_means_cpu
+    from precision_shim.testing.megatron_cpu import _patched, cuda_means_cpu
 
     stack.enter_context(config_modules_pickle())
     make_group, make_mesh = dist.init_process_group, meshes.init_device_mesh
@@ -195,7 +195,7 @@ def config_modules_pickle() -> Iterator[None]:
     """
     from torch.utils._config_module import ConfigModule
 
-    from .megatron_cpu import _patched
+    from precision_shim.testing.megatron_cpu import _patched
 
     with _patched(ConfigModule, {"__reduce_ex__": _config_module_by_name}):
         yield

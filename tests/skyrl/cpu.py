@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .megatron_cpu import _CudaMeansCpu, _patched, cuda_means_cpu
+from precision_shim.testing.megatron_cpu import _CudaMeansCpu, _patched, cuda_means_cpu
 
 __all__ = ["flash_attn_placeholder", "make_worker", "skyrl_on_cpu", "stay_on_cpu"]
 
