@@ -258,7 +258,7 @@ def test_a_step_whose_gradients_were_not_unscaled_is_an_error():
     training.attach(loss)
     loss.backward()
     with (
-        pytest.raises(SeamError, match=r"toy None: a step came before .*FEATURES=-fp16-scaling"),
+        pytest.raises(SeamError, match=r"toy: a step came before .*FEATURES=-fp16-scaling"),
         training.several_steps(optimizer),
     ):
         optimizer.step()
