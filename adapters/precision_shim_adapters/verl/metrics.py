@@ -9,13 +9,13 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam
 
-from .. import loss_scaling, megatron_overflow
+from .. import loss_scaling, megatron
 
 
 def of_engine(engine: Any) -> dict[str, float]:
     """Megatron's counts or FSDP's scaler; empty for an engine that has neither."""
     return {
-        **megatron_overflow.metrics(getattr(engine, "optimizer", None)),
+        **megatron.metrics(getattr(engine, "optimizer", None)),
         **loss_scaling.metrics(getattr(engine, "scaler", None)),
     }
 
