@@ -2,7 +2,8 @@
 
 What an adapter of a small trainer needs:
 
-1. ``seams=collect(megatron.SEAMS, ...)`` and ``paths={**megatron.PATHS, ...}`` in its ``Adapter``.
+1. In its ``Adapter``: ``seams=collect(megatron.SEAMS, ...)``, ``paths={**megatron.PATHS, ...}``,
+   ``effects=megatron.EFFECTS``.
 2. A function that reads the framework's config into ``Wishes``.
 3. Around what builds model and optimizer, a seam for ``BUILDING`` in the group ``GROUP``:
    ``with building("mine", read): return call.proceed()``.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from precision_shim.adapting import collect
 
+from ..frameworks import MEGATRON_EFFECTS as EFFECTS
 from . import checkpoint, ddp, optimizer, overflow
 from .build import Build, building, current_build, expect_reference
 from .optimizer import Settled, check, settle, with_fields
@@ -36,6 +38,7 @@ __all__ = [
     "ALIGNMENT",
     "BUILDING",
     "DISPATCH",
+    "EFFECTS",
     "GROUP",
     "PATHS",
     "PRECISION_AWARE",

@@ -53,18 +53,12 @@ def told_of(chunk: Any) -> torch.dtype | None:
 )
 @seam(
     DDP,
-    DISPATCH,
+    (DISPATCH, SCALING),
     group=GROUP,
-    why="the first place that sees the parameters an optimizer will train",
-    delete_when="frameworks hand the model to the function that makes the OptimizerConfig",
-    optional=True,
-)
-@seam(
-    DDP,
-    SCALING,
-    group=GROUP,
-    why="sees the parameters; and the DDP reads check_for_nan_in_grad at each reduction",
-    delete_when="Megatron's check asks whether the loss scale is dynamic",
+    why="the first place that sees the parameters an optimizer will train; and the DDP reads "
+    "check_for_nan_in_grad from this config at each reduction",
+    delete_when="frameworks hand the model to the function that makes the OptimizerConfig, and "
+    "Megatron's check asks whether the loss scale is dynamic",
     optional=True,
 )
 def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any = None) -> Any:

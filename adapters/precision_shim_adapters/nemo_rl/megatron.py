@@ -31,7 +31,7 @@ from precision_shim.adapting import Call, around, look, seam, version_of
 from precision_shim.rules.dtypes import parse_dtype
 
 from .. import megatron
-from ..megatron import ALIGNMENT, BUILDING, DISPATCH, SCALING, Wishes, building
+from ..megatron import BUILDING, SCALING, Wishes, building
 from ..ray_actors import put_in_front
 from .dtensor import BLOCK, FRAMEWORK, TRAIN
 from .places import INLINE, MEGATRON, POLICY, SETUP, VALUE
@@ -144,28 +144,10 @@ def _built(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, trains: b
 
 @seam(
     _SETUP_OPTIMIZER,
-    SCALING,
+    BUILDING,
     group="megatron",
-    why="the scaler is made from these fields, and the optimizer comes out here",
-    delete_when="NeMo-RL gives a loss scaler settings that suit a start at fp16",
-    aliases=_SETUP_ALIASES,
-    optional=True,
-)
-@seam(
-    _SETUP_OPTIMIZER,
-    DISPATCH,
-    group="megatron",
-    why="the parameters are known, and the optimizer is not yet made",
-    delete_when="NeMo-RL dispatches on policy.precision",
-    aliases=_SETUP_ALIASES,
-    optional=True,
-)
-@seam(
-    _SETUP_OPTIMIZER,
-    ALIGNMENT,
-    group="megatron",
-    why="the first call that has config, parameters and buckets in hand",
-    delete_when="Megatron checks main_grads_dtype against the bucket",
+    why="config, parameters and buckets are known, and the optimizer comes out here",
+    delete_when="NeMo-RL dispatches on policy.precision, fp16 with a scaler that suits it",
     aliases=_SETUP_ALIASES,
     optional=True,
 )

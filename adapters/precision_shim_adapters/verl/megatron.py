@@ -45,13 +45,13 @@ _ONE_PLACE = "verl decides bucket and optimizer states in one place"
 # -- what verl does itself ------------------------------------------------------------------
 
 
-def _dispatches(has_opt_in: bool, settings: Settings) -> bool:
+def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
     return has_opt_in and settings["optimizer_states"] != "follow-model"
 
 
 def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
     """verl 0.9's opt-in: there the config is taken at its word, unless follow-model is asked."""
-    if _dispatches("bf16" in symbol.parameters, settings):
+    if _dispatches_itself("bf16" in symbol.parameters, settings):
         return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
     return None
 
@@ -241,7 +241,7 @@ def configure(
         build = Build(
             "verl", lambda: read_wishes(optim_config, declared=flagged, distributed=distributed)
         )
-    settled = megatron.settle(build, native=_dispatches(_has_fields(), current_settings()))
+    settled = megatron.settle(build, native=_dispatches_itself(_has_fields(), current_settings()))
     if settled.fields:
         call.arguments["optim_config"] = _WithOverrides(optim_config, settled.fields)
     if settled.by_user is not None:
@@ -332,14 +332,6 @@ def engine_build(call: Call) -> Any:
     relies_on=("dtype", "init_megatron_optim_config"),
     optional=True,
 )
-def legacy_actor_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
-    """Note that 0.7.1's worker builds its actor (or a reference, which gets no optimizer)."""
-    worker = call.instance
-    config = worker.config.actor.megatron
-    with _building_legacy("actor", config, worker, optim_config, override_ddp_config):
-        return call.proceed()
-
-
 @seam(
     f"{LEGACY}:CriticWorker._build_critic_model_optimizer",
     BUILDING,
@@ -349,27 +341,23 @@ def legacy_actor_build(call: Call, optim_config: Any, override_ddp_config: Any) 
     relies_on=("dtype", "init_megatron_optim_config"),
     optional=True,
 )
-def legacy_critic_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
-    """Note that 0.7.1's worker builds its critic."""
+def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
+    """Note that 0.7.1's worker builds a model (a reference gets no optimizer)."""
     worker = call.instance
-    config = worker.config.megatron
-    with _building_legacy("critic", config, worker, optim_config, override_ddp_config):
-        return call.proceed()
+    actor = _read(worker.config, "actor")
+    config = (worker.config if actor is None else actor).megatron
 
-
-def _building_legacy(
-    subject: str, config: Any, worker: Any, optim_config: Any, ddp_config: Any
-) -> Any:
-    return building(
-        "verl",
-        lambda: read_wishes(
+    def read() -> Wishes:
+        return read_wishes(
             optim_config,
-            ddp_config,
-            subject=subject,
+            override_ddp_config,
+            subject="critic" if actor is None else "actor",
             declared=getattr(worker, "dtype", None),
             distributed=bool(_read(config, "use_distributed_optimizer", True)),
-        ),
-    )
+        )
+
+    with building("verl", read):
+        return call.proceed()
 
 
 @seam(
@@ -448,14 +436,6 @@ def step_engine(call: Call) -> Any:
     relies_on=("actor_optimizer", "NotImplementedError"),
     optional=True,
 )
-def update_policy(call: Call) -> Any:
-    """Do the same for the actor's mini-batches of 0.7.1's worker, and add its figures."""
-    with skipping(succeeds=True):
-        found = call.proceed()
-    found.update(megatron.metrics(call.instance.actor_optimizer, "actor/"))
-    return found
-
-
 @seam(
     "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
     SCALING,
@@ -465,9 +445,10 @@ def update_policy(call: Call) -> Any:
     relies_on=("critic_optimizer", "NotImplementedError"),
     optional=True,
 )
-def update_critic(call: Call) -> Any:
-    """Do the same for the critic's mini-batches of 0.7.1's worker, and add its figures."""
+def update(call: Call) -> Any:
+    """Do the same for the mini-batches of 0.7.1's workers, and add their figures."""
     with skipping(succeeds=True):
         found = call.proceed()
-    found.update(megatron.metrics(call.instance.critic_optimizer, "critic/"))
+    kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
+    found.update(megatron.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
     return found
