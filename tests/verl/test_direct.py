@@ -229,15 +229,14 @@ def test_chunks_of_a_model_share_one_bucket_dtype(fused_adam: str, shim: Any) ->
     shim(settings=FOLLOW)
 
     from precision_shim_adapters.megatron import building
-    from precision_shim_adapters.verl.megatron import _VerlBuild
+    from precision_shim_adapters.verl.megatron import read_wishes
 
     provider = tiny_gpt(BF16)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True
     )
     made = []
-    build = _VerlBuild(lambda: "actor", config, lambda: BF16, bucket_set=False)
-    with building(build):
+    with building("verl", lambda: read_wishes(config(), subject="actor", declared=BF16)):
         for trains in (True, False, True):
             module = Float16Module(provider.config, provider())
             module.requires_grad_(trains)

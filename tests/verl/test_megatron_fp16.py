@@ -417,13 +417,12 @@ class TestCheckForNan:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-        from precision_shim_adapters.megatron import Build, building
+        from precision_shim_adapters.megatron import Wishes, building
 
         def given(dtype: torch.dtype) -> Any:
             config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
             made = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-            build = Build("verl", lambda: "actor", lambda *args: None)  # type: ignore[arg-type]
-            with building(build), contextlib.suppress(Exception):
+            with building("verl", Wishes), contextlib.suppress(Exception):
                 made.__init__(object(), config, torch.nn.Linear(2, 2, dtype=dtype))  # type: ignore[misc]
             assert config.check_for_nan_in_grad  # the caller's is the caller's
             return vars(made)["ddp_config"].check_for_nan_in_grad

@@ -47,7 +47,7 @@ class Fp16Job(Job):
         """Losses and gradient norms of some steps, the loss scaled as Megatron's schedule does."""
         from megatron.core.distributed import finalize_model_grads
 
-        from precision_shim_adapters.megatron_overflow import skipping
+        from precision_shim_adapters.megatron import skipping
 
         found = []
         for step in range(first, first + steps):
@@ -66,7 +66,7 @@ class Fp16Job(Job):
             self.optimizer.scale_loss(loss * weight).backward()
             finalize_model_grads(self.chunks)
             self.before_step(step)
-            with skipping("verl", "actor", succeeds=True):
+            with skipping(succeeds=True):
                 _, norm, _ = self.optimizer.step()
             found += [float(loss), norm if math.isfinite(norm) else "skipped"]
         return found

@@ -21,17 +21,16 @@ from __future__ import annotations
 
 from precision_shim.adapting import Adapter, collect
 
-from .. import megatron as shared
-from .. import megatron_checkpoint, megatron_offload, megatron_overflow
+from .. import megatron as wing
 from ..frameworks import SKYRL
+from ..megatron import offload
 from . import config, fsdp, megatron, overflow, processes
 
 ADAPTER = Adapter(
     **SKYRL,
     paths={
-        **megatron_checkpoint.PATHS,
-        **megatron_overflow.PATHS,
-        **megatron_offload.PATHS,
+        **wing.PATHS,
+        **offload.PATHS,
         "megatron": "Megatron workers",
         "fsdp": "FSDP workers",
         "trainer": "all workers (the trainer's metrics)",
@@ -39,12 +38,10 @@ ADAPTER = Adapter(
         "ray": "all workers (their start in Ray)",
     },
     seams=collect(
-        shared,
-        megatron_checkpoint,
-        megatron_overflow,
+        wing.SEAMS,
         megatron,
         config,
-        megatron_offload.seams(
+        offload.seams(
             f"{megatron.TRAIN}.distributed.megatron.megatron_utils",
             (f"{megatron.TRAIN}.distributed.megatron.megatron_strategy",),
             why="SkyRL leaves FusedAdam's masters on the GPU",

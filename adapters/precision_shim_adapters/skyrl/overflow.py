@@ -1,4 +1,4 @@
-"""SkyRL on Megatron in fp16: a skipped step, the scaler's settings, and both in SkyRL's metrics.
+"""SkyRL on Megatron in fp16: a skipped step, and what becomes of it in SkyRL's metrics.
 
 SkyRL drops what Megatron's ``step`` says of success, and a grad norm that is None from its metrics:
 a skipped step leaves no trace. It is given NaN as grad norm. The learning rate scheduler goes on,
@@ -20,18 +20,8 @@ import wrapt
 from precision_shim.adapting import Call, seam
 
 from ..fp16.stepping import steps_through
-from ..megatron_overflow import (
-    FEATURE,
-    answered,
-    dynamic_scalers,
-    metrics,
-    scale_of,
-    scaler_settings,
-    skipping,
-    with_scaler_settings,
-)
-from .config import KWARGS
-from .megatron import OPTIMIZER, TRAIN, WORKER, dtype_to_build
+from ..megatron import SCALING, answered, metrics, skipping
+from .megatron import TRAIN, WORKER
 
 _TINKERS_NORM = "skyrl.ai/grad_norm"
 _SCALE, _SKIPPED = "loss_scale", "skipped_steps"
@@ -46,7 +36,7 @@ _BASE = f"{TRAIN}.workers.worker"
 
 @seam(
     f"{TRAIN}.distributed.megatron.megatron_strategy:MegatronStrategy.optimizer_step",
-    FEATURE,
+    SCALING,
     group="megatron",
     why="drops what Megatron's step says of success",
     delete_when="SkyRL counts and reports skipped steps",
@@ -55,7 +45,7 @@ _BASE = f"{TRAIN}.workers.worker"
 )
 def step(call: Call, optimizer: Any) -> Any:
     """Give a skipped step of a policy worker NaN as grad norm, and say so in the log."""
-    with skipping("skyrl", "policy", succeeds=False), _counted(optimizer):
+    with skipping(succeeds=False), _counted(optimizer):
         grad_norm = call.proceed()
     if isinstance(grad_norm, float) and math.isnan(grad_norm):
         figures = metrics(optimizer)
@@ -82,7 +72,7 @@ def _counted(optimizer: Any) -> AbstractContextManager[None]:
 
 @seam(
     f"{TRAIN}.workers.worker_dispatch:WorkerDispatch.forward_backward",
-    FEATURE,
+    SCALING,
     group="tinker",
     why="the driver sees here which model's workers scale their loss",
     delete_when="SkyRL's optim_step says which steps were skipped",
@@ -101,7 +91,7 @@ def note_scaled(call: Call, model: Any) -> Any:
 
 @seam(
     "skyrl.backends.skyrl_train_backend:SkyRLTrainBackend.optim_step",
-    FEATURE,
+    SCALING,
     group="tinker",
     why="the Tinker server's answer is JSON, in which a grad norm of NaN is an error",
     delete_when="it leaves out what is not finite",
@@ -128,7 +118,7 @@ def report_to_client(call: Call, model_id: Any) -> Any:
 
 @seam(
     f"{WORKER}:MegatronPolicyWorkerBase.forward_backward",
-    FEATURE,
+    SCALING,
     group="megatron",
     why="returns the metrics that the trainer logs, reduced over the ranks",
     delete_when="SkyRL reports the loss scale",
@@ -140,14 +130,8 @@ def report(call: Call) -> Any:
     output = call.proceed()
     optimizer = getattr(call.instance, "optimizer", None)
     if optimizer is not None:
-        add_figures(output, metrics(optimizer) or _first_figures(optimizer))
+        add_figures(output, metrics(optimizer, from_start=True))
     return output
-
-
-def _first_figures(optimizer: Any) -> dict[str, float]:
-    """The same before the first step, which is the likeliest to be skipped."""
-    scalers = dynamic_scalers(optimizer)
-    return {_SCALE: scale_of(scalers[0]), _SKIPPED: 0.0} if scalers else {}
 
 
 def add_figures(output: Any, figures: dict[str, float]) -> None:
@@ -165,7 +149,7 @@ def _figures_in(output: Any) -> dict[str, Any]:
 
 @seam(
     f"{TRAIN}.workers.worker_utils:reduce_metrics",
-    FEATURE,
+    SCALING,
     group="trainer",
     why="takes means over a step's mini-batches, of a loss scale and a count too",
     delete_when="it has a reduction for the last value",
@@ -180,29 +164,6 @@ def keep_last(call: Call, metrics: Any) -> Any:
     reduced = call.proceed()
     reduced.update({key: metrics[key][-1] for key in (_SCALE, _SKIPPED) if key in reduced})
     return reduced
-
-
-# Over dispatch and coercion: this module is collected after theirs.
-@seam(
-    OPTIMIZER,
-    FEATURE,
-    group="megatron",
-    why="its kwargs are the one way to the scaler's fields",
-    delete_when="SkyRL's optimizer config has fields for the loss scaler",
-    relies_on=("update",),
-    aliases=(f"{WORKER}:init_megatron_optim_config",),
-    optional=True,
-)
-def scale_from_settings(call: Call, optimizer_config_kwargs: Any) -> Any:
-    """Bring the variables that the user set beneath ``optimizer_config_kwargs``.
-
-    Raises:
-        SettingsError: the first scale is below the scaler's minimum.
-    """
-    written = dict(optimizer_config_kwargs or {})
-    if scaler_settings() and dtype_to_build(written) is torch.float16:
-        call.arguments[KWARGS] = with_scaler_settings(written, KWARGS)
-    return call.proceed()
 
 
 # -- weights to the inference engines ----------------------------------------------------------
@@ -224,7 +185,7 @@ def _resized(task: Any) -> Any:
 
 @seam(
     f"{WORKER}:MegatronWeightExtractor._init_param_buckets",
-    FEATURE,
+    SCALING,
     group="megatron",
     why="its table of sizes has no fp16: sending the weights would end in a KeyError",
     delete_when="its table of sizes has fp16",

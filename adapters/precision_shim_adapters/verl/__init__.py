@@ -16,17 +16,16 @@ from __future__ import annotations
 
 from precision_shim.adapting import Adapter, collect
 
-from .. import megatron as shared
-from .. import megatron_checkpoint, megatron_offload, megatron_overflow
+from .. import megatron as wing
 from ..frameworks import VERL
-from . import engines, fsdp, fsdp_checkpoints, megatron, metrics, overflow
+from ..megatron import offload
+from . import engines, fsdp, fsdp_checkpoints, megatron, metrics
 
 ADAPTER = Adapter(
     **VERL,
     paths={
-        **megatron_checkpoint.PATHS,
-        **megatron_overflow.PATHS,
-        **megatron_offload.PATHS,
+        **wing.PATHS,
+        **offload.PATHS,
         "megatron": "Megatron engine",
         "native": "Megatron engine",
         "legacy workers": "legacy Megatron workers",
@@ -40,14 +39,11 @@ ADAPTER = Adapter(
         "automodel engine": "Automodel engine",
     },
     seams=collect(
-        shared,
-        megatron_checkpoint,
-        megatron_overflow,
+        wing.SEAMS,
         megatron,
         megatron.NATIVE,
-        overflow,
         metrics,
-        megatron_offload.seams(
+        offload.seams(
             "verl.utils.megatron_utils",
             ("verl.workers.engine.megatron.transformer_impl", megatron.LEGACY),
             why="before 0.9 verl leaves FusedAdam's masters on the GPU",

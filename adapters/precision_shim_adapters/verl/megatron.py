@@ -1,38 +1,37 @@
-"""verl on Megatron: translations between verl's configs and the rules."""
+"""verl on Megatron: how its configs are read, and where its seams are.
+
+verl raises ``NotImplementedError`` for every step that Megatron did not take; its engines from a
+method of their own, 0.7.1's legacy workers inline. It breaks on a grad norm that is None: the SFT
+trainer pops the missing key, and the trainers take the mean. So a skipped step is handed to it as a
+step with grad norm NaN. Its learning rate schedulers and counters go on, as they do in verl's FSDP
+engines.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import wrapt
 
-from precision_shim.adapting import (
-    Call,
-    Seam,
-    Settings,
-    Symbol,
-    current_settings,
-    decide,
-    in_force,
-    seam,
-    version_of,
-    warn,
-)
+from precision_shim.adapting import Call, Seam, Settings, Symbol, current_settings, seam, version_of
 from precision_shim.rules.dtypes import coerce_dtype, name_of, parse_dtype
-from precision_shim.rules.model import TrainableDtypes
-from precision_shim.rules.optimizer import (
-    PRECISION_AWARE_FIELDS,
-    ROWS,
-    OptimizerPlan,
-    OptimizerRequest,
-    plan_optimizer,
-)
+from precision_shim.rules.optimizer import PRECISION_AWARE_FIELDS, ROWS
 
-from .. import megatron, megatron_checkpoint
-from ..megatron import Build, building, coerced, current_build, fused_adam_support
+from .. import megatron
+from ..megatron import (
+    ALIGNMENT,
+    BUILDING,
+    DISPATCH,
+    PRECISION_AWARE,
+    SCALING,
+    Build,
+    Wishes,
+    building,
+    skipping,
+)
 
 _KEY = "override_optimizer_config"
 PULL = "https://github.com/verl-project/verl/pull/6526"
@@ -40,17 +39,19 @@ CONFIG = "verl.utils.megatron.optimizer:init_megatron_optim_config"
 ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngine"
 LEGACY = "verl.workers.megatron_workers"
 _FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
-_BUILDING = ("bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
-"""The features that need to know which model is being built."""
 _ONE_PLACE = "verl decides bucket and optimizer states in one place"
 
 
 # -- what verl does itself ------------------------------------------------------------------
 
 
+def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
+    return has_opt_in and settings["optimizer_states"] != "follow-model"
+
+
 def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
     """verl 0.9's opt-in: there the config is taken at its word, unless follow-model is asked."""
-    if "bf16" in symbol.parameters and settings["optimizer_states"] != "follow-model":
+    if _dispatches_itself("bf16" in symbol.parameters, settings):
         return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
     return None
 
@@ -91,30 +92,8 @@ def _read(config: Any, key: str, default: Any = None) -> Any:
 
 
 def _overrides(optim_config: Any) -> dict[str, Any]:
-    """The user's ``override_optimizer_config`` as a new dict, dtype names coerced.
-
-    Raises:
-        DtypeError: names the key below ``override_optimizer_config``.
-    """
-    raw = _read(optim_config, _KEY) or {}
-    return coerced({str(key): raw[key] for key in raw}, f"{_where()}, {_KEY}")
-
-
-def _opt_in(optim_config: Any) -> dict[str, Any]:
-    """The fields of verl 0.9's opt-in, as dtypes; empty where the config does not opt in."""
-    if not _read(optim_config, "use_precision_aware_optimizer", False):
-        return {}
-    return {**dict.fromkeys(PRECISION_AWARE_FIELDS[1:], torch.float32), **_written(optim_config)}
-
-
-def _written(optim_config: Any) -> dict[str, Any]:
-    """Those of the opt-in's fields that the config carries, as dtypes."""
-    fields = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
-    return {
-        key: coerce_dtype(value, key=f"optim.{key}", where=_where())
-        for key, value in fields.items()
-        if value is not None
-    }
+    written = _read(optim_config, _KEY) or {}
+    return {str(key): written[key] for key in written}
 
 
 def _has_fields() -> bool:
@@ -124,72 +103,71 @@ def _has_fields() -> bool:
     return "bf16" in inspect.signature(module.init_megatron_optim_config).parameters
 
 
-def _precision_aware_by_user(optim_config: Any) -> bool:
-    """Whether this verl makes a precision-aware optimizer of the config by itself."""
-    opt_in = _has_fields() and bool(_opt_in(optim_config))
-    return bool(_overrides(optim_config).get("use_precision_aware_optimizer", opt_in))
+def _opt_in(optim_config: Any, has_fields: bool) -> dict[str, Any]:
+    """The fields of verl 0.9's opt-in that the config carries, as dtypes.
 
-
-def _policy() -> str:
-    """What the setting means for this version of verl, in the rules' words."""
-    if not in_force("verl", "bf16-dispatch", "megatron"):
-        return "as-configured"  # a bucket must not follow states that nobody puts in force
-    states = str(current_settings()["optimizer_states"])
-    if states == "auto":
-        return "as-configured" if _has_fields() else "guarded"
-    return states
-
-
-# -- the plan -------------------------------------------------------------------------------
-
-
-def plan_for(
-    optim_config: Any,
-    model: TrainableDtypes,
-    declared: torch.dtype | None,
-    distributed: bool,
-    blockers: tuple[str, ...] = (),
-) -> tuple[OptimizerPlan, dict[str, Any]]:
-    """Ask the rules what verl's OptimizerConfig becomes.
-
-    Returns:
-        The plan, and the overrides that put it in force in verl's own function: what the shim
-        adds beneath what the user wrote.
+    Where verl has the fields, False cannot be told from the default: no opt-in then. Where it has
+    not, whatever is there was written.
     """
-    policy = _policy()
-    asked = _overrides(optim_config)
-    dtype = model.single or declared
-    beneath: dict[str, Any] = {}
-    native: dict[str, Any] = {}
-    if dtype is torch.float16:
-        native = dict(ROWS[torch.float16])  # verl's own fp16 branch, in every version
-    elif dtype is torch.bfloat16:
-        if policy == "as-configured":
-            # Without dispatch nobody brings the fields to a version that lacks them.
-            brought = _has_fields() or in_force("verl", "bf16-dispatch", "megatron")
-            native = _opt_in(optim_config) if brought else {}
-            beneath = {} if _has_fields() else native
-        else:
-            # Where verl has the fields, False cannot be told from the default that the user asked
-            # follow-model to go over; where it has not, whatever is there was written.
-            own = _opt_in(optim_config) if _has_fields() else _written(optim_config)
-            asked = {**own, **asked}
-    plan = plan_optimizer(
-        OptimizerRequest(
-            model=model,
-            declared=declared,
-            asked=asked,
-            policy=policy,
-            optimizer=str(asked.get("optimizer", _read(optim_config, "optimizer", "adam"))),
-            distributed=bool(asked.get("use_distributed_optimizer", distributed)),
-            support=fused_adam_support(),
-            blockers=blockers,
-            native=native,
-            aligned=in_force("verl", "grad-bucket-alignment", "megatron"),
-            whole_masters=in_force("verl", "bf16-dispatch", megatron_checkpoint.STATES),
-        )
+    values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
+    if has_fields and not values[PRECISION_AWARE]:
+        return {}
+    found = {
+        key: coerce_dtype(value, key=f"optim.{key}", where=_where())
+        for key, value in values.items()
+        if value is not None
+    }
+    return (
+        {**dict.fromkeys(PRECISION_AWARE_FIELDS[1:], torch.float32), **found}
+        if has_fields
+        else found
     )
-    return plan, {**beneath, **plan.adds, **asked}
+
+
+def read_wishes(
+    optim_config: Any, ddp_config: Mapping[str, Any] | None = None, **known: Any
+) -> Wishes:
+    """What verl's configs ask for.
+
+    Args:
+        optim_config: verl's optimizer config; ``None`` where there is none.
+        ddp_config: ``override_ddp_config`` as the user wrote it.
+        known: further attributes of ``Wishes``.
+    """
+    written, has_fields = ddp_config or {}, _has_fields()
+    bucket = bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
+    return Wishes(
+        where=f"{_where()}, {_KEY}",
+        asked=_overrides(optim_config),
+        auto="as-configured" if has_fields else "guarded",
+        native={torch.float16: ROWS[torch.float16]},  # verl's fp16 branch, in every version
+        opt_in=_opt_in(optim_config, has_fields),
+        reads_opt_in=has_fields,
+        optimizer=str(_read(optim_config, "optimizer", "adam")),
+        bucket_in_fp32=bucket,
+        nan_check_written="check_for_nan_in_grad" in written,
+        **known,
+    )
+
+
+def of_engine(engine: Any) -> Wishes:
+    """What the configs of an engine ask for, once it has read them."""
+    config, optim_config = engine.engine_config, engine.optimizer_config
+    blockers = []
+    if _read(config, "use_megatron_fsdp", False):
+        blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
+    if _read(optim_config, "use_layer_wise_distributed_optimizer", False):
+        blockers.append("the layer-wise distributed optimizer (Muon) builds no FusedAdam")
+    return read_wishes(
+        optim_config,
+        # From 0.9 the engine itself adds the bucket on the way to the DDP: ask the config.
+        _read(config, "override_ddp_config"),
+        subject="critic" if getattr(engine, "is_value_model", False) else "actor",
+        declared=getattr(engine, "param_dtype", None),
+        blockers=tuple(blockers),
+        # mbridge's DDP has the distributed optimizer on whatever verl's config says (0.7.1).
+        distributed=bool(_read(config, "use_distributed_optimizer", True)),
+    )
 
 
 # -- init_megatron_optim_config -------------------------------------------------------------
@@ -218,10 +196,9 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
         return dict(self._self_overrides) if key == _KEY else self.__wrapped__[key]
 
 
-# Dispatch is the inner layer, and so comes first: it reads coerced dtypes.
 @seam(
     CONFIG,
-    "bf16-dispatch",
+    DISPATCH,
     group="megatron",
     why="the one function that makes verl's OptimizerConfig, for actor and critic",
     upstream=PULL,
@@ -229,7 +206,24 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     relies_on=("override_optimizer_config", "params_dtype"),
     native=native_dispatch,
 )
-def dispatch(
+@seam(
+    CONFIG,
+    "dtype-coercion",
+    group="megatron",
+    why="override_optimizer_config reaches Megatron as YAML wrote it, strings included",
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
+    delete_when="verl coerces override_optimizer_config itself",
+    relies_on=("override_optimizer_config",),
+)
+@seam(
+    CONFIG,
+    SCALING,
+    group="megatron",
+    why="its override merge is the one way to fields that verl's fp16 branch sets",
+    delete_when="verl's optimizer config has fields for the loss scaler",
+    relies_on=("override_optimizer_config", "initial_loss_scale"),
+)
+def configure(
     call: Call,
     optim_config: Any,
     fp16: Any,
@@ -241,48 +235,24 @@ def dispatch(
     verl's engines and workers call it for each model that they train, after its DDP is built.
     """
     flagged = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
-    build = current_build()
-    if not isinstance(build, _VerlBuild):  # another framework's is none of ours
-        build = None
-    subject = build.subject() if build is not None else "direct caller"
-    distributed = bool(use_distributed_optimizer)
+    build = megatron.current_build("verl")
     if build is None:
-        plan, overrides = plan_for(optim_config, TrainableDtypes(), flagged, distributed)
-        dtype: torch.dtype | None = flagged
-    else:
-        declared = build.declared or flagged
-        plan, overrides = plan_for(optim_config, build.seen, declared, distributed, build.blockers)
-        dtype = build.seen.single or declared
-    call.arguments["fp16"] = dtype is torch.float16
-    if "bf16" in call.parameters:
+        distributed = bool(use_distributed_optimizer)
+        build = Build(
+            "verl", lambda: read_wishes(optim_config, declared=flagged, distributed=distributed)
+        )
+    settled = megatron.settle(build, native=_dispatches_itself(_has_fields(), current_settings()))
+    if settled.fields:
+        call.arguments["optim_config"] = _WithOverrides(optim_config, settled.fields)
+    if settled.by_user is not None:
+        dtype = settled.dtype or flagged
+        call.arguments["fp16"] = dtype is torch.float16
         call.arguments["bf16"] = dtype is torch.bfloat16
-    else:
-        call.arguments.pop("bf16", None)
-    call.arguments["optim_config"] = _WithOverrides(optim_config, overrides)
-    decide("verl", subject, "bf16-dispatch", plan.chosen, plan.because)
-    for text in plan.warnings:
-        warn(f"verl {subject}: {text}")
+        if "bf16" not in call.parameters:
+            del call.arguments["bf16"]
     made = call.proceed()
-    by_user = _precision_aware_by_user(optim_config)
-    megatron_checkpoint.note_precision_aware(made, by_user=by_user)
+    settled.keep_layout(made)
     return made
-
-
-@seam(
-    CONFIG,
-    "dtype-coercion",
-    group="megatron",
-    why="override_optimizer_config reaches Megatron as YAML wrote it, strings included",
-    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
-    delete_when="verl coerces override_optimizer_config itself",
-    relies_on=("override_optimizer_config",),
-)
-def coerce_overrides(call: Call, optim_config: Any) -> Any:
-    """Let dtype names in ``override_optimizer_config`` work."""
-    overrides = _overrides(optim_config)
-    if overrides:
-        call.arguments["optim_config"] = _WithOverrides(optim_config, overrides)
-    return call.proceed()
 
 
 # -- McoreOptimizerConfig -------------------------------------------------------------------
@@ -290,7 +260,7 @@ def coerce_overrides(call: Call, optim_config: Any) -> Any:
 
 @seam(
     _FIELDS,
-    "bf16-dispatch",
+    DISPATCH,
     group="megatron",
     why="brings the fields of verl 0.9's opt-in to versions whose config lacks them",
     upstream=PULL,
@@ -338,58 +308,9 @@ def spell_fields(call: Call) -> Any:
 # -- which model is being built --------------------------------------------------------------
 
 
-class _VerlBuild(Build):
-    """A build that also knows verl's config; what the rules need of it besides the parameters."""
-
-    def __init__(
-        self,
-        subject: Callable[[], str],
-        optim_config: Callable[[], Any],
-        declared: Callable[[], torch.dtype | None],
-        *,
-        bucket_set: bool,
-        nan_check_set: bool = False,
-        blockers: tuple[str, ...] = (),
-        distributed: bool = True,
-    ) -> None:
-        super().__init__(
-            "verl",
-            subject,
-            self._plan,
-            bucket_set,
-            constant_scale=lambda: bool((_read(optim_config(), _KEY) or {}).get("loss_scale")),
-            nan_check_set=nan_check_set,
-        )
-        # mbridge's DDP has the distributed optimizer on whatever verl's config says (0.7.1).
-        self._distributed = distributed
-        self._optim_config = optim_config
-        self._declared = declared
-        self._blockers = blockers
-
-    @property
-    def blockers(self) -> tuple[str, ...]:
-        """Why the precision-aware optimizer cannot run in this engine."""
-        return (*self._blockers, *self.bucket_blockers())
-
-    @property
-    def declared(self) -> torch.dtype | None:
-        """The dtype that verl's worker or engine declares for the model."""
-        return self._declared()
-
-    def _plan(self, model: TrainableDtypes, distributed: bool) -> OptimizerPlan:
-        both = distributed and self._distributed
-        return plan_for(self._optim_config(), model, self.declared, both, self.blockers)[0]
-
-
-def _set_by_user(ddp_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Which of the DDP's fields the user wrote in ``override_ddp_config``."""
-    fields = {"bucket_set": "grad_reduce_in_fp32", "nan_check_set": "check_for_nan_in_grad"}
-    return {name: field in (ddp_config or {}) for name, field in fields.items()}
-
-
 @seam(
     f"{ENGINE}.initialize",
-    _BUILDING,
+    BUILDING,
     group="megatron",
     why="the engine around both decisions; knows dtype, optimizer and DDP config",
     delete_when=_ONE_PLACE,
@@ -398,77 +319,50 @@ def _set_by_user(ddp_config: Mapping[str, Any] | None) -> dict[str, Any]:
 )
 def engine_build(call: Call) -> Any:
     """Note that an engine builds its model and optimizer, which it does once, in a worker."""
-    with building(_engine_build(call.instance)):
+    with building("verl", lambda: of_engine(call.instance)):
         return call.proceed()
-
-
-def _engine_build(engine: Any) -> _VerlBuild:
-    config = engine.engine_config
-    blockers = []
-    if _read(config, "use_megatron_fsdp", False):
-        blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
-    if _read(engine.optimizer_config, "use_layer_wise_distributed_optimizer", False):
-        blockers.append("the layer-wise distributed optimizer (Muon) builds no FusedAdam")
-    return _VerlBuild(
-        lambda: "critic" if getattr(engine, "is_value_model", False) else "actor",
-        lambda: engine.optimizer_config,
-        lambda: getattr(engine, "param_dtype", None),
-        # From 0.9 the engine itself adds the key on the way to the DDP: ask the config.
-        **_set_by_user(_read(config, "override_ddp_config")),
-        blockers=tuple(blockers),
-        distributed=bool(_read(config, "use_distributed_optimizer", True)),
-    )
 
 
 @seam(
     f"{LEGACY}:ActorRolloutRefWorker._build_model_optimizer",
-    _BUILDING,
+    BUILDING,
     group="legacy workers",
     why="0.7.1's default actor builds model and optimizer in this one method",
     delete_when=_ONE_PLACE,
     relies_on=("dtype", "init_megatron_optim_config"),
     optional=True,
 )
-def legacy_actor_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
-    """Note that 0.7.1's worker builds its actor (or a reference, which gets no optimizer)."""
-    worker = call.instance
-    config = worker.config.actor.megatron
-    with building(_legacy("actor", config, worker, optim_config, override_ddp_config)):
-        return call.proceed()
-
-
 @seam(
     f"{LEGACY}:CriticWorker._build_critic_model_optimizer",
-    _BUILDING,
+    BUILDING,
     group="legacy workers",
     why="0.7.1's default critic builds model and optimizer in this one method",
     delete_when=_ONE_PLACE,
     relies_on=("dtype", "init_megatron_optim_config"),
     optional=True,
 )
-def legacy_critic_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
-    """Note that 0.7.1's worker builds its critic."""
+def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
+    """Note that 0.7.1's worker builds a model (a reference gets no optimizer)."""
     worker = call.instance
-    config = worker.config.megatron
-    with building(_legacy("critic", config, worker, optim_config, override_ddp_config)):
+    actor = _read(worker.config, "actor")
+    config = (worker.config if actor is None else actor).megatron
+
+    def read() -> Wishes:
+        return read_wishes(
+            optim_config,
+            override_ddp_config,
+            subject="critic" if actor is None else "actor",
+            declared=getattr(worker, "dtype", None),
+            distributed=bool(_read(config, "use_distributed_optimizer", True)),
+        )
+
+    with building("verl", read):
         return call.proceed()
-
-
-def _legacy(
-    subject: str, config: Any, worker: Any, optim_config: Any, override_ddp_config: Any
-) -> _VerlBuild:
-    return _VerlBuild(
-        lambda: subject,
-        lambda: optim_config,
-        lambda: getattr(worker, "dtype", None),
-        **_set_by_user(override_ddp_config),
-        distributed=bool(_read(config, "use_distributed_optimizer", True)),
-    )
 
 
 @seam(
     "verl.utils.megatron_utils:get_model",
-    "grad-bucket-alignment",
+    ALIGNMENT,
     group="megatron",
     why="a direct caller is taken at its model's dtype",
     upstream=PULL,
@@ -477,7 +371,7 @@ def _legacy(
 )
 @seam(
     "verl.utils.megatron_utils:make_megatron_module",
-    "grad-bucket-alignment",
+    ALIGNMENT,
     group="megatron",
     why="the same for mbridge and the Megatron-Bridge provider",
     upstream="https://github.com/verl-project/verl/pull/7485",
@@ -485,32 +379,26 @@ def _legacy(
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
     """Note that a model is built outside any engine; within one that engine's build goes on."""
-    build = _VerlBuild(
-        lambda: "direct caller",
-        lambda: None,
-        lambda: None,
-        **_set_by_user(override_ddp_config),
-    )
-    with building(build):
+    with building("verl", lambda: read_wishes(None, override_ddp_config)):
         return call.proceed()
 
 
 @seam(
     "verl.utils.megatron.optimizer:get_megatron_optimizer",
-    "grad-bucket-alignment",
+    ALIGNMENT,
     group="megatron",
     why="the first call that has config, parameters and buckets in hand",
     delete_when="Megatron checks main_grads_dtype against the bucket",
 )
 def check_optimizer(call: Call, model: Any, config: Any) -> Any:
     """Hold the OptimizerConfig against the live model before the optimizer is built."""
-    megatron.check_pair("verl", config, model)
+    megatron.check("verl", config, model)
     return call.proceed()
 
 
 NATIVE = Seam(
     target=f"{ENGINE}._resolve_override_ddp_config",
-    feature="grad-bucket-alignment",
+    feature=ALIGNMENT,
     wrapper=None,
     group="native",
     why="verl's own alignment, left alone; the DDP seam adds what it leaves out",
@@ -519,3 +407,48 @@ NATIVE = Seam(
     optional=True,
 )
 """What verl does itself of the alignment."""
+
+
+# -- the step ----------------------------------------------------------------------------------
+
+
+@seam(
+    f"{ENGINE}.optimizer_step",
+    SCALING,
+    group="megatron",
+    why="the engine's step, which raises for one that Megatron skipped",
+    delete_when="verl takes a skipped step for one",
+    relies_on=("optimizer", "NotImplementedError"),
+    optional=True,
+)
+def step_engine(call: Call) -> Any:
+    """Hand the engine a skipped step as one that succeeded, with grad norm NaN."""
+    with skipping(succeeds=True):
+        return call.proceed()
+
+
+@seam(
+    "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
+    SCALING,
+    group="legacy workers",
+    why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("actor_optimizer", "NotImplementedError"),
+    optional=True,
+)
+@seam(
+    "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
+    SCALING,
+    group="legacy workers",
+    why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("critic_optimizer", "NotImplementedError"),
+    optional=True,
+)
+def update(call: Call) -> Any:
+    """Do the same for the mini-batches of 0.7.1's workers, and add their figures."""
+    with skipping(succeeds=True):
+        found = call.proceed()
+    kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
+    found.update(megatron.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
+    return found

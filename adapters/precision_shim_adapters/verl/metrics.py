@@ -9,7 +9,7 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam
 
-from .. import megatron_overflow
+from .. import megatron
 from ..fp16 import FEATURE
 from .fsdp import training_of
 
@@ -18,7 +18,7 @@ def of_engine(engine: Any) -> dict[str, float]:
     """Megatron's counts or FSDP's scaler; empty for an engine that has neither."""
     training = training_of(engine)
     return {
-        **megatron_overflow.metrics(getattr(engine, "optimizer", None)),
+        **megatron.metrics(getattr(engine, "optimizer", None)),
         **(training.metrics() if training is not None else {}),
     }
 

@@ -81,7 +81,8 @@ class OptimizerRequest:
         support: the installed FusedAdam.
         blockers: reasons of the framework's why the precision-aware optimizer cannot run.
         native: fields that the framework sets by itself, beneath everything else.
-        aligned: whether the gradient bucket will follow the main gradients chosen here.
+        aligned: whether the gradient bucket will have the dtype of the main gradients chosen here.
+        fp32_bucket_written: whether it will not, because the user wrote an fp32 bucket.
         whole_masters: whether checkpoints will hold whole fp32 masters, remainders or not.
     """
 
@@ -95,6 +96,7 @@ class OptimizerRequest:
     blockers: tuple[str, ...] = ()
     native: Mapping[str, Any] = field(default_factory=dict)
     aligned: bool = True
+    fp32_bucket_written: bool = False
     whole_masters: bool = True
 
 
@@ -105,18 +107,18 @@ class OptimizerPlan:
     Attributes:
         adds: fields that the shim adds; what the user asked for goes over them.
         main_grads: dtype of the main gradients that result, the user's wishes included.
-        precision_aware: whether the precision-aware optimizer results.
         chosen: the choice in words.
         because: its reason in words.
         warnings: what the user should be told aloud.
+        bucket_warning: the same about the bucket; it is told where the bucket is built, too.
     """
 
     adds: Mapping[str, Any]
     main_grads: torch.dtype
-    precision_aware: bool
     chosen: str
     because: str
     warnings: tuple[str, ...] = ()
+    bucket_warning: str = ""
 
 
 def second_moment_can_decay(beta2: float) -> bool:
@@ -191,6 +193,12 @@ def plan_optimizer(request: OptimizerRequest) -> OptimizerPlan:
     return _conclude(request, row, why, warnings)
 
 
+_NOT_ALIGNED = "main grads stay fp32: the gradient bucket is not aligned with them"
+_FP32_BUCKET = (
+    "main grads stay fp32: grad_reduce_in_fp32=True is the user's, and the optimizer reads the "
+    "gradients of the bucket as they are"
+)
+
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
 _NEED_PRECISION_AWARE = (*PRECISION_AWARE_FIELDS[1:], "main_params_dtype")
@@ -216,7 +224,8 @@ def _restrict(
         return _without_precision_aware(row, asked)
     if not request.aligned and "main_grads_dtype" in row:
         row["main_grads_dtype"] = FP32
-        why.append("main grads stay fp32: the gradient bucket is not aligned with them")
+        if "main_grads_dtype" not in asked:
+            why.append(_FP32_BUCKET if request.fp32_bucket_written else _NOT_ALIGNED)
     if not request.whole_masters and "store_param_remainders" not in row:
         row["store_param_remainders"] = False
         why.append("whole fp32 masters: checkpoints could not be read without the shim otherwise")
@@ -310,11 +319,17 @@ def _conclude(
             value = FP32
         states.append(f"{label} {_name(value)}")
     kind = "precision-aware optimizer" if precision_aware else "optimizer not precision-aware"
+    bucket_warning = ""
+    if precision_aware and _FP32_BUCKET in why and request.policy == "follow-model":
+        bucket_warning = (
+            f"optimizer_states=follow-model, but {_FP32_BUCKET}: 2 bytes per parameter more. "
+            "Leave grad_reduce_in_fp32 out, write False, or set PRECISION_SHIM_GRAD_BUCKET=align"
+        )
     return OptimizerPlan(
         adds=row,
         main_grads=main_grads,
-        precision_aware=precision_aware,
         chosen=f"{kind}: {', '.join(states)}",
         because="; ".join(why) or "nothing to decide",
         warnings=tuple(warnings),
+        bucket_warning=bucket_warning,
     )

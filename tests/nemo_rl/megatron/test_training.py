@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
 
 from ..support import batch, nll_loss
-from .support import FP16, OPTIMIZER, policy_config
+from .support import FP16, OPTIMIZER, POLICY, policy_config
 
 Make = Callable[..., AbstractContextManager[Any]]
 
@@ -120,14 +121,43 @@ def test_main_grads_stay_fp32_beside_an_fp32_bucket_of_the_config(
     worker: Make, shim: Any, fused_adam: str
 ) -> None:
     shim(settings={"optimizer_states": "follow-model"})
-    with worker(
+    asked = worker(
         drop=("use_precision_aware_optimizer",),
         optimizer={"adam_beta2": 0.95},
         ddp={"grad_reduce_in_fp32": True},
-    ) as made:
-        assert config_of(made).main_grads_dtype is torch.float32
-        assert config_of(made).exp_avg_dtype is torch.bfloat16
-        assert bucket_of(made) is torch.float32
+    )
+    with (
+        pytest.warns(PrecisionShimWarning, match="grad_reduce_in_fp32=True is the user's"),
+        asked as made,
+    ):
+        found = config_of(made), bucket_of(made)
+    assert found[0].main_grads_dtype is torch.float32
+    assert found[0].exp_avg_dtype is torch.bfloat16
+    assert found[1] is torch.float32
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_pair_that_disagrees(
+    worker: Make, shim: Any, fused_adam: str, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    """Code of the user's that changes the optimizer's config once the bucket is there."""
+    shim(settings={"grad_bucket": "align"}, strict=strict)
+    module = importlib.import_module(POLICY.partition(":")[0])
+    if not hasattr(module, "setup_optimizer"):
+        module = importlib.import_module("nemo_rl.models.megatron.setup")
+    own = module.setup_optimizer
+
+    def changing(*, optimizer_config: Any, **others: Any) -> Any:
+        changed = copy.copy(optimizer_config)
+        changed.main_grads_dtype = torch.bfloat16
+        return own(optimizer_config=changed, **others)
+
+    monkeypatch.setattr(module, "setup_optimizer", changing)
+    options = {"optimizer": {"use_precision_aware_optimizer": True}}
+    kind = InconsistentPrecisionError if strict else PrecisionShimWarning
+    told = "expects bf16 main grads, the gradient bucket is fp32"
+    with (pytest.raises if strict else pytest.warns)(kind, match=told), worker(**options):
+        pass
 
 
 def test_the_bucket_follows_the_optimizer_that_there_is(
@@ -146,17 +176,22 @@ def test_the_bucket_follows_the_optimizer_that_there_is(
 def test_workers_with_equal_configs_are_told_apart_and_forgotten(cpu: None, model: Path) -> None:
     from megatron.bridge.training.config import DistributedDataParallelConfig
 
-    from precision_shim_adapters.nemo_rl import megatron
+    from precision_shim_adapters.megatron import build as wing
+    from precision_shim_adapters.nemo_rl.megatron import read_wishes
 
-    containers = [SimpleNamespace(ddp=DistributedDataParallelConfig()) for _ in range(2)]
-    assert containers[0].ddp == containers[1].ddp
-    config = policy_config(model)
-    builds = [megatron._new_build(config, one, "policy", True) for one in containers]
-    for container, build in zip(containers, builds, strict=True):
-        assert megatron._known(container.ddp) is build
-    del container, containers
+    configs = [DistributedDataParallelConfig() for _ in range(2)]
+    assert configs[0] == configs[1]
+    for one in configs:
+        wing.expect_reference(
+            one, "nemo-rl", lambda: read_wishes(policy_config(model), "reference", False, False)
+        )
+    builds = [wing.build_around(one) for one in configs]
+    assert builds[0] is not None
+    assert builds[0] is not builds[1]
+    assert [wing.build_around(one) for one in configs] == builds
+    del one, configs
     gc.collect()
-    kept = [build for _, build in megatron._builds.values()]
+    kept = [build for _, build in wing._references.values()]
     assert not any(one is build for one in kept for build in builds)
 
 

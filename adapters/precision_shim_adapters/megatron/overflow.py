@@ -6,12 +6,12 @@ finite, skips and saves its scaler's state. What is missing is around it: framew
 mixture of experts let their scales drift apart.
 
 Why these layers. Every framework ends in ``ChainedOptimizer.step`` or, unchained, in
-``MixedPrecisionOptimizer.step``: there the answer is translated, and only inside ``skipping``,
-which a framework's adapter puts around its own call. ``ChainedOptimizer.prepare_grads`` is the one
-place where all scalers of a step have been asked and none of the steps is taken.
-``DynamicGradScaler.__init__`` has the two factors that no config has a field for. The check of
-gradients sits in the DDP and is read from its config, so the config that the DDP is built with
-is the place to turn it off.
+``MixedPrecisionOptimizer.step``: there the answer is translated, and only for an optimizer of a
+framework's, which its adapter tells by ``skipping`` or ``answer_skips``.
+``ChainedOptimizer.prepare_grads`` is the one place where all scalers of a step have been asked and
+none of the steps is taken.
+``DynamicGradScaler.__init__`` has the two factors that no config has a field for. (The check of
+gradients, which would end the job before a step is skipped, is the DDP's: see ``ddp``.)
 
 Deliberately not patched: ``ConstantGradScaler`` (a static ``loss_scale`` is the user's, and what
 does not fit it is the framework's own error), and the threshold on the gradient norm of 0.18,
@@ -22,11 +22,10 @@ Delete when: frameworks take a skipped step for one, and chained optimizers shar
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,30 +34,23 @@ from typing import Any, TypeVar
 import torch
 
 from precision_shim.adapting import Call, current_settings, decide, seam, warn
-from precision_shim.errors import SettingsError
-from precision_shim.rules.model import trainable_dtypes
-from precision_shim.rules.optimizer import ROWS
 from precision_shim.scaling import SkipCounter
 
-from . import megatron
-
-FEATURE = "fp16-scaling"
-PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
-"""What users call the path of these seams that is not the framework's own."""
+from .build import current_build, megatron_label
+from .wishes import GROUP, SCALING
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
-_FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 _Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
 
 
 def _seam(
-    target: str, why: str, delete_when: str, *relies_on: str, group: str = "megatron"
+    target: str, why: str, delete_when: str, *relies_on: str
 ) -> Callable[[_Wrapper], _Wrapper]:
     return seam(
         target,
-        FEATURE,
-        group=group,
+        SCALING,
+        group=GROUP,
         why=why,
         delete_when=delete_when,
         relies_on=relies_on,
@@ -89,7 +81,7 @@ def _unchained(optimizer: Any) -> list[Any]:
 
 
 _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.WeakKeyDictionary()
-"""Scalers, to their scale as it was last read and its value."""
+"""Scalers to their scale as it was last read and its value: written and read by ``scale_of``."""
 
 
 def scale_of(scaler: Any) -> float:
@@ -114,38 +106,47 @@ class Account:
     Attributes:
         counter: of steps and skips.
         scale: the loss scale that the last step was made with.
+        succeeds: what a skip is answered with outside ``skipping``; ``None``: as Megatron has it.
     """
 
     counter: SkipCounter = field(default_factory=SkipCounter)
     scale: float = math.nan
+    succeeds: bool | None = None
 
 
-@dataclass(frozen=True)
-class _Skipping:
-    framework: str
-    subject: str
-    succeeds: bool
+_succeeds: ContextVar[bool | None] = ContextVar("precision_shim_skip_succeeds", default=None)
+"""What a skipped step is answered with: written by ``skipping``, read by ``answered``."""
 
-
-_skipping: ContextVar[_Skipping | None] = ContextVar("precision_shim_skipping", default=None)
 _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
+"""Optimizers to their accounts: written by ``answered`` and ``answer_skips``, read by
+``metrics``."""
 
 
 @contextmanager
-def skipping(framework: str, subject: str, *, succeeds: bool) -> Iterator[None]:
-    """Say that a framework is stepping an optimizer of Megatron's, and what it makes of a skip.
+def skipping(*, succeeds: bool) -> Iterator[None]:
+    """Say that a framework steps an optimizer of Megatron's, and what it makes of a skip.
+
+    An adapter puts it around its framework's own step, with a seam there for ``fp16-scaling``.
 
     Args:
-        framework: the framework's name.
-        subject: which model.
         succeeds: whether a skipped step is handed to it as one that succeeded, because it takes
             the other for fatal. Its grad norm is NaN either way.
     """
-    token = _skipping.set(_Skipping(framework, subject, succeeds))
+    token = _succeeds.set(succeeds)
     try:
         yield
     finally:
-        _skipping.reset(token)
+        _succeeds.reset(token)
+
+
+def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
+    """Say the same of every step of an optimizer, where the framework's own step is out of reach.
+
+    Args:
+        optimizer: as Megatron's ``get_megatron_optimizer`` makes it.
+        succeeds: see ``skipping``.
+    """
+    _accounts.setdefault(optimizer, Account()).succeeds = succeeds
 
 
 @_seam(
@@ -170,14 +171,18 @@ def answer_a_skip(call: Call) -> Any:
 
 
 def answered(optimizer: Any, step: Callable[[], Any]) -> Any:
-    """Take a step of Megatron's, and answer as ``skipping`` says.
+    """Take a step of Megatron's, and answer a skip as ``skipping`` or ``answer_skips`` say.
+
+    For a framework that puts a step of its own into the optimizer.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
     """
-    around = _skipping.get()
-    scalers = dynamic_scalers(optimizer) if around is not None else []
-    if around is None or not scalers:
+    known, succeeds = _accounts.get(optimizer), _succeeds.get()
+    if succeeds is None and known is not None:
+        succeeds = known.succeeds
+    scalers = dynamic_scalers(optimizer) if succeeds is not None else []
+    if not scalers:
         return step()
     account = _accounts.setdefault(optimizer, Account())
     account.scale = scale_of(scalers[0])
@@ -187,7 +192,7 @@ def answered(optimizer: Any, step: Callable[[], Any]) -> Any:
     account.counter.note(skipped, account.scale)
     if skipped:
         _make_states(optimizer)
-        return around.succeeds, math.nan, zeros
+        return succeeds, math.nan, zeros
     return successful, grad_norm, zeros
 
 
@@ -209,15 +214,23 @@ def _make_states(optimizer: Any) -> None:
             make(*(param, kept and param.dtype is torch.bfloat16) if two else (param,))
 
 
-def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
-    """``loss_scale`` and ``skipped_steps`` of an optimizer; empty where nothing was counted.
+def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> dict[str, float]:
+    """``loss_scale`` and ``skipped_steps`` of an optimizer; empty where nothing is scaled.
 
     ``loss_scale`` is the one that the last step was made with; ``skipped_steps`` counts from the
     start of this process.
+
+    Args:
+        optimizer: the framework's; ``None`` if it has none.
+        prefix: goes before the names.
+        from_start: tell them before the first step too, which is the likeliest to be skipped.
     """
     account = _accounts.get(optimizer) if optimizer is not None else None
-    if account is None:
-        return {}
+    if account is None or math.isnan(account.scale):
+        scalers = dynamic_scalers(optimizer) if from_start and optimizer is not None else []
+        if not scalers:
+            return {}
+        account = Account(scale=scale_of(scalers[0]))
     return {
         f"{prefix}loss_scale": account.scale,
         f"{prefix}skipped_steps": float(account.counter.skipped),
@@ -249,7 +262,7 @@ def keep_one_scale(call: Call) -> Any:
         apart = _trackers(other) != _trackers(first) or scale_of(other) != scale_of(first)
         if apart:
             warn(
-                f"{megatron.megatron_label()}: the optimizers of one model have different loss "
+                f"{megatron_label()}: the optimizers of one model have different loss "
                 f"scales ({scale_of(first):g} and {scale_of(other):g}), as a checkpoint of an "
                 "unpatched Megatron may hold them. The loss was scaled with the first: all "
                 "continue with it."
@@ -267,37 +280,7 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
     return tuple(value for key, value in sorted(scaler.state_dict().items()) if key != "scale")
 
 
-# -- the user's settings -----------------------------------------------------------------------
-
-SCALER_FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
-"""The shim's settings, to the fields of Megatron's OptimizerConfig."""
-
-
-def scaler_settings() -> dict[str, Any]:
-    """The fields of a scaler that the user set by the shim's settings."""
-    settings = current_settings()
-    return {field: settings[key] for key, field in SCALER_FIELDS.items() if settings.is_set(key)}
-
-
-def with_scaler_settings(written: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """What the user wrote in a framework's config over what the user set by the shim's settings.
-
-    Args:
-        written: fields of Megatron's OptimizerConfig.
-        key: where the framework's config has them, for the message.
-
-    Raises:
-        SettingsError: the first scale is below the scaler's minimum.
-    """
-    values = {**scaler_settings(), **written}
-    least = values.get("min_loss_scale", ROWS[torch.float16]["min_loss_scale"])
-    first = values.get("initial_loss_scale")
-    if "initial_loss_scale" not in written and first is not None and first < least:
-        raise SettingsError(
-            f"PRECISION_SHIM_LOSS_SCALE_INIT={first:g} is below min_loss_scale={least:g} of "
-            f"Megatron's scaler. Raise it, or lower {key}.min_loss_scale."
-        )
-    return values
+# -- the scaler's factors ------------------------------------------------------------------------
 
 
 @_seam(
@@ -321,56 +304,14 @@ def take_settings(
     taken = {key: settings[key] for key in factors if settings.is_set(key)}
     call.arguments.update(taken)
     factors.update(taken)
-    build = megatron.current_build()
+    build = current_build()
     decide(
         build.framework if build is not None else "megatron",
-        build.subject() if build is not None else "direct caller",
-        FEATURE,
+        build.wishes.subject if build is not None else "direct caller",
+        SCALING,
         f"Megatron's dynamic loss scaler from {initial_scale:g}, growth "
         f"x{factors['growth_factor']:g} after {growth_interval:g} steps, backoff "
         f"x{factors['backoff_factor']:g}",
         "the model is fp16" + (f"; {', '.join(taken)} by the shim's settings" if taken else ""),
-    )
-    return call.proceed()
-
-
-# -- the DDP's own check -----------------------------------------------------------------------
-
-
-@_seam(
-    megatron.DDP,
-    "the DDP reads check_for_nan_in_grad from this config at each reduction",
-    "Megatron's check asks whether the loss scale is dynamic",
-)
-@_seam(
-    _FSDP,
-    "the same for Megatron-FSDP, which has a class of its own",
-    "Megatron's check asks whether the loss scale is dynamic",
-    group="megatron-fsdp",
-)
-def let_overflows_pass(call: Call, ddp_config: Any, module: Any) -> Any:
-    """Turn ``check_for_nan_in_grad`` off where the scaler will see to what is not finite."""
-    build = megatron.current_build()
-    if build is None or build.constant_scale():
-        return call.proceed()
-    checks = bool(getattr(ddp_config, "check_for_nan_in_grad", False))
-    if not checks or torch.float16 not in trainable_dtypes(module.parameters()).counts:
-        return call.proceed()
-    if build.nan_check_set:
-        warn(
-            f"{build.framework} {build.subject()}: check_for_nan_in_grad=True is the user's: an "
-            "fp16 overflow ends the job before the loss scaler can skip the step. Leave it out, "
-            "or set it to False."
-        )
-        return call.proceed()
-    # A copy: the caller's config is the caller's, and other chunks share it.
-    changed = call.arguments["ddp_config"] = copy.copy(ddp_config)
-    changed.check_for_nan_in_grad = False
-    decide(
-        build.framework,
-        build.subject(),
-        FEATURE,
-        "check_for_nan_in_grad=False",
-        "it would end the job at an fp16 overflow, which the dynamic loss scaler skips",
     )
     return call.proceed()

@@ -74,7 +74,8 @@ def _seam(
 
 
 bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""DDP modules whose bucket the shim aligned, to the ``grad_reduce_in_fp32`` they came with."""
+"""DDP modules whose bucket the shim aligned, to the ``grad_reduce_in_fp32`` they came with: written
+by ``ddp.build_ddp``, read here."""
 
 _added: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """OptimizerConfigs that are precision-aware by the shim alone, by ``id``: they have no hash."""

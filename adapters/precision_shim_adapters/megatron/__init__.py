@@ -1,0 +1,62 @@
+"""Megatron-core, for every framework on it: the wing that acts. An adapter only reads and declares.
+
+What an adapter of a small trainer needs:
+
+1. In its ``Adapter``: ``seams=collect(megatron.SEAMS, ...)``, ``paths={**megatron.PATHS, ...}``,
+   ``effects=megatron.EFFECTS``.
+2. A function that reads the framework's config into ``Wishes``.
+3. Around what builds model and optimizer, a seam for ``BUILDING`` in the group ``GROUP``:
+   ``with building("mine", read): return call.proceed()``.
+4. Where Megatron's OptimizerConfig is made, a seam for ``SETTLING``: ``settle(build)`` gives its
+   ``fields``; give its ``keep_layout`` the config that came of them.
+5. Where the optimizer is made of it, a seam for ``grad-bucket-alignment``: ``check(...)``.
+6. Around the framework's step, a seam for ``fp16-scaling``: ``with skipping(succeeds=...)``; and
+   ``metrics(optimizer)`` where it reports its figures.
+"""
+
+from __future__ import annotations
+
+from precision_shim.adapting import collect
+
+from ..frameworks import MEGATRON_EFFECTS as EFFECTS
+from . import checkpoint, ddp, optimizer, overflow
+from .build import Build, building, current_build, expect_reference
+from .optimizer import Settled, check, settle, with_fields
+from .overflow import answer_skips, answered, dynamic_scalers, metrics, skipping
+from .wishes import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALING, Wishes
+
+SETTLING = ("dtype-coercion", DISPATCH, SCALING)
+"""The features of a seam with ``settle``."""
+
+SEAMS = collect(optimizer, ddp, checkpoint, overflow)
+"""The seams in Megatron itself, for an adapter's table."""
+
+PATHS = {**checkpoint.PATHS, **ddp.PATHS}
+"""What users call the paths that these seams add to an adapter's own."""
+
+__all__ = [
+    "ALIGNMENT",
+    "BUILDING",
+    "DISPATCH",
+    "EFFECTS",
+    "GROUP",
+    "PATHS",
+    "PRECISION_AWARE",
+    "SCALING",
+    "SEAMS",
+    "SETTLING",
+    "Build",
+    "Settled",
+    "Wishes",
+    "answer_skips",
+    "answered",
+    "building",
+    "check",
+    "current_build",
+    "dynamic_scalers",
+    "expect_reference",
+    "metrics",
+    "settle",
+    "skipping",
+    "with_fields",
+]

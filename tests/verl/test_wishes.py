@@ -1,0 +1,26 @@
+"""The table of wishes on verl's own config objects: one plan for each, as in every framework."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from precision_shim_adapters.verl.megatron import of_engine
+
+from ..wishes import Case, each_case, expected, outcome_in
+from .support import engine, optim_config
+
+
+@each_case
+def test_the_table(fused_adam: str, shim: Any, checkpoint: Path, case: Case) -> None:
+    shim(settings=case.settings)
+    asked = dict(case.asked)
+    optimizer = {"optimizer": asked.pop("optimizer")} if "optimizer" in asked else {}
+    made = engine(
+        checkpoint,
+        str(case.dtype).removeprefix("torch."),
+        optim=optim_config(override_optimizer_config=asked, **optimizer),
+        ddp={} if case.bucket is None else {"grad_reduce_in_fp32": case.bucket},
+    )
+    made.param_dtype = case.dtype  # as verl's initialize does, before it builds anything
+    assert outcome_in("verl", case, of_engine(made)) == expected(case)

@@ -1,0 +1,174 @@
+"""One table of wishes, and the one plan that each of them gets in every framework on Megatron.
+
+The tests of a framework write a wish into its real config, and compare what comes of it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from precision_shim.rules.bucket import choose_bucket
+from precision_shim.rules.model import TrainableDtypes
+from precision_shim_adapters.megatron import Build, Wishes
+from precision_shim_adapters.megatron.wishes import Planned
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+AWARE = "use_precision_aware_optimizer"
+LOW_BETA2 = {"adam_beta2": 0.95}
+"""So that a bf16 second moment can decay, and nothing is said of it."""
+
+DEFAULTS = {
+    AWARE: False,
+    "main_grads_dtype": FP32,
+    "exp_avg_dtype": FP32,
+    "exp_avg_sq_dtype": FP32,
+    "bf16": False,
+    "fp16": False,
+    "params_dtype": FP32,
+}
+"""Megatron's own, for fields that nobody names."""
+
+FLAGS = {
+    BF16: {"bf16": True, "params_dtype": BF16},
+    FP16: {"fp16": True, "params_dtype": FP16},
+    FP32: {},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A wish, and what comes of it.
+
+    Attributes:
+        name: for the test's id.
+        dtype: the model's.
+        asked: fields of Megatron's OptimizerConfig that the user writes.
+        bucket: ``grad_reduce_in_fp32`` as the user writes it; ``None``: not at all.
+        settings: the shim's.
+        fields: the OptimizerConfig's fields that differ from ``DEFAULTS`` and from the dtype's
+            flags.
+        in_fp32: ``grad_reduce_in_fp32`` in force.
+        told: words of what the user is told about the bucket.
+    """
+
+    name: str
+    dtype: torch.dtype = BF16
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    bucket: bool | None = None
+    settings: Mapping[str, Any] = field(
+        default_factory=lambda: {"optimizer_states": "follow-model"}
+    )
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    in_fp32: bool = True
+    told: str = ""
+
+
+_MOMENTS = {AWARE: True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
+_ROW = {**_MOMENTS, "main_grads_dtype": BF16}
+_ALIGN = {"optimizer_states": "follow-model", "grad_bucket": "align"}
+_AS_CONFIGURED = {"optimizer_states": "as-configured"}
+
+CASES = (
+    Case("nothing written", asked=LOW_BETA2, fields=_ROW, in_fp32=False),
+    Case(
+        "fp32 bucket written",
+        asked=LOW_BETA2,
+        bucket=True,
+        fields=_MOMENTS,
+        told="grad_reduce_in_fp32=True is the user's",
+    ),
+    Case("low bucket written", asked=LOW_BETA2, bucket=False, fields=_ROW, in_fp32=False),
+    Case(
+        "fp32 bucket written, align",
+        asked=LOW_BETA2,
+        bucket=True,
+        settings=_ALIGN,
+        fields=_ROW,
+        in_fp32=False,
+    ),
+    Case(
+        "bf16 main grads and fp32 bucket written",
+        asked={**LOW_BETA2, AWARE: True, "main_grads_dtype": "bf16"},
+        bucket=True,
+        fields=_ROW,
+        told="grad_reduce_in_fp32=True gives the gradient bucket another dtype",
+    ),
+    Case(
+        "fp32 main grads written",
+        asked={**LOW_BETA2, "main_grads_dtype": "fp32"},
+        fields=_MOMENTS,
+    ),
+    Case(
+        "switched off, low bucket written",
+        asked={AWARE: False},
+        bucket=False,
+        in_fp32=False,
+        told="grad_reduce_in_fp32=False gives the gradient bucket another dtype",
+    ),
+    Case(
+        "one moment written",
+        asked={**LOW_BETA2, "exp_avg_sq_dtype": "torch.float32"},
+        fields={**_ROW, "exp_avg_sq_dtype": FP32},
+        in_fp32=False,
+    ),
+    Case("as configured, nothing written", settings=_AS_CONFIGURED),
+    Case(
+        "as configured, opted in",
+        asked={AWARE: True, "main_grads_dtype": "bf16", "exp_avg_dtype": "BFloat16"},
+        settings=_AS_CONFIGURED,
+        fields={AWARE: True, "main_grads_dtype": BF16, "exp_avg_dtype": BF16},
+        in_fp32=False,
+    ),
+    Case(
+        "as configured, opted in, fp32 bucket written",
+        asked={AWARE: True, "main_grads_dtype": "bf16"},
+        bucket=True,
+        settings=_AS_CONFIGURED,
+        fields={AWARE: True, "main_grads_dtype": BF16},
+        told="grad_reduce_in_fp32=True gives the gradient bucket another dtype",
+    ),
+    Case("fp16", dtype=FP16, fields={AWARE: True}),
+    Case(
+        "fp16, fp16 bucket written",
+        dtype=FP16,
+        bucket=False,
+        in_fp32=False,
+        told="grad_reduce_in_fp32=False gives the gradient bucket another dtype",
+    ),
+    Case("fp16, SGD", dtype=FP16, asked={"optimizer": "sgd"}),
+    Case("fp32", dtype=FP32),
+)
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def expected(case: Case) -> tuple[dict[str, Any], bool, str]:
+    """Fields of the OptimizerConfig, ``grad_reduce_in_fp32``, and what is told."""
+    return {**DEFAULTS, **FLAGS[case.dtype], **case.fields}, case.in_fp32, case.told
+
+
+def outcome(case: Case, wishes: Wishes, planned: Planned) -> tuple[dict[str, Any], bool, str]:
+    """The same of a plan; the framework's own bucket is fp32 where nothing is written."""
+    choice = choose_bucket(
+        present=case.bucket is not False,
+        user_set=wishes.bucket_in_fp32 is not None,
+        align=case.settings.get("grad_bucket") == "align",
+        main_grads=planned.plan.main_grads,
+        model=TrainableDtypes({case.dtype: 8}),
+    )
+    told = choice.problem or planned.plan.bucket_warning
+    fields = {**planned.added, **planned.asked}
+    found = {key: fields.get(key, default) for key, default in DEFAULTS.items()}
+    return found, choice.grad_reduce_in_fp32, case.told if case.told in told and told else told
+
+
+def outcome_in(framework: str, case: Case, wishes: Wishes) -> tuple[dict[str, Any], bool, str]:
+    """The outcome by what is in force for a framework in this process."""
+    build = Build(framework, lambda: wishes)
+    build.seen = TrainableDtypes({case.dtype: 8})
+    return outcome(case, wishes, build.plan())
