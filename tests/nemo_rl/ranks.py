@@ -1,7 +1,7 @@
-"""The processes that train a worker together; ``tests/rank_server.py`` starts them.
+"""The processes of the NeMo-RL tests; ``tests/rank_server.py`` starts them.
 
-Options of a launch: ``kind``, ``model``, ``on``, and ``dtensor``, keys of the config's
-``dtensor_cfg``. The case is ``train``; there is no other.
+Cases: ``train``, ranks that train a worker together; ``unpickle``, what Ray sends; ``script`` and
+``tests``, for which see ``tests/forks.py``.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from .. import forks
 from ..rank_server import Launch
 
 IMPORTED = (
     *("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
     *("torchao", "torchvision", "transformers.modeling_layers", "transformers.video_utils"),
     *("accelerate", "datasets", "fastapi", "hydra", "matplotlib.pyplot", "mlflow", "pandas"),
-    *("ray", "scipy.optimize", "swanlab", "tensordict", "wandb"),
+    *("peft", "scipy.optimize", "scipy.stats", "swanlab", "tensordict", "wandb"),
+    *("torch.utils.tensorboard", "torch.distributed.pipelining"),
 )
-"""What takes longest of what NeMo-RL's workers import. NeMo-RL itself and its nemo_automodel are
-left to each rank: the shim is to be there before them."""
+"""What takes longest of what NeMo-RL's workers import. NeMo-RL itself, its nemo_automodel, Megatron
+and Ray are left to each process: the shim is to be there before them."""
 
 
 def prepare() -> None:
@@ -28,8 +30,39 @@ def prepare() -> None:
         importlib.import_module(name)
 
 
-def run(launch: Launch) -> dict[str, Any]:
-    """Train four steps, of which the second overflows on the last rank alone; resume the last."""
+def run(launch: Launch) -> Any:
+    """Run the case of a launch."""
+    return {
+        "train": train,
+        "unpickle": unpickle,
+        "script": forks.script,
+        "tests": forks.tests,
+    }[launch.case](launch)
+
+
+def unpickle(launch: Launch) -> list[str]:
+    """Load a worker's class as an actor does: its module is imported, the shim is not installed.
+
+    Options: ``target``, the class by its name, and ``file``, the pickle.
+    """
+    from precision_shim.testing.nemo_rl_cpu import nemo_rl_on_cpu
+
+    with nemo_rl_on_cpu():
+        import cloudpickle
+
+        import precision_shim  # noqa: F401
+
+        importlib.import_module(launch.options["target"].partition(":")[0])
+        worker = cloudpickle.loads(Path(launch.options["file"]).read_bytes())
+        assert worker.train
+        return [one.__name__ for one in worker.__mro__]
+
+
+def train(launch: Launch) -> dict[str, Any]:
+    """Train four steps, of which the second overflows on the last rank alone; resume the last.
+
+    Options: ``kind``, ``model``, ``on``, and ``dtensor``, keys of the config's ``dtensor_cfg``.
+    """
     import torch
 
     import precision_shim
@@ -49,7 +82,7 @@ def run(launch: Launch) -> dict[str, Any]:
     config["make_sequence_length_divisible_by"] = tensor_parallel
     shards = world_size // tensor_parallel
 
-    def train(worker: Any, step: int) -> dict[str, Any]:
+    def one_step(worker: Any, step: int) -> dict[str, Any]:
         factor = 1e30 if step == 1 and rank == world_size - 1 else 1.0
         size, mine = 4 // shards, rank // tensor_parallel
         data = support.batch(4, step).slice(mine * size, (mine + 1) * size)
@@ -66,16 +99,16 @@ def run(launch: Launch) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with nemo_rl_on_cpu(world_size, rank, str(folder / "meet")):
         worker = support.make_worker(kind, config)
-        found["steps"] = [train(worker, step) for step in range(3)]
+        found["steps"] = [one_step(worker, step) for step in range(3)]
         support.save(worker, folder)
-        found["steps"].append(train(worker, 3))
+        found["steps"].append(one_step(worker, 3))
         values = support.parameters(worker)
     found["finite"] = all(bool(torch.isfinite(one).all()) for one in values.values())
     found["parameters"] = {name: one.double().tolist() for name, one in values.items()}
     with nemo_rl_on_cpu(world_size, rank, str(folder / "meet again")):
         paths = {f"{name}_path": str(folder / name) for name in ("weights", "optimizer")}
         worker = support.make_worker(kind, config, **paths)
-        found["resumed"] = train(worker, 3)
+        found["resumed"] = one_step(worker, 3)
         again = support.parameters(worker)
         found["same"] = all(torch.equal(values[name], again[name]) for name in values)
     return found

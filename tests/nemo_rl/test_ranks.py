@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..rank_server import Ranks, rank_server
+from ..rank_server import Ranks
 from ..tiny_models import make_checkpoint
 from .support import KINDS
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that train together; returns what each found, by rank."""
-    with rank_server("tests.nemo_rl.ranks", tmp_path_factory.mktemp("ranks")) as server:
-        yield server
 
 
 @pytest.mark.timeout(900)

@@ -6,6 +6,8 @@ frameworks warn about at import is theirs.
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from packaging.version import Version
 
 from precision_shim.testing.skyrl_cpu import flash_attn_placeholder
 
+from ..rank_server import Ranks, rank_server
 from ..tiny_models import make_checkpoint
 
 try:
@@ -44,6 +47,10 @@ def skyrl() -> None:
     import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker
     import skyrl.backends.skyrl_train.workers.megatron.megatron_worker  # noqa: F401
 
+    # The frameworks collect garbage around each step; imports need not be looked at.
+    gc.collect()
+    gc.freeze()
+
 
 @pytest.fixture(scope="session")
 def cpu(skyrl: None) -> Iterator[None]:
@@ -53,6 +60,16 @@ def cpu(skyrl: None) -> Iterator[None]:
 
     with megatron_on_cpu(), skyrl_on_cpu(), model_parallel():
         yield
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts processes that have imported what takes longest."""
+    placeholders = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
+    path = os.pathsep.join([*placeholders, os.environ.get("PYTHONPATH", "")])
+    folder = tmp_path_factory.mktemp("ranks")
+    with rank_server("tests.skyrl.server", folder, PYTHONPATH=path) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
