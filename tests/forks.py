@@ -102,10 +102,12 @@ def tests(launch: Launch) -> int:
     options = launch.options
     begin(options["environment"], options["cwd"])
     sys.path.insert(0, options["cwd"])
-    sys.argv = ["pytest", *options["arguments"]]
+    # Some of what the server imported is plugins, too.
+    arguments = ["-W", "ignore::pytest.PytestAssertRewriteWarning", *options["arguments"]]
+    sys.argv = ["pytest", *arguments]
     import pytest
 
-    return int(pytest.main(options["arguments"]))
+    return int(pytest.main(arguments))
 
 
 # -- workers of Ray's -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Cases: ``train``, ranks that train a worker together; ``unpickle``, what Ray sen
 
 from __future__ import annotations
 
+import gc
 import importlib
 from pathlib import Path
 from typing import Any
@@ -59,24 +60,32 @@ def unpickle(launch: Launch) -> list[str]:
 
 
 def train(launch: Launch) -> dict[str, Any]:
-    """Train four steps, of which the second overflows on the last rank alone; resume the last.
+    """Train a worker of each kind, one after the other; returns what came of each.
 
-    Options: ``kind``, ``model``, ``on``, and ``dtensor``, keys of the config's ``dtensor_cfg``.
+    Options: ``models``, one for each kind; ``on``; and ``dtensor``, keys of the config's
+    ``dtensor_cfg``.
     """
-    import torch
-
     import precision_shim
 
-    given, rank, world_size = launch.options, launch.rank, launch.world
-    kind, folder = given["kind"], Path(launch.folder)
-    if given["on"]:
+    if launch.options["on"]:
         precision_shim.install(settings={"growth_interval": 2, "log": "quiet"})
+    return {
+        kind: _train(launch, kind, Path(launch.folder) / kind) for kind in launch.options["models"]
+    }
+
+
+def _train(launch: Launch, kind: str, folder: Path) -> dict[str, Any]:
+    """Train four steps, of which the second overflows on the last rank alone; resume the last."""
+    import torch
+
     from precision_shim.testing.nemo_rl_cpu import nemo_rl_on_cpu
 
     from . import support
     from .test_training import Times
 
-    config = support.policy_config(Path(given["model"]), "float16", kind)
+    given, rank, world_size = launch.options, launch.rank, launch.world
+    folder.mkdir(exist_ok=True)
+    config = support.policy_config(Path(given["models"][kind]), "float16", kind)
     config["dtensor_cfg"] |= given["dtensor"]
     tensor_parallel = config["dtensor_cfg"]["tensor_parallel_size"]
     config["make_sequence_length_divisible_by"] = tensor_parallel
@@ -98,6 +107,9 @@ def train(launch: Launch) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     with nemo_rl_on_cpu(world_size, rank, str(folder / "meet")):
+        support.actor_class(kind)
+        gc.collect()
+        gc.freeze()  # the workers collect garbage around each step, and imports are none
         worker = support.make_worker(kind, config)
         found["steps"] = [one_step(worker, step) for step in range(3)]
         support.save(worker, folder)

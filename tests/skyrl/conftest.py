@@ -7,7 +7,6 @@ frameworks warn about at import is theirs.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from precision_shim.testing.skyrl_cpu import flash_attn_placeholder
 
 from ..rank_server import Ranks, rank_server
 from ..tiny_models import make_checkpoint
+from .support import python_path
 
 try:
     SKYRL = Version(version("skyrl"))
@@ -65,10 +65,8 @@ def cpu(skyrl: None) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Starts processes that have imported what takes longest."""
-    placeholders = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
-    path = os.pathsep.join([*placeholders, os.environ.get("PYTHONPATH", "")])
     folder = tmp_path_factory.mktemp("ranks")
-    with rank_server("tests.skyrl.server", folder, PYTHONPATH=path) as server:
+    with rank_server("tests.skyrl.server", folder, PYTHONPATH=python_path()) as server:
         yield server
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ..rank_server import Ranks
+from .support import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.slow]
@@ -168,8 +169,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
         for key, value in os.environ.items()
         if not key.startswith(("PRECISION_SHIM", "RAY_"))
     }
-    placeholders = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
-    path = os.pathsep.join([str(folder), str(ROOT), *placeholders, inherited.get("PYTHONPATH", "")])
+    path = python_path(folder, ROOT)
     return {**inherited, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path, **variables}
 
 

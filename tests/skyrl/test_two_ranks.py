@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from ..rank_server import Ranks
+from .support import python_path
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
@@ -18,12 +18,10 @@ ROOT = HERE.parents[2]
 def test_resume_is_exact_on_two_ranks(
     ranks: Ranks, tmp_path: Path, checkpoints: dict[str, Path]
 ) -> None:
-    placeholders = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
-    path = os.pathsep.join([str(ROOT), *placeholders, os.environ.get("PYTHONPATH", "")])
     ranks(
         "script",
         arguments=[str(HERE.with_name("ranks.py")), str(tmp_path), str(checkpoints["float32"])],
-        environment={**os.environ, "PYTHONPATH": path},
+        environment={**os.environ, "PYTHONPATH": python_path(ROOT)},
         cwd=str(ROOT),
         timeout=550,
     )

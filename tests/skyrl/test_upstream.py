@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from packaging.version import Version
 
 from ..rank_server import Ranks
 from .conftest import SKYRL
+from .support import python_path
 
 pytestmark = pytest.mark.slow
 URL = "https://github.com/NovaSky-AI/SkyRL"
@@ -72,13 +72,7 @@ def run(ranks: Ranks, folder: Path, text: str, on: bool) -> tuple[set[str], set[
     (folder / "conftest.py").write_text(CONFTEST.format(install=install))
     (folder / "test_theirs.py").write_text(text)
     options = ["-q", "-rA", "-W", "ignore", "-p", "no:cacheprovider", "-c", os.devnull]
-    # Without PYTHONPATH's help: the placeholder for flash_attn is on this process's path only.
-    paths = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
-        "RAY_ADDRESS": "local",
-    }
+    environment = {**os.environ, "PYTHONPATH": python_path(), "RAY_ADDRESS": "local"}
     ranks(
         "tests",
         world=1,
