@@ -17,6 +17,8 @@ import pytest
 
 import precision_shim
 
+from .rank_server import Ranks
+
 ROOT = Path(__file__).parents[1]
 _FILE = "STATUS_IN_DOCS"
 _END = "<!-- /status -->"
@@ -40,19 +42,32 @@ def tell() -> None:
     Path(os.environ[_FILE]).write_text(text + "\n", encoding="utf-8")
 
 
-def of_a_worker(script: Path, folder: Path) -> str:
-    """What ``status()`` says where ``script`` has built its worker."""
+def of_a_worker(script: Path, folder: Path, ranks: Ranks | None = None) -> str:
+    """What ``status()`` says where ``script`` has built its worker.
+
+    Args:
+        script: a file of tests.
+        folder: an empty one.
+        ranks: where the process is forked, with the case ``tests``; none for a new Python.
+    """
     file = folder / "status.txt"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)],
-        cwd=ROOT,
-        env={**environment, _FILE: str(file)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert file.exists(), ended.stdout + ended.stderr
+    environment[_FILE] = str(file)
+    options = ["-q", "-p", "no:cacheprovider", str(script)]
+    if ranks is not None:
+        ranks("tests", world=1, arguments=options, environment=environment, cwd=str(ROOT))
+        said = ranks.said[0]
+    else:
+        ended = subprocess.run(
+            [sys.executable, "-m", "pytest", *options],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = ended.stdout + ended.stderr
+    assert file.exists(), said
     return file.read_text(encoding="utf-8")
 
 

@@ -1,25 +1,28 @@
-"""The processes that train a worker together; ``tests/rank_server.py`` starts them.
+"""The processes of the NeMo-RL tests; ``tests/rank_server.py`` starts them.
 
-Options of a launch: ``kind``, ``model``, ``on``, and ``dtensor``, keys of the config's
-``dtensor_cfg``. The case is ``train``; there is no other.
+Cases: ``train``, ranks that train a worker together; ``unpickle``, what Ray sends; ``script`` and
+``tests``, for which see ``tests/forks.py``.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 from pathlib import Path
 from typing import Any
 
+from .. import forks
 from ..rank_server import Launch
 
 IMPORTED = (
     *("torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint"),
     *("torchao", "torchvision", "transformers.modeling_layers", "transformers.video_utils"),
     *("accelerate", "datasets", "fastapi", "hydra", "matplotlib.pyplot", "mlflow", "pandas"),
-    *("ray", "scipy.optimize", "swanlab", "tensordict", "wandb"),
+    *("peft", "scipy.optimize", "scipy.stats", "swanlab", "tensordict", "wandb"),
+    *("torch.utils.tensorboard", "torch.distributed.pipelining"),
 )
-"""What takes longest of what NeMo-RL's workers import. NeMo-RL itself and its nemo_automodel are
-left to each rank: the shim is to be there before them."""
+"""What takes longest of what NeMo-RL's workers import. NeMo-RL itself, its nemo_automodel, Megatron
+and Ray are left to each process: the shim is to be there before them."""
 
 
 def prepare() -> None:
@@ -28,28 +31,66 @@ def prepare() -> None:
         importlib.import_module(name)
 
 
-def run(launch: Launch) -> dict[str, Any]:
-    """Train four steps, of which the second overflows on the last rank alone; resume the last."""
-    import torch
+def run(launch: Launch) -> Any:
+    """Run the case of a launch."""
+    return {
+        "train": train,
+        "unpickle": unpickle,
+        "script": forks.script,
+        "tests": forks.tests,
+    }[launch.case](launch)
 
+
+def unpickle(launch: Launch) -> list[str]:
+    """Load a worker's class as an actor does: its module is imported, the shim is not installed.
+
+    Options: ``target``, the class by its name, and ``file``, the pickle.
+    """
+    from .cpu import nemo_rl_on_cpu
+
+    with nemo_rl_on_cpu():
+        import cloudpickle
+
+        import precision_shim  # noqa: F401
+
+        importlib.import_module(launch.options["target"].partition(":")[0])
+        worker = cloudpickle.loads(Path(launch.options["file"]).read_bytes())
+        assert worker.train
+        return [one.__name__ for one in worker.__mro__]
+
+
+def train(launch: Launch) -> dict[str, Any]:
+    """Train a worker of each kind, one after the other; returns what came of each.
+
+    Options: ``models``, one for each kind; ``on``; and ``dtensor``, keys of the config's
+    ``dtensor_cfg``.
+    """
     import precision_shim
 
-    given, rank, world_size = launch.options, launch.rank, launch.world
-    kind, folder = given["kind"], Path(launch.folder)
-    if given["on"]:
+    if launch.options["on"]:
         precision_shim.install(settings={"growth_interval": 2, "log": "quiet"})
+    return {
+        kind: _train(launch, kind, Path(launch.folder) / kind) for kind in launch.options["models"]
+    }
+
+
+def _train(launch: Launch, kind: str, folder: Path) -> dict[str, Any]:
+    """Train four steps, of which the second overflows on the last rank alone; resume the last."""
+    import torch
 
     from . import support
     from .cpu import nemo_rl_on_cpu
     from .test_training import Times
 
-    config = support.policy_config(Path(given["model"]), "float16", kind)
+    given, rank, world_size = launch.options, launch.rank, launch.world
+    folder.mkdir(exist_ok=True)
+    config = support.policy_config(Path(given["models"][kind]), "float16", kind)
     config["dtensor_cfg"] |= given["dtensor"]
     tensor_parallel = config["dtensor_cfg"]["tensor_parallel_size"]
     config["make_sequence_length_divisible_by"] = tensor_parallel
     shards = world_size // tensor_parallel
 
-    def train(worker: Any, step: int) -> dict[str, Any]:
+    def one_step(worker: Any, step: int) -> dict[str, Any]:
         factor = 1e30 if step == 1 and rank == world_size - 1 else 1.0
         size, mine = 4 // shards, rank // tensor_parallel
         data = support.batch(4, step).slice(mine * size, (mine + 1) * size)
@@ -65,17 +106,20 @@ def run(launch: Launch) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     with nemo_rl_on_cpu(world_size, rank, str(folder / "meet")):
+        support.actor_class(kind)
+        gc.collect()
+        gc.freeze()  # the workers collect garbage around each step, and imports are none
         worker = support.make_worker(kind, config)
-        found["steps"] = [train(worker, step) for step in range(3)]
+        found["steps"] = [one_step(worker, step) for step in range(3)]
         support.save(worker, folder)
-        found["steps"].append(train(worker, 3))
+        found["steps"].append(one_step(worker, 3))
         values = support.parameters(worker)
     found["finite"] = all(bool(torch.isfinite(one).all()) for one in values.values())
     found["parameters"] = {name: one.double().tolist() for name, one in values.items()}
     with nemo_rl_on_cpu(world_size, rank, str(folder / "meet again")):
         paths = {f"{name}_path": str(folder / name) for name in ("weights", "optimizer")}
         worker = support.make_worker(kind, config, **paths)
-        found["resumed"] = train(worker, 3)
+        found["resumed"] = one_step(worker, 3)
         again = support.parameters(worker)
         found["same"] = all(torch.equal(values[name], again[name]) for name in values)
     return found

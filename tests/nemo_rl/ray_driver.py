@@ -139,6 +139,7 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
     """Train with an overflow, save, train on; then resume in new actors and train the same."""
     import ray
 
+    from tests.forks import WORKER_PYTHON
     from tests.nemo_rl import support
 
     fqn = support.NAMES[kind].replace(":", ".")
@@ -154,7 +155,9 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
     from nemo_rl.models.policy.lm_policy import Policy
 
-    registry.ACTOR_ENVIRONMENT_REGISTRY[fqn] = sys.executable  # this environment, not one by uv
+    def run_by(python):
+        registry.ACTOR_ENVIRONMENT_REGISTRY[fqn] = python  # this environment, not one by uv
+
     config = support.policy_config(
         model,
         precision,
@@ -204,6 +207,9 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
             "workers": reports(made),
         }
 
+    # Once as Ray starts a worker; the others are forked from a process with most of the imports.
+    forked = os.environ[WORKER_PYTHON]
+    run_by(sys.executable if kind == "v1" and "PRECISION_SHIM" in os.environ else forked)
     cluster, first = policy()
     found: dict[str, object] = {"start": reports(first)}
     found["refused"] = [refused(first, one) for one in ("save_checkpoint", "load_checkpoint")]
@@ -225,6 +231,7 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
     note("trained")
     first.shutdown()
     cluster.shutdown()
+    run_by(forked)
     cluster, second = policy(
         weights_path=str(folder / "weights"), optimizer_path=str(folder / "optimizer")
     )

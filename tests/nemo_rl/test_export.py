@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import precision_shim
 from precision_shim_adapters.nemo_rl.dtensor import ScaledWorker
 
 from ..actor_methods import described
+from ..rank_server import Ranks
 from .cpu import nemo_rl_on_cpu
 from .support import KINDS, NAMES, NEMO_RL, actor_class, batch, loss_for, plain, scaler_of
 
@@ -91,43 +90,19 @@ def test_its_methods_look_like_the_frameworks(kind, shim) -> None:
         inspect.signature(plain(kind).load_checkpoint).bind(None, "weights", nonsense=1)
 
 
-UNPICKLE = """
-import sys, warnings
-warnings.simplefilter("ignore")
-from tests.nemo_rl.cpu import nemo_rl_on_cpu
-with nemo_rl_on_cpu():
-    import cloudpickle
-    import importlib
-    import precision_shim
-    kind, file = sys.argv[1:]
-    importlib.import_module(kind.partition(":")[0])
-    worker = cloudpickle.load(open(file, "rb"))
-    names = [one.__name__ for one in worker.__mro__]
-    print("MRO", names[:3])
-    hidden = worker.train
-    print("TRAIN", hidden.__qualname__)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_it_survives_the_way_that_ray_sends_it(kind, shim, tmp_path: Path) -> None:
+def test_it_survives_the_way_that_ray_sends_it(kind, shim, ranks: Ranks, tmp_path: Path) -> None:
     shim()
     modified = actor_class(kind).__ray_metadata__.modified_class
     file = tmp_path / "worker.pickle"
     with nemo_rl_on_cpu():
         file.write_bytes(cloudpickle.dumps(modified))
-    done = subprocess.run(
-        [sys.executable, "-c", UNPICKLE, NAMES[kind], str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=800,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    (names,) = ranks("unpickle", world=1, target=NAMES[kind], file=str(file))
     name = NAMES[kind].partition(":")[2]
-    assert f"MRO ['{name}', '{name}', 'ScaledWorker']" in done.stdout.replace("Class(", "")
+    assert [one.removeprefix("Class(").removesuffix(")") for one in names[:3]] == [
+        name,
+        name,
+        "ScaledWorker",
+    ]
 
 
 @pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="before 0.6 nothing can inherit from a worker")

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..rank_server import Ranks, rank_server
+from ..rank_server import Ranks
 from ..tiny_models import make_checkpoint
 from .support import KINDS
 
+Trained = Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that train together; returns what each found, by rank."""
-    with rank_server("tests.nemo_rl.ranks", tmp_path_factory.mktemp("ranks")) as server:
-        yield server
+def trained(ranks: Ranks, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What each rank found of a kind of worker.
+
+    The kinds train one after the other in the same processes, so that these import once. Where one
+    fails, and with it all, each is asked alone.
+    """
+    models = {kind: str(model) for kind in KINDS}
+    if "value" in models:
+        # nemo_automodel initializes a missing value head in one process only, and leaves what was
+        # in memory otherwise: it has to be in the file.
+        models["value"] = str(make_checkpoint(tmp_path_factory.mktemp("value"), value_head=True))
+
+    @functools.cache
+    def together(dtensor: str) -> Any:
+        try:
+            return ranks("train", models=models, on=True, dtensor=json.loads(dtensor))
+        except AssertionError:
+            return None
+
+    def of(kind: str, dtensor: dict[str, Any]) -> list[dict[str, Any]]:
+        found = together(json.dumps(dtensor)) or ranks(
+            "train", models={kind: models[kind]}, on=True, dtensor=dtensor
+        )
+        return [one[kind] for one in found]
+
+    return of
 
 
 @pytest.mark.timeout(900)
@@ -28,13 +54,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_skip_together_and_resume(
-    ranks: Ranks, model: Path, tmp_path: Path, kind: str, dtensor: dict[str, Any]
+    trained: Trained, kind: str, dtensor: dict[str, Any]
 ) -> None:
-    if kind == "value":
-        # nemo_automodel initializes a missing value head in one process only, and leaves what was
-        # in memory otherwise: it has to be in the file.
-        model = make_checkpoint(tmp_path / "model", value_head=True)
-    found = ranks("train", kind=kind, model=str(model), on=True, dtensor=dtensor)
+    found = trained(kind, dtensor)
     scales = [step["scale"] for step in found[0]["steps"]]
     assert scales == [65536.0, 32768.0, 32768.0, 65536.0]
     for one in found:
@@ -51,5 +73,5 @@ def test_two_ranks_skip_together_and_resume(
 
 @pytest.mark.timeout(900)
 def test_two_ranks_without_the_shim_are_destroyed(ranks: Ranks, model: Path) -> None:
-    found = ranks("train", kind="v1", model=str(model), on=False, dtensor={})
-    assert not found[0]["finite"]
+    found = ranks("train", models={"v1": str(model)}, on=False, dtensor={})
+    assert not found[0]["v1"]["finite"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
+from ..rank_server import Ranks
 from .support import NAMES, NEMO_RL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,35 +46,29 @@ def environment(**variables: str) -> dict[str, str]:
     }
 
 
-def drive(kind: str, model: Path, folder: Path, precision: str, **variables: str) -> Any:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.nemo_rl.ray_driver",
-        kind,
-        str(model),
-        str(folder),
-        precision,
-    ]
-    done = subprocess.run(
-        command,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        check=False,
+def drive(
+    ranks: Ranks, kind: str, model: Path, folder: Path, precision: str, **variables: str
+) -> Any:
+    script = str(Path(__file__).with_name("ray_driver.py"))
+    ranks(
+        "script",
+        world=1,
         timeout=1100,
-        cwd=ROOT,
+        arguments=[script, kind, str(model), str(folder), precision],
+        environment=environment(**variables),
+        cwd=str(ROOT),
+        workers=True,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    if done.returncode or not lines:
-        pytest.fail(f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
+    lines = [line for line in ranks.said[0].splitlines() if line.startswith("FOUND ")]
     return json.loads(lines[-1].removeprefix("FOUND "))
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["v1", "v2"])
-def test_workers_train_skip_save_and_resume(model: Path, tmp_path: Path, kind: str) -> None:
-    found = drive(kind, model, tmp_path, "float16", PRECISION_SHIM="1")
+def test_workers_train_skip_save_and_resume(
+    ranks: Ranks, model: Path, tmp_path: Path, kind: str
+) -> None:
+    found = drive(ranks, kind, model, tmp_path, "float16", PRECISION_SHIM="1")
     start, steps = found["start"], found["steps"]
     assert found["refused"] == REFUSED
     assert len({one["pid"] for one in start}) == 2
@@ -116,8 +109,8 @@ def test_workers_train_skip_save_and_resume(model: Path, tmp_path: Path, kind: s
 
 
 @pytest.mark.timeout(1200)
-def test_without_the_variable_nothing_is_there(model: Path, tmp_path: Path) -> None:
-    found = drive("v1", model, tmp_path, "float16")
+def test_without_the_variable_nothing_is_there(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    found = drive(ranks, "v1", model, tmp_path, "float16")
     assert found["refused"] == REFUSED
     assert found["files"]
     assert "precision_shim_scaler.json" not in found["files"]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from ..rank_server import Ranks
 from .support import NEMO_RL
 
 pytestmark = pytest.mark.slow
@@ -79,18 +79,17 @@ def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(upstream: Path, on: bool) -> dict[str, dict[str, str]]:
+def run(upstream: Path, ranks: Ranks, on: bool) -> dict[str, dict[str, str]]:
     found = upstream.parent / f"outcomes-{on}.json"
     options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
     files = [f"tests/unit/{one}" for one in FILES if (upstream / "tests/unit" / one).exists()]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "--timeout=120", *files],
-        capture_output=True,
-        text=True,
-        check=False,
+    ranks(
+        "tests",
+        world=1,
         timeout=1500,
-        cwd=upstream,
-        env={
+        arguments=[*options, "--timeout=120", *files],
+        cwd=str(upstream),
+        environment={
             **os.environ,
             "PYTHONPATH": str(upstream),
             "SHIM_IS_ON": str(int(on)),
@@ -98,13 +97,13 @@ def run(upstream: Path, on: bool) -> dict[str, dict[str, str]]:
             "CUDA_VISIBLE_DEVICES": "",
         },
     )
-    assert found.exists(), done.stdout[-2000:] + done.stderr[-4000:]
+    assert found.exists(), ranks.said[0][-6000:]
     return json.loads(found.read_text())
 
 
 @pytest.mark.timeout(3000)
-def test_upstreams_own_tests_have_the_same_outcome(upstream: Path) -> None:
-    off, on = run(upstream, False), run(upstream, True)
+def test_upstreams_own_tests_have_the_same_outcome(upstream: Path, ranks: Ranks) -> None:
+    off, on = run(upstream, ranks, False), run(upstream, ranks, True)
     counts = Counter(outcome.split()[0] for outcome in off["outcomes"].values())
     print("NeMo-RL's own tests:", dict(counts))
     assert on["outcomes"] == off["outcomes"]

@@ -6,6 +6,7 @@ frameworks warn about at import is theirs.
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ import pytest
 from packaging.version import Version
 
 from ..megatron_bridge import import_megatron_bridge
+from ..rank_server import Ranks, rank_server
 from ..tiny_models import make_checkpoint
 from .cpu import flash_attn_placeholder, skyrl_on_cpu
+from .support import python_path
 
 try:
     SKYRL = Version(version("skyrl"))
@@ -42,6 +45,10 @@ def skyrl() -> None:
     import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker
     import skyrl.backends.skyrl_train.workers.megatron.megatron_worker  # noqa: F401
 
+    # The frameworks collect garbage around each step; imports need not be looked at.
+    gc.collect()
+    gc.freeze()
+
 
 @pytest.fixture(scope="session")
 def cpu(skyrl: None) -> Iterator[None]:
@@ -50,6 +57,14 @@ def cpu(skyrl: None) -> Iterator[None]:
 
     with megatron_on_cpu(), skyrl_on_cpu(), model_parallel():
         yield
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts processes that have imported what takes longest."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with rank_server("tests.skyrl.server", folder, PYTHONPATH=python_path()) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

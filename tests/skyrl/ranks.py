@@ -1,4 +1,4 @@
-"""One of two ranks of ``test_two_ranks``: it gets RANK FOLDER CHECKPOINT [PATH ...]."""
+"""One of two ranks of ``test_two_ranks``: it gets FOLDER CHECKPOINT."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = sys.argv[4:]
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
@@ -17,12 +16,11 @@ import torch.distributed as dist  # noqa: E402
 
 import precision_shim  # noqa: E402
 from precision_shim.errors import ScalerCheckpointError  # noqa: E402
+from tests.skyrl import support  # noqa: E402
+from tests.skyrl.cpu import skyrl_on_cpu  # noqa: E402
+from tests.tiny_models import make_checkpoint  # noqa: E402
 
-from ..tiny_models import make_checkpoint  # noqa: E402
-from . import support  # noqa: E402
-from .cpu import skyrl_on_cpu  # noqa: E402
-
-RANK, FOLDER, CHECKPOINT = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+RANK, FOLDER, CHECKPOINT = int(os.environ["RANK"]), Path(sys.argv[1]), Path(sys.argv[2])
 OVERFLOW = 1e9
 
 
@@ -115,7 +113,7 @@ def refused(worker: Any, path: str) -> str:
     raise AssertionError("the state was accepted")
 
 
-os.environ.update(RANK=str(RANK), WORLD_SIZE="2", LOCAL_RANK="0")
+os.environ.update(WORLD_SIZE="2", LOCAL_RANK="0")
 dist.init_process_group("gloo", init_method=f"file://{FOLDER / 'meet'}", rank=RANK, world_size=2)
 import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker  # noqa: E402, F401
 

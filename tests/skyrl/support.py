@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from precision_shim.testing.megatron_cpu import CPU_TRANSFORMER
 
 from ..tiny_models import VOCABULARY
+
+
+def python_path(*folders: Path) -> str:
+    """``PYTHONPATH`` for a process that is to find what this one finds, the placeholder too."""
+    placeholders = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
+    given = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([*map(str, folders), *placeholders, *([given] if given else [])])
 
 
 def train_config(*overrides: str) -> Any:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ..rank_server import Ranks
+from .support import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.slow]
@@ -67,6 +69,7 @@ from skyrl.train.config import SkyRLTrainConfig
 
 strategy = "megatron" if backend == "megatron" else SkyRLTrainConfig().trainer.strategy
 config = SkyRLTrainConfig.from_cli_overrides([f"trainer.strategy={strategy}"])
+python = os.environ.get("TEST_OWN_PYTHON", os.environ["TEST_WORKER_PYTHON"])
 utils.peer_access_supported = lambda **kwargs: True  # asks for GPUs
 carried = utils.prepare_runtime_environment(config)
 ray.init(
@@ -77,6 +80,7 @@ ray.init(
     log_to_driver=False,
     runtime_env={
         "worker_process_setup_hook": "cpu_hook.setup",
+        "py_executable": python,
         "env_vars": {"TEST_BACKEND": backend, **carried},
     },
 )
@@ -165,31 +169,34 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
         for key, value in os.environ.items()
         if not key.startswith(("PRECISION_SHIM", "RAY_"))
     }
-    placeholders = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
-    path = os.pathsep.join([str(folder), str(ROOT), *placeholders, inherited.get("PYTHONPATH", "")])
+    path = python_path(folder, ROOT)
     return {**inherited, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path, **variables}
 
 
 def drive(
-    folder: Path, script: str, backend: str, *arguments: str, on: bool = True
+    ranks: Ranks, folder: Path, script: str, backend: str, *arguments: str, on: bool = True
 ) -> dict[str, Any]:
-    """What a driver found with a worker that SkyRL's actor group has started."""
+    """What a driver found with a worker that SkyRL's actor group has started.
+
+    One training has its worker started as Ray does that; the other workers are forked.
+    """
     (folder / "cpu_hook.py").write_text(HOOK)
     (folder / "driver.py").write_text(START + script)
     variables = {"PRECISION_SHIM_LOG": "quiet", "PRECISION_SHIM_LOSS_SCALE_INIT": "1024"}
     if on:
         variables["PRECISION_SHIM"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "driver.py", backend, *arguments],
-        env=environment(folder, **variables),
-        capture_output=True,
-        text=True,
-        check=False,
+    if on and backend == "fsdp":
+        variables["TEST_OWN_PYTHON"] = sys.executable
+    ranks(
+        "script",
+        world=1,
         timeout=540,
-        cwd=folder,
+        arguments=[str(folder / "driver.py"), backend, *arguments],
+        environment=environment(folder, **variables),
+        cwd=str(folder),
+        workers=True,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert lines, (done.stdout + done.stderr)[-4000:]
+    lines = [line for line in ranks.said[0].splitlines() if line.startswith("FOUND ")]
     found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
     return found
 
@@ -208,8 +215,8 @@ def assert_wrapped(found: dict[str, Any], *methods: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_megatron_worker_reports_wrapped(tmp_path: Path) -> None:
-    found = drive(tmp_path, TWO_GROUPS, "megatron")
+def test_a_megatron_worker_reports_wrapped(ranks: Ranks, tmp_path: Path) -> None:
+    found = drive(ranks, tmp_path, TWO_GROUPS, "megatron")
     renewed, as_it_was = found["renewed"], found["as it was"]
     methods = ("forward_backward", "init_model", "make_megatron_module", "init_configs")
     assert_wrapped(renewed, *methods)
@@ -222,10 +229,10 @@ def test_a_megatron_worker_reports_wrapped(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
 def test_the_driver_trains_a_worker_in_fp16(
-    tmp_path: Path, checkpoints: dict[str, Path], on: bool
+    ranks: Ranks, tmp_path: Path, checkpoints: dict[str, Path], on: bool
 ) -> None:
     """By SkyRL's own dispatch: an overflow is skipped, and the scaler goes with the checkpoint."""
-    found = drive(tmp_path, TRAINING, "fsdp", str(checkpoints["float32"]), on=on)
+    found = drive(ranks, tmp_path, TRAINING, "fsdp", str(checkpoints["float32"]), on=on)
     figures = [
         [metrics.get(name) for name in ("loss_scale", "skipped_steps")]
         for metrics, _ in found["steps"] + found["on"]

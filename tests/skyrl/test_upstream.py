@@ -6,14 +6,15 @@ import ast
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
 
+from ..rank_server import Ranks
 from .conftest import SKYRL
+from .support import python_path
 
 pytestmark = pytest.mark.slow
 URL = "https://github.com/NovaSky-AI/SkyRL"
@@ -65,39 +66,34 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], st
     return get
 
 
-def run(folder: Path, text: str, on: bool) -> tuple[set[str], set[str], str]:
+def run(ranks: Ranks, folder: Path, text: str, on: bool) -> tuple[set[str], set[str], str]:
     """Run a test module; returns what passed, what failed, and the output."""
     install = "precision_shim.install()" if on else ""
     (folder / "conftest.py").write_text(CONFTEST.format(install=install))
     (folder / "test_theirs.py").write_text(text)
     options = ["-q", "-rA", "-W", "ignore", "-p", "no:cacheprovider", "-c", os.devnull]
-    # Without PYTHONPATH's help: the placeholder for flash_attn is on this process's path only.
-    paths = [one for one in sys.path if Path(one, "flash_attn").is_dir()]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
-        "RAY_ADDRESS": "local",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(folder / "test_theirs.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        cwd=folder,
-        env=environment,
+    environment = {**os.environ, "PYTHONPATH": python_path(), "RAY_ADDRESS": "local"}
+    ranks(
+        "tests",
+        world=1,
+        arguments=[*options, str(folder / "test_theirs.py")],
+        environment=environment,
+        cwd=str(folder),
     )
+    said = ranks.said[0]
     found = {
-        outcome: set(re.findall(rf"^{outcome} \S+?::(\S+)", done.stdout, re.MULTILINE))
+        outcome: set(re.findall(rf"^{outcome} \S+?::(\S+)", said, re.MULTILINE))
         for outcome in ("PASSED", "FAILED", "ERROR")
     }
     bad = found["FAILED"] | found["ERROR"]
     on_or_off = "on" if on else "off"
     print(f"skyrl {SKYRL}, shim {on_or_off}: {len(found['PASSED'])} passed, {len(bad)} failed")
-    return found["PASSED"], bad, done.stdout[-3000:]
+    return found["PASSED"], bad, said[-3000:]
 
 
-def test_coercion_end_to_end(fetched: Callable[[str, str], str], tmp_path: Path) -> None:
+def test_coercion_end_to_end(
+    ranks: Ranks, fetched: Callable[[str, str], str], tmp_path: Path
+) -> None:
     commit, path, name = COERCION
     whole = fetched(commit, path)
     (theirs,) = [
@@ -106,19 +102,21 @@ def test_coercion_end_to_end(fetched: Callable[[str, str], str], tmp_path: Path)
         if isinstance(node, ast.ClassDef) and node.name == name
     ]
     text = f"import pytest\nimport torch\n\n\n{ast.get_source_segment(whole, theirs)}\n"
-    passed, failed, output = run(tmp_path, text, on=True)
+    passed, failed, output = run(ranks, tmp_path, text, on=True)
     assert (len(passed), failed) == (4, set()), output
-    passed, failed, output = run(tmp_path, text, on=False)
+    passed, failed, output = run(ranks, tmp_path, text, on=False)
     if Version("0.3") > SKYRL:
         assert len(failed) >= 2, output
     else:
         assert (len(passed), failed) == (4, set()), output
 
 
-def test_their_tests_of_the_config(fetched: Callable[[str, str], str], tmp_path: Path) -> None:
+def test_their_tests_of_the_config(
+    ranks: Ranks, fetched: Callable[[str, str], str], tmp_path: Path
+) -> None:
     """The config is what this adapter looks at most closely."""
     (tmp_path / "theirs_util.py").write_text(fetched(TAG, UTILITIES))
     text = fetched(TAG, CONFIG).replace("from tests.train.util", "from theirs_util")
-    on, off = run(tmp_path, text, on=True), run(tmp_path, text, on=False)
+    on, off = run(ranks, tmp_path, text, on=True), run(ranks, tmp_path, text, on=False)
     assert len(on[0]) >= 18, on[2]  # two of 0.2 want a YAML that its wheel lacks
     assert on[:2] == off[:2], on[2]

@@ -61,6 +61,7 @@ class Site:
     layers: list[Layer] = field(default_factory=list)
     top: Any = None
     stale: bool = False  # the module's code ran again and put something new there
+    aliases: set[str] = field(default_factory=set)
 
     def holds(self) -> bool:
         """Whether the symbol is still what the engine put there."""
@@ -122,19 +123,21 @@ class Sites:
             left beneath the other one and passes every call through.
         """
         left = []
-        gone: dict[int, tuple[Any, Any]] = {}
         for site in reversed(self._sites):
-            gone[id(site.top)] = site.top, site.original
             for layer in site.layers:
                 layer.groups.clear()
+                layer.made = None
             if site.holds():
                 setattr(site.parent, site.name, site.raw)
             elif not site.stale:
                 left.append(f"{site.target} was changed by someone else since and is left as it is")
-        for key, (before, site) in self._displaced.items():  # after an operation that raised
-            gone[key] = before, site.original
-        _sweep(gone)
-        self._displaced.clear()
+            for names, name in map(_named, site.aliases):
+                if names.get(name) is site.top:
+                    names[name] = site.original
+            site.layers.clear()
+            self._displaced[id(site.top)] = site.top, site
+            site.top = None
+        self.reach_copies()
         self._sites.clear()
         return left
 
@@ -157,8 +160,8 @@ class Sites:
         """Give declared aliases what the symbol now is; returns those that hold something else."""
         unreached = []
         for alias in aliases:
-            module, _, attribute = alias.partition(":")
-            names = _contents(sys.modules.get(module))
+            site.aliases.add(alias)
+            names, attribute = _named(alias)
             if attribute not in names or names[attribute] is site.top:
                 continue
             _, held = self._displaced.get(id(names[attribute]), (None, None))
@@ -172,16 +175,18 @@ class Sites:
     def reach_copies(self) -> None:
         """Give modules that hold by value what stood at a site what stands there now.
 
-        Once for all sites that have changed: it looks at every name of every module.
+        Once for all sites that have changed: it looks at every name of every module. What nobody
+        holds is not looked for.
         """
-        if self._displaced:
+        gone = {key: self._displaced[key] for key in _held(self._displaced)}
+        if gone:
             _sweep(
                 {
                     key: (before, site.top if site.layers else site.original)
-                    for key, (before, site) in self._displaced.items()
+                    for key, (before, site) in gone.items()
                 }
             )
-            self._displaced.clear()
+        self._displaced.clear()
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
@@ -197,6 +202,17 @@ def locate(target: str) -> tuple[Any, str, Any]:
     return parent, name, raw
 
 
+def _held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
+    """Which of these objects someone holds beside the tuples in which they stand first.
+
+    Nearly always it is none, and then there is nothing to look for.
+    """
+    pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
+    # The first is held by its tuple alone, however this interpreter counts.
+    alone, *counts = [sys.getrefcount(pair[0]) for pair in pairs]
+    return [key for key, count in zip(displaced, counts, strict=True) if count > alone]
+
+
 def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Give modules that hold what we had put somewhere by value what it was replaced by."""
     for module in list(sys.modules.values()):
@@ -207,6 +223,12 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
         for name, value in list(names.items()):
             if id(value) in gone and gone[id(value)][0] is value:
                 names[name] = gone[id(value)][1]
+
+
+def _named(alias: str) -> tuple[dict[str, Any], str]:
+    """The names of an alias's module, none if it is not imported, and the alias's own."""
+    module, _, name = alias.partition(":")
+    return _contents(sys.modules.get(module)), name
 
 
 def _contents(module: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,8 @@ def cpu() -> None:
     except PackageNotFoundError:
         pytest.skip("megatron-bridge is not installed; tests/environments has it")
     support.import_worker_modules()
+    gc.collect()
+    gc.freeze()  # as in the conftest above this one
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
     """Convert here, then make a worker of an actor class and let it train."""
     import ray
 
+    from tests.forks import WORKER_PYTHON
     from tests.nemo_rl.megatron import support
     from tests.nemo_rl.support import batch, nll_loss
 
@@ -56,7 +57,10 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
         log_to_driver="NEMO_RL_TEST_LOG" in os.environ,
         object_store_memory=100_000_000,
         _temp_dir=tempfile.mkdtemp(prefix="ray", dir="/tmp"),
-        runtime_env={"worker_process_setup_hook": "tests.nemo_rl.megatron.support.stay_on_cpu"},
+        runtime_env={
+            "worker_process_setup_hook": "tests.nemo_rl.megatron.support.stay_on_cpu",
+            "py_executable": os.environ[WORKER_PYTHON],
+        },
     )
     module, _, name = support.POLICY.partition(":")
     actor_class = getattr(importlib.import_module(module), name)

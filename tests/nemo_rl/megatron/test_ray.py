@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from packaging.version import Version
 
 import precision_shim
 
+from ...rank_server import Ranks
 from ..support import NEMO_RL
 from .support import POLICY
 
@@ -30,36 +30,32 @@ SETUP = (
 )
 
 
-def driven(model: Path, folder: Path, **environment: str) -> dict[str, Any]:
+def driven(ranks: Ranks, model: Path, folder: Path, **environment: str) -> dict[str, Any]:
     """What the driver prints, run with an environment of its own."""
     variables = {key: os.environ[key] for key in os.environ if key != "PRECISION_SHIM"}
     # The same code as here, in the cluster's processes too; installed, the wheel does it.
     paths = [str(TESTS), *(path for path in sys.path if path and Path(path).is_dir())]
     variables |= {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **environment}
-    script = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        "import precision_shim._startup as start; start.init(); "
-        "import runpy, sys; sys.argv = sys.argv[1:]; "
-        "runpy.run_path(sys.argv[0], run_name='__main__')",
-        str(Path(__file__).with_name("ray_driver.py")),
-        str(model),
-        str(folder),
-    ]
-    done = subprocess.run(
-        script, env=variables, capture_output=True, text=True, timeout=560, check=False
+    ranks(
+        "script",
+        world=1,
+        timeout=560,
+        arguments=[str(Path(__file__).with_name("ray_driver.py")), str(model), str(folder)],
+        environment=variables,
+        cwd=str(TESTS),
+        workers=True,
     )
-    line = next((one for one in done.stdout.splitlines() if one.startswith("FOUND ")), None)
-    assert line is not None, done.stdout[-2000:] + done.stderr[-4000:]
+    line = next((one for one in ranks.said[0].splitlines() if one.startswith("FOUND ")), None)
+    assert line is not None, ranks.said[0][-6000:]
     found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
     return found
 
 
 @pytest.mark.timeout(600)  # a driver and a worker each import all of it
-def test_an_actor_skips_an_overflow_and_reports_it(model: Path, tmp_path: Path) -> None:
-    found = driven(model, tmp_path / "converted", PRECISION_SHIM="1")
+def test_an_actor_skips_an_overflow_and_reports_it(
+    ranks: Ranks, model: Path, tmp_path: Path
+) -> None:
+    found = driven(ranks, model, tmp_path / "converted", PRECISION_SHIM="1")
     worker = found["worker"]
     assert worker["pid"] != found["pid"]
     assert MIXIN in worker["mro"]
@@ -74,9 +70,9 @@ def test_an_actor_skips_an_overflow_and_reports_it(model: Path, tmp_path: Path) 
 
 @pytest.mark.timeout(600)  # a driver and a worker each import all of it
 def test_without_the_variable_the_overflow_ends_the_actors_training(
-    model: Path, tmp_path: Path
+    ranks: Ranks, model: Path, tmp_path: Path
 ) -> None:
-    found = driven(model, tmp_path / "converted")
+    found = driven(ranks, model, tmp_path / "converted")
     assert MIXIN not in found["worker"]["mro"]
     assert found["worker"]["wrapped"] == []
     assert found["worker"]["params_dtype"] == "float32"

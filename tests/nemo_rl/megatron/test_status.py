@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from ...rank_server import Ranks
 from ...status_in_docs import hold, of_a_worker
 from ..support import NEMO_RL
 
 
-def test_status_of_a_worker(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    text = of_a_worker(Path(__file__).with_name("status_worker.py"), tmp_path)
+def test_status_of_a_worker(ranks: Ranks, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    text = of_a_worker(Path(__file__).with_name("status_worker.py"), tmp_path, ranks)
     # The tag v0.5.0 calls itself 0.5.0rc0.
     tag = Version(version("nemo-rl")).public
     assert f"nemo-rl {tag}, tested: in force" in text

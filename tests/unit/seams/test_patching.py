@@ -217,6 +217,39 @@ def test_names_imported_by_value_after_patching_are_given_back(lab):
     assert users.use(3) == 6
 
 
+def test_modules_are_looked_through_only_where_someone_has_a_copy(lab, monkeypatch):
+    """There are 300,000 names in a training process, and the look takes a quarter of a second."""
+    from precision_shim.seams import _sites
+
+    looked_for = []
+    look = _sites._sweep
+    monkeypatch.setattr(_sites, "_sweep", lambda gone: (looked_for.append(len(gone)), look(gone)))
+
+    def install():
+        engine = lab.install(
+            lab.seam(OPS, aliases=ALIASES), lab.seam("toy.ops:Box.add"), framework="one"
+        )
+        engine.add(lab.adapter(lab.seam(OPS, "toy_wrappers:add_hundred"), framework="two"))
+        return engine
+
+    assert lab.ops.scale(3) == 6
+    before = lab.ops.scale
+    install().remove()
+    assert looked_for == []
+    engine = install()
+    users = lab.load("toy.users")
+    engine.remove()
+    assert users.scale is users.renamed is lab.ops.scale is before
+    assert looked_for == []  # declared, so known without a look
+    lab.write({"toy/copies.py": "from toy.ops import scale as mine"})
+    engine = install()
+    copies = lab.load("toy.copies")
+    looked_for.clear()
+    engine.remove()
+    assert copies.mine is lab.ops.scale is before
+    assert looked_for == [1]
+
+
 def test_a_wrapper_kept_elsewhere_passes_calls_through_after_uninstall(lab):
     engine = lab.install(lab.seam(OPS), lab.seam("toy.ops:Box.add"))
     box = lab.ops.Box(1)
