@@ -69,7 +69,7 @@ class Ranks:
         *,
         folder: Path | None = None,
         world: int = 2,
-        dies: bool = False,
+        dies: bool | signal.Signals | None = False,
         timeout: float = 600.0,
         **options: Any,
     ) -> list[Any]:
@@ -79,7 +79,8 @@ class Ranks:
             case: what to run.
             folder: the ranks' directory; none for a new one.
             world: number of ranks.
-            dies: whether a rank is expected to be killed; then nothing is returned.
+            dies: whether a rank is expected to be killed, or the signal by which it ends; then
+                nothing is returned.
             timeout: seconds after which the ranks are killed.
             **options: the case's own, ready for JSON.
         """
@@ -101,7 +102,8 @@ class Ranks:
         self.said = [_log(place, rank).read_text() for rank in range(world)]
         logs = "\n".join(one[-3000:] for one in self.said)
         if dies:
-            assert -signal.SIGKILL in codes, logs
+            by = signal.SIGKILL if dies is True else dies
+            assert -by in codes, f"{codes}\n{logs}"
             return []
         assert codes == [0] * world, logs
         return [json.loads(_result(place, rank).read_text()) for rank in range(world)]
@@ -137,6 +139,19 @@ def rank_server(module: str, folders: Path, **variables: str) -> Iterator[Ranks]
         server.stdin.close()
         server.wait(timeout=30)
         server.stdout.close()
+
+
+def look_ahead(framework: str) -> None:
+    """Read the sources that ``install()`` reads in each rank once, in the server.
+
+    Nothing is patched, and no framework is imported: this fills the cache of what was found in a
+    source, which a rank inherits.
+    """
+    from precision_shim._registry import entries
+    from precision_shim.seams import look
+
+    for seam in entries(third_party=False)[framework].load().seams:
+        look(seam.target)
 
 
 def _result(folder: Path, rank: int) -> Path:

@@ -1,12 +1,19 @@
-"""The demo, for real: verl's and Megatron-core's own code, a few steps."""
+"""The demo, for real: verl's and Megatron-core's own code, a few steps.
+
+One run starts its processes as a user's does, with two ranks; the others fork theirs from one that
+has imported what verl stands on (``demo_processes.py``), which takes a fifth of the time.
+"""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
+
+from ..rank_server import rank_server
 
 real = pytest.mark.skipif(
     importlib.util.find_spec("verl") is None or importlib.util.find_spec("megatron") is None,
@@ -15,8 +22,45 @@ real = pytest.mark.skipif(
 SHORT = ("--steps", "6", "--seeds", "1")
 
 
-def demo(folder, *arguments, **variables):
-    """Run it; the ended process, and result.json where there is one."""
+@dataclass
+class Ended:
+    """What a run of the demo leaves behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Forks runs of the demo."""
+    with rank_server("tests.cli.demo_processes", tmp_path_factory.mktemp("demos")) as runs:
+        yield runs
+
+
+@pytest.fixture
+def demo(server, tmp_path_factory):
+    """Run it in forked processes; how it ended, and result.json where there is one."""
+
+    def run(folder, *arguments, **variables):
+        place = tmp_path_factory.mktemp("demo")
+        given = ["--output", str(folder), *arguments]
+        variables = {"COLUMNS": "80", **variables}
+        (code,) = server("demo", folder=place, world=1, arguments=given, variables=variables)
+        texts = ((place / name).read_text() for name in ("stdout", "stderr"))
+        return Ended(code, *texts), result_in(folder)
+
+    return run
+
+
+@pytest.fixture
+def demo_of(demo):
+    """Run it with so many ranks; with two in processes of its own."""
+    return lambda nproc: demo_by_itself if nproc == 2 else demo
+
+
+def demo_by_itself(folder, *arguments, **variables):
+    """Run it as a user does; the ended process, and result.json where there is one."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
     ended = subprocess.run(
         [sys.executable, "-m", "precision_shim", "demo", "--output", str(folder), *arguments],
@@ -25,8 +69,12 @@ def demo(folder, *arguments, **variables):
         check=False,
         env={**environment, "COLUMNS": "80", **variables},
     )
+    return ended, result_in(folder)
+
+
+def result_in(folder):
     file = folder / "result.json"
-    return ended, json.loads(file.read_text()) if file.exists() else None
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def dtypes(result):
@@ -48,8 +96,9 @@ def per_parameter(result):
 
 @real
 @pytest.mark.parametrize(("nproc", "beta2"), [(1, 0.999), (2, 0.95)])
-def test_the_effect_is_there_and_measured(tmp_path, nproc, beta2):
-    ended, result = demo(tmp_path, *SHORT, "--nproc", str(nproc), "--beta2", str(beta2))
+def test_the_effect_is_there_and_measured(tmp_path, demo_of, nproc, beta2):
+    arguments = ("--nproc", str(nproc), "--beta2", str(beta2))
+    ended, result = demo_of(nproc)(tmp_path, *SHORT, *arguments)
     assert ended.returncode == 0, ended.stderr + ended.stdout
     assert ended.stderr == ""
     assert max(map(len, ended.stdout.replace(str(tmp_path), "").splitlines())) <= 80
@@ -84,7 +133,7 @@ def test_the_effect_is_there_and_measured(tmp_path, nproc, beta2):
 
 @real
 @pytest.mark.parametrize("value", ["0", "no"])
-def test_exit_status_1_where_the_effect_is_not_there(tmp_path, value):
+def test_exit_status_1_where_the_effect_is_not_there(tmp_path, demo, value):
     ended, result = demo(tmp_path, *SHORT, PRECISION_SHIM=value)
     assert ended.returncode == 1
     assert not result["ok"]
@@ -98,7 +147,7 @@ def test_exit_status_1_where_the_effect_is_not_there(tmp_path, value):
 
 @real
 @pytest.mark.parametrize("way", ["variable", "option"])
-def test_as_configured_promises_what_the_config_asks_for(tmp_path, way):
+def test_as_configured_promises_what_the_config_asks_for(tmp_path, demo, way):
     by_variable = {"PRECISION_SHIM_OPTIMIZER_STATES": "as-configured"}
     ended, result = (
         demo(tmp_path, *SHORT, **by_variable)
@@ -112,7 +161,7 @@ def test_as_configured_promises_what_the_config_asks_for(tmp_path, way):
 
 
 @real
-def test_a_run_that_ends_badly_is_shown_with_the_end_of_its_log(tmp_path):
+def test_a_run_that_ends_badly_is_shown_with_the_end_of_its_log(tmp_path, demo):
     settings = tmp_path / "optim.yaml"
     settings.write_text("lr: 1e-3\noverride_optimizer_config: {exp_avg_dtype: bf61}\n")
     ended, result = demo(tmp_path / "out", *SHORT, "--config", str(settings))
@@ -133,7 +182,7 @@ def test_a_run_that_ends_badly_is_shown_with_the_end_of_its_log(tmp_path):
         (["--set", "no_such_setting=1"], "no_such_setting"),
     ],
 )
-def test_exit_status_2_for_what_cannot_be_used(tmp_path, arguments, message):
+def test_exit_status_2_for_what_cannot_be_used(tmp_path, demo, arguments, message):
     ended, result = demo(tmp_path, *arguments)
     assert ended.returncode == 2
     assert result is None

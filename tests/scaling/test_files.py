@@ -8,7 +8,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -17,6 +16,8 @@ import pytest
 
 from precision_shim.errors import ScalerCheckpointError
 from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings, load, save
+
+from ..rank_server import rank_server
 
 
 def scaler(**settings):
@@ -29,14 +30,20 @@ def restored(directory):
     return target.get_scale()
 
 
-def child(code, *arguments, **options):
-    prelude = (
-        "import os, sys, signal\n"
-        "from precision_shim.scaling import LossScaler, ScalerSettings, checkpoint\n"
-        "scaler = LossScaler(ScalerSettings(init_scale=64.0), device='cpu')\n"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", prelude + code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+@pytest.fixture(scope="module")
+def child(tmp_path_factory):
+    """Execute code in a process of its own; returns the error it was told, if it was.
+
+    With ``dies``, a signal, the process does not survive it.
+    """
+    folder = tmp_path_factory.mktemp("children")
+    with rank_server("tests.scaling.saving", folder) as processes:
+
+        def run(code, *arguments, dies=None):
+            told = processes(code, world=1, dies=dies, arguments=[*map(str, arguments)])
+            return "" if dies else told[0]
+
+        yield run
 
 
 def test_a_round_trip_and_nothing_else_in_the_directory(tmp_path):
@@ -103,25 +110,27 @@ POINTS = {
 
 KILL = """
 from pathlib import Path
-owner, name, when = {"Path": Path, "os": os}[sys.argv[2]], sys.argv[3], sys.argv[4]
+place, owner, name, when = arguments
+owner = {"Path": Path, "os": os}[owner]
 called = getattr(owner, name)
 def killed(*args, **kwargs):
     if when == "after":
         called(*args, **kwargs)
     os.kill(os.getpid(), signal.SIGKILL)
 setattr(owner, name, killed)
-checkpoint.save(sys.argv[1], scaler)
+checkpoint.save(place, scaler)
 """
 
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("earlier", [False, True])
-def test_a_process_killed_during_a_save_leaves_the_old_file_or_the_new(tmp_path, point, earlier):
+def test_a_process_killed_during_a_save_leaves_the_old_file_or_the_new(
+    child, tmp_path, point, earlier
+):
     where, when = POINTS[point]
     if earlier:
         save(tmp_path, scaler(init_scale=32.0))
-    done = child(KILL, tmp_path, *where.split("."), when)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    child(KILL, tmp_path, *where.split("."), when, dies=signal.SIGKILL)
     if point == "after it got its name":
         assert restored(tmp_path) == 64.0
     elif earlier:
@@ -133,32 +142,29 @@ def test_a_process_killed_during_a_save_leaves_the_old_file_or_the_new(tmp_path,
     assert restored(tmp_path) == 128.0
 
 
-def test_a_kill_in_the_middle_of_the_text_leaves_the_old_file(tmp_path):
+def test_a_kill_in_the_middle_of_the_text_leaves_the_old_file(child, tmp_path):
     save(tmp_path, scaler(init_scale=32.0))
     code = """
-import resource
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel ends the process in its write
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-checkpoint.save(sys.argv[1], scaler)
+checkpoint.save(arguments[0], scaler)
 """
-    done = child(code, tmp_path)
-    assert done.returncode == -signal.SIGXFSZ, done.stderr
+    child(code, tmp_path, dies=signal.SIGXFSZ)
     assert restored(tmp_path) == 32.0
 
 
-def test_a_full_disk_is_told_and_leaves_the_old_file(tmp_path):
+def test_a_full_disk_is_told_and_leaves_the_old_file(child, tmp_path):
     """The kernel refuses the write half way, as a quota does."""
     save(tmp_path, scaler(init_scale=32.0))
     code = """
-import resource
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-checkpoint.save(sys.argv[1], scaler)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+checkpoint.save(arguments[0], scaler)
 """
-    done = child(code, tmp_path)
-    assert "ScalerCheckpointError" in done.stderr
-    assert str(tmp_path / FILE_NAME) in done.stderr
+    told = child(code, tmp_path)
+    assert "ScalerCheckpointError" in told
+    assert str(tmp_path / FILE_NAME) in told
     assert [one.name for one in tmp_path.iterdir()] == [FILE_NAME]
     assert restored(tmp_path) == 32.0
 
@@ -200,19 +206,19 @@ def test_a_real_file_system_that_is_full(tmp_path):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_directory_without_write_access_is_told():
+def test_a_directory_without_write_access_is_told(child):
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         directory.chmod(0o755)
         save(directory, scaler(init_scale=32.0))
         directory.chmod(0o555)
         # Root may write anywhere: the child is somebody else.
-        code = "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
-        code += "checkpoint.save(sys.argv[1], scaler)\n"
-        done = child(code, directory)
+        code = "if os.geteuid() == 0: os.setegid(65534); os.seteuid(65534)\n"
+        code += "checkpoint.save(arguments[0], scaler)\n"
+        told = child(code, directory)
         directory.chmod(0o755)
-        assert "ScalerCheckpointError" in done.stderr, done.stderr
-        assert "Permission denied" in done.stderr
+        assert "ScalerCheckpointError" in told, told
+        assert "Permission denied" in told
         assert restored(directory) == 32.0
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +16,9 @@ from precision_shim.testing import (
     megatron_on_cpu,
     model_parallel,
     split_master,
-    stand_in_transformer_engine,
     tiny_gpt,
 )
+from tests.rank_server import rank_server
 from tests.testing import tiny_training as tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -205,7 +201,8 @@ def test_through_verls_get_model(one_process: Any, mode: str) -> None:
 
 def test_one_and_two_ranks_agree(megatron_core: Any, tmp_path: Path) -> None:
     modes = ["fp32", "plain", "remainders"]
-    reports = {world: _in_processes(tmp_path, world, modes) for world in (1, 2)}
+    with rank_server("tests.testing.ranks", tmp_path) as ranks:
+        reports = {world: ranks("train", world=world, modes=modes) for world in (1, 2)}
     for mode in modes:
         one, two = (reports[world][0][mode] for world in (1, 2))
         # fp32 differs by the order of a sum, bf16 by a rounded gradient: less than another seed.
@@ -218,57 +215,3 @@ def test_one_and_two_ranks_agree(megatron_core: Any, tmp_path: Path) -> None:
     assert reports[2][0] == reports[2][1] | {
         mode: reports[2][1][mode] | {"total": reports[2][0][mode]["total"]} for mode in modes
     }
-
-
-def _in_processes(folder: Path, world: int, modes: list[str]) -> list[dict[str, Any]]:
-    meeting = folder / f"meeting-{world}"
-    outputs = [folder / f"report-{world}-{rank}.json" for rank in range(world)]
-    source = str(Path(__file__).parents[2])
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([source, os.path.join(source, "shim"), *sys.path[1:]]),
-    }
-    with contextlib.ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-W", "ignore", __file__, str(world), str(rank), str(meeting),
-                     str(output), *modes],
-                    env=environment,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for rank, output in enumerate(outputs)
-        ]  # fmt: skip
-        for process in started:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors[-3000:]
-    return [json.loads(output.read_text()) for output in outputs]
-
-
-def _one_rank(world: int, rank: int, meeting: str, output: str, modes: list[str]) -> None:
-    torch.set_num_threads(1)
-    report = {}
-    with (
-        stand_in_transformer_engine(),
-        megatron_on_cpu(),
-        model_parallel(world, rank, meeting),
-    ):
-        for mode in modes:
-            chunks, optimizer = tiny.build(mode)
-            losses = tiny.train(chunks, optimizer, steps=5, world=world, rank=rank)
-            measured = measure_bytes(chunks, optimizer)
-            another = tiny.build(mode, seed=1)
-            report[mode] = {
-                "losses": losses,
-                "another": tiny.train(*another, steps=5, world=world, rank=rank),
-                "per_parameter": round(measured.per_parameter, 6),
-                "total": measured.total,
-                "sharded": measured.exp_avg.sharded,
-            }
-    Path(output).write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    _one_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5:])

@@ -7,6 +7,7 @@ frameworks warn about at import is theirs.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,22 @@ except PackageNotFoundError:
     VERL = Version("0")
 
 
+def freeze() -> None:
+    """Take what there is out of what the garbage collector looks at.
+
+    verl collects whenever it empties its caches, and Megatron for each bucket of a checkpoint:
+    among the objects of a thousand imported modules each time takes longer than the rest of a test.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_no_garbage() -> None:
+    """Freezes what the modules before this one have imported late."""
+    freeze()
+
+
 @pytest.fixture(scope="session")
 def cpu() -> Iterator[None]:
     """One process on a CPU: Megatron's parallel state, and verl and megatron-core imported."""
@@ -38,6 +55,7 @@ def cpu() -> Iterator[None]:
     import verl.utils.megatron_utils
     import verl.workers.engine.megatron.transformer_impl  # noqa: F401
 
+    freeze()
     with megatron_on_cpu(), model_parallel(), local_layers(), pytest.MonkeyPatch.context() as patch:
         # A CPU has no cache of freed memory to empty.
         patch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)

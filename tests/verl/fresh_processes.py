@@ -9,7 +9,7 @@ import contextlib
 import importlib
 from typing import Any
 
-from ..rank_server import Launch
+from ..rank_server import Launch, look_ahead
 
 IMPORTED = (
     *("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),
@@ -24,6 +24,7 @@ def prepare() -> None:
     for name in IMPORTED:
         with contextlib.suppress(ModuleNotFoundError):  # not in every environment
             importlib.import_module(name)
+    look_ahead("verl")
 
 
 def run(launch: Launch) -> Any:

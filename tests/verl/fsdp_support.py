@@ -22,6 +22,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
+from ..rank_server import look_ahead
 from ..tiny_models import VOCABULARY
 from .support import batch as supervised_batch
 
@@ -87,8 +88,15 @@ def prepare() -> None:
 
         set_platform(CpuPlatform())
     import transformers
+    import transformers.models.qwen2.modeling_qwen2
     import verl.workers.engine.fsdp.transformer_impl
     import verl.workers.engine_workers
+
+    # verl and from_pretrained ask these for their models, and so import a module of every model.
+    for name in ("CausalLM", "ImageTextToText", "TokenClassification", "Vision2Seq"):
+        kind = getattr(transformers, f"AutoModelFor{name}", None)
+        if kind is not None:  # transformers 5 has no Vision2Seq
+            kind._model_mapping.keys()
 
     # A CUDA build of torch cannot pin memory without a driver.
     impl = verl.workers.engine.fsdp.transformer_impl
@@ -105,6 +113,7 @@ def prepare() -> None:
 
         # It reports the cache of freed memory, of which a CPU has none.
         verl.workers.fsdp_workers.aggressive_empty_cache = lambda **kwargs: None
+    look_ahead("verl")
 
 
 def engine(

@@ -20,7 +20,7 @@ from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
 from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 
 from ..megatron_bridge import import_megatron_bridge
-from ..rank_server import Launch
+from ..rank_server import Launch, look_ahead
 from .megatron_fp16_support import Training
 from .support import local_layers
 from .test_checkpoints import job as adam_job
@@ -38,6 +38,7 @@ def prepare() -> None:
     import verl.workers.engine_workers  # noqa: F401
 
     torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]
+    look_ahead("verl")
 
 
 def run(launch: Launch) -> Any:

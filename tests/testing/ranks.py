@@ -1,0 +1,48 @@
+"""The ranks of ``test_megatron_cpu.py``; ``tests/rank_server.py`` starts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision_shim.testing import (
+    measure_bytes,
+    megatron_on_cpu,
+    model_parallel,
+    stand_in_transformer_engine,
+)
+
+from ..rank_server import Launch
+from . import tiny_training as tiny
+
+
+def prepare() -> None:
+    """Import megatron-core, in the server."""
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401
+
+
+def run(launch: Launch) -> dict[str, Any]:
+    """A rank, from its start to its end: trains each of the modes twice."""
+    torch.set_num_threads(1)
+    world, rank = launch.world, launch.rank
+    report = {}
+    with (
+        stand_in_transformer_engine(),
+        megatron_on_cpu(),
+        model_parallel(world, rank, launch.store),
+    ):
+        for mode in launch.options["modes"]:
+            chunks, optimizer = tiny.build(mode)
+            losses = tiny.train(chunks, optimizer, steps=5, world=world, rank=rank)
+            measured = measure_bytes(chunks, optimizer)
+            another = tiny.build(mode, seed=1)
+            report[mode] = {
+                "losses": losses,
+                "another": tiny.train(*another, steps=5, world=world, rank=rank),
+                "per_parameter": round(measured.per_parameter, 6),
+                "total": measured.total,
+                "sharded": measured.exp_avg.sharded,
+            }
+    return report

@@ -1,0 +1,86 @@
+"""What one environment leaves to another is the same in both."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = (
+    "tests/activation/test_ray.py",
+    "tests/scaling/hand_written.py",
+    "tests/scaling/ranks.py",
+    "tests/scaling/saving.py",
+    "tests/scaling/test_files.py",
+    "tests/scaling/test_ranks.py",
+    "tests/testing/test_fused_adam.py",
+)
+"""What system-0.7.1 leaves to system-0.9.1."""
+
+STANDS_ON = {"ray", "torch", "cloudpickle", "hypothesis", "pytest", "precision_shim"}
+"""Packages that these files may import, beside Python's own: the pinned ones, and ours."""
+
+
+def commands(environment: str) -> list[str]:
+    """What a system environment runs, from tox.ini."""
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    (section,) = (one for one in tox.sections() if one.startswith("testenv:{verl,system}"))
+    lines = dict(
+        line.split(": ", 1) for line in tox[section]["commands"].splitlines() if line.count(": ")
+    )
+    other = {"system-0.7.1": "system-0.7.1", "system-0.9.1": "system-!0.7.1"}[environment]
+    (found,) = re.findall(r"\{posargs:(.*)\}", lines[other])
+    return found.split()
+
+
+def pins(version: str) -> dict[str, str]:
+    """Versions by name, as a verl environment pins them."""
+    text = (ROOT / "tests" / "environments" / f"verl-{version}.txt").read_text(encoding="utf-8")
+    return dict(re.findall(r"^([\w-]+)==(\S+)", text, re.MULTILINE))
+
+
+def files(paths: list[str]) -> set[str]:
+    """The Python files that pytest finds tests in, and those beside them."""
+    found: set[str] = set()
+    for one in paths:
+        path = ROOT / one
+        inner = path.rglob("*.py") if path.is_dir() else [path]
+        found |= {each.relative_to(ROOT).as_posix() for each in inner}
+    return found
+
+
+def test_system_071_leaves_out_what_is_named_here_and_system_091_has_it() -> None:
+    all_of_it, less = files(commands("system-0.9.1")), files(commands("system-0.7.1"))
+    left_out = {one for one in all_of_it - less if Path(one).name.startswith("test_")}
+    assert left_out == {one for one in LEFT_OUT if Path(one).name.startswith("test_")}
+    assert less <= all_of_it
+
+
+@pytest.mark.parametrize("package", ["ray", "torch"])
+def test_what_is_left_out_stands_on_one_version(package: str) -> None:
+    assert pins("0.7.1")[package] == pins("0.9.1")[package]
+
+
+@pytest.mark.parametrize("file", LEFT_OUT)
+def test_what_is_left_out_imports_nothing_else(file: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    names = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(text))
+        for name in (
+            [one.name for one in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
+    }
+    assert names - STANDS_ON - set(sys.stdlib_module_names) == set()
+    # Nor in the text of programs that it starts.
+    assert not re.search(r"^\s*(from|import) (verl|megatron|transformers)\b", text, re.MULTILINE)
