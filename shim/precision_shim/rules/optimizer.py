@@ -320,9 +320,9 @@ def _conclude(
         states.append(f"{label} {_name(value)}")
     kind = "precision-aware optimizer" if precision_aware else "optimizer not precision-aware"
     bucket_warning = ""
-    if precision_aware and _FP32_BUCKET in why and request.policy == "follow-model":
+    if precision_aware and _FP32_BUCKET in why:
         bucket_warning = (
-            f"optimizer_states=follow-model, but {_FP32_BUCKET}: 2 bytes per parameter more. "
+            f"the states follow the model, but {_FP32_BUCKET}: 2 bytes per parameter more. "
             "Leave grad_reduce_in_fp32 out, write False, or set PRECISION_SHIM_GRAD_BUCKET=align"
         )
     return OptimizerPlan(

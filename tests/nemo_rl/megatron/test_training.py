@@ -137,9 +137,7 @@ def test_main_grads_stay_fp32_beside_an_fp32_bucket_of_the_config(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_pair_that_disagrees(
-    worker: Make, shim: Any, fused_adam: str, monkeypatch: pytest.MonkeyPatch, strict: bool
-) -> None:
+def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict: bool) -> None:
     """Code of the user's that changes the optimizer's config once the bucket is there."""
     shim(settings={"grad_bucket": "align"}, strict=strict)
     module = importlib.import_module(POLICY.partition(":")[0])
@@ -152,12 +150,13 @@ def test_a_pair_that_disagrees(
         changed.main_grads_dtype = torch.bfloat16
         return own(optimizer_config=changed, **others)
 
-    monkeypatch.setattr(module, "setup_optimizer", changing)
     options = {"optimizer": {"use_precision_aware_optimizer": True}}
     kind = InconsistentPrecisionError if strict else PrecisionShimWarning
     told = "expects bf16 main grads, the gradient bucket is fp32"
-    with (pytest.raises if strict else pytest.warns)(kind, match=told), worker(**options):
-        pass
+    with pytest.MonkeyPatch.context() as patch:  # undone before the shim is
+        patch.setattr(module, "setup_optimizer", changing)
+        with (pytest.raises if strict else pytest.warns)(kind, match=told), worker(**options):
+            pass
 
 
 def test_the_bucket_follows_the_optimizer_that_there_is(
