@@ -63,3 +63,10 @@ FRAMEWORKS = {
 }
 """By the place of its ``Adapter``, which adds the seams; in the order in which ``status()`` shows
 them."""
+
+SHARED = {
+    "megatron.core": "megatron-core",
+    "megatron.bridge": "megatron-bridge",
+    "nemo_automodel": "nemo-automodel",
+}
+"""Packages that frameworks build on and that seams are in, with their distributions' names."""

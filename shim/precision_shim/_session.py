@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
+
+from precision_shim_adapters.frameworks import SHARED
 
 from . import _journal, _settings, _startup, carriers
 from ._finders import Watcher
@@ -299,9 +302,38 @@ def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
     if adapter is None:
         return FrameworkStatus(version, "pending", reason="waits for the framework's import")
     seams = session.engine.report(name)
-    tested = is_tested(version, adapter.tested)
-    reason = "" if tested else f"not among the tested versions: {', '.join(adapter.tested)}"
+    tested, reason = _standing_here(adapter, version)
     return FrameworkStatus(version, _summary(seams), seams, reason, tested)
+
+
+def standing(
+    adapter: Adapter,
+    version: str,
+    versions: Callable[[str, Iterable[str]], str | None],
+    *,
+    closely: bool = False,
+) -> tuple[bool, str]:
+    """Whether a version is tested, and what the code says of a version that is not.
+
+    Args:
+        adapter: the framework's.
+        version: the framework's.
+        versions: tells those of what it builds on, as ``version_of`` does.
+        closely: hold the code of recorded versions against the record as well.
+    """
+    from . import _symbols
+
+    shared = {name: versions(name, (package,)) for package, name in SHARED.items()}
+    tested = is_tested(version, adapter.tested)
+    told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
+    told += _symbols.likeness(adapter, version, shared)
+    told += _symbols.differing(adapter, version, shared) if closely else []
+    return tested, "; ".join(told)
+
+
+@lru_cache(maxsize=8)
+def _standing_here(adapter: Adapter, version: str) -> tuple[bool, str]:
+    return standing(adapter, version, version_of)
 
 
 def _summary(seams: Iterable[SeamStatus]) -> str:
