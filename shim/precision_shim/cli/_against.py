@@ -211,13 +211,14 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
             if framework is not None
             or _session.version_of(entry.distribution, entry.packages) is not None
         ]
-    if not held:
+    judged = [one for entry in held if (one := _judge(entry, tree)).holds]
+    if not judged:
         inside = ", ".join(package for package in SHARED if tree.has(package))
         raise SourceError(
             f"{path} holds {inside} and no framework, and none that builds on it is installed "
             f"here. Looked for: {', '.join(packages)}. Name one with --framework."
         )
-    return [_judge(entry, tree) for entry in held]
+    return judged
 
 
 def _judge(entry: Entry, tree: Tree) -> Report:

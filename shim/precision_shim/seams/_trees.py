@@ -150,6 +150,7 @@ class Tree:
                 path = f"{name}/{file}"
                 if name.endswith(kind) and self._files.is_file(path):
                     text = self._files.read(path).decode("utf-8", "replace")
+                    text = text.replace("\r\n", "\n").partition("\n\n")[0]
                     head = dict(re.findall(r"^(Name|Version): *(\S+)", text, re.MULTILINE))
                     if len(head) == 2:
                         yield _normal(head["Name"]), head["Version"]
