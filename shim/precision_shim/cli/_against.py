@@ -29,6 +29,7 @@ from ..seams._source import Definition, definition, looking_at
 from ..seams._trees import Tree, open_tree, over
 from ._foresight import foresee
 from ._output import show
+from ._probing import probing
 
 __all__ = ["command", "options", "report"]
 
@@ -45,7 +46,13 @@ def options(parser: argparse.ArgumentParser) -> None:
         "installed; nothing of it is imported (exit status 2: it holds no framework)",
     )
     parser.add_argument(
-        "--framework", metavar="NAME", help="with --against: the framework to judge"
+        "--framework", metavar="NAME", help="with --against and --probe: the only one to judge"
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="ask the installed frameworks whether what the rules assume of them still holds; "
+        "they are imported, in a child process",
     )
     parser.add_argument(
         "--record",
@@ -56,10 +63,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int] | None:
     """What was asked for instead of the doctor's own report."""
-    if asked.framework is not None and asked.against is None:
-        asked.parser.error("--framework needs --against PATH")
-    if asked.against is not None and asked.record is not None:
-        asked.parser.error("--against and --record exclude each other")
+    if asked.framework is not None and asked.against is None and not asked.probe:
+        asked.parser.error("--framework needs --against PATH or --probe")
+    if (asked.against is not None) + (asked.record is not None) + asked.probe > 1:
+        asked.parser.error("--against, --record and --probe exclude each other")
+    if asked.probe:
+        return probing
     if asked.against is not None:
         return _against
     return _record if asked.record is not None else None
