@@ -33,6 +33,7 @@ ADAPTER = Adapter(
         **megatron_overflow.PATHS,
         **megatron_offload.PATHS,
         "megatron": "Megatron workers",
+        "megatron weight sync": "Megatron workers (weight sync)",
         "fsdp": "FSDP workers",
         "trainer": "all workers (the trainer's metrics)",
         "tinker": "all workers (Tinker's metrics)",
