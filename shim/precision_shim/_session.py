@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from precision_shim_adapters.frameworks import SHARED
@@ -37,6 +36,8 @@ class _Session:
         """Bad settings of the automatic start under strict: raised where a feature takes effect."""
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
+        self.standing: dict[str, tuple[bool, str]] = {}
+        """What ``standing`` said, which reads source."""
         self.exported: dict[str, tuple[str | None, str]] = {}
         """Variable to its text before, and to what was exported."""
         self.engine = Engine(
@@ -302,7 +303,9 @@ def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
     if adapter is None:
         return FrameworkStatus(version, "pending", reason="waits for the framework's import")
     seams = session.engine.report(name)
-    tested, reason = _standing_here(adapter, version)
+    if name not in session.standing:
+        session.standing[name] = standing(adapter, version, version_of)
+    tested, reason = session.standing[name]
     return FrameworkStatus(version, _summary(seams), seams, reason, tested)
 
 
@@ -329,11 +332,6 @@ def standing(
     told += _symbols.likeness(adapter, version, shared)
     told += _symbols.differing(adapter, version, shared) if closely else []
     return tested, "; ".join(told)
-
-
-@lru_cache(maxsize=8)
-def _standing_here(adapter: Adapter, version: str) -> tuple[bool, str]:
-    return standing(adapter, version, version_of)
 
 
 def _summary(seams: Iterable[SeamStatus]) -> str:

@@ -75,7 +75,7 @@ def add(record: Record, distribution: str, version: str, digests: Mapping[str, s
             for one, versions in known.pop(target, {}).items()
         }
         if found:
-            kept.setdefault(found, []).append(version)
+            kept[found] = in_order([*kept.get(found, ()), version])
         kept = {one: versions for one, versions in kept.items() if versions}
         if kept:
             known[target] = kept

@@ -83,7 +83,7 @@ def test_a_wheel_in_which_a_symbol_is_gone(against, doctor, tmp_path):
     for expected in (
         "toy 2.0, not tested: refused\n",
         "what the user would lose\n  bf16-dispatch: toy.ops:scale not found",
-        "1 symbols: 0 changed, 1 gone, 0 new, 0 same\n  gone     toy.ops:scale\n",
+        "1 symbol: 0 changed, 1 gone, 0 new, 0 same\n  gone     toy.ops:scale\n",
         "problems\n",
     ):
         assert expected in shown.stdout

@@ -34,7 +34,7 @@ from ._probing import probing
 __all__ = ["command", "options", "report"]
 
 _IN_FORCE = ("pending", "wrapped", "partly", "native")
-_LINES = 40  # of one symbol's changes; the whole is behind --verbose
+_LINES = 6  # of one symbol's changes; the whole is behind --verbose
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -393,7 +393,7 @@ def _text(one: Report, path: Path, *, verbose: bool) -> str:
 def _symbols_text(symbols: tuple[SymbolChange, ...], verbose: bool) -> Iterable[str]:
     states = ("changed", "gone", "new", "same")
     counts = [f"{sum(one.state == state for one in symbols)} {state}" for state in states]
-    yield f"{len(symbols)} symbols: {', '.join(counts)}"
+    yield f"{len(symbols)} symbol{'' if len(symbols) == 1 else 's'}: {', '.join(counts)}"
     for state in states if verbose else states[:3]:
         for one in symbols:
             if one.state != state:
