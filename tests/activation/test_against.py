@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from .conftest import TOY, write
+from .conftest import write
 
 NEXT = {
     "toy/__init__.py": "raise SystemExit('imported')\n",
@@ -167,4 +167,12 @@ def test_a_file_that_is_no_record_is_left_alone(doctor, tmp_path):
     assert done.returncode == 2
     assert str(file) in done.stderr
     assert file.read_text() == "[1]"
-    assert TOY
+
+
+def test_the_lines_are_behind_verbose(doctor, tmp_path):
+    path = wheel(tmp_path, NEXT)
+    shown = doctor("--against", path).stdout
+    assert "parameters gained: factor; 4 lines went or came\n" in shown
+    assert "factor * value" not in shown
+    whole = doctor("--against", path, "--verbose").stdout
+    assert "           +    return factor * value\n" in whole

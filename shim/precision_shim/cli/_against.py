@@ -34,7 +34,6 @@ from ._probing import probing
 __all__ = ["command", "options", "report"]
 
 _IN_FORCE = ("pending", "wrapped", "partly", "native")
-_LINES = 6  # of one symbol's changes; the whole is behind --verbose
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -402,8 +401,8 @@ def _symbols_text(symbols: tuple[SymbolChange, ...], verbose: bool) -> Iterable[
             as_in = f"as in {', '.join(one.as_in)}" if one.as_in else ""
             gained = f"parameters gained: {', '.join(one.gained)}" if one.gained else ""
             lost = f"parameters lost: {', '.join(one.lost)}" if one.lost else ""
-            yield from fold("; ".join(filter(None, (as_in, gained, lost))), 11, 13)
-            shown = one.lines if verbose else one.lines[:_LINES]
-            yield from (f"           {line}" for line in shown)
-            if len(shown) < len(one.lines):
-                yield f"           ... {len(one.lines) - len(shown)} more lines: --verbose"
+            lines = f"{len(one.lines)} lines went or came" if one.lines and not verbose else ""
+            yield from fold("; ".join(filter(None, (as_in, gained, lost, lines))), 11, 13)
+            yield from (f"           {line}" for line in one.lines if verbose)
+    if not verbose and any(one.lines for one in symbols):
+        yield "  --verbose shows the lines"
