@@ -337,7 +337,7 @@ def _package(distribution: str, entry: Entry) -> str:
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     reasons = [one.reason for one in seams if (one.feature, one.path) == (feature, path)]
     own = [one for one in reasons if one and not one.startswith("refused whole")]
-    return next(iter([*own, *filter(None, reasons)]), "nothing of it is there")
+    return next(iter([*own, *filter(None, reasons)]), "this version has nothing of it")
 
 
 # -- as text ----------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 
 from precision_shim.errors import SeamError
@@ -94,3 +97,18 @@ def test_what_is_assumed_of_torch_holds():
     for one in probes_in("precision_shim_adapters.torch_probes"):
         outcome = run(one)
         assert outcome.state == "holds", outcome
+
+
+def test_what_rests_on_a_probe_is_there():
+    """Else a report would send its reader to a rule that has moved."""
+    from precision_shim.seams import look
+    from precision_shim_adapters.frameworks import FRAMEWORKS
+
+    modules = dict.fromkeys(name for one in FRAMEWORKS.values() for name in one["probes"])
+    rules = {one.rule for module in modules for one in probes_in(module)}
+    assert len(rules) > 5
+    for rule in rules:
+        module, _, name = rule.partition(":")
+        symbol = look(f"{module}:{name or 'nothing'}")
+        assert symbol.module_found, rule
+        assert not name or name in Path(str(find_spec(module).origin)).read_text(), rule
