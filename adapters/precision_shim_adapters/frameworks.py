@@ -8,6 +8,7 @@ The keys of a declaration:
     tested: versions that the test environments pin.
     effects: places where a DDP or an optimizer is built, on each path through the framework. Under
         strict a fault is raised there and nowhere earlier. A place that a version lacks is skipped.
+    probes: modules whose functions ask whether what the rules assume still holds.
 """
 
 TYPE_CHECKING = False
@@ -21,6 +22,9 @@ MEGATRON_EFFECTS = (
 """Megatron's part of a framework's effects, and all that is known of a third party's adapter that
 cannot be loaded."""
 
+PROBES = ("precision_shim_adapters.megatron.probes", "precision_shim_adapters.fp16.probes")
+"""Modules that ask what every framework here is built on."""
+
 VERL: "dict[str, Any]" = {
     "framework": "verl",
     "distribution": "verl",
@@ -31,6 +35,7 @@ VERL: "dict[str, Any]" = {
         # Every FSDP optimizer comes from here: of the engine, and of 0.7.1's legacy workers.
         "verl.workers.config.optimizer:build_optimizer",
     ),
+    "probes": (*PROBES, "precision_shim_adapters.verl.probes"),
 }
 
 SKYRL: "dict[str, Any]" = {
@@ -42,6 +47,7 @@ SKYRL: "dict[str, Any]" = {
         *MEGATRON_EFFECTS,
         "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
     ),
+    "probes": (*PROBES, "precision_shim_adapters.skyrl.probes"),
 }
 
 NEMO_RL: "dict[str, Any]" = {
@@ -54,6 +60,7 @@ NEMO_RL: "dict[str, Any]" = {
         "nemo_rl.models.dtensor.parallelize:_parallelize_model",
         "nemo_rl.models.automodel.setup:setup_model_and_optimizer",
     ),
+    "probes": PROBES,
 }
 
 FRAMEWORKS = {
@@ -63,3 +70,10 @@ FRAMEWORKS = {
 }
 """By the place of its ``Adapter``, which adds the seams; in the order in which ``status()`` shows
 them."""
+
+SHARED = {
+    "megatron.core": "megatron-core",
+    "megatron.bridge": "megatron-bridge",
+    "nemo_automodel": "nemo-automodel",
+}
+"""Packages that frameworks build on and that seams are in, with their distributions' names."""

@@ -18,6 +18,7 @@ _WHERE = {
     "SettingsError": "errors",
     "DtypeError": "errors",
     "SeamError": "errors",
+    "SourceError": "errors",
     "InconsistentPrecisionError": "errors",
     "UnsupportedPrecisionError": "errors",
     "CheckpointLayoutError": "errors",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .errors import ScalerCheckpointError as ScalerCheckpointError
     from .errors import SeamError as SeamError
     from .errors import SettingsError as SettingsError
+    from .errors import SourceError as SourceError
     from .errors import UnsupportedPrecisionError as UnsupportedPrecisionError
 
 

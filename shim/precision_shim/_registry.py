@@ -29,6 +29,7 @@ class Entry:
         tested: versions that the test environments pin; of a third party's only its adapter knows.
         adapter: ``"module:attribute"`` of the ``Adapter``.
         effects: where a feature first takes effect, should the adapter itself be broken.
+        probes: see ``Adapter``.
     """
 
     framework: str
@@ -37,6 +38,7 @@ class Entry:
     adapter: str
     tested: tuple[str, ...] = ()
     effects: tuple[str, ...] = ()
+    probes: tuple[str, ...] = ()
 
     def load(self) -> Adapter:
         """Import the adapter.

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from precision_shim_adapters.frameworks import SHARED
 
 from . import _journal, _settings, _startup, carriers
 from ._finders import Watcher
@@ -34,6 +36,8 @@ class _Session:
         """Bad settings of the automatic start under strict: raised where a feature takes effect."""
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
+        self.standing: dict[str, tuple[bool, str]] = {}
+        """What ``standing`` said, which reads source."""
         self.exported: dict[str, tuple[str | None, str]] = {}
         """Variable to its text before, and to what was exported."""
         self.engine = Engine(
@@ -299,9 +303,35 @@ def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
     if adapter is None:
         return FrameworkStatus(version, "pending", reason="waits for the framework's import")
     seams = session.engine.report(name)
-    tested = is_tested(version, adapter.tested)
-    reason = "" if tested else f"not among the tested versions: {', '.join(adapter.tested)}"
+    if name not in session.standing:
+        session.standing[name] = standing(adapter, version, version_of)
+    tested, reason = session.standing[name]
     return FrameworkStatus(version, _summary(seams), seams, reason, tested)
+
+
+def standing(
+    adapter: Adapter,
+    version: str,
+    versions: Callable[[str, Iterable[str]], str | None],
+    *,
+    closely: bool = False,
+) -> tuple[bool, str]:
+    """Whether a version is tested, and what the code says of a version that is not.
+
+    Args:
+        adapter: the framework's.
+        version: the framework's.
+        versions: tells those of what it builds on, as ``version_of`` does.
+        closely: hold the code of recorded versions against the record as well.
+    """
+    from . import _symbols
+
+    shared = {name: versions(name, (package,)) for package, name in SHARED.items()}
+    tested = is_tested(version, adapter.tested)
+    told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
+    told += _symbols.likeness(adapter, version, shared)
+    told += _symbols.differing(adapter, version, shared) if closely else []
+    return tested, "; ".join(told)
 
 
 def _summary(seams: Iterable[SeamStatus]) -> str:

@@ -168,6 +168,14 @@ def _feature(name: str, found: Sequence[SeamStatus], ahead: bool) -> str:
     return "; ".join(parts) or "nothing of what it patches is here"
 
 
+def verdicts(found: Iterable[SeamStatus]) -> dict[tuple[str, str], str]:
+    """One word for each feature and path."""
+    states: dict[tuple[str, str], list[str]] = {}
+    for seam in found:
+        states.setdefault((seam.feature, seam.path), []).append(_state(seam))
+    return {both: _together(several) for both, several in states.items()}
+
+
 def _state(seam: SeamStatus) -> str:
     if seam.refusal and seam.state in ("pending", "refused"):
         return "unsupported"

@@ -14,10 +14,23 @@ from ._session import current_settings, in_force, version_of
 from ._settings import Settings
 from ._status import Decision
 from .errors import SettingsError
-from .seams import Adapter, Call, NativeProbe, Seam, Symbol, around, collect, look, seam
+from .seams import (
+    Adapter,
+    Answer,
+    Call,
+    NativeProbe,
+    Seam,
+    Symbol,
+    around,
+    collect,
+    look,
+    probe,
+    seam,
+)
 
 __all__ = [
     "Adapter",
+    "Answer",
     "Call",
     "Decision",
     "NativeProbe",
@@ -31,6 +44,7 @@ __all__ = [
     "in_force",
     "look",
     "parse_settings",
+    "probe",
     "seam",
     "version_of",
     "warn",

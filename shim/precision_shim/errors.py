@@ -23,6 +23,10 @@ class SeamError(PrecisionShimError):
     """A seam cannot be patched as it was asked to be (strict mode, or a broken adapter)."""
 
 
+class SourceError(PrecisionShimError, ValueError):
+    """A path that was to be looked into holds no framework, or cannot be read."""
+
+
 class InconsistentPrecisionError(PrecisionShimError, ValueError):
     """Optimizer config, live parameters and gradient buckets contradict each other."""
 

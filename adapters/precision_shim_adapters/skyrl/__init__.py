@@ -32,6 +32,7 @@ ADAPTER = Adapter(
         **wing.PATHS,
         **offload.PATHS,
         "megatron": "Megatron workers",
+        "megatron weight sync": "Megatron workers (weight sync)",
         "fsdp": "FSDP workers",
         "trainer": "all workers (the trainer's metrics)",
         "tinker": "all workers (Tinker's metrics)",

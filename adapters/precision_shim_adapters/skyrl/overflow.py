@@ -186,7 +186,8 @@ def _resized(task: Any) -> Any:
 @seam(
     f"{WORKER}:MegatronWeightExtractor._init_param_buckets",
     SCALING,
-    group="megatron",
+    group="megatron weight sync",  # training is right without it
+    only_if=(f"{WORKER}:MegatronWeightExtractor",),
     why="its table of sizes has no fp16: sending the weights would end in a KeyError",
     delete_when="its table of sizes has fp16",
     relies_on=("prec_to_bytes", "get_conversion_tasks"),

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__, _registry, _session, _settings, _startup, _status_text
 from .._settings import PREFIX, TABLE, Settings
-from .._status import FrameworkStatus, SeamStatus
+from .._status import FrameworkStatus
 from .._status_text import fold
-from ..errors import PrecisionShimError, SettingsError
-from . import add_command
+from ..errors import SettingsError
+from . import _against, add_command
+from ._foresight import foresee
 from ._output import show
 
 if TYPE_CHECKING:
@@ -78,10 +79,14 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="print every seam, and every setting, too"
     )
+    _against.options(parser)
 
 
 def doctor(asked: argparse.Namespace) -> int:
     """Print what was found; the exit status is 1 where something is wrong."""
+    other = _against.command(asked)
+    if other is not None:
+        return other(asked)
     found, frameworks = _look()
     if asked.as_json:
         print(json.dumps(found, indent=2))
@@ -195,7 +200,7 @@ def _framework(
     problems: list[str],
     frameworks: dict[str, FrameworkStatus],
 ) -> dict[str, Any]:
-    one, told = _preview(entry, settings)
+    one, told = foresee(entry, settings, _session.version_of)
     problems += told
     frameworks[entry.framework] = one
     return {
@@ -205,40 +210,6 @@ def _framework(
         "reason": one.reason,
         "seams": [seam.to_dict() for seam in one.seams],
     }
-
-
-def _preview(entry: _registry.Entry, settings: Settings) -> tuple[FrameworkStatus, list[str]]:
-    """What would happen to a framework here, and what is wrong with that."""
-    name = entry.framework
-    version = _session.version_of(entry.distribution, entry.packages)
-    asked_by_name = settings.frameworks is not None and name in settings.frameworks
-    if settings.frameworks is not None and not asked_by_name:
-        return FrameworkStatus(version, "off", reason="not among the frameworks asked for"), []
-    if version is None:
-        problem = f"{PREFIX}_FRAMEWORKS names {name}, which is not installed here"
-        return FrameworkStatus(None, "absent"), [problem] if asked_by_name else []
-    try:
-        adapter = entry.load()
-        seams = _session.preview(adapter, settings)
-    except PrecisionShimError as error:
-        return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
-    tested = _registry.is_tested(version, adapter.tested)
-    reason = "" if tested else f"not among the tested versions: {', '.join(adapter.tested)}"
-    # A seam that is declared as a refusal says so where it is used; it is no fault of this machine.
-    broken: dict[str, SeamStatus] = {}
-    for seam in seams:
-        if seam.state == "refused" and not seam.refusal:
-            if seam.target in seam.reason:  # this seam is the cause; the others are refused with it
-                broken[seam.feature] = seam
-            broken.setdefault(seam.feature, seam)
-    problems = [
-        f"{name} {version}: {feature} cannot be applied: {seam.reason}"
-        for feature, seam in broken.items()
-    ]
-    states = {seam.state for seam in seams}
-    order = ("refused", "pending", "native", "off") if broken else ("pending", "native", "off")
-    state = next((state for state in order if state in states), "absent")
-    return FrameworkStatus(version, state, seams, reason, tested), problems
 
 
 def _in_child(code: str, environment: Mapping[str, str] | None = None) -> Any:

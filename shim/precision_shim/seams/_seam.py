@@ -151,6 +151,8 @@ class Adapter:
             engine"}``; a group that is not here is shown by its own name. A name that ends in
             brackets, such as ``"FSDP engine (metrics)"``, is a path that only serves others:
             ``str(status())`` shows it where it was refused, and else leaves it to ``details()``.
+        probes: names of modules whose functions ask whether what the rules assume of the
+            framework still holds; imported when somebody asks.
     """
 
     framework: str
@@ -160,6 +162,7 @@ class Adapter:
     seams: tuple[Seam, ...]
     effects: tuple[str, ...] = ()
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
+    probes: tuple[str, ...] = ()
 
     def check(self, features: Iterable[str]) -> None:
         """Hold the table against the names of the features that there are.

@@ -1,15 +1,19 @@
-"""Look at a symbol in its source file without importing the module or its parents."""
+"""Look at a symbol in its source file without importing the module or its parents.
+
+The look goes into what is installed here, or into another ``Source``: see ``looking_at``.
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 _NAMING = ("id", "attr", "arg", "name")
@@ -42,6 +46,39 @@ class Symbol:
     problem: str = ""
     positional: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+class Source(Protocol):
+    """Where a look goes."""
+
+    def find(self, module: str) -> Callable[[], str | None] | None:
+        """What reads a module's source (``None``: it has none); ``None`` for no such module."""
+
+
+class Installed:
+    """The modules that this process could import."""
+
+    def find(self, module: str) -> Callable[[], str | None] | None:
+        """See ``Source``."""
+        spec = find_spec(module)
+        if spec is None:
+            return None
+        get_source = getattr(spec.loader, "get_source", None)
+        return lambda: get_source(module) if get_source is not None else None
+
+
+_INSTALLED = Installed()
+_source: ContextVar[Source] = ContextVar("precision_shim_source", default=_INSTALLED)
+
+
+@contextmanager
+def looking_at(source: Source) -> Iterator[None]:
+    """Let every ``look`` within go into another source than what is installed here."""
+    token = _source.set(source)
+    try:
+        yield
+    finally:
+        _source.reset(token)
 
 
 def find_spec(name: str) -> ModuleSpec | None:
@@ -91,23 +128,49 @@ def look(target: str) -> Symbol:
     """Describe ``"module:attribute"`` from source, importing nothing."""
     module, _, attribute = target.partition(":")
     try:
-        spec = find_spec(module)
+        read = _source.get().find(module)
     except Exception as error:  # another package's finder may do anything
         return Symbol(target, problem=f"looking for {module} failed: {error!r}")
-    if spec is None:
+    if read is None:
         return Symbol(target, problem=f"module {module} not found")
-    get_source = getattr(spec.loader, "get_source", None)
     try:
-        source = get_source(module) if get_source is not None else None
-        if source is None:
+        text = read()
+        if text is None:
             return Symbol(target, True, problem=f"module {module} has no readable source")
         known, symbol = _described.get(target, (None, None))
-        if symbol is None or known != hash(source):
-            symbol = _describe(target, _parse(source), attribute.split("."))
-            _described[target] = hash(source), symbol
+        if symbol is None or known != hash(text):
+            symbol = _describe(target, _parse(text), attribute.split("."))
+            _described[target] = hash(text), symbol
     except Exception as error:
         return Symbol(target, True, problem=f"source of {module} not readable: {error!r}")
     return symbol
+
+
+class Definition(NamedTuple):
+    """Where a symbol is defined.
+
+    Attributes:
+        node: its syntax tree; of a dataclass's generated ``__init__`` that of the class.
+        text: the source of the whole module.
+    """
+
+    node: ast.AST
+    text: str
+
+
+def definition(target: str) -> Definition | None:
+    """The syntax tree of what ``look`` finds; ``None`` where it finds nothing."""
+    if not look(target).found:
+        return None
+    module, _, attribute = target.partition(":")
+    read = _source.get().find(module)
+    text = read() if read is not None else None
+    if text is None:
+        return None
+    scope: ast.AST = _parse(text)
+    for part in attribute.split("."):
+        scope = _member(scope, part) or scope  # the class of a generated __init__
+    return Definition(scope, text)
 
 
 @lru_cache(maxsize=32)

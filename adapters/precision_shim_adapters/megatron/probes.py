@@ -1,0 +1,303 @@
+"""What our rules assume of Megatron-core, asked of the one that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Answer, probe
+
+_CONFIG = "megatron.core.optimizer.optimizer_config"
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_DDP = "megatron.core.distributed.distributed_data_parallel_config"
+_OBSTACLES = "precision_shim.rules.optimizer:obstacles"
+_PLAN = "precision_shim.rules.optimizer:plan_optimizer"
+
+
+def _config(**fields: Any) -> Any:
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    return OptimizerConfig(**fields)
+
+
+@contextmanager
+def _fused_adam() -> Iterator[None]:
+    """TransformerEngine, or what stands in for it where it is not installed."""
+    from precision_shim.testing.transformer_engine import (
+        real_transformer_engine,
+        stand_in_transformer_engine,
+    )
+
+    with nullcontext() if real_transformer_engine() else stand_in_transformer_engine():
+        yield
+
+
+def _refusal(**fields: Any) -> str:
+    """What Megatron says against a config; ``""`` if it takes it."""
+    try:
+        with _fused_adam():
+            _config(**fields)
+    except Exception as error:  # whatever it is: an assertion today
+        return str(error) or type(error).__name__
+    return ""
+
+
+@probe(
+    "precision-aware optimizer needs the distributed optimizer",
+    assumes="Megatron refuses use_precision_aware_optimizer without use_distributed_optimizer",
+    rule=_OBSTACLES,
+    needs=(_CONFIG,),
+)
+def distributed_optimizer() -> Answer:
+    """The shim withdraws bf16 states where the distributed optimizer is off."""
+    told = _refusal(
+        optimizer="adam", use_precision_aware_optimizer=True, use_distributed_optimizer=False
+    )
+    named = "distributed optimizer" in told.replace("_", " ")
+    return Answer("refused for it", "refused for it" if named else told or "accepted")
+
+
+@probe(
+    "precision-aware optimizer needs adam",
+    assumes="Megatron refuses use_precision_aware_optimizer with another optimizer than adam",
+    rule=_OBSTACLES,
+    needs=(_CONFIG,),
+)
+def only_adam() -> Answer:
+    """The shim withdraws bf16 states where the optimizer is another."""
+    told = _refusal(
+        optimizer="sgd", use_precision_aware_optimizer=True, use_distributed_optimizer=True
+    )
+    return Answer("refused for it", "refused for it" if "adam" in told else told or "accepted")
+
+
+@probe(
+    "precision-aware optimizer runs with both",
+    assumes="Megatron takes bf16 main gradients and moments with adam, the distributed optimizer "
+    "and TransformerEngine's FusedAdam",
+    rule=_PLAN,
+    needs=(_CONFIG,),
+)
+def accepted() -> Answer:
+    """The row of a bf16 model."""
+    states = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    told = _refusal(
+        optimizer="adam",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_precision_aware_optimizer=True,
+        use_distributed_optimizer=True,
+        **dict.fromkeys(states, torch.bfloat16),
+    )
+    return Answer("accepted", told or "accepted")
+
+
+@probe(
+    "low-precision states need the precision-aware optimizer",
+    assumes="without it Megatron takes main gradients, masters and moments at fp32 only",
+    rule="precision_shim.rules.optimizer:_NEED_PRECISION_AWARE",
+    needs=(_CONFIG,),
+)
+def states_need_it() -> Answer:
+    """The shim turns it off outright where none of these is asked for."""
+    wanted = {
+        "main_grads_dtype": torch.bfloat16,
+        "main_params_dtype": torch.float16,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    }
+    refused = [name for name, dtype in wanted.items() if name in _refusal(**{name: dtype})]
+    return Answer(list(wanted), refused)
+
+
+@probe(
+    "fp8 recipes without FusedAdam's masters",
+    assumes="with a recipe other than delayed Megatron keeps the masters itself",
+    rule=_OBSTACLES,
+    needs=(_CONFIG,),
+)
+def fp8_recipes() -> Answer:
+    """The shim withdraws bf16 states there."""
+    found = {}
+    for recipe in ("delayed", "tensorwise"):
+        with _fused_adam():
+            made = _config(
+                use_precision_aware_optimizer=True,
+                use_distributed_optimizer=True,
+                fp8_recipe=recipe,
+            )
+        found[recipe] = made.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    return Answer({"delayed": True, "tensorwise": False}, found)
+
+
+@probe(
+    "Megatron's defaults",
+    assumes="what the shim does not set is an fp32 state, remainders, beta2 0.999, a dynamic scale",
+    rule=_PLAN,
+    needs=(_CONFIG, _DDP),
+)
+def defaults() -> Answer:
+    """The guard on the second moment reads beta2; the rows leave the rest to Megatron."""
+    from megatron.core.distributed.distributed_data_parallel_config import (
+        DistributedDataParallelConfig,
+    )
+
+    from precision_shim.rules.optimizer import MEGATRON_BETA2
+
+    made = _config()
+    bucket = DistributedDataParallelConfig()
+    assumed = {
+        "adam_beta2": MEGATRON_BETA2,
+        "main_params_dtype": torch.float32,
+        "exp_avg_dtype": torch.float32,
+        "exp_avg_sq_dtype": torch.float32,
+        "store_param_remainders": True,
+        "use_precision_aware_optimizer": False,
+        "loss_scale": None,
+        "grad_reduce_in_fp32": False,
+        "check_for_nan_in_grad": False,
+    }
+    found = {
+        name: getattr(bucket if hasattr(bucket, name) else made, name, "no such field")
+        for name in assumed
+    }
+    return Answer(assumed, found)
+
+
+@probe(
+    "an overflow is an answer and no exception",
+    assumes="MixedPrecisionOptimizer.step answers (False, None, None) and takes no step",
+    rule="precision_shim_adapters.megatron.overflow:skipping",
+    needs=(_OPTIMIZER,),
+)
+def overflow() -> Answer:
+    """The shim makes a skipped step of it, whatever the framework does."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    steps: list[str] = []
+    optimizer = SimpleNamespace(
+        config=_config(),
+        prepare_grads=lambda: True,
+        step_with_ready_grads=lambda: steps.append("step"),
+    )
+    answer = MixedPrecisionOptimizer.step(optimizer)
+    return Answer(((False, None, None), []), (answer, steps))
+
+
+@probe(
+    "the scaler of Megatron",
+    assumes="DynamicGradScaler puts a new tensor in its scale's place, halves it after hysteresis "
+    "overflows, never below its minimum, and saves scale and both trackers",
+    rule="precision_shim_adapters.megatron.overflow:scale_of",
+    needs=("megatron.core.optimizer.grad_scaler",),
+)
+def dynamic_scaler() -> Answer:
+    """The shim reads the scale from the device only where it is another tensor."""
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    from precision_shim.testing.megatron_cpu import cuda_means_cpu
+
+    with cuda_means_cpu():
+        scaler = DynamicGradScaler(8.0, 4.0, 2.0, 0.5, 1, 2)
+        before = scaler.scale
+        scales = []
+        for overflowed in (True, True, True, False):
+            scaler.update(overflowed)
+            scales.append(float(scaler.scale))
+        found = (scales, float(before), scaler.scale is before, sorted(scaler.state_dict()))
+    keys = ["growth_tracker", "hysteresis_tracker", "scale"]
+    return Answer(([8.0, 4.0, 4.0, 8.0], 8.0, False, keys), found)
+
+
+@probe(
+    "remainders stand under the master's name",
+    assumes="DistributedOptimizer hands FusedAdam's int16 remainders on as the state 'param'",
+    rule="precision_shim_adapters.megatron.checkpoint:STATES",
+    needs=("megatron.core.optimizer.distrib_optimizer",),
+)
+def remainders() -> Answer:
+    """The shim writes fp32 masters there instead."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    states = {"master_param": torch.zeros(2, dtype=torch.int16), "exp_avg": torch.zeros(2)}
+    inner = SimpleNamespace(
+        param_groups=[{"params": [parameter]}],
+        state={parameter: states},
+        get_unscaled_state=lambda one, name: states[name],
+    )
+    optimizer = SimpleNamespace(
+        model_param_group_index_map={parameter: (0, 0)},
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True),
+        optimizer=inner,
+    )
+    found = DistributedOptimizer._get_main_param_and_optimizer_states(optimizer, parameter)
+    dtypes = {name: str(value.dtype) for name, value in found.items()}
+    return Answer({"exp_avg": "torch.float32", "param": "torch.int16"}, dtypes)
+
+
+@probe(
+    "the dtype of a gradient bucket",
+    assumes="a bucket is fp32 with grad_reduce_in_fp32, and has its parameters' dtype without",
+    rule="precision_shim.rules.bucket:choose_bucket",
+    needs=("megatron.core.distributed", "megatron.core.transformer"),
+)
+def bucket() -> Answer:
+    """``main_grads_dtype`` itself is read by an assertion only."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
+
+    found = {}
+    with megatron_on_cpu(), model_parallel():
+        for in_fp32 in (True, False):
+            chunk = DistributedDataParallel(
+                config=TransformerConfig(
+                    num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
+                ),
+                ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32),
+                module=torch.nn.Linear(8, 8).bfloat16(),
+            )
+            found[in_fp32] = str(chunk.buffers[0].grad_data.dtype)
+    return Answer({True: "torch.float32", False: "torch.bfloat16"}, found)
+
+
+@probe(
+    "which dtypes FusedAdam takes",
+    assumes="TransformerEngine's FusedAdam takes the dtypes that our table has for its release",
+    rule="precision_shim.rules.legality:legal_dtypes",
+    needs=("transformer_engine.pytorch.optimizers",),
+)
+def legality() -> Answer:
+    """A name or dtype that is not legal fails before the optimizer is built."""
+    import transformer_engine
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    from precision_shim.rules.legality import FusedAdamSupport, legal_dtypes, release
+    from precision_shim.testing.megatron_cpu import cuda_means_cpu
+
+    support = FusedAdamSupport(release(str(transformer_engine.__version__)), True, "")
+    arguments = {
+        "main_params_dtype": "master_weight_dtype",
+        "exp_avg_dtype": "exp_avg_dtype",
+        "exp_avg_sq_dtype": "exp_avg_sq_dtype",
+    }
+    assumed, found = {}, {}
+    for field, argument in arguments.items():
+        taken = []
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8):
+            parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+            try:
+                with cuda_means_cpu():
+                    FusedAdam([parameter], lr=1e-3, master_weights=True, **{argument: dtype})
+            except RuntimeError:
+                continue
+            taken.append(str(dtype))
+        assumed[field] = sorted(map(str, legal_dtypes(field, support) or ()))
+        found[field] = sorted(taken)
+    return Answer(assumed, found)

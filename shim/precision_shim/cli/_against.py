@@ -1,0 +1,408 @@
+"""``precision-shim doctor --against PATH`` and ``--record FILE``: a release, not yet installed.
+
+The look goes into a wheel or a folder instead of what is installed, and the same plan decides.
+Nothing of the path is imported or executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from precision_shim_adapters.frameworks import SHARED
+
+from .. import _registry, _session, _settings, _startup, _status_text, _symbols
+from .._registry import Entry
+from .._settings import Settings
+from .._status import FrameworkStatus, SeamStatus
+from .._status_text import fold
+from ..errors import PrecisionShimError, SourceError
+from ..seams import Adapter, look
+from ..seams._changes import changed_lines
+from ..seams._digest import digest, digest_of
+from ..seams._source import Definition, definition, looking_at
+from ..seams._trees import Tree, open_tree, over
+from ._foresight import foresee
+from ._output import show
+from ._probing import probing
+
+__all__ = ["command", "options", "report"]
+
+_IN_FORCE = ("pending", "wrapped", "partly", "native")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the doctor's."""
+    parser.add_argument(
+        "--against",
+        metavar="PATH",
+        help="judge a wheel, a checkout, a source folder or a site-packages instead of what is "
+        "installed; nothing of it is imported (exit status 2: it holds no framework)",
+    )
+    parser.add_argument(
+        "--framework", metavar="NAME", help="with --against and --probe: the only one to judge"
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="ask the installed frameworks whether what the rules assume of them still holds; "
+        "they are imported, in a child process",
+    )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="add the digests of what is installed to a file of symbols, and do nothing else",
+    )
+
+
+def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int] | None:
+    """What was asked for instead of the doctor's own report."""
+    if asked.framework is not None and asked.against is None and not asked.probe:
+        asked.parser.error("--framework needs --against PATH or --probe")
+    if (asked.against is not None) + (asked.record is not None) + asked.probe > 1:
+        asked.parser.error("--against, --record and --probe exclude each other")
+    if asked.probe:
+        return probing
+    if asked.against is not None:
+        return _against
+    return _record if asked.record is not None else None
+
+
+# -- recording --------------------------------------------------------------------------------
+
+
+def _record(asked: argparse.Namespace) -> int:
+    _startup.stop()
+    file = Path(asked.record)
+    try:
+        record = _symbols.read(file)
+    except (OSError, ValueError) as error:
+        return _fail(f"{file} cannot be read: {error}. Name a new file, or repair it.")
+    added: dict[str, int] = {}
+    for entry in _registry.entries(third_party=False).values():
+        if _session.version_of(entry.distribution, entry.packages) is not None:
+            for name, version, digests in installed_digests(entry.load()):
+                _symbols.add(record, name, version, digests)
+                added[f"{name} {version}"] = sum(map(bool, digests.values()))
+    if not added:
+        return _fail("nothing to record: no framework is installed here")
+    _symbols.write(record, file)
+    told = ", ".join(f"{name}: {count} symbols" for name, count in added.items())
+    show("\n".join(fold(f"{file}: {told}", 0, 2, break_words=True)))
+    return 0
+
+
+def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, str]]]:
+    """Distribution, version and digests of the symbols of an adapter's table that are here.
+
+    A checkout without metadata has no version that could be recorded, and is left out.
+    """
+    packages = {name: (package,) for package, name in SHARED.items()}
+    for name, targets in _symbols.targets_by_distribution(adapter).items():
+        version = _session.version_of(name, packages.get(name, adapter.packages))
+        if version not in (None, "unknown"):
+            yield name, str(version), {one: digest(one) for one in targets}
+
+
+# -- judging a path ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SymbolChange:
+    """One symbol in the path, against what is installed.
+
+    Attributes:
+        target: ``"module:attribute"``.
+        state: ``same``, ``changed``, ``gone`` or ``new``.
+        as_in: the recorded versions whose code it has.
+        gained: parameters that came.
+        lost: parameters that went.
+        lines: the lines of code that went and came.
+    """
+
+    target: str
+    state: str
+    as_in: list[str]
+    gained: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a path means for one framework.
+
+    Attributes:
+        framework: its name.
+        holds: the distributions in the path that matter to it, with their versions.
+        against: for each of them what it was compared with, in words.
+        there: the framework as it would be with the path.
+        here: as it is; ``None`` where it is not installed.
+        symbols: those of the path, and those that it should have.
+        problems: what could not be applied, and why.
+    """
+
+    framework: str
+    holds: Mapping[str, str]
+    against: Mapping[str, str]
+    there: FrameworkStatus
+    here: FrameworkStatus | None
+    symbols: tuple[SymbolChange, ...]
+    problems: tuple[str, ...]
+
+    def lost(self) -> list[dict[str, str]]:
+        """What is in force or native here and would not be any more, by feature and path."""
+        return self._moved(self.here, self.there)
+
+    def won(self) -> list[dict[str, str]]:
+        """What would be in force or native, and is not here."""
+        return self._moved(self.there, self.here)
+
+    def _moved(
+        self, before: FrameworkStatus | None, after: FrameworkStatus | None
+    ) -> list[dict[str, str]]:
+        if before is None or after is None:
+            return []
+        left = _status_text.verdicts(after.seams)
+        return [
+            {"feature": feature, "path": path, "because": _because(after.seams, feature, path)}
+            for (feature, path), verdict in _status_text.verdicts(before.seams).items()
+            if verdict in _IN_FORCE and left.get((feature, path)) not in _IN_FORCE
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What machines read."""
+        return {
+            "framework": self.framework,
+            "version": self.there.version,
+            "tested": self.there.tested,
+            "state": self.there.state,
+            "reason": self.there.reason,
+            "holds": dict(self.holds),
+            "against": dict(self.against),
+            "symbols": [asdict(one) for one in self.symbols],
+            "seams": [seam.to_dict() for seam in self.there.seams],
+            "lost": self.lost(),
+            "won": self.won(),
+            "problems": list(self.problems),
+            "ok": not self.problems,
+        }
+
+
+def report(path: Path, framework: str | None = None) -> list[Report]:
+    """Judge a path, once for each framework that it matters to.
+
+    Args:
+        path: a wheel, a checkout, a folder with packages, a site-packages.
+        framework: the only one to judge.
+
+    Raises:
+        SourceError: the path holds nothing to judge, or cannot be read.
+        SettingsError: a variable makes no sense.
+    """
+    known = _registry.entries()
+    if framework is not None and framework not in known:
+        raise SourceError(f"no framework {framework!r}; allowed: {', '.join(known)}.")
+    asked = [known[framework]] if framework is not None else list(known.values())
+    packages = [package for entry in asked for package in entry.packages]
+    tree = open_tree(path, (*packages, *SHARED))
+    held = [entry for entry in asked if any(tree.has(one) for one in entry.packages)]
+    if not held:  # what frameworks build on: those that are installed, or that was asked for
+        held = [
+            entry
+            for entry in asked
+            if framework is not None
+            or _session.version_of(entry.distribution, entry.packages) is not None
+        ]
+    judged = [one for entry in held if (one := _judge(entry, tree)).holds]
+    if not judged:
+        inside = ", ".join(package for package in SHARED if tree.has(package))
+        raise SourceError(
+            f"{path} holds {inside} and no framework, and none that builds on it is installed "
+            f"here. Looked for: {', '.join(packages)}. Name one with --framework."
+        )
+    return judged
+
+
+def _judge(entry: Entry, tree: Tree) -> Report:
+    name = entry.framework
+    known = _registry.entries()
+    settings = _settings.resolve(frameworks=(name,), known_frameworks=known)
+    source, versions = over(tree), _versions(tree)
+    # First of all: what an adapter looks at while it is loaded is the path, too.
+    with looking_at(source):
+        there, problems = foresee(entry, settings, versions)
+        if there.version is None:  # a look at what the framework builds on, without it
+            problems = []
+        adapter = entry.load()
+        owned = {
+            distribution: [one for one in targets if tree.complete or tree.owns(one.split(":")[0])]
+            for distribution, targets in _targets(adapter).items()
+        }
+        new = {one: _sight(one) for targets in owned.values() for one in targets}
+    here = _here(entry, settings)
+    holds, against, symbols = {}, {}, []
+    for distribution, targets in owned.items():
+        package = _package(distribution, entry)
+        if not targets or not tree.has(package):
+            continue
+        holds[distribution] = versions(distribution, (package,)) or "unknown"
+        old = {one: _sight(one) for one in targets}
+        installed = _session.version_of(distribution, (package,))
+        basis = {one: digest_of(seen.found.node) for one, seen in old.items() if seen.found}
+        against[distribution] = f"{installed}, installed here"
+        if installed is None:
+            newest = (_symbols.versions_of(_symbols.shipped(), distribution) or [""])[-1]
+            basis = _symbols.digests_of(_symbols.shipped(), distribution, newest)
+            against[distribution] = f"{newest}, as recorded" if newest else "nothing"
+        symbols += [
+            change
+            for one in targets
+            if (change := _change(distribution, one, basis.get(one, ""), old[one], new[one]))
+        ]
+    return Report(name, holds, against, there, here, tuple(symbols), tuple(problems))
+
+
+def _here(entry: Entry, settings: Settings) -> FrameworkStatus | None:
+    if _session.version_of(entry.distribution, entry.packages) is None:
+        return None
+    return foresee(entry, settings, _session.version_of)[0]
+
+
+def _targets(adapter: Adapter) -> dict[str, list[str]]:
+    """The table's symbols, and the framework's own that its newest recorded version had."""
+    targets = _symbols.targets_by_distribution(adapter)
+    record, own = _symbols.shipped(), adapter.distribution
+    newest = _symbols.versions_of(record, own)[-1:]
+    recorded = [one for version in newest for one in _symbols.digests_of(record, own, version)]
+    targets[own] = list(dict.fromkeys([*targets.get(own, ()), *recorded]))
+    return targets
+
+
+@dataclass(frozen=True)
+class _Sight:
+    parameters: tuple[str, ...]
+    found: Definition | None
+
+
+def _sight(target: str) -> _Sight:
+    return _Sight(look(target).parameters, definition(target))
+
+
+def _change(
+    distribution: str, target: str, basis: str, old: _Sight, new: _Sight
+) -> SymbolChange | None:
+    """How a symbol changed from the digest it had, if it is or was there at all."""
+    if new.found is None:
+        return SymbolChange(target, "gone", []) if basis else None
+    found = digest_of(new.found.node)
+    as_in = _symbols.seen_in(_symbols.shipped(), distribution, target, found)
+    if not basis:
+        return SymbolChange(target, "new", as_in)
+    if basis == found:
+        return SymbolChange(target, "same", as_in)
+    if old.found is None:
+        return SymbolChange(target, "changed", as_in)
+    return SymbolChange(
+        target,
+        "changed",
+        as_in,
+        gained=[one for one in new.parameters if one not in old.parameters],
+        lost=[one for one in old.parameters if one not in new.parameters],
+        lines=changed_lines(old.found, new.found),
+    )
+
+
+def _versions(tree: Tree) -> Callable[[str, Iterable[str]], str | None]:
+    def version_of(distribution: str, packages: Iterable[str]) -> str | None:
+        named = list(packages)
+        for package in named:
+            if tree.has(package):
+                return tree.version_of(distribution, package)
+        return None if tree.complete else _session.version_of(distribution, named)
+
+    return version_of
+
+
+def _package(distribution: str, entry: Entry) -> str:
+    shared = {name: package for package, name in SHARED.items()}
+    return shared.get(distribution, entry.packages[0])
+
+
+def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
+    reasons = [one.reason for one in seams if (one.feature, one.path) == (feature, path)]
+    own = [one for one in reasons if one and not one.startswith("refused whole")]
+    return next(iter([*own, *filter(None, reasons)]), "this version has nothing of it")
+
+
+# -- as text ----------------------------------------------------------------------------------
+
+
+def _against(asked: argparse.Namespace) -> int:
+    _startup.stop()
+    path = Path(asked.against)
+    try:
+        reports = report(path, asked.framework)
+    except (PrecisionShimError, OSError) as error:
+        return _fail(str(error))
+    if asked.as_json:
+        told = [one.to_dict() for one in reports]
+        print(json.dumps(told if len(told) > 1 else told[0], indent=2))
+    else:
+        show("\n\n".join(_text(one, path, verbose=asked.verbose) for one in reports))
+    return 1 if any(one.problems for one in reports) else 0
+
+
+def _fail(sentence: str) -> int:
+    print(f"precision-shim doctor: {sentence}", file=sys.stderr)
+    return 2
+
+
+def _text(one: Report, path: Path, *, verbose: bool) -> str:
+    lines = fold(f"{path.name}, for {one.framework}", 0, 2, break_words=True)
+    for name, version in one.holds.items():
+        lines += fold(f"{name} {version}, against {one.against[name]}", 2, 4)
+    features = list(dict.fromkeys(seam.feature for seam in one.there.seams))
+    lines += ["", *_status_text.framework(one.framework, one.there, features, ahead=True)]
+    for title, moved in (
+        ("what the user would lose", one.lost()),
+        ("what the user would gain", one.won()),
+    ):
+        lines += ["", title] if moved else []
+        for each in moved:
+            where = f" ({each['path']})" if each["path"] else ""
+            because = f": {each['because']}" if title.endswith("lose") else ""
+            lines += fold(f"{each['feature']}{where}{because}", 2, 4)
+    lines += ["", *_symbols_text(one.symbols, verbose)]
+    told = _status_text.refusals(f"{one.framework} {one.there.version}", one.there.seams)
+    if one.problems:
+        lines += ["", "problems"]
+        for text in told or one.problems:
+            lines += fold(text, 2, 4)
+    else:
+        lines += ["", "no problems"]
+    return "\n".join(lines)
+
+
+def _symbols_text(symbols: tuple[SymbolChange, ...], verbose: bool) -> Iterable[str]:
+    states = ("changed", "gone", "new", "same")
+    counts = [f"{sum(one.state == state for one in symbols)} {state}" for state in states]
+    yield f"{len(symbols)} symbol{'' if len(symbols) == 1 else 's'}: {', '.join(counts)}"
+    for state in states if verbose else states[:3]:
+        for one in symbols:
+            if one.state != state:
+                continue
+            yield from fold(f"{state:<8} {one.target}", 2, 4)
+            as_in = f"as in {', '.join(one.as_in)}" if one.as_in else ""
+            gained = f"parameters gained: {', '.join(one.gained)}" if one.gained else ""
+            lost = f"parameters lost: {', '.join(one.lost)}" if one.lost else ""
+            lines = f"{len(one.lines)} lines went or came" if one.lines and not verbose else ""
+            yield from fold("; ".join(filter(None, (as_in, gained, lost, lines))), 11, 13)
+            yield from (f"           {line}" for line in one.lines if verbose)
+    if not verbose and any(one.lines for one in symbols):
+        yield "  --verbose shows the lines"

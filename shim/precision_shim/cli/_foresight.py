@@ -1,0 +1,55 @@
+"""What the shim would do to a framework: read from its source, here or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from .. import _session
+from .._registry import Entry
+from .._settings import PREFIX, Settings
+from .._status import FrameworkStatus, SeamStatus
+from ..errors import PrecisionShimError
+
+__all__ = ["foresee"]
+
+
+def foresee(
+    entry: Entry,
+    settings: Settings,
+    versions: Callable[[str, Iterable[str]], str | None],
+) -> tuple[FrameworkStatus, list[str]]:
+    """What would happen to a framework where the look goes, and what is wrong with that.
+
+    Args:
+        entry: the framework.
+        settings: what is asked for.
+        versions: tells a distribution's version there, as ``_session.version_of`` does here.
+    """
+    name, version = entry.framework, versions(entry.distribution, entry.packages)
+    asked_by_name = settings.frameworks is not None and name in settings.frameworks
+    if settings.frameworks is not None and not asked_by_name:
+        return FrameworkStatus(version, "off", reason="not among the frameworks asked for"), []
+    if version is None:
+        problem = f"{PREFIX}_FRAMEWORKS names {name}, which is not installed here"
+        return FrameworkStatus(None, "absent"), [problem] if asked_by_name else []
+    try:
+        adapter = entry.load()
+        seams = _session.preview(adapter, settings)
+    except PrecisionShimError as error:
+        return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
+    tested, reason = _session.standing(adapter, version, versions, closely=True)
+    # A seam that is declared as a refusal says so where it is used; it is no fault of this machine.
+    broken: dict[str, SeamStatus] = {}
+    for seam in seams:
+        if seam.state == "refused" and not seam.refusal:
+            if seam.target in seam.reason:  # the cause, not one that is refused with it
+                broken[seam.feature] = seam
+            broken.setdefault(seam.feature, seam)
+    problems = [
+        f"{name} {version}: {feature} cannot be applied: {seam.reason}"
+        for feature, seam in broken.items()
+    ]
+    states = {seam.state for seam in seams}
+    order = ("refused", "pending", "native", "off") if broken else ("pending", "native", "off")
+    state = next((state for state in order if state in states), "absent")
+    return FrameworkStatus(version, state, seams, reason, tested), problems

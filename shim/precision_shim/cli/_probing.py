@@ -1,0 +1,106 @@
+"""``precision-shim doctor --probe``: whether what the rules assume of a framework still holds.
+
+The framework is imported, in a child process that the shim does not touch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from .. import _registry, _session, _startup
+from .._settings import PREFIX
+from .._status_text import fold
+from ..seams._probe import probes_in, run
+from ._output import show
+
+__all__ = ["answer", "ask", "probing"]
+
+_WORDS = {
+    "holds": "hold",
+    "fails": "no longer hold",
+    "absent": "concern what is not installed",
+    "unasked": "could not be asked",
+}
+_PATIENCE = 300  # seconds for a framework's imports and all probes
+_HERE = "import sys; from precision_shim.cli._probing import answer; answer(sys.argv[1:])"
+
+
+def answer(modules: Iterable[str]) -> None:
+    """In the child process: run the probes of these modules and print the outcomes as JSON."""
+    _startup.stop()
+    output, sys.stdout = sys.stdout, sys.stderr  # frameworks print while they are imported
+    outcomes = [asdict(run(one)) for module in modules for one in probes_in(module)]
+    sys.stdout = output
+    print(json.dumps(outcomes))
+
+
+def ask(modules: Iterable[str]) -> list[dict[str, Any]]:
+    """Run the probes of these modules in a child process.
+
+    Raises:
+        RuntimeError: the process ended otherwise than with an answer; the text is its last lines.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _HERE, *modules],
+        env={**os.environ, PREFIX: "0"},
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+        check=False,
+    )
+    try:
+        found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        last = " / ".join(done.stderr.strip().splitlines()[-3:])
+        raise RuntimeError(f"the probes ended with {done.returncode}: {last}") from None
+    return found
+
+
+def probing(asked: argparse.Namespace) -> int:
+    """Print the outcomes; the exit status is 1 where an assumption no longer holds."""
+    _startup.stop()
+    told: dict[str, dict[str, Any]] = {}
+    for name, entry in _registry.entries().items():
+        version = _session.version_of(entry.distribution, entry.packages)
+        if version is None or asked.framework not in (None, name):
+            continue
+        modules = entry.load().probes
+        try:
+            if modules:
+                told[name] = {"version": version, "probes": ask(modules)}
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(f"precision-shim doctor: {name} {version}: {error}", file=sys.stderr)
+            return 2
+    if not told:
+        print("precision-shim doctor: no framework to probe is installed here", file=sys.stderr)
+        return 2
+    failed = any(one["state"] == "fails" for each in told.values() for one in each["probes"])
+    if asked.as_json:
+        print(json.dumps({"frameworks": told, "ok": not failed}, indent=2))
+    else:
+        show("\n".join(line for name, one in told.items() for line in _text(name, one)))
+    return 1 if failed else 0
+
+
+def _text(name: str, told: dict[str, Any]) -> Iterable[str]:
+    outcomes = told["probes"]
+    failed = [one for one in outcomes if one["state"] == "fails"]
+    counts = Counter(one["state"] for one in outcomes)
+    summary = [f"{counts[word]} {text}" for word, text in _WORDS.items() if counts[word]]
+    yield f"{name} {told['version']}, {len(outcomes)} assumptions: {', '.join(summary)}"
+    for one in outcomes:
+        yield from fold(f"{one['state']:<8} {one['name']}", 2, 11)
+        if one["state"] != "holds":
+            yield from fold(one["found"] if one not in failed else "", 11)
+        if one in failed:
+            yield from fold(f"assumed: {one['assumes']} ({one['assumed']})", 11, 13)
+            yield from fold(f"found: {one['found']}", 11, 13)
+            yield from fold(f"rests on it: {one['rule']}", 11, 13)

@@ -1,0 +1,178 @@
+"""``precision-shim doctor --against`` and ``--record``: releases that are not installed."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+
+import pytest
+
+from .conftest import write
+
+NEXT = {
+    "toy/__init__.py": "raise SystemExit('imported')\n",
+    "toy/ops.py": "def scale(value, factor=2):\n    return factor * value\n",
+    "toy-2.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toy\nVersion: 2.0\n",
+}
+GONE = NEXT | {"toy/ops.py": "raise SystemExit('imported')\n"}
+
+
+@pytest.fixture
+def doctor(environment):
+    def run(*arguments, **variables):
+        command = ("-m", "precision_shim", "doctor", *map(str, arguments))
+        return environment.run(*command, check=False, **variables)
+
+    return run
+
+
+@pytest.fixture
+def against(doctor):
+    def run(path, *arguments, status=0, **variables):
+        done = doctor("--against", path, "--json", *arguments, **variables)
+        assert done.returncode == status, done.stdout + done.stderr
+        assert done.stderr == ""
+        return json.loads(done.stdout)
+
+    return run
+
+
+def wheel(folder, files):
+    folder.mkdir(exist_ok=True)
+    path = folder / "toy-2.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as made:
+        for name, text in files.items():
+            made.writestr(name, text)
+    return path
+
+
+def test_a_wheel_that_holds(against, tmp_path):
+    told = against(wheel(tmp_path, NEXT))
+    assert (told["framework"], told["version"], told["ok"]) == ("toy", "2.0", True)
+    assert told["symbols"] == [
+        {
+            "target": "toy.ops:scale",
+            "state": "changed",
+            "as_in": [],
+            "gained": ["factor"],
+            "lost": [],
+            "lines": [
+                "-def scale(value):",
+                "-    return 2 * value",
+                "+def scale(value, factor=2):",
+                "+    return factor * value",
+            ],
+        }
+    ]
+    assert told["seams"] == [
+        {"target": "toy.ops:scale", "feature": "bf16-dispatch", "state": "pending", "reason": ""}
+    ]
+    assert told["lost"] == []
+
+
+def test_a_wheel_in_which_a_symbol_is_gone(against, doctor, tmp_path):
+    path = wheel(tmp_path, GONE)
+    told = against(path, status=1)
+    assert not told["ok"]
+    assert [one["state"] for one in told["symbols"]] == ["gone"]
+    assert [one["state"] for one in told["seams"]] == ["refused"]
+    assert [(one["feature"], one["path"]) for one in told["lost"]] == [("bf16-dispatch", "")]
+    assert "toy.ops:scale not found" in told["lost"][0]["because"]
+    shown = doctor("--against", path)
+    assert shown.returncode == 1
+    for expected in (
+        "toy 2.0, not tested: refused\n",
+        "what the user would lose\n  bf16-dispatch: toy.ops:scale not found",
+        "1 symbol: 0 changed, 1 gone, 0 new, 0 same\n  gone     toy.ops:scale\n",
+        "problems\n",
+    ):
+        assert expected in shown.stdout
+
+
+@pytest.mark.parametrize("kind", ["folder", "checkout", "site-packages", "package"])
+def test_folders(kind, against, tmp_path):
+    files = {name: text for name, text in NEXT.items() if "dist-info" not in name}
+    files["toy/version.py"] = "__version__ = '2.0'\n"
+    if kind == "checkout":
+        files = {f"src/{name}": text for name, text in files.items()}
+    if kind == "site-packages":
+        files = NEXT
+    path = write(tmp_path / "given", files)
+    told = against(path / "toy" if kind == "package" else path)
+    assert (told["version"], told["symbols"][0]["gained"]) == ("2.0", ["factor"])
+
+
+def test_what_is_installed_is_the_same(against, environment):
+    told = against(environment.site, "--framework", "toy")
+    assert [one["state"] for one in told["symbols"]] == ["same"]
+    assert told["symbols"][0]["lines"] == []
+
+
+def test_several_frameworks_are_a_list(against, environment):
+    told = against(environment.site)
+    assert [one["framework"] for one in told] == ["toy", "solo"]
+
+
+def test_a_framework_that_is_not_asked_for_is_judged_all_the_same(against, tmp_path):
+    told = against(wheel(tmp_path, NEXT), PRECISION_SHIM_FRAMEWORKS="solo")
+    assert [one["state"] for one in told["seams"]] == ["pending"]
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "told"),
+    [
+        ({}, (), "holds no framework"),
+        ({"other/__init__.py": ""}, (), "Looked for: "),
+        ({"other/__init__.py": ""}, ("--framework", "toy"), "Looked for: toy,"),
+        (NEXT, ("--framework", "nobody"), "no framework 'nobody'; allowed: verl"),
+        ({"megatron/core/__init__.py": ""}, (), "Name one with --framework"),
+    ],
+)
+def test_a_path_without_a_framework(files, arguments, told, doctor, tmp_path):
+    path = write(tmp_path / "given", {"README": "", **files})
+    # The toys are installed, and know nothing of Megatron.
+    done = doctor("--against", path, "--json", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_wheel(doctor, tmp_path):
+    path = wheel(tmp_path, NEXT)
+    path.write_bytes(path.read_bytes()[:200])
+    done = doctor("--against", path)
+    assert done.returncode == 2
+    assert f"{path} is no wheel that can be read" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--framework", "toy"), ("--against", "x", "--record", "y")])
+def test_options_that_make_no_sense(arguments, doctor):
+    done = doctor(*arguments)
+    assert done.returncode == 2
+    assert "usage: " in done.stderr
+
+
+def test_nothing_to_record(doctor, tmp_path):
+    done = doctor("--record", tmp_path / "symbols.json")
+    assert done.returncode == 2
+    assert "nothing to record" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_record_is_left_alone(doctor, tmp_path):
+    file = tmp_path / "symbols.json"
+    file.write_text("[1]")
+    done = doctor("--record", file)
+    assert done.returncode == 2
+    assert str(file) in done.stderr
+    assert file.read_text() == "[1]"
+
+
+def test_the_lines_are_behind_verbose(doctor, tmp_path):
+    path = wheel(tmp_path, NEXT)
+    shown = doctor("--against", path).stdout
+    assert "parameters gained: factor; 4 lines went or came\n" in shown
+    assert "factor * value" not in shown
+    whole = doctor("--against", path, "--verbose").stdout
+    assert "           +    return factor * value\n" in whole

@@ -1,0 +1,84 @@
+"""Judge the newest release of each framework, and of what they build on, in one command.
+
+    python tests/environments/report_upstream.py [FOLDER] [PATH ...]
+
+FOLDER is where tox keeps its environments (``.tox``). The newest wheels are downloaded without
+their dependencies and judged by the newest pinned environment of each framework, as
+``precision-shim doctor --against WHEEL`` does it; a framework that is not on the index (NeMo-RL)
+is named. Further PATHs, such as checkouts, are judged in the same way. The exit status is 1 where
+a feature could not be applied, 2 where something could not be judged.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+SHARED = ("megatron-core", "megatron-bridge")
+
+
+def newest() -> dict[str, str]:
+    """Each framework's newest pinned environment."""
+    found: dict[str, Version] = {}
+    for file in Path(__file__).parent.glob("*-[0-9]*.txt"):
+        framework, _, version = file.stem.rpartition("-")
+        found[framework] = max(Version(version), found.get(framework, Version("0")))
+    return {framework: f"{framework}-{version}" for framework, version in sorted(found.items())}
+
+
+def download(name: str, folder: Path) -> Path | None:
+    """The newest wheel of a distribution for Python 3.12; ``None`` where there is none."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+    target = ["--python-version", "3.12", "-d", str(folder / name), name]
+    subprocess.run([*command, *target], check=False, stderr=subprocess.DEVNULL)
+    return next((folder / name).glob("*.whl"), None)
+
+
+def judge(path: Path, framework: str, python: Path) -> int:
+    """Print the report of a path for one framework."""
+    print(f"\n## {path.name}, in {python.parents[1].name}\n", flush=True)
+    command = [str(python), "-m", "precision_shim", "doctor", "--against", str(path)]
+    sources = os.pathsep.join([str(ROOT / "shim"), str(ROOT / "adapters")])
+    done = subprocess.run(
+        [*command, "--framework", framework],
+        env={**os.environ, "PYTHONPATH": sources},
+        check=False,
+    )
+    return done.returncode
+
+
+def main() -> int:
+    """Judge everything; returns the worst exit status."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".tox"
+    pythons = {
+        framework: folder / environment / "bin" / "python"
+        for framework, environment in newest().items()
+    }
+    missing = [str(python) for python in pythons.values() if not python.exists()]
+    if missing:
+        print(f"not there, tox makes them: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    worst = 0
+    with tempfile.TemporaryDirectory() as made:
+        for name in (*pythons, *SHARED):
+            wheel = download(name, Path(made))
+            if wheel is None:
+                print(f"\n{name}: no wheel on the index; give a checkout's path", file=sys.stderr)
+                worst = 2
+                continue
+            for framework in [name] if name in pythons else pythons:
+                worst = max(worst, judge(wheel, framework, pythons[framework]))
+        for path in map(Path, sys.argv[2:]):
+            results = [judge(path, framework, python) for framework, python in pythons.items()]
+            worst = max(worst, min(results))  # it need not hold every framework
+    return worst
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

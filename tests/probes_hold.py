@@ -1,0 +1,76 @@
+"""What the rules assume of a framework, asked of the one that is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from precision_shim._registry import entries
+from precision_shim.cli._probing import ask
+
+_DROPPED = "'--use-precision-aware-optimizer only supported with distributed optimizer'"
+
+
+def hold(framework: str) -> None:
+    """Every probe that can be asked here holds, in a moment.
+
+    Args:
+        framework: as users write it.
+    """
+    outcomes = ask(entries(third_party=False)[framework].load().probes)
+    wrong = [one for one in outcomes if one["state"] not in ("holds", "absent")]
+    assert not wrong
+    assert sum(one["state"] == "holds" for one in outcomes) > len(outcomes) / 2
+    # The sum: a single one may be hit by a pause of the machine.
+    assert sum(one["seconds"] for one in outcomes) < len(outcomes)
+
+
+def hold_on_a_changed_megatron(folder: Path) -> None:
+    """Megatron-LM main drops the assertion and keeps its words: one probe fails, by name.
+
+    Args:
+        folder: an empty one, for the changed copy of the installed source.
+    """
+    import importlib.util
+
+    module = "megatron.core.optimizer.optimizer_config"
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    assert source.count(_DROPPED) == 1
+    begin = source.rindex("            assert (", 0, source.index(_DROPPED))
+    end = source.index("\n", source.index(_DROPPED))
+    changed = folder / "changed.py"
+    changed.write_text(source[:begin] + source[end + 1 :], encoding="utf-8")
+    compile(changed.read_text(encoding="utf-8"), str(changed), "exec")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ON_CHANGED, module, str(changed)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    failed = done.stdout.splitlines()[-1]
+    assert failed == "precision-aware optimizer needs the distributed optimizer: accepted"
+
+
+_ON_CHANGED = """
+import sys
+from importlib.machinery import SourceFileLoader
+
+name, path = sys.argv[1:]
+
+class Changed:
+    def find_spec(self, wanted, where=None, target=None):
+        if wanted != name:
+            return None
+        from importlib.util import spec_from_file_location
+        return spec_from_file_location(name, path)
+
+sys.meta_path.insert(0, Changed())
+from precision_shim.seams._probe import probes_in, run
+outcomes = [run(one) for one in probes_in("precision_shim_adapters.megatron.probes")]
+print("; ".join(f"{one.name}: {one.found}" for one in outcomes if one.state == "fails"))
+"""

@@ -1,0 +1,107 @@
+"""The record of digests: what is added, what is compared, what is said of an untested version."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from precision_shim import _symbols
+from precision_shim._symbols import add, compare, read, seen_in, versions_of, write
+
+
+def made(*versions):
+    """A record of one distribution: each version by its name and its symbols' digests."""
+    record = {}
+    for version, digests in versions:
+        add(record, "toy", version, digests)
+    return record
+
+
+THREE = (("0.9.0", {"a": "1", "b": "1"}), ("0.10.0", {"a": "1", "b": "2", "c": "1"}))
+
+
+def test_versions_are_kept_by_digest_the_oldest_first(tmp_path):
+    record = made(*THREE)
+    write(record, tmp_path / "symbols.json")
+    assert json.loads((tmp_path / "symbols.json").read_text()) == {
+        "toy": {
+            "a": {"1": ["0.9.0", "0.10.0"]},
+            "b": {"1": ["0.9.0"], "2": ["0.10.0"]},
+            "c": {"1": ["0.10.0"]},
+        }
+    }
+    assert versions_of(record, "toy") == ["0.9.0", "0.10.0"]
+    assert seen_in(record, "toy", "b", "2") == ["0.10.0"]
+    assert seen_in(record, "toy", "b", "3") == seen_in(record, "other", "b", "2") == []
+
+
+def test_what_is_recorded_again_is_replaced():
+    record = made(*THREE, ("0.10.0", {"a": "9", "b": "1", "c": ""}))
+    assert record == {
+        "toy": {"a": {"1": ["0.9.0"], "9": ["0.10.0"]}, "b": {"1": ["0.9.0", "0.10.0"]}}
+    }
+    add(record, "toy", "0.9.0+cu130", {"a": "", "b": ""})
+    add(record, "toy", "0.10.0", {"a": "", "b": ""})
+    assert record == {}
+
+
+def test_the_file_does_not_depend_on_the_order_of_recording(tmp_path):
+    rng = random.Random(4)
+    versions = [
+        (f"0.{n}.0", {name: rng.choice("123") for name in "abcdef" if rng.random() < 0.8})
+        for n in range(12)
+    ]
+    written = set()
+    for _ in range(5):
+        rng.shuffle(versions)
+        write(made(*versions), tmp_path / "symbols.json")
+        written.add((tmp_path / "symbols.json").read_text())
+    assert len(written) == 1
+    assert read(tmp_path / "symbols.json") == json.loads(written.pop())
+
+
+@pytest.mark.parametrize(
+    ("digests", "told"),
+    [
+        ({"a": "1", "b": "2", "c": "1"}, "3 symbols, all as in 0.10.0"),
+        ({"a": "1", "b": "1", "c": ""}, "2 symbols, all as in 0.9.0"),
+        ({"a": "1", "b": "7", "c": "1"}, "3 symbols, 2 as in 0.10.0; changed: B.x"),
+        ({"a": "1", "b": "2", "c": ""}, "2 symbols, 2 as in 0.10.0; gone: C.x"),
+        (
+            {"a": "1", "b": "2", "c": "1", "d": "1"},
+            "4 symbols, 3 as in 0.10.0; new: D.x",
+        ),
+    ],
+)
+def test_an_unknown_version_is_said_to_be_like_the_nearest(digests, told):
+    versions = [
+        (version, {f"toy.m:{key.upper()}.x": value for key, value in known.items()})
+        for version, known in THREE
+    ]
+    here = {f"toy.m:{key.upper()}.x": value for key, value in digests.items()}
+    assert str(compare(made(*versions), "toy", here)) == told
+
+
+def test_many_that_differ_are_counted():
+    record = made(("1.0", {f"m:f{n}": "1" for n in range(9)}))
+    found = compare(record, "toy", {f"m:f{n}": "2" for n in range(9)})
+    assert str(found) == "9 symbols, 0 as in 1.0; changed: f0, f1, f2 and 6 more"
+
+
+def test_what_nobody_recorded_is_said_to_be_so():
+    assert str(compare({}, "toy", {"m:f": "1"})) == "1 symbol, none of them recorded"
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "1"])
+def test_a_file_that_is_no_record_is_an_error(text, tmp_path):
+    (tmp_path / "symbols.json").write_text(text)
+    with pytest.raises(ValueError, match=r"symbols\.json|Expecting"):
+        read(tmp_path / "symbols.json")
+
+
+def test_the_shipped_record_is_as_the_command_writes_it(tmp_path):
+    write(_symbols.shipped(), tmp_path / "symbols.json")
+    assert (tmp_path / "symbols.json").read_text() == _symbols.FILE.read_text(encoding="utf-8")
+    assert {"verl", "skyrl", "nemo-rl", "megatron-core"} <= set(_symbols.shipped())
