@@ -232,6 +232,10 @@ class ScaledTraining:
         try:
             with self.in_progress(), steps_through(step, optimizer):
                 yield
+        except BaseException:
+            # Some trainers go on after it: gradients that come then have not been unscaled yet.
+            self._ours.forget(optimizer)
+            raise
         finally:
             self._optimizer = None
 

@@ -250,6 +250,11 @@ class LossScaler(ShardedGradScaler):
         self._look(self._per_optimizer_states[id(optimizer)])
         self.update()
 
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop what is known of a step that an exception ended: the next has other gradients."""
+        self._per_optimizer_states.pop(id(optimizer), None)
+        self._overflow = None
+
     def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
         stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
         return stage

@@ -20,7 +20,7 @@ def _code(found: Definition) -> list[str]:
     node = found.node
     assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-    lines = found.text.splitlines()
+    lines = found.text.split("\n")  # splitlines() ends one at a form feed too, and ast does not
     left_out: set[int] = set()
     inside: set[int] = set()
     for one in ast.walk(node):

@@ -212,7 +212,8 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
         if any(tree.has(one) for one in packages):
             return tree
         raise SourceError(f"{path} holds no framework. {looked_for}")
-    roots = [folder for one in _BENEATH for folder in sorted(path.glob(one) if one else [path])]
+    inner = [folder for one in _BENEATH for folder in sorted(path.glob(one) if one else [path])]
+    roots = [folder for folder in inner if folder.is_dir()]
     # The folder of a package itself: its packages begin above it.
     roots += [above for above in (path.resolve().parent,) if (path / "__init__.py").is_file()]
     for root in roots:

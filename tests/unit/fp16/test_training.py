@@ -194,6 +194,35 @@ def test_a_step_without_gradients_is_left_to_the_framework():
     assert not training.skipped
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one step", "several steps"])
+def test_after_an_exception_the_next_gradients_are_unscaled(several):
+    """A Tinker server answers a request that fails and takes the next one."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer, training = torch.optim.SGD([parameter]), make()
+    own, stepping = optimizer.step, training.several_steps if several else training.one_step
+
+    def step(fails):
+        loss = parameter.sum()
+        training.attach(loss)
+        loss.backward()
+        try:
+            with stepping(optimizer):
+                norm = clip([parameter])
+                if fails:
+                    raise RuntimeError("out of memory")
+                optimizer.step()
+                return float(norm)
+        finally:
+            optimizer.zero_grad()
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(fails=True)
+    assert ScaledTraining.current() is None
+    assert optimizer.step == own
+    assert step(fails=False) == pytest.approx(math.sqrt(3))
+    assert training.scaler.counter.steps == 1
+
+
 def test_25_skipped_steps_end_the_job():
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer, training = torch.optim.SGD([parameter]), make()

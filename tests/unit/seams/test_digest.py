@@ -229,3 +229,9 @@ def test_the_lines_that_changed_are_code():
         "+    rate: float = 2.0",
     ]
     assert changed_lines(before, before) == []
+
+
+def test_a_form_feed_begins_no_line():
+    texts = [f"\f\ndef scale(value):\n    return {result}\n" for result in ("value", "-value")]
+    before, after = (seen(text, "scale")[1] for text in texts)
+    assert changed_lines(before, after) == ["-    return value", "+    return -value"]

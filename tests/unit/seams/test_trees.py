@@ -151,6 +151,7 @@ def broken_wheel(root):
     [
         (lambda root: root / "nowhere", "does not exist"),
         (lambda root: write(root, {"README": ""}), "holds no framework"),
+        (lambda root: write(root, {"python": "#!/bin/sh\n", "src": ""}), "holds no framework"),
         (lambda root: write(root, {"other/__init__.py": "", "docs/toy/x.md": ""}), "holds no"),
         # A folder of checkouts is no checkout, and no package either.
         (lambda root: write(root, {"toy/src/toy/__init__.py": ""}), "holds no framework"),
