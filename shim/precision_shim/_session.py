@@ -304,7 +304,11 @@ def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
         return FrameworkStatus(version, "pending", reason="waits for the framework's import")
     seams = session.engine.report(name)
     if name not in session.standing:
-        session.standing[name] = standing(adapter, version, version_of)
+        try:
+            session.standing[name] = standing(adapter, version, version_of)
+        except Exception as error:  # a damaged record must not end install()
+            told = f"its symbols could not be compared with the record: {error!r}"
+            session.standing[name] = is_tested(version, adapter.tested), told
     tested, reason = session.standing[name]
     return FrameworkStatus(version, _summary(seams), seams, reason, tested)
 
