@@ -11,7 +11,8 @@ from packaging.version import Version
 from precision_shim_adapters.verl.megatron import of_engine
 
 from ..wishes import Case, each_case, expected, outcome_in
-from .support import VERL, engine, optim_config
+from .conftest import VERL
+from .support import engine, optim_config
 
 pytestmark = pytest.mark.skipif(
     Version("0.7") > VERL, reason="verl 0.6 is refused on this path: no plan of ours is in force"
