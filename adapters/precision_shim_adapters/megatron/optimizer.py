@@ -198,12 +198,16 @@ def _scaler_fields(build: Build, asked: Mapping[str, Any]) -> dict[str, Any]:
             fields[field] = block.get(name, settings[name])
     fields = {key: value for key, value in fields.items() if key not in asked}
     first, least = ({**asked, **fields}[key] for key in ("initial_loss_scale", "min_loss_scale"))
-    if "initial_loss_scale" in fields and least is not None and first < least:
+    dynamic = not asked.get("loss_scale")
+    if dynamic and "initial_loss_scale" in fields and least is not None and first < least:
+        place, key, way = wishes.where, "initial_loss_scale", "Write a higher one"
+        if "loss_scale_init" in block:
+            place, key, way = wishes.scaler_where, "loss_scale_init", "Raise it"
+        elif settings.is_set("loss_scale_init"):
+            key, way = "PRECISION_SHIM_LOSS_SCALE_INIT", "Raise it"
         raise SettingsError(
-            f"{wishes.where}: PRECISION_SHIM_LOSS_SCALE_INIT={first:g}"
-            f"{f' (or loss_scale_init in {wishes.scaler_where})' if wishes.scaler_where else ''} "
-            f"is below min_loss_scale={least:g} of Megatron's scaler. Raise it, or lower "
-            "min_loss_scale."
+            f"{place}: {key}={first:g} is below min_loss_scale={least:g} of Megatron's "
+            f"OptimizerConfig. {way}, or lower min_loss_scale."
         )
     return fields
 
