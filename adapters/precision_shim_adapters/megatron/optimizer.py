@@ -267,7 +267,7 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
         return
     wishes = build.wishes
     message = (
-        f"{wishes.where}: fp16={config.fp16}, bf16={config.bf16}, but precision is float16: "
+        f"{wishes.where}: fp16={config.fp16}, bf16={config.bf16}, but the model is fp16: "
         "Megatron scales no loss then, and small gradients are lost. Set fp16 to true and bf16 "
         "to false there."
     )
@@ -278,7 +278,7 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
         wishes.subject,
         SCALING,
         "no loss scaling",
-        f"fp16={config.fp16} of the optimizer's config is the user's",
+        f"the optimizer's config has fp16={config.fp16}",
     )
     warn(message)
 

@@ -239,7 +239,7 @@ def test_a_teacher_brings_no_warning(worker: Make, shim: Any) -> None:
 
 def test_fp16_that_the_config_leaves_unscaled_is_named(worker: Make, shim: Any) -> None:
     shim()
-    told = "fp16=False, bf16=True, but precision is float16"
+    told = "fp16=False, bf16=True, but the model is fp16"
     with pytest.warns(PrecisionShimWarning, match=told), worker("float16") as made:
         found = flags(made)["fp16"], made.model.ddp_config.check_for_nan_in_grad
     # No scaler will see to an overflow, so it is still to end the job.
