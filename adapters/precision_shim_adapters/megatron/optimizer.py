@@ -33,7 +33,7 @@ from precision_shim.errors import (
     SettingsError,
     UnsupportedPrecisionError,
 )
-from precision_shim.rules.dtypes import coerce_dtype, name_of
+from precision_shim.rules.dtypes import coerce_dtype, name_of, parse_dtype
 from precision_shim.rules.legality import check_dtypes
 from precision_shim.rules.model import TrainableDtypes, trainable_dtypes
 
@@ -308,7 +308,10 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
     live = TrainableDtypes()
     for chunk in chunks:
         live = live + trainable_dtypes(chunk.parameters())
-    main_grads = config.main_grads_dtype if config.use_precision_aware_optimizer else torch.float32
+    # Names, if dtype-coercion is not in force.
+    main_grads, params = _dtype(config.main_grads_dtype), _dtype(config.params_dtype)
+    if not config.use_precision_aware_optimizer:
+        main_grads = torch.float32
     told = [told_of(chunk) for chunk in chunks]
     problems = []
     # A bucket of the user's that was compared with these main grads was told where it was built.
@@ -319,25 +322,25 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
             f"{found}"
         )
     unchecked = build.wishes.unchecked if build is not None else ()
-    if (
-        live.single is not None
-        and live.single is not config.params_dtype
-        and "params_dtype" not in unchecked
-    ):
+    if live.single is not None and live.single is not params and "params_dtype" not in unchecked:
         problems.append(
-            f"the OptimizerConfig is for {name_of(config.params_dtype)} parameters, the trainable "
+            f"the OptimizerConfig is for {name_of(params)} parameters, the trainable "
             f"parameters are {live}"
         )
     if not problems:
         return
     message = (
-        f"{framework}, {megatron_label()}: {'; '.join(problems)}. Pass the model's dtype "
-        "(fp16=, bf16=) and the same override_ddp_config['grad_reduce_in_fp32'] to the functions "
-        "that build model and optimizer, or leave both to the shim."
+        f"{framework}, {megatron_label()}: {'; '.join(problems)}. Let fp16, bf16 and "
+        "main_grads_dtype of the optimizer's config fit the model and its DDP's "
+        "grad_reduce_in_fp32, or leave them to the shim."
     )
     if current_settings().strict and not any(one is not None for one in told):
         raise InconsistentPrecisionError(message)
     warn(message)
+
+
+def _dtype(value: Any) -> Any:
+    return (parse_dtype(value) or value) if isinstance(value, str) else value
 
 
 def _wrapped_chunks(model: Any) -> list[Any]:

@@ -159,6 +159,14 @@ def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict:
             pass
 
 
+def test_a_pair_by_names_agrees(worker: Make, shim: Any, fused_adam: str) -> None:
+    """With coercion off Megatron keeps the name, and nothing is told of a pair that fits."""
+    shim(features=["-dtype-coercion"])
+    optimizer = {"use_precision_aware_optimizer": True, "main_grads_dtype": "float32"}
+    with worker(optimizer=optimizer, ddp={"grad_reduce_in_fp32": True}) as made:
+        assert config_of(made).main_grads_dtype == "float32"
+
+
 def test_the_bucket_follows_the_optimizer_that_there_is(
     worker: Make, shim: Any, fused_adam: str
 ) -> None:
