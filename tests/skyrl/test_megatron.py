@@ -279,6 +279,9 @@ def test_follow_model_gives_way_to_the_store_of_adapters(
     worker = make(BF16, f"{KWARGS}.adam_beta2=0.95")
     assert not worker.optimizer.config.use_precision_aware_optimizer
     assert "LoRA adapters" in reasons("bf16-dispatch")
+    worker = make(BF16, f"{KWARGS}.adam_beta2=0.95", f"{PRECISION_AWARE}=true")
+    assert worker.optimizer.config.use_precision_aware_optimizer
+    assert states(worker)["exp_avg"] is BF16
 
 
 def test_follow_model_keeps_to_a_written_no(make: Any, shim: Any) -> None:

@@ -366,6 +366,15 @@ class TestSettings:
         with pytest.raises(SettingsError, match=r"LOSS_SCALE_INIT=0.5.*min_loss_scale"):
             build()
 
+    def test_a_minimum_above_the_usual_first_scale(self, build: Any, shim: Any) -> None:
+        """Nobody set a variable, so the message names the config's own key."""
+        shim()
+        least = {"min_loss_scale": 2.0**16}
+        told = r"override_optimizer_config: initial_loss_scale=32768 is below"
+        with pytest.raises(SettingsError, match=told):
+            build(overrides=least)
+        build(overrides={**least, "loss_scale": 128.0})  # whose scaler has no minimum
+
 
 # -- the DDP's check, and the bucket -----------------------------------------------------------
 

@@ -33,7 +33,7 @@ from precision_shim.errors import (
     SettingsError,
     UnsupportedPrecisionError,
 )
-from precision_shim.rules.dtypes import coerce_dtype, name_of
+from precision_shim.rules.dtypes import coerce_dtype, name_of, parse_dtype
 from precision_shim.rules.legality import check_dtypes
 from precision_shim.rules.model import TrainableDtypes, trainable_dtypes
 
@@ -198,12 +198,16 @@ def _scaler_fields(build: Build, asked: Mapping[str, Any]) -> dict[str, Any]:
             fields[field] = block.get(name, settings[name])
     fields = {key: value for key, value in fields.items() if key not in asked}
     first, least = ({**asked, **fields}[key] for key in ("initial_loss_scale", "min_loss_scale"))
-    if "initial_loss_scale" in fields and least is not None and first < least:
+    dynamic = not asked.get("loss_scale")
+    if dynamic and "initial_loss_scale" in fields and least is not None and first < least:
+        place, key, way = wishes.where, "initial_loss_scale", "Write a higher one"
+        if "loss_scale_init" in block:
+            place, key, way = wishes.scaler_where, "loss_scale_init", "Raise it"
+        elif settings.is_set("loss_scale_init"):
+            key, way = "PRECISION_SHIM_LOSS_SCALE_INIT", "Raise it"
         raise SettingsError(
-            f"{wishes.where}: PRECISION_SHIM_LOSS_SCALE_INIT={first:g}"
-            f"{f' (or loss_scale_init in {wishes.scaler_where})' if wishes.scaler_where else ''} "
-            f"is below min_loss_scale={least:g} of Megatron's scaler. Raise it, or lower "
-            "min_loss_scale."
+            f"{place}: {key}={first:g} is below min_loss_scale={least:g} of Megatron's "
+            f"OptimizerConfig. {way}, or lower min_loss_scale."
         )
     return fields
 
@@ -263,7 +267,7 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
         return
     wishes = build.wishes
     message = (
-        f"{wishes.where}: fp16={config.fp16}, bf16={config.bf16}, but precision is float16: "
+        f"{wishes.where}: fp16={config.fp16}, bf16={config.bf16}, but the model is fp16: "
         "Megatron scales no loss then, and small gradients are lost. Set fp16 to true and bf16 "
         "to false there."
     )
@@ -274,7 +278,7 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
         wishes.subject,
         SCALING,
         "no loss scaling",
-        f"fp16={config.fp16} of the optimizer's config is the user's",
+        f"the optimizer's config has fp16={config.fp16}",
     )
     warn(message)
 
@@ -304,7 +308,10 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
     live = TrainableDtypes()
     for chunk in chunks:
         live = live + trainable_dtypes(chunk.parameters())
-    main_grads = config.main_grads_dtype if config.use_precision_aware_optimizer else torch.float32
+    # Names, if dtype-coercion is not in force.
+    main_grads, params = _dtype(config.main_grads_dtype), _dtype(config.params_dtype)
+    if not config.use_precision_aware_optimizer:
+        main_grads = torch.float32
     told = [told_of(chunk) for chunk in chunks]
     problems = []
     # A bucket of the user's that was compared with these main grads was told where it was built.
@@ -315,25 +322,25 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
             f"{found}"
         )
     unchecked = build.wishes.unchecked if build is not None else ()
-    if (
-        live.single is not None
-        and live.single is not config.params_dtype
-        and "params_dtype" not in unchecked
-    ):
+    if live.single is not None and live.single is not params and "params_dtype" not in unchecked:
         problems.append(
-            f"the OptimizerConfig is for {name_of(config.params_dtype)} parameters, the trainable "
+            f"the OptimizerConfig is for {name_of(params)} parameters, the trainable "
             f"parameters are {live}"
         )
     if not problems:
         return
     message = (
-        f"{framework}, {megatron_label()}: {'; '.join(problems)}. Pass the model's dtype "
-        "(fp16=, bf16=) and the same override_ddp_config['grad_reduce_in_fp32'] to the functions "
-        "that build model and optimizer, or leave both to the shim."
+        f"{framework}, {megatron_label()}: {'; '.join(problems)}. Let fp16, bf16 and "
+        "main_grads_dtype of the optimizer's config fit the model and its DDP's "
+        "grad_reduce_in_fp32, or leave them to the shim."
     )
     if current_settings().strict and not any(one is not None for one in told):
         raise InconsistentPrecisionError(message)
     warn(message)
+
+
+def _dtype(value: Any) -> Any:
+    return (parse_dtype(value) or value) if isinstance(value, str) else value
 
 
 def _wrapped_chunks(model: Any) -> list[Any]:

@@ -86,6 +86,7 @@ def of_worker(worker: Any, ddp_config: Any) -> Wishes:
     bucket = None
     if bucket_is_written(ddp_config):
         bucket = bool(ddp_config[BUCKET] if by_mapping else getattr(ddp_config, BUCKET))
+    asked = _asked(optim_config, kwargs, written_kwargs(config.megatron_config))
     blockers = []
     if getattr(worker, "adapter_store", None) is not None:
         blockers.append("SkyRL's store of LoRA adapters copies the optimizer's own fp32 masters")
@@ -94,9 +95,10 @@ def of_worker(worker: Any, ddp_config: Any) -> Wishes:
     return Wishes(
         where=f"{_where()}, {KWARGS}",
         subject=role,
-        asked=_asked(optim_config, kwargs, written_kwargs(config.megatron_config)),
+        asked=asked,
         declared=torch.bfloat16 if worker.cfg.bf16 else torch.float32,
-        blockers=tuple(blockers),
+        # What the user asks for is made all the same.
+        blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
         bucket_in_fp32=bucket,
         # No field of SkyRL's dataclass; whoever passes a mapping wrote it.

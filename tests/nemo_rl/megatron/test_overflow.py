@@ -156,7 +156,10 @@ def test_variables_and_the_configs_block_reach_the_scaler(
 
 @pytest.mark.parametrize(
     ("block", "told"),
-    [({"growth_factor": 3}, "growth_factor"), ({"loss_scale_init": 0.5}, "min_loss_scale")],
+    [
+        ({"growth_factor": 3}, "growth_factor"),
+        ({"loss_scale_init": 0.5}, r"\.precision_shim: loss_scale_init=0\.5 is below min"),
+    ],
 )
 def test_a_block_that_makes_no_sense_is_refused(
     worker: Make, shim: Any, block: dict[str, Any], told: str

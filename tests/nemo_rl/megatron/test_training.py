@@ -159,6 +159,14 @@ def test_a_pair_that_disagrees(worker: Make, shim: Any, fused_adam: str, strict:
             pass
 
 
+def test_a_pair_by_names_agrees(worker: Make, shim: Any, fused_adam: str) -> None:
+    """With coercion off Megatron keeps the name, and nothing is told of a pair that fits."""
+    shim(features=["-dtype-coercion"])
+    optimizer = {"use_precision_aware_optimizer": True, "main_grads_dtype": "float32"}
+    with worker(optimizer=optimizer, ddp={"grad_reduce_in_fp32": True}) as made:
+        assert config_of(made).main_grads_dtype == "float32"
+
+
 def test_the_bucket_follows_the_optimizer_that_there_is(
     worker: Make, shim: Any, fused_adam: str
 ) -> None:
@@ -239,7 +247,7 @@ def test_a_teacher_brings_no_warning(worker: Make, shim: Any) -> None:
 
 def test_fp16_that_the_config_leaves_unscaled_is_named(worker: Make, shim: Any) -> None:
     shim()
-    told = "fp16=False, bf16=True, but precision is float16"
+    told = "fp16=False, bf16=True, but the model is fp16"
     with pytest.warns(PrecisionShimWarning, match=told), worker("float16") as made:
         found = flags(made)["fp16"], made.model.ddp_config.check_for_nan_in_grad
     # No scaler will see to an overflow, so it is still to end the job.
