@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.errors import LossScaleError, SettingsError
+from precision_shim.errors import LossScaleError, PrecisionShimWarning, SettingsError
 
 from .conftest import SKYRL
 from .support import batch, build, fsdp_worker, metrics_of
@@ -89,6 +89,18 @@ def test_with_only_this_feature_off_a_skip_leaves_no_trace(make: Any, shim: Any)
     found, norm = train(worker, 1, advantage=1e9)
     assert norm is None
     assert not {"loss_scale", "skipped_steps"} & set(found)
+
+
+def test_with_dispatch_off_the_config_is_skyrls_and_named(make: Any, shim: Any) -> None:
+    """SkyRL writes bf16 into it whatever the model is; that is no wish of the user's."""
+    shim(features=["-bf16-dispatch"])
+    with (
+        pytest.warns(PrecisionShimWarning, match="fp16=False, bf16=True, but the model is fp16"),
+        pytest.warns(PrecisionShimWarning, match="OptimizerConfig is for bf16 parameters"),
+    ):
+        assert scaler(make()) is None
+    found = [one.because for one in precision_shim.status().decisions if "no loss" in one.chosen]
+    assert found == ["the optimizer's config has fp16=False"]
 
 
 def test_the_scheduler_goes_on(make: Any, shim: Any) -> None:
