@@ -64,8 +64,8 @@ def put_in_front(mixin: type, actor_class: Any) -> Any:
 def _looking_like(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function that calls one method and has signature, name and doc of another."""
 
-    # Nothing of this module in it: Ray ships the class by value, and what a function of it reads
-    # from its module would go along.
+    # The function must read no name of this module: Ray ships the class by value, and would ship
+    # those names with it.
     def call(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
 

@@ -42,6 +42,6 @@ def settings_for(
             values[name] = getattr(framework_default, name)
         else:
             values[name] = shim[variable]
-    # A first scale below the usual minimum is the user's: it is then the minimum.
+    # Only the user sets a first scale below the usual minimum: make it the minimum.
     least = min(ScalerSettings.min_scale, values["init_scale"])
     return ScalerSettings(**values, min_scale=least, chosen=frozenset(chosen))

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A loss function whose losses are handed on before its caller gets them.
+    """A loss function whose losses get scaled gradients before its caller sees them.
 
     Args:
         loss_function: returns a loss, or a tuple that begins with one.
@@ -48,8 +48,8 @@ def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterato
     Within the function ``optimizer.step`` is the optimizer's own, for a scaler to call. Not for
     longer than a loop: torch's distributed checkpoints step the optimizer on dummy gradients.
     """
-    # The LR scheduler has put a counting wrapper into the instance: that one is called, and put
-    # back.
+    # The LR scheduler has put a wrapper into the instance, which counts steps: call that one, and
+    # restore it afterwards.
     before = vars(optimizer).get("step")
     own = optimizer.step
     inside = False
@@ -76,7 +76,7 @@ def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterato
 
 
 def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kwargs: Any) -> None:
-    """Do what follows from a step that was skipped, parameters and moments apart.
+    """Do after a skipped step what a taken one does beside changing parameters and moments.
 
     The LR schedule goes on, and torch need not warn of its order. A container of optimizers runs
     its own step with theirs doing nothing: its step hooks may keep state that no checkpoint has.

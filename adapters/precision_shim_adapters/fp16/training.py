@@ -32,7 +32,7 @@ _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_trainin
 
 
 class ScaledTraining:
-    """What carries out the scaled training of one model, whose framework has a torch optimizer.
+    """The scaled training of one model whose framework has a torch optimizer.
 
     Its places in a framework, in their order: ``make`` and ``keep`` where the model gets its
     optimizer; ``attach`` or ``scaled`` where the loss is formed; ``one_step`` around a function
@@ -99,7 +99,7 @@ class ScaledTraining:
         return cls(framework, subject, scaler, drives=drives)
 
     def keep(self, owner: Any, attribute: str = "") -> ScaledTraining:
-        """Let an owner (worker, engine, strategy, optimizer) find its training.
+        """Keep this training on an owner (worker, engine, strategy, optimizer), for ``of``.
 
         Args:
             owner: one of those at which the framework's functions arrive; call it for each.
@@ -191,7 +191,7 @@ class ScaledTraining:
         tried = scaler.counter.steps
         with self.several_steps(optimizer, inner):
             yield
-        if scaler.counter.steps == tried:  # its gradients may be gone; their overflow is known
+        if scaler.counter.steps == tried:  # no step was taken; the overflow is known from unscaling
             scaler.settle(optimizer)
             self._skipped = scaler.counter.in_row > 0
 
@@ -233,7 +233,7 @@ class ScaledTraining:
             with self.in_progress(), steps_through(step, optimizer):
                 yield
         except BaseException:
-            # Some trainers go on after it: gradients that come then have not been unscaled yet.
+            # Some trainers go on after an exception: the next step's gradients are scaled again.
             self._ours.forget(optimizer)
             raise
         finally:

@@ -34,7 +34,7 @@ class Build:
     """
 
     def __init__(self, framework: str, read: Callable[[], Wishes]) -> None:
-        """Note a build that has not begun.
+        """Make a build in which no model chunk has been seen yet.
 
         Args:
             framework: the framework's name.
@@ -105,7 +105,7 @@ def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
 
 
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]) -> None:
-    """Say whose DDP it is that will be built with this very config outside any ``building``.
+    """Say to which build a DDP belongs that is made later, outside ``building``, with this config.
 
     For a framework that builds its reference model where no seam reaches.
 

@@ -128,7 +128,7 @@ def join_states(call: Call, model_param: Any) -> Any:
     if _precision_aware(call.instance) and not _as_they_are.get():
         shard = _shard_of(call.instance, model_param)
         if tensors["param"].dtype is torch.int16:
-            # Where the remainder is: verl saves while the optimizer is offloaded.
+            # On the remainder's device: verl saves while the optimizer is offloaded.
             remainder = tensors["param"]
             tensors["param"] = join_master(shard.detach().to(remainder.device), remainder)
         elif shard.dtype is torch.float32:
@@ -246,7 +246,7 @@ def spread_parameters(call: Call, state_dict: Any) -> Any:
         del _loading[optimizer]
     if "param_state" not in state_dict:
         return result
-    # Ranks own different parameters: one may have nothing to refuse and would wait for the others.
+    # Ranks own different parameters: a rank without a fault must learn of the others' and not wait.
     device = next(iter(optimizer.model_param_group_index_map), torch.zeros(0)).device
     flag = torch.tensor([float(bool(refused))], device=device)
     torch.distributed.all_reduce(
@@ -406,7 +406,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 
     try:
         stored = load_tensors_metadata(str(checkpoint_dir))
-    except (CheckpointingException, NotImplementedError) as error:  # a format that cannot tell
+    except (CheckpointingException, NotImplementedError) as error:  # no such metadata
         warn(
             f"Megatron optimizer checkpoint {checkpoint_dir}: its layout could not be "
             f"compared with the live optimizer's: {error!r}."
@@ -420,7 +420,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
             continue
         there = stored[tensor.key].dtype
         if there is torch.int16 and _MASTER.search(tensor.key):
-            # Remainders, as an unpatched Megatron writes them: read as what they are.
+            # Remainders that an unpatched Megatron wrote: read them as remainders.
             tensor.data = torch.empty(tensor.data.shape, dtype=there, device=tensor.data.device)
             if not hasattr(tensor, "build_fn"):
                 tensor.dtype = there

@@ -73,7 +73,7 @@ def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any =
     build.seen = build.seen + model
     build.distributed = bool(ddp_config.use_distributed_optimizer)
     wishes = build.wishes
-    # A copy: the caller's config is the caller's, and other chunks share it.
+    # Change a copy: other chunks share the caller's config.
     changed = copy.copy(ddp_config)
     if in_force(build.framework, SCALING, GROUP):
         _let_overflows_pass(build, wishes, changed, model)
@@ -81,8 +81,8 @@ def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any =
     if changed != ddp_config:
         call.arguments["ddp_config"] = changed
     realigned = changed.grad_reduce_in_fp32 != ddp_config.grad_reduce_in_fp32
-    # From 0.18 a layout may come along, computed for the bucket dtype that was there; without one
-    # the DDP computes its own.
+    # From 0.18 the caller may pass a layout that was computed for the former bucket dtype; without
+    # one the DDP computes its own.
     if realigned and full_param_layout is not None:
         call.arguments["full_param_layout"] = None
     result = call.proceed()
@@ -133,13 +133,13 @@ def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) ->
         f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})",
         because,
     )
-    if problem and wishes.trains:  # else the bucket stays empty
+    if problem and wishes.trains:  # without an optimizer the bucket stays empty
         warn(f"{build.framework} {wishes.subject}: {problem}.")
     return plan.main_grads if written and not over_user else None
 
 
 def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> BucketChoice:
-    """The choice for the first chunk of a model, which holds for its others."""
+    """The first chunk's choice, for every chunk of the model."""
     if build.in_fp32 is not None and choice.grad_reduce_in_fp32 != build.in_fp32:
         choice = dataclasses.replace(
             choice,

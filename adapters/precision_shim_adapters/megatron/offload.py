@@ -71,6 +71,6 @@ def load_masters(call: Call, optimizers: Any) -> Any:
 def _fused_states(optimizers: Any) -> Iterator[dict[str, Any]]:
     """States in which FusedAdam keeps a master, of one optimizer or of several chained."""
     for one in getattr(optimizers, "chained_optimizers", [optimizers]):
-        # Megatron's offloading optimizer has its own way, and sub_optimizers.
+        # Megatron's offloading optimizer moves its own sub_optimizers.
         if one.optimizer is not None and not hasattr(one.optimizer, "sub_optimizers"):
             yield from (state for state in one.optimizer.state.values() if "master_param" in state)

@@ -140,11 +140,11 @@ class Settled:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields, the user's over the others."""
+        """All fields; the user's replace the others."""
         return {**self.added, **self.asked}
 
     def keep_layout(self, config: Any) -> None:
-        """Note whose wish it is if a config is precision-aware: its checkpoints depend on it.
+        """Note who made a config precision-aware, user or shim: checkpoints depend on it.
 
         An adapter calls it with the object that the optimizer will have.
         """
@@ -286,7 +286,7 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
 def _refuse_fp16_gradients(
     framework: str, build: Build | None, config: Any, chunks: list[Any]
 ) -> None:
-    """Refuse what ends in Megatron's bare assertion at the first step: its clipping.
+    """Refuse fp16 gradients that Megatron's clipping would stop at with a bare assertion.
 
     With the precision-aware optimizer ``clip_grad_by_total_norm_fp32`` takes fp32 and bf16
     gradients only, and they have the bucket's dtype.
@@ -308,13 +308,13 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
     live = TrainableDtypes()
     for chunk in chunks:
         live = live + trainable_dtypes(chunk.parameters())
-    # Names, if dtype-coercion is not in force.
+    # Without dtype-coercion the config may hold names.
     main_grads, params = _dtype(config.main_grads_dtype), _dtype(config.params_dtype)
     if not config.use_precision_aware_optimizer:
         main_grads = torch.float32
     told = [told_of(chunk) for chunk in chunks]
     problems = []
-    # A bucket of the user's that was compared with these main grads was told where it was built.
+    # Where the DDP was built a bucket that the user wrote has been compared and told already.
     if buckets and buckets != {main_grads} and set(told) != {main_grads}:
         found = ", ".join(sorted(map(name_of, buckets)))
         problems.append(

@@ -140,7 +140,7 @@ def skipping(*, succeeds: bool) -> Iterator[None]:
 
 
 def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
-    """Say the same of every step of an optimizer, where the framework's own step is out of reach.
+    """Treat every step of an optimizer as within ``skipping``, where no seam reaches the caller.
 
     Args:
         optimizer: as Megatron's ``get_megatron_optimizer`` makes it.
@@ -162,7 +162,7 @@ def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
     "prepare_grads",
 )
 def answer_a_skip(call: Call) -> Any:
-    """Count a step, and answer for a skipped one as the framework can take it.
+    """Count a step, and return for a skipped one what the framework can handle.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -187,7 +187,7 @@ def answered(optimizer: Any, step: Callable[[], Any]) -> Any:
     account = _accounts.setdefault(optimizer, Account())
     account.scale = scale_of(scalers[0])
     successful, grad_norm, zeros = step()
-    # 0.18's threshold on the gradient norm fails a step too, and has a norm to tell.
+    # A step that 0.18's threshold on the gradient norm fails returns a norm; an overflow does not.
     skipped = not successful and grad_norm is None
     account.counter.note(skipped, account.scale)
     if skipped:
@@ -270,7 +270,7 @@ def keep_one_scale(call: Call) -> Any:
             other.load_state_dict(before)
     found_inf = call.proceed()
     if found_inf:
-        for scaler in scalers:  # those that found nothing have counted a good step
+        for scaler in scalers:  # the scalers that found nothing have counted a good step
             scaler.load_state_dict(before)
             scaler.update(True)
     return found_inf

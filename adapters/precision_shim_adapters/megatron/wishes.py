@@ -96,7 +96,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class InForce:
-    """What of the shim is in force in this process, as far as a plan depends on it.
+    """The settings and features in this process that a plan depends on.
 
     Attributes:
         states: ``PRECISION_SHIM_OPTIMIZER_STATES``.
@@ -178,7 +178,7 @@ def plan(
     dtype = model.single or wishes.declared
     policy = wishes.auto if now.states == "auto" else now.states
     if not now.dispatches:
-        policy = "as-configured"  # a bucket must not follow states that nobody puts in force
+        policy = "as-configured"  # the bucket must not follow states that are not put in force
     native = dict(wishes.native.get(dtype, {})) if dtype is not None else {}
     if dtype is torch.float16:
         native = {**scaler_row(), **native}
@@ -220,7 +220,7 @@ def scaler_row() -> dict[str, Any]:
 
 
 def coerced(written: Mapping[str, Any], where: str, now: InForce | None = None) -> dict[str, Any]:
-    """What a config has for the OptimizerConfig, dtype names as dtypes.
+    """Turn the dtype names among a config's OptimizerConfig fields into dtypes.
 
     As it stands there if ``dtype-coercion`` is not in force.
 

@@ -132,7 +132,7 @@ def _where() -> str:
 
 
 class ScaledWorker:
-    """Goes in front of a worker's class. It is importable, so Ray ships it by reference."""
+    """A mixin in front of a worker's class; importable, so that Ray ships it by reference."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         around(build, super().__init__, self, args, kwargs)
@@ -216,8 +216,8 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             because=f"{name}.precision is float16, and NeMo-RL does not scale the loss",
             configured=_configured(instance.cfg, name),
         )
-        # Not before here: the first worker loads its checkpoint within its own __init__ by
-        # load_checkpoint, the second from 0.6 on past it.
+        # Only here: the first worker's __init__ loads its checkpoint by load_checkpoint, the
+        # second's from 0.6 on without it.
         if optimizer_path and weights_path:
             training.restore(optimizer_path)
         training.keep(instance)

@@ -128,7 +128,7 @@ def worker_build(
     additional_pre_wrap_hooks: Any = None,
 ) -> Any:
     """Note that a worker builds its model and its optimizer; a teacher's has none."""
-    # Only the value worker has a hook of its own, which puts the value head in place.
+    # Only the value worker passes hooks: they add the value head.
     subject = "value" if additional_pre_wrap_hooks else "policy"
     return _built(call, policy_cfg, megatron_cfg.ddp, subject, bool(load_optimizer))
 
@@ -170,7 +170,7 @@ def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
     megatron.check(FRAMEWORK, config, model)
     call.arguments["optimizer_config"] = config
     optimizer, *rest = call.proceed()
-    # A worker's train is out of reach in an actor; every step of this optimizer is NeMo-RL's.
+    # No seam reaches a worker's train in an actor; every step of this optimizer is NeMo-RL's.
     megatron.answer_skips(optimizer, succeeds=False)
     return (optimizer, *rest)
 
@@ -297,7 +297,7 @@ def scale_own(call: Call, func: Any) -> Any:
 
 
 class ReportingWorker:
-    """Goes in front of a worker's class. It is importable, so Ray ships it by reference."""
+    """A mixin in front of a worker's class; importable, so that Ray ships it by reference."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and report the loss scale where there is one."""

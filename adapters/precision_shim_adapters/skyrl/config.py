@@ -42,7 +42,7 @@ _old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", defa
     delete_when=_DELETE,
 )
 def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
-    """Leave to the class what was not given, when a config is built of a YAML or in code."""
+    """Keep an instance free of a bucket that was not given, so that the class's default shows."""
     given = BUCKET in call.arguments
     result = call.proceed()
     if not given:
@@ -59,7 +59,7 @@ def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
 )
 def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
     """Note which optimizer settings were given, when a config is built of a YAML or in code."""
-    # Before the call: from 0.3 it adds the defaults to the very dict that was given.
+    # Read the keys before the call: from 0.3 it adds the defaults to the caller's dict.
     written = _keys(call.arguments.get(KWARGS))
     result = call.proceed()
     vars(call.instance)[_WRITTEN] = written
@@ -122,7 +122,7 @@ def _keep_overrides(config: Any, given: Any) -> None:
 
 
 def _keys(given: Any) -> tuple[str, ...]:
-    """The keys of what was given for the kwargs; on 0.2 a None may come as the word."""
+    """The keys of what was given for the kwargs; on 0.2 None may come as the string "None"."""
     return tuple(str(key) for key in given) if isinstance(given, Mapping) else ()
 
 
@@ -144,7 +144,7 @@ def bucket_is_written(ddp_config: Any) -> bool:
         return BUCKET in ddp_config
     try:
         return BUCKET in vars(ddp_config)
-    except TypeError:  # no plain object
+    except TypeError:  # an object without __dict__
         return True
 
 

@@ -136,7 +136,7 @@ def step(call: Call, optimizer: Any) -> Any:
         return call.proceed()
     with training.one_step(optimizer):
         grad_norm = call.proceed()
-    # SkyRL tells None or, where it skipped itself, what the overflow made of the norm.
+    # SkyRL returns None or, where it skipped the step itself, a norm that is not finite.
     return torch.tensor(math.nan) if training.skipped else grad_norm
 
 
@@ -199,7 +199,7 @@ def report(call: Call) -> Any:
     output = call.proceed()
     training = ScaledTraining.of(call.instance.strategy)
     if training is not None:
-        # The scale of this very pass; the device has just been waited for, to read the loss.
+        # The scale of this pass. Reading it is free: reading the loss has waited for the device.
         scale = float(training.scaler.get_scale())
         add_figures(output, {**training.metrics(), "loss_scale": scale})
     return output

@@ -53,8 +53,8 @@ def _asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> di
         written: its keys that the user wrote; ``None`` if that is not known.
     """
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
-    # The default is there in every config. It is no wish against the policy that the user asked
-    # for by name, unless the user wrote it out, or may have.
+    # Every config has the default. It counts against a policy that the user asked for by name only
+    # where the user wrote it, or may have.
     default = written is not None and PRECISION_AWARE not in written
     if default and asked.get(PRECISION_AWARE) is False:
         del asked[PRECISION_AWARE]
@@ -97,7 +97,7 @@ def of_worker(worker: Any, ddp_config: Any) -> Wishes:
         subject=role,
         asked=asked,
         declared=torch.bfloat16 if worker.cfg.bf16 else torch.float32,
-        # What the user asks for is made all the same.
+        # A precision-aware optimizer that the user asked for is built all the same.
         blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
         bucket_in_fp32=bucket,
@@ -146,7 +146,7 @@ def _role(worker: Any) -> str:
     optional=True,
 )
 def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> Any:
-    """Make SkyRL's OptimizerConfig tell the truth about the model that it will train.
+    """Give SkyRL's OptimizerConfig the dtype of the model that it is made for.
 
     A policy worker calls it once, after its DDP is built.
     """
@@ -205,11 +205,11 @@ def worker_build(call: Call) -> Any:
     optional=True,
 )
 def module_build(call: Call, ddp_config: Any) -> Any:
-    """Note the same for those who make a module outside ``init_model``."""
+    """Note that a module is built outside ``init_model``, by another caller."""
     worker = call.instance
     provider = worker.provider
     if provider.fp16 and provider.pipeline_dtype is torch.float32 and not worker.cfg.bf16:
-        # SkyRL knows bf16 and fp32; stages of an fp16 model send one another fp16.
+        # SkyRL sets bf16 or fp32 here; the stages of an fp16 model exchange fp16.
         provider.pipeline_dtype = torch.float16
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
         return call.proceed()

@@ -79,7 +79,7 @@ def _counted(optimizer: Any) -> AbstractContextManager[None]:
     optional=True,
 )
 def note_scaled(call: Call, model: Any) -> Any:
-    """Let the driver learn whose workers scale losses, after each of their passes.
+    """Note on the driver, after each pass, which model's workers scale their loss.
 
     Their metrics say so; the driver itself has no scaler to ask.
     """
@@ -160,7 +160,7 @@ def _figures_in(output: Any) -> dict[str, Any]:
     ),
 )
 def keep_last(call: Call, metrics: Any) -> Any:
-    """Keep of a scale and a count the last value, where trainer and workers take means."""
+    """Report the last value of scale and count, where trainer and workers take means."""
     reduced = call.proceed()
     reduced.update({key: metrics[key][-1] for key in (_SCALE, _SKIPPED) if key in reduced})
     return reduced

@@ -55,5 +55,5 @@ def renew_actor_class(call: Call) -> Any:
 
 def _renewed(actor_class: Any) -> Any:
     plain = plain_class(actor_class)
-    # None: a class that is no actor class yet, or one of another kind.
+    # None: not an actor class yet, or another kind of class.
     return actor_class if plain is None else make_again(actor_class, plain)

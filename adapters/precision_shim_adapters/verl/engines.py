@@ -58,7 +58,7 @@ _IMPL = "verl.workers.engine"
     "without a loss scaler",
 )
 def refuse_fp16(call: Call) -> Any:
-    """Say so (strict: raise) where such an engine is asked for float16; else take no notice."""
+    """Say so (strict: raise) where such an engine is asked for float16; else do nothing."""
     config = getattr(call.instance, "engine_config", None)
     if not asks_fp16(config) or getattr(config, "forward_only", False):
         return call.proceed()

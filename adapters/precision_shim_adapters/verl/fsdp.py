@@ -47,7 +47,7 @@ def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
 def engine_seam(
     method: str, why: str, delete_when: str, *relies_on: str, native: NativeProbe | None = None
 ) -> Callable[[_Wrapper], _Wrapper]:
-    """A seam of the engine: up to 0.7.1 it knows no scaler, later it makes one of torch's."""
+    """A seam of the engine, which up to 0.7.1 has no scaler and later makes one of torch's."""
     return seam(
         f"{_SHARDED}.{method}",
         FEATURE,
@@ -122,7 +122,7 @@ def build_actor(call: Call) -> Any:
     if actor.scaler is not None:
         _instead_of(actor.scaler, actor)
     elif config is not None and _mixed(config, actor.param_dtype) is torch.float16:
-        # The loop is ready for a scaler: verl looks at another key to make one.
+        # The loop can use a scaler, but verl makes one by another key.
         _make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
     _keep_at_optimizer(actor)
@@ -149,7 +149,7 @@ def build_critic(call: Call) -> Any:
 
 
 def _instead_of(own: Any, owner: Any) -> None:
-    if type(own) is ShardedGradScaler:  # a subclass is somebody's own choice
+    if type(own) is ShardedGradScaler:  # a subclass is another scaler that somebody chose
         _make(owner, own, "verl's own scaler, counted and kept with the checkpoints")
 
 
@@ -189,7 +189,7 @@ def training_of(owner: Any) -> ScaledTraining | None:
 
 def _keep_at_optimizer(worker: Any) -> None:
     training = training_of(worker)
-    if training is not None:  # the legacy workers' checkpoint manager knows the optimizer alone
+    if training is not None:  # the legacy workers' checkpoint manager has only the optimizer
         training.keep(_optimizer(worker))
 
 

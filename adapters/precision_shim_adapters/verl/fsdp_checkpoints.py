@@ -42,8 +42,8 @@ def save(call: Call, local_path: Any) -> Any:
     contents = manager.checkpoint_save_contents
     if training is None or not _goes_with(manager, local_path, training, contents):
         return call.proceed()
-    # Before verl's own files: verl removes an older checkpoint as soon as these are written. Into
-    # a directory that verl may remove first, to make room, after them.
+    # Write before verl's own files: verl removes an older checkpoint as soon as those are written.
+    # Write after them into a directory that verl may remove first, to make room.
     again = _saved_before(manager, local_path)
     if not again:
         training.save(local_path)
