@@ -198,11 +198,11 @@ def test_fp16_in_the_transformer_config_contradicts_a_bf16_checkpoint(
     """Where nothing goes over the checkpoint's dtype before."""
     own = "trainer.policy.megatron_config.transformer_config_kwargs"
     overrides = f"trainer.bf16={flag}", f"{own}.fp16=true"
-    with pytest.raises((AssertionError, ValueError), match="fp16.*bf16"):
+    with pytest.raises((AssertionError, ValueError), match=r"fp16.*bf16"):
         make(BF16, *overrides)
     if flag == "true":  # the shim leaves it to the checkpoint's dtype, too
         shim()
-        with pytest.raises((AssertionError, ValueError), match="fp16.*bf16"):
+        with pytest.raises((AssertionError, ValueError), match=r"fp16.*bf16"):
             make(BF16, *overrides)
 
 
