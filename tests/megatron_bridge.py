@@ -1,10 +1,11 @@
-"""Import Megatron-Bridge where TransformerEngine is not installed.
+"""Import Megatron-Bridge where TransformerEngine or Megatron-Energon is not installed.
 
 Megatron-Bridge names classes of TransformerEngine while it is imported (for its LoRA layers and
-its weight mappings) and cannot be imported without them. ``import_megatron_bridge`` lets that
-import see placeholders: classes that can be named and subclassed, and do nothing. They are gone
-from ``sys.modules`` afterwards, so that nobody else takes them for TransformerEngine. Models are
-then built from Megatron's own layers (``transformer_layer_spec``).
+its weight mappings), from 0.6 those of Megatron-Energon too (for its data loaders), and cannot be
+imported without them. ``import_megatron_bridge`` lets that import see placeholders: classes that
+can be named and subclassed, and do nothing. They are gone from ``sys.modules`` afterwards, so that
+nobody else takes them for the real ones. Models are then built from Megatron's own layers
+(``transformer_layer_spec``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 __all__ = ["import_megatron_bridge"]
 
-_ROOT = "transformer_engine"
+_ENGINE, _ENERGON = "transformer_engine", "megatron.energon"
 _PACKAGES = frozenset(
     {"ops", "optimizers", "module", "pytorch", "common", "tensor", "quantization"}
 )
@@ -38,7 +39,7 @@ _BEFORE = (
 
 
 def import_megatron_bridge() -> types.ModuleType:
-    """Import ``megatron.bridge``, with placeholders for TransformerEngine if it is absent.
+    """Import ``megatron.bridge``, with placeholders for what it names and is absent.
 
     Returns:
         The module ``megatron.bridge``.
@@ -46,12 +47,12 @@ def import_megatron_bridge() -> types.ModuleType:
     Raises:
         ImportError: Megatron-Bridge is not installed, or something else is missing.
     """
-    if _ROOT in sys.modules or importlib.util.find_spec(_ROOT) is not None:
-        return importlib.import_module("megatron.bridge")
-    for name in _BEFORE:
-        importlib.import_module(name)
-    kept = {name: sys.modules.pop(name) for name in _mine()}
-    finder = _Placeholders()
+    absent = tuple(one for one in (_ENGINE, _ENERGON) if not _is_there(one))
+    if _ENGINE in absent:
+        for name in _BEFORE:
+            importlib.import_module(name)
+    kept = {name: sys.modules.pop(name) for name in _beneath(absent)}
+    finder = _Placeholders(absent)
     sys.meta_path.insert(0, finder)
     try:
         for name in ("megatron.bridge", "megatron.bridge.training.config"):
@@ -59,34 +60,54 @@ def import_megatron_bridge() -> types.ModuleType:
         return sys.modules["megatron.bridge"]
     finally:
         sys.meta_path.remove(finder)
-        for name in _mine():
+        for name in _beneath(absent):
             del sys.modules[name]
         sys.modules.update(kept)
 
 
-def _mine() -> list[str]:
-    return [name for name in sys.modules if name == _ROOT or name.startswith(f"{_ROOT}.")]
+def _is_there(root: str) -> bool:
+    return root in sys.modules or importlib.util.find_spec(root) is not None
+
+
+def _beneath(roots: Sequence[str]) -> list[str]:
+    return [name for name in sys.modules if _root_of(name, roots)]
+
+
+def _root_of(name: str, roots: Sequence[str]) -> str | None:
+    return next((one for one in roots if name == one or name.startswith(f"{one}.")), None)
+
+
+class _Named:
+    """A class, a decorator or a function of Megatron-Energon's."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
 
 class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in _PACKAGES:
-            return importlib.import_module(f"{self.__name__}.{name}")
-        placeholder = type(name, (torch.nn.Module,), {"__module__": self.__name__})
+        base: type = _Named
+        if _root_of(self.__name__, (_ENGINE,)):
+            if name in _PACKAGES:
+                return importlib.import_module(f"{self.__name__}.{name}")
+            base = torch.nn.Module
+        placeholder = type(name, (base,), {"__module__": self.__name__})
         setattr(self, name, placeholder)
         return placeholder
 
 
 class _Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, roots: Sequence[str]) -> None:
+        self._roots = roots
+
     def find_spec(
         self,
         name: str,
         path: Sequence[str] | None = None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".", maxsplit=1)[0] != _ROOT:
+        if _root_of(name, self._roots) is None:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 

@@ -42,7 +42,7 @@ SKYRL: "dict[str, Any]" = {
     "framework": "skyrl",
     "distribution": "skyrl",
     "packages": ("skyrl",),
-    "tested": ("0.2.0", "0.3.0"),
+    "tested": ("0.2.0", "0.3.0", "0.4.0"),
     "effects": (
         *MEGATRON_EFFECTS,
         "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from ..megatron_bridge import import_megatron_bridge
 from ..rank_server import Ranks, rank_server
 from ..tiny_models import make_checkpoint
-from .cpu import flash_attn_placeholder, skyrl_on_cpu
+from .cpu import flash_attn_placeholder, import_megatron, skyrl_on_cpu
 from .support import python_path
 
 try:
@@ -41,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def skyrl() -> None:
     """SkyRL and all that it builds on, imported without the shim."""
-    import_megatron_bridge()
+    import_megatron()
     import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker
     import skyrl.backends.skyrl_train.workers.megatron.megatron_worker  # noqa: F401
 

@@ -3,6 +3,8 @@
 * :func:`flash_attn_placeholder` writes a package ``flash_attn`` that can be imported and does
   nothing: SkyRL imports ``pad_input`` and ``unpad_input`` at module level. Its version is 0, so
   that transformers takes flash attention for not installed, which is true.
+* :func:`import_megatron` imports what its Megatron workers are built on, with stand-ins for what
+  SkyRL 0.4 names and cannot be had here.
 * :func:`skyrl_on_cpu` answers for the devices. SkyRL asks for ``"cuda"`` by name in its workers;
   beside what :func:`~precision_shim.testing.megatron_cpu.cuda_means_cpu` answers, its device
   meshes and autocasts then mean the CPU.
@@ -15,19 +17,33 @@ What is not stood in for: packing of sequences without padding (it needs flash a
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import os
 import socket
+import sys
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from precision_shim.testing.megatron_cpu import _CudaMeansCpu, _patched, cuda_means_cpu
 
-__all__ = ["flash_attn_placeholder", "make_worker", "skyrl_on_cpu", "stay_on_cpu"]
+from ..megatron_bridge import import_megatron_bridge
+
+__all__ = [
+    "flash_attn_placeholder",
+    "import_megatron",
+    "make_worker",
+    "skyrl_on_cpu",
+    "stay_on_cpu",
+]
 
 _PADDING = '''"""Placeholders; a CPU has no flash attention."""
 
@@ -66,6 +82,64 @@ def flash_attn_placeholder(folder: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return folder
+
+
+def import_megatron() -> None:
+    """Import what SkyRL's Megatron workers are built on; to be done before they are imported.
+
+    Raises:
+        ImportError: skyrl, megatron-core or Megatron-Bridge is not installed.
+    """
+    import_megatron_bridge()
+    if Version(version("skyrl")) >= Version("0.4"):
+        # Megatron's checkpoints look at their import for what the first stands in for, and are to
+        # find it missing.
+        importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+        _stand_in_resiliency()
+        _stand_in_adapter_sync()
+
+
+class AsyncCallsQueue:
+    """A queue of checkpoints that are still being written: here each is written at once."""
+
+    def __init__(self, *, persistent: bool) -> None: ...
+
+    def close(self) -> None:
+        """There is no process to end."""
+
+    def maybe_finalize_async_calls(self, *, blocking: bool) -> None:
+        """Nothing is ever pending."""
+
+
+def _stand_in_resiliency() -> None:
+    """``nvidia_resiliency_ext``, of which SkyRL 0.4 uses the queue of asynchronous checkpoints.
+
+    Its wheels from 0.6, which megatron-core wants, are for a newer glibc than most images have.
+    """
+    if importlib.util.find_spec("nvidia_resiliency_ext") is not None:
+        return
+    name = ""
+    for part in ("nvidia_resiliency_ext", "checkpointing", "async_ckpt", "core"):
+        name = f"{name}.{part}".lstrip(".")
+        module = types.ModuleType(name)
+        module.__path__ = []
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = module
+    module.AsyncCallsQueue = AsyncCallsQueue  # type: ignore[attr-defined]
+
+
+def _stand_in_adapter_sync() -> None:
+    """Two functions of Megatron-Bridge's main for LoRA adapters of experts, which 0.6.2 lacks."""
+    from megatron.bridge.peft import utils
+    from megatron.core.distributed import finalize_model_grads
+
+    own = {
+        "enable_expert_parallel_grad_sync_in_finalize": lambda model: None,
+        "finalize_model_grads_with_expert_adapter_sync": finalize_model_grads,
+    }
+    for name, function in own.items():
+        if not hasattr(utils, name):
+            setattr(utils, name, function)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from precision_shim.errors import (
     PrecisionShimWarning,
     UnsupportedPrecisionError,
 )
+from precision_shim.rules.dtypes import name_of
 from precision_shim_adapters.skyrl.config import written_kwargs
 
 from .conftest import SKYRL
@@ -48,6 +49,8 @@ MATRIX = [
     (FP16, True, BF16, None),
     (FP16, False, FP16, FP16),
 ]
+# Megatron-Bridge 0.6, which SkyRL 0.4 is pinned with, builds the model that trainer.bf16 says.
+BRIDGE_OBEYS = Version("0.4") <= SKYRL
 
 
 @pytest.fixture
@@ -124,13 +127,15 @@ def test_matrix(
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "flag", "_", "model"), MATRIX, ids=lambda v: NAMES.get(v, str(v))
+    ("checkpoint", "flag", "with_shim", "model"), MATRIX, ids=lambda v: NAMES.get(v, str(v))
 )
 def test_matrix_without_the_shim(
-    make: Any, checkpoint: torch.dtype, flag: bool, _: Any, model: torch.dtype | None
+    make: Any, checkpoint: torch.dtype, flag: bool, with_shim: Any, model: torch.dtype | None
 ) -> None:
-    """What the test above differs from."""
+    """What the test above differs from; from 0.4 in the optimizer only."""
     overrides = f"trainer.bf16={str(flag).lower()}"
+    if BRIDGE_OBEYS:
+        model = with_shim
     if model is None:
         with pytest.raises(AssertionError, match="both fp16 and bf16"):
             make(checkpoint, overrides)
@@ -153,6 +158,52 @@ def test_users_transformer_config_wins_over_the_flag(make: Any, shim: Any) -> No
     assert "model in fp32" not in said
     assert worker.optimizer.config.fp16
     assert inner(worker).grad_scaler is not None
+
+
+@pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
+@pytest.mark.parametrize(
+    ("flag", "written", "up_to_03", "since"),
+    [
+        # trainer.bf16, one of transformer_config_kwargs, the model
+        ("true", "bf16=false", BF16, BF16),
+        ("false", "bf16=true", BF16, FP32),
+    ],
+    ids=lambda v: NAMES.get(v, str(v)),
+)
+def test_what_else_the_transformer_config_says_of_the_dtype(
+    make: Any,
+    shim: Any,
+    on: bool,
+    flag: str,
+    written: str,
+    up_to_03: torch.dtype,
+    since: torch.dtype,
+) -> None:
+    """Up to 0.3 it goes over a flag that is false; from 0.4 the flag goes over it."""
+    if on:
+        shim()
+    own = "trainer.policy.megatron_config.transformer_config_kwargs"
+    worker = make(BF16, f"trainer.bf16={flag}", f"{own}.{written}")
+    model = since if BRIDGE_OBEYS else up_to_03
+    assert model_dtype(worker) is model
+    if on:
+        assert worker.optimizer.config.params_dtype is model
+        assert (f"model in {name_of(model)}" in reasons("bf16-dispatch")) == (flag == "false")
+
+
+@pytest.mark.parametrize("flag", ["true", "false"])
+def test_fp16_in_the_transformer_config_contradicts_a_bf16_checkpoint(
+    make: Any, shim: Any, flag: str
+) -> None:
+    """Where nothing goes over the checkpoint's dtype before."""
+    own = "trainer.policy.megatron_config.transformer_config_kwargs"
+    overrides = f"trainer.bf16={flag}", f"{own}.fp16=true"
+    with pytest.raises((AssertionError, ValueError), match=r"fp16.*bf16"):
+        make(BF16, *overrides)
+    if flag == "true":  # the shim leaves it to the checkpoint's dtype, too
+        shim()
+        with pytest.raises((AssertionError, ValueError), match=r"fp16.*bf16"):
+            make(BF16, *overrides)
 
 
 def test_the_reference_model_follows_the_flag_too(

@@ -46,9 +46,9 @@ def setup():
 
         stay_on_cpu()
     if os.environ["TEST_BACKEND"] == "megatron":
-        from tests.megatron_bridge import import_megatron_bridge
+        from tests.skyrl.cpu import import_megatron
 
-        import_megatron_bridge()
+        import_megatron()
 '''
 
 START = """
@@ -57,9 +57,9 @@ import ray
 
 backend = sys.argv[1]
 if backend == "megatron":
-    from tests.megatron_bridge import import_megatron_bridge
+    from tests.skyrl.cpu import import_megatron
 
-    import_megatron_bridge()
+    import_megatron()
     from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import PolicyWorker
 else:
     from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import PolicyWorker

@@ -19,6 +19,7 @@ from ..megatron.wishes import fused_adam_support
 from .config import BUCKET, KWARGS, bucket_is_written, written_kwargs
 
 _MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"
+_BUILDER = "megatron.bridge.models.model_provider:get_model"
 TRAIN = "skyrl.backends.skyrl_train"
 WORKER = f"{TRAIN}.workers.megatron.megatron_worker"
 OPTIMIZER = f"{TRAIN}.distributed.megatron.optimizer:init_megatron_optim_config"
@@ -233,7 +234,8 @@ _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", defaul
     f"{WORKER}:MegatronWorker.init_configs",
     DISPATCH,
     group="megatron",
-    why="knows trainer.bf16, which beside a bf16 or fp16 checkpoint is not obeyed",
+    why="knows trainer.bf16, which beside a bf16 or fp16 checkpoint is not obeyed, or only once "
+    "the provider is settled",
     delete_when="init_configs sets the provider's dtype from its bf16 argument",
     relies_on=("to_megatron_provider", "transformer_config_kwargs", "finalize"),
     optional=True,
@@ -250,7 +252,7 @@ def note_flag(call: Call, bf16: Any) -> Any:
     finally:
         _flag.reset(token)
     worker = call.instance
-    dtype = _dtype_of(worker.provider)
+    dtype = _dtype_of(worker.provider, flag.bf16)
     if flag.over is not None:
         wanted = torch.bfloat16 if flag.bf16 else torch.float32
         own = "" if dtype is wanted else "transformer_config_kwargs go over "
@@ -266,8 +268,18 @@ def note_flag(call: Call, bf16: Any) -> Any:
     return result
 
 
-def _dtype_of(provider: Any) -> torch.dtype:
-    """What Megatron makes of a provider's flags: a cast of the whole model, or none."""
+def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
+    """What Megatron makes of a provider's flags: a cast of the whole model, or none.
+
+    Megatron-Bridge 0.6 goes by ``bf16`` once more when it builds the model. An older one takes a
+    false one for "as the provider says".
+
+    Args:
+        provider: with the user's own settings.
+        bf16: ``trainer.bf16``.
+    """
+    if "pipeline_dtype" in look(_BUILDER).names and (bf16 or not provider.fp16):
+        return torch.bfloat16 if bf16 else torch.float32
     if provider.fp16:
         return torch.float16
     return torch.bfloat16 if provider.bf16 else provider.params_dtype
@@ -311,7 +323,9 @@ def follow_flag(call: Call) -> Any:
     """Give a provider the dtype that ``trainer.bf16`` says, before the user's own settings.
 
     Megatron-Bridge takes the checkpoint's dtype. SkyRL's flag is ignored beside a bf16 checkpoint
-    and contradicts an fp16 one; an fp16 checkpoint without the flag stays fp16.
+    and contradicts an fp16 one; an fp16 checkpoint without the flag stays fp16. From 0.6 the flag
+    is obeyed later, in time for the parameters, and too late for what the user says over it:
+    ``fp16=true`` contradicts a bf16 checkpoint before that.
     """
     provider = call.proceed()
     flag = _flag.get()
