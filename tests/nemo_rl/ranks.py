@@ -54,7 +54,7 @@ def run(launch: Launch) -> dict[str, Any]:
         size, mine = 4 // shards, rank // tensor_parallel
         data = support.batch(4, step).slice(mine * size, (mine + 1) * size)
         result = worker.train(data, Times(support.loss_for(kind), factor), gbs=4, mbs=1)
-        scaler = worker.__dict__.get("_precision_shim_scaler")
+        scaler = support.scaler_of(worker)
         metrics = result["all_mb_metrics"]
         return {
             "norm": str(float(result["grad_norm"])),

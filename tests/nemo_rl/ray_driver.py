@@ -30,8 +30,9 @@ def report(self):
     import os
 
     import precision_shim
+    from tests.nemo_rl.support import scaler_of
 
-    scaler = self.__dict__.get("_precision_shim_scaler")
+    scaler = scaler_of(self)
     digest = hashlib.sha256()
     for name, one in sorted(self.model.state_dict().items()):
         local = one.to_local() if hasattr(one, "to_local") else one

@@ -169,3 +169,11 @@ def _own(worker: Any, method: str) -> Any:
     """NeMo-RL's method, whose signature tells more than that of the one in front of it."""
     found = [vars(one)[method] for one in type(worker).__mro__ if method in vars(one)]
     return next(one for one in found if one.__module__.startswith("nemo_rl."))
+
+
+def scaler_of(owner: Any) -> Any:
+    """The loss scaler of a worker; ``None`` if it has none."""
+    from precision_shim_adapters.fp16 import ScaledTraining
+
+    training = ScaledTraining.of(owner)
+    return training.scaler if training is not None else None

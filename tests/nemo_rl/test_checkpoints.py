@@ -13,7 +13,7 @@ import torch
 from precision_shim.errors import PrecisionShimWarning, ScalerCheckpointError
 from precision_shim.scaling import FILE_NAME
 
-from .support import KINDS, batch, loss_for, parameters, save
+from .support import KINDS, batch, loss_for, parameters, save, scaler_of
 from .test_training import Times, figures, same
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -41,7 +41,7 @@ def test_a_resumed_run_continues_bit_for_bit(kind, worker, shim, tmp_path: Path)
         assert train(one, kind, range(2, 5)) == [([32768.0], [1.0])] + [([65536.0], [1.0])] * 2
         expected, states = parameters(one), moments(one)
     with worker(kind, "float16", paths=tmp_path) as one:
-        scaler = one._precision_shim_scaler
+        scaler = scaler_of(one)
         assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32768.0, 2)
         assert (scaler.counter.steps, scaler.counter.skipped) == (3, 1)
         assert train(one, kind, range(2, 5)) == [([32768.0], [1.0])] + [([65536.0], [1.0])] * 2
@@ -55,9 +55,9 @@ def test_load_checkpoint_restores_the_scaler_too(kind, worker, shim, tmp_path: P
         train(one, kind, range(2))
         save(one, tmp_path)
         train(one, kind, range(2, 4))
-        assert one._precision_shim_scaler.get_scale() == 1024.0 * 2**4
+        assert scaler_of(one).get_scale() == 1024.0 * 2**4
         one.load_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
-        assert one._precision_shim_scaler.get_scale() == 1024.0 * 2**2
+        assert scaler_of(one).get_scale() == 1024.0 * 2**2
 
 
 def test_a_setting_of_this_process_wins_over_the_file(kind, worker, shim, tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_a_setting_of_this_process_wins_over_the_file(kind, worker, shim, tmp_pa
     with worker(kind, "float16") as one:
         save(one, tmp_path)
     with worker(kind, "float16", tmp_path, precision_shim={"growth_interval": 5}) as one:
-        assert one._precision_shim_scaler.get_growth_interval() == 5
-        assert one._precision_shim_scaler.get_scale() == 65536.0
+        assert scaler_of(one).get_growth_interval() == 5
+        assert scaler_of(one).get_scale() == 65536.0
 
 
 def test_without_the_optimizer_no_scaler_is_saved(kind, worker, shim, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_checkpoint_without_scaler_state_loads_with_one_warning(
     with pytest.warns(PrecisionShimWarning, match="no loss scaler state at") as caught:
         one = stack.enter_context(worker(kind, "float16", tmp_path))
     with stack:
-        assert one._precision_shim_scaler.get_scale() == 65536.0
+        assert scaler_of(one).get_scale() == 65536.0
         assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
     ours = [one for one in caught if issubclass(one.category, PrecisionShimWarning)]
     assert len(ours) == 1

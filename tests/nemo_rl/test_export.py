@@ -15,7 +15,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim_adapters.nemo_rl.dtensor import ScaledWorker
 
-from .support import KINDS, NAMES, NEMO_RL, actor_class, batch, loss_for, plain
+from .support import KINDS, NAMES, NEMO_RL, actor_class, batch, loss_for, plain, scaler_of
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -71,7 +71,7 @@ def test_the_actor_class_keeps_name_options_and_methods(kind, shim) -> None:
     assert after._default_options == before._default_options
     old, new = (one.__ray_metadata__ for one in (before, after))
     assert new.class_name == old.class_name
-    ours = {"_precision_shim_inside", "_precision_shim_scaler"}
+    ours = {"_precision_shim_inside", "_precision_shim_training"}
     assert set(new.method_meta.methods) - ours == set(old.method_meta.methods)
     mine, theirs = (one.modified_class.__ray_actor_class__ for one in (new, old))
     assert mine.__mro__[1:] == (ScaledWorker, *theirs.__mro__)
@@ -132,5 +132,5 @@ def test_a_worker_of_the_users_own_scales_too(kind, shim, worker, monkeypatch) -
     with worker(kind, "float16") as one:
         metrics = one.train(batch(), loss_for(kind))["all_mb_metrics"]
         assert metrics["loss_scale"] == [65536.0]
-        assert one._precision_shim_scaler.counter.steps == 1
+        assert scaler_of(one).counter.steps == 1
     assert plain(kind) is not MyWorker

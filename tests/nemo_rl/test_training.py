@@ -12,7 +12,7 @@ import precision_shim
 from precision_shim.errors import LossScaleError, PrecisionShimWarning, SeamError, SettingsError
 from precision_shim.scaling import LossScaler
 
-from .support import KINDS, batch, loss_for, parameters
+from .support import KINDS, batch, loss_for, parameters, scaler_of
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
@@ -147,7 +147,7 @@ def test_steps_are_those_of_a_loop_written_by_hand(kind, worker, shim, clip) -> 
             reported = [float(one["grad_norm"]) for one in results]
             assert reported == pytest.approx(norms, rel=2 * ROUNDED)
         assert [figures(one)[0] for one in results] == [[2.0**15]] * 2 + [[2.0**16]] * 2
-        assert one._precision_shim_scaler.get_scale() == scale
+        assert scaler_of(one).get_scale() == scale
         found = parameters(one)
     moved = max(float((expected[name] - start[name]).abs().max()) for name in start)
     apart = max(float((expected[name] - found[name]).abs().max()) for name in start)
@@ -159,7 +159,7 @@ def test_several_global_batches_in_one_call(kind, worker, shim) -> None:
     with worker(kind, "float16") as one:
         result = one.train(batch(12), loss_for(kind), gbs=4, mbs=2)
         assert figures(result) == ([4 * 65536.0], [0.0])
-        assert one._precision_shim_scaler.counter.steps == 3
+        assert scaler_of(one).counter.steps == 3
 
 
 def test_dynamic_batching(kind, worker, shim) -> None:
@@ -191,7 +191,7 @@ def test_eval_mode_takes_no_step_and_reports_no_scale(kind, worker, shim) -> Non
         result = one.train(batch(), loss_for(kind), True)
         again = one.train(batch(), loss_for(kind), eval_mode=True)
         assert figures(result) == figures(again) == (None, None)
-        assert one._precision_shim_scaler.counter.steps == 0
+        assert scaler_of(one).counter.steps == 0
         assert same(before, parameters(one))
 
 
@@ -250,7 +250,7 @@ def test_the_configs_block_wins_over_variables(kind, worker, shim, monkeypatch) 
     shim()
     block = {"loss_scale_init": 4096, "growth_interval": 7, "growth_factor": None}
     with worker(kind, "float16", precision_shim=block) as one:
-        settings = one._precision_shim_scaler.settings
+        settings = scaler_of(one).settings
         assert (settings.init_scale, settings.growth_interval) == (4096.0, 7)
         assert (settings.growth_factor, settings.backoff_factor) == (2.0, 0.25)
         assert settings.chosen == {"init_scale", "growth_interval", "backoff_factor"}
@@ -280,18 +280,13 @@ def test_a_feature_that_is_off_changes_nothing(kind, worker, shim) -> None:
 
 
 def test_a_step_without_an_unscaling_before_it_is_refused(kind, worker, shim, monkeypatch) -> None:
-    from precision_shim_adapters.nemo_rl import dtensor
+    from precision_shim_adapters.fp16 import ScaledTraining
 
     shim()
     with worker(kind, "float16") as one:
-        monkeypatch.setattr(dtensor, "_training", dtensor.contextvars.ContextVar("x", default=None))
-        monkeypatch.setattr(dtensor._Training, "unscaled", property(lambda self: False, _ignore))
+        monkeypatch.setattr(ScaledTraining, "before_clipping", lambda self: None)
         with pytest.raises(SeamError, match="takes their norm elsewhere"):
             one.train(batch(), loss_for(kind))
-
-
-def _ignore(self: Any, value: Any) -> None:
-    return None
 
 
 def test_a_worker_in_a_process_without_the_shim_says_so(kind, worker, shim) -> None:

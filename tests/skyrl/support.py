@@ -154,3 +154,11 @@ def metrics_of(output: Any) -> dict[str, float]:
     """A worker's metrics: the dict itself in 0.2, in a record from 0.3."""
     found = output if isinstance(output, dict) else output.metrics
     return {key: value for key, value in found.items() if isinstance(value, float)}
+
+
+def scaler_of(owner: Any) -> Any:
+    """The loss scaler of a strategy; ``None`` if it has none."""
+    from precision_shim_adapters.fp16 import ScaledTraining
+
+    training = ScaledTraining.of(owner)
+    return training.scaler if training is not None else None

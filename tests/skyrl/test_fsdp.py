@@ -13,9 +13,8 @@ import torch
 
 import precision_shim
 from precision_shim.errors import LossScaleError, PrecisionShimWarning, ScalerCheckpointError
-from precision_shim_adapters.skyrl.fsdp import scaler_of
 
-from .support import batch, fsdp_worker, metrics_of
+from .support import batch, fsdp_worker, metrics_of, scaler_of
 
 ROLES = ("policy", "critic")
 

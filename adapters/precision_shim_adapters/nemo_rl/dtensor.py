@@ -7,15 +7,12 @@ exports the class by value. Where both apply the outer one does the work.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import wrapt
 
 from precision_shim.adapting import (
     Call,
@@ -27,17 +24,8 @@ from precision_shim.adapting import (
     warn,
 )
 from precision_shim.errors import SeamError
-from precision_shim.scaling import LossScaler
 
-from ..loss_scaling import (
-    FEATURE,
-    VARIABLES,
-    make_scaler,
-    metrics,
-    restore_scaler,
-    save_scaler,
-    steps_through,
-)
+from ..fp16 import FEATURE, SETTINGS, ScaledTraining
 from ..ray_actors import class_beneath, put_in_front
 from .places import DTENSOR
 
@@ -127,20 +115,6 @@ def _on_each_clipping(function: _Function) -> _Function:
     return function
 
 
-@dataclass
-class _Training:
-    scaler: LossScaler
-    optimizer: torch.optim.Optimizer
-    unscaled: bool = False
-    skips: list[bool] = field(default_factory=list)
-
-
-_training: contextvars.ContextVar[_Training | None] = contextvars.ContextVar(
-    "precision_shim_nemo_rl_training", default=None
-)
-"""The worker whose gradients are being made."""
-
-
 def _where() -> str:
     return f"NeMo-RL {version_of(FRAMEWORK, ('nemo_rl',))}"
 
@@ -226,7 +200,7 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
                 "PRECISION_SHIM=1 before the cluster is started, so that every worker has it."
             )
             return
-        scaler = make_scaler(
+        training = ScaledTraining.make(
             FRAMEWORK,
             name,
             device="cuda" if torch.cuda.is_available() else "cpu",
@@ -236,8 +210,8 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
         # Not before here: the first worker loads its checkpoint within its own __init__ by
         # load_checkpoint, the second from 0.6 on past it.
         if optimizer_path and weights_path:
-            restore_scaler(FRAMEWORK, optimizer_path, scaler, name)
-        instance._precision_shim_scaler = scaler
+            training.restore(optimizer_path)
+        training.keep(instance)
 
 
 def _configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -247,16 +221,16 @@ def _configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         SettingsError: names the key and the value, and what is allowed.
     """
     block = config.get(BLOCK) or {}
-    values = parse_settings(block, VARIABLES.values(), f"{_where()}, {name}.{BLOCK}")
-    return {ours: values[key] for ours, key in VARIABLES.items() if key in values}
+    values = parse_settings(block, SETTINGS.values(), f"{_where()}, {name}.{BLOCK}")
+    return {ours: values[key] for ours, key in SETTINGS.items() if key in values}
 
 
-def _scaler(instance: Any) -> LossScaler | None:
-    """A worker's scaler, as long as the shim is in force for it."""
-    scaler: LossScaler | None = instance.__dict__.get("_precision_shim_scaler")
-    if scaler is None or not in_force(FRAMEWORK, FEATURE, _kind(instance)[0]):
+def _training(instance: Any) -> ScaledTraining | None:
+    """A worker's scaled training, as long as the shim is in force for it."""
+    found = ScaledTraining.of(instance)
+    if found is None or not in_force(FRAMEWORK, FEATURE, _kind(instance)[0]):
         return None
-    return scaler
+    return found
 
 
 # -- training -------------------------------------------------------------------------------
@@ -265,40 +239,23 @@ def _scaler(instance: Any) -> LossScaler | None:
 @_on_each_worker("train")
 def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
     """Train on some global batches, each with a scaled loss and a step that may be skipped."""
-    scaler = _scaler(call.instance)
-    if scaler is None:
+    training = _training(call.instance)
+    if training is None:
         return call.proceed()
     with _outermost(call.instance, "train") as outermost:
         if not outermost or eval_mode:
             return call.proceed()
         with (
-            _stepping(_Training(scaler, call.instance.optimizer)) as training,
-            _auxiliary_losses(scaler) as follow,
+            training.several_steps(call.instance.optimizer),
+            _auxiliary_losses(training) as follow,
         ):
-            call.arguments["loss_fn"] = _ScaledLoss(loss_fn, scaler, follow)
+            call.arguments["loss_fn"] = training.scaled(loss_fn, follow)
             result = call.proceed()
     return _report(result, training)
 
 
-class _ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A loss function whose losses send scaled gradients back; all else is the function's own."""
-
-    def __init__(
-        self, loss_fn: Any, scaler: LossScaler, follow: Callable[[torch.device], None]
-    ) -> None:
-        super().__init__(loss_fn)
-        self._self_scaler = scaler
-        self._self_follow = follow
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loss, *rest = self.__wrapped__(*args, **kwargs)
-        self._self_scaler.attach(loss)
-        self._self_follow(loss.device)
-        return (loss, *rest)
-
-
 @contextlib.contextmanager
-def _auxiliary_losses(scaler: LossScaler) -> Iterator[Callable[[torch.device], None]]:
+def _auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tensor], None]]:
     """Scale the gradients of a mixture of experts' auxiliary losses, too.
 
     They do not come through the loss: nemo_automodel puts them into the backward pass by an
@@ -307,13 +264,14 @@ def _auxiliary_losses(scaler: LossScaler) -> Iterator[Callable[[torch.device], N
     """
     holder = getattr(sys.modules.get(_AUXILIARY), "MoEAuxLossAutoScaler", None)
     if holder is None:
-        yield lambda device: None
+        yield lambda loss: None
         return
     before = holder.main_loss_backward_scale
     own = 1.0 if before is None else before
 
-    def follow(device: torch.device) -> None:
-        holder.main_loss_backward_scale = scaler.scale(torch.ones((), device=device)) * own
+    def follow(loss: torch.Tensor) -> None:
+        one = torch.ones((), device=loss.device)
+        holder.main_loss_backward_scale = training.scaler.scale(one) * own
 
     try:
         yield follow
@@ -321,61 +279,25 @@ def _auxiliary_losses(scaler: LossScaler) -> Iterator[Callable[[torch.device], N
         holder.main_loss_backward_scale = before
 
 
-@contextlib.contextmanager
-def _stepping(training: _Training) -> Iterator[_Training]:
-    """Let the scaler take the optimizer's steps.
-
-    Only for as long as a worker trains: torch's distributed checkpoints step the optimizer on
-    dummy gradients to make its state, and that step must be the optimizer's own.
-    """
-    scaler, optimizer = training.scaler, training.optimizer
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        if not training.unscaled:
-            raise SeamError(
-                f"{_where()}: a step came before the gradients were unscaled, so that they were "
-                "clipped while scaled: this version takes their norm elsewhere. Leave the feature "
-                f"out with PRECISION_SHIM_FEATURES=-{FEATURE}, or train in bfloat16."
-            )
-        training.unscaled = False
-        before = scaler.counter.skipped
-        result = scaler.step(optimizer, *args, **kwargs)
-        scaler.update()
-        training.skips.append(scaler.counter.skipped > before)
-        if training.skips[-1]:
-            # The LR schedule goes on as NeMo-RL has it, and torch need not warn of its order.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-        return result
-
-    token = _training.set(training)
-    try:
-        with steps_through(step, optimizer):
-            yield training
-    finally:
-        _training.reset(token)
-
-
 @_on_each_clipping
 def unscale_first(call: Call) -> Any:
     """Unscale the gradients before their norm is taken and before they are clipped."""
-    training = _training.get()
+    training = ScaledTraining.current()
     if training is not None:
-        training.scaler.unscale_once(training.optimizer)
-        training.unscaled = True
+        training.before_clipping()
     return call.proceed()
 
 
-def _report(result: dict[str, Any], training: _Training) -> dict[str, Any]:
+def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
     """Add the scaler's figures to what a worker returns.
 
     Of a worker's metrics NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums most of
     them over micro-batches and ranks: so each figure stands there once per call, on rank 0.
     """
-    norm = result.get("grad_norm")
-    if norm is not None and training.skips and training.skips[-1]:
-        result["grad_norm"] = norm * torch.nan if torch.is_tensor(norm) else float("nan")
+    if result.get("grad_norm") is not None:
+        result["grad_norm"] = training.norm(result["grad_norm"])
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        for name, value in metrics(training.scaler).items():
+        for name, value in training.metrics().items():
             result["all_mb_metrics"][name] = [value]
     return result
 
@@ -388,17 +310,18 @@ def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Save, and write the scaler's state beside the optimizer's where that is saved."""
     with _outermost(call.instance, "save") as outermost:
         result = call.proceed()
-        if outermost and optimizer_path:
-            save_scaler(FRAMEWORK, optimizer_path, _scaler(call.instance))
+        training = _training(call.instance)
+        if outermost and optimizer_path and training is not None:
+            training.save(optimizer_path)
         return result
 
 
 @_on_each_worker("load_checkpoint")
 def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Load, and restore the scaler where the optimizer is restored."""
-    worker = call.instance
-    with _outermost(worker, "load") as outermost:
+    with _outermost(call.instance, "load") as outermost:
         result = call.proceed()
-        if outermost and optimizer_path:
-            restore_scaler(FRAMEWORK, optimizer_path, _scaler(worker), _kind(worker)[1])
+        training = _training(call.instance)
+        if outermost and optimizer_path and training is not None:
+            training.restore(optimizer_path)
         return result

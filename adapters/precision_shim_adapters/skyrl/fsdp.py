@@ -10,33 +10,18 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from precision_shim.adapting import Call, decide, seam
-from precision_shim.errors import ScalerCheckpointError
-from precision_shim.scaling import LossScaler
 
-from ..loss_scaling import (
-    FEATURE,
-    make_scaler,
-    metrics,
-    restore_record,
-    scaler_record,
-    steps_through,
-)
+from ..fp16 import FEATURE, ScaledTraining
 from .overflow import add_figures
 
 CLIENT_KEY = "precision_shim_scaler"
 """Where the scaler's state lies in a checkpoint's ``client_state``."""
-
-_scalers: weakref.WeakKeyDictionary[Any, tuple[LossScaler, str]] = weakref.WeakKeyDictionary()
-"""Strategies, to their scaler and whose it is."""
-
 
 _STRATEGY = "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy"
 _WORKERS = "skyrl.backends.skyrl_train.workers.worker"
@@ -52,12 +37,6 @@ def _seam(target: str, why: str, *relies_on: str) -> Callable[[_Wrapper], _Wrapp
         delete_when="SkyRL scales fp16 losses on FSDP",
         relies_on=relies_on,
     )
-
-
-def scaler_of(strategy: Any) -> LossScaler | None:
-    """The scaler of an ``FSDPStrategy``, if its model trains in fp16."""
-    found = _scalers.get(strategy)
-    return found[0] if found is not None else None
 
 
 def _is_fp16(strategy: Any) -> bool:
@@ -116,13 +95,13 @@ def scale_train_model(call: Call) -> Any:
     model, optimizer, scheduler = call.proceed()
     if optimizer is not None and _is_fp16(call.instance):
         subject = "policy" if type(model).__name__ == "HFModelWrapper" else "critic"
-        scaler = make_scaler(
+        training = ScaledTraining.make(
             "skyrl",
             subject,
             device=call.instance.device_mesh.device_type,
             because=f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16",
         )
-        _scalers[call.instance] = scaler, subject
+        training.keep(call.instance)
         decide("skyrl", subject, FEATURE, "autocast to fp16", "it follows param_dtype")
     return model, optimizer, scheduler
 
@@ -130,9 +109,9 @@ def scale_train_model(call: Call) -> Any:
 @_seam(f"{_STRATEGY}.backward", "every backward pass of the FSDP workers")
 def scale_loss(call: Call, loss: Any) -> Any:
     """Scale the gradients of a backward pass; the loss that SkyRL reports stays as it is."""
-    scaler = scaler_of(call.instance)
-    if scaler is not None:
-        scaler.attach(loss)
+    training = ScaledTraining.of(call.instance)
+    if training is not None:
+        training.attach(loss)
     return call.proceed()
 
 
@@ -152,32 +131,13 @@ def step(call: Call, optimizer: Any) -> Any:
     Raises:
         LossScaleError: too many steps in a row were skipped.
     """
-    scaler = scaler_of(call.instance)
-    if scaler is None or not _has_gradients(optimizer):
+    training = ScaledTraining.of(call.instance)
+    if training is None:
         return call.proceed()
-    scaler.unscale_once(optimizer)
-    skipped = scaler.counter.skipped
-    taken: list[None] = []
-
-    def through(*given: Any, **named: Any) -> Any:
-        taken.append(None)
-        return scaler.step(optimizer, *given, **named)
-
-    with steps_through(through, optimizer):
+    with training.one_step(optimizer):
         grad_norm = call.proceed()
-        if not taken:  # SkyRL skipped; the gradients are gone, the overflow is known
-            scaler.step(optimizer)
-    scaler.update()
     # SkyRL tells None or, where it skipped itself, what the overflow made of the norm.
-    return torch.tensor(math.nan) if scaler.counter.skipped > skipped else grad_norm
-
-
-def _has_gradients(optimizer: Any) -> bool:
-    return any(
-        parameter.grad is not None
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    return torch.tensor(math.nan) if training.skipped else grad_norm
 
 
 # -- checkpoints -------------------------------------------------------------------------------
@@ -191,9 +151,9 @@ def _has_gradients(optimizer: Any) -> bool:
 )
 def save(call: Call, optimizer: Any, client_state: Any) -> Any:
     """Put the scaler's state into the ``client_state`` of a checkpoint."""
-    scaler = scaler_of(call.instance)
-    if scaler is not None and optimizer is not None:
-        kept = {**(client_state or {}), CLIENT_KEY: scaler_record(scaler)}
+    training = ScaledTraining.of(call.instance)
+    if training is not None and optimizer is not None:
+        kept = {**(client_state or {}), CLIENT_KEY: training.record()}
         call.arguments["client_state"] = kept
     return call.proceed()
 
@@ -211,42 +171,12 @@ def load(call: Call, ckpt_dir: Any, optimizer: Any, load_optimizer_states: Any) 
     """
     path, states = call.proceed()
     strategy = call.instance
-    found = _scalers.get(strategy)
-    if found is None or optimizer is None or not load_optimizer_states:
-        return path, states
-    scaler, subject = found
-    record = (states.get("client_state") or {}).get(CLIENT_KEY)
-    name = f"extra_state_world_size_{strategy.world_size}_rank_{strategy.get_rank()}.pt"
-    where = os.path.join(str(ckpt_dir), name)
-    problem = ""
-    try:
-        restore_record("skyrl", record, where, scaler, subject)
-    except ScalerCheckpointError as error:
-        problem = str(error)
-    _agree(problem, record, where)
+    training = ScaledTraining.of(strategy)
+    if training is not None and optimizer is not None and load_optimizer_states:
+        record = (states.get("client_state") or {}).get(CLIENT_KEY)
+        name = f"extra_state_world_size_{strategy.world_size}_rank_{strategy.get_rank()}.pt"
+        training.restore_record(record, os.path.join(str(ckpt_dir), name))
     return path, states
-
-
-def _agree(problem: str, record: Any, where: str) -> None:
-    """Every rank reads a file of its own: they must say the same, or all stop."""
-    digest = record.get("digest") if isinstance(record, dict) else None
-    mine = problem, digest
-    all_of_them = [mine]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        all_of_them = [mine] * dist.get_world_size()
-        dist.all_gather_object(all_of_them, mine)
-    problems = [text for text, _ in all_of_them if text]
-    if problems:
-        raise ScalerCheckpointError(problems[0])
-    if len({digest for _, digest in all_of_them}) > 1:
-        ranks = ", ".join(
-            f"{rank}: {digest[:8] if digest else 'none'}"
-            for rank, (_, digest) in enumerate(all_of_them)
-        )
-        raise ScalerCheckpointError(
-            f"{where}: the ranks' files hold different loss scaler states (digests by rank: "
-            f"{ranks}): they are of different checkpoints. Give every rank the files of one."
-        )
 
 
 # -- metrics -----------------------------------------------------------------------------------
@@ -267,9 +197,9 @@ def _agree(problem: str, record: Any, where: str) -> None:
 def report(call: Call) -> Any:
     """Put the scaler's figures beside the loss of a policy's or critic's pass."""
     output = call.proceed()
-    strategy = call.instance.strategy
-    scaler = scaler_of(strategy) if strategy is not None else None
-    if scaler is not None:
+    training = ScaledTraining.of(call.instance.strategy)
+    if training is not None:
         # The scale of this very pass; the device has just been waited for, to read the loss.
-        add_figures(output, {**metrics(scaler), "loss_scale": float(scaler.get_scale())})
+        scale = float(training.scaler.get_scale())
+        add_figures(output, {**training.metrics(), "loss_scale": scale})
     return output

@@ -19,7 +19,7 @@ import wrapt
 
 from precision_shim.adapting import Call, seam
 
-from ..loss_scaling import steps_through
+from ..fp16.stepping import steps_through
 from ..megatron_overflow import (
     FEATURE,
     answered,

@@ -19,7 +19,7 @@ from precision_shim.adapting import Adapter, collect
 from .. import megatron as shared
 from .. import megatron_checkpoint, megatron_offload, megatron_overflow
 from ..frameworks import VERL
-from . import engines, fsdp, megatron, metrics, overflow
+from . import engines, fsdp, fsdp_checkpoints, megatron, metrics, overflow
 
 ADAPTER = Adapter(
     **VERL,
@@ -54,6 +54,7 @@ ADAPTER = Adapter(
             delete_when="verl >= 0.9 is the oldest in use",
         ),
         fsdp,
+        fsdp_checkpoints,
         engines,
     ),
 )

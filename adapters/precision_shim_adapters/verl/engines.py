@@ -7,7 +7,7 @@ from typing import Any
 from precision_shim.adapting import Call, collect, current_settings, decide, seam, version_of, warn
 from precision_shim.errors import UnsupportedPrecisionError
 
-from ..loss_scaling import FEATURE
+from ..fp16 import FEATURE
 from .fsdp import asks_fp16
 
 _WHY = "says so where the engine is used, instead of leaving a silent gap"

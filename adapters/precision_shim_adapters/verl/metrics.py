@@ -9,20 +9,23 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam
 
-from .. import loss_scaling, megatron_overflow
+from .. import megatron_overflow
+from ..fp16 import FEATURE
+from .fsdp import training_of
 
 
 def of_engine(engine: Any) -> dict[str, float]:
     """Megatron's counts or FSDP's scaler; empty for an engine that has neither."""
+    training = training_of(engine)
     return {
         **megatron_overflow.metrics(getattr(engine, "optimizer", None)),
-        **loss_scaling.metrics(getattr(engine, "scaler", None)),
+        **(training.metrics() if training is not None else {}),
     }
 
 
 @seam(
     "verl.workers.engine_workers:TrainingWorker._postprocess_output",
-    loss_scaling.FEATURE,
+    FEATURE,
     group="metrics",
     why="where verl puts the grad norm, after the metrics of all ranks are gathered",
     delete_when="verl reports the loss scale",
@@ -47,7 +50,7 @@ def report(call: Call) -> Any:
 
 @seam(
     "verl.workers.engine_workers_tinker:TinkerTrainingWorker.optimizer_step",
-    loss_scaling.FEATURE,
+    FEATURE,
     group="tinker metrics",
     why="steps outside train_batch and has a dict of metrics of its own",
     delete_when="verl reports the loss scale",

@@ -5,8 +5,8 @@ These are rules (torch only): they know no framework and patch nothing.
 
 from __future__ import annotations
 
-from .checkpoint import FILE_NAME, load, save
-from .record import FORMAT, ScalerRecord, read_record, record_of, restore
+from .checkpoint import FILE_NAME, agree, load, save
+from .record import FORMAT, ScalerRecord, from_tensor, read_record, record_of, restore, to_tensor
 from .scaler import LossScaler, ScalerSettings
 from .skips import MAX_SKIPS, SkipCounter
 
@@ -18,9 +18,12 @@ __all__ = [
     "ScalerRecord",
     "ScalerSettings",
     "SkipCounter",
+    "agree",
+    "from_tensor",
     "load",
     "read_record",
     "record_of",
     "restore",
     "save",
+    "to_tensor",
 ]

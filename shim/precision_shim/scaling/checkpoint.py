@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from ..errors import ScalerCheckpointError
-from .record import record_of, restore
+from .record import parse, record_of, restore
 
 FILE_NAME = "precision_shim_scaler.json"
 
@@ -93,14 +93,40 @@ def load(
         raise ScalerCheckpointError(failure)
     if text is None:
         return None
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    return restore(scaler, parse(text, str(path)), str(path))
+
+
+def agree(problem: str, record: object, where: str) -> None:
+    """Stop all ranks unless each has read the same record; every rank calls it.
+
+    Where every rank reads a file of its own, or its own part of one.
+
+    Args:
+        problem: what was wrong with this rank's record; empty if nothing.
+        record: this rank's; ``None`` if it has none.
+        where: the file, for messages.
+
+    Raises:
+        ScalerCheckpointError: the first rank's problem, or that they differ.
+    """
+    digest = record.get("digest") if isinstance(record, dict) else None
+    mine = problem, digest
+    all_of_them = [mine]
+    if _together() and dist.get_world_size() > 1:
+        all_of_them = [mine] * dist.get_world_size()
+        dist.all_gather_object(all_of_them, mine)
+    problems = [text for text, _ in all_of_them if text]
+    if problems:
+        raise ScalerCheckpointError(problems[0])
+    if len({digest for _, digest in all_of_them}) > 1:
+        ranks = ", ".join(
+            f"{rank}: {digest[:8] if digest else 'none'}"
+            for rank, (_, digest) in enumerate(all_of_them)
+        )
         raise ScalerCheckpointError(
-            f"{path}: not whole JSON ({error}): the file is damaged or truncated. Take another "
-            "checkpoint, or delete the file to continue with a fresh scaler."
-        ) from None
-    return restore(scaler, record, str(path))
+            f"{where}: the ranks' files hold different loss scaler states (digests by rank: "
+            f"{ranks}): they are of different checkpoints. Give every rank the files of one."
+        )
 
 
 def _write(path: Path, text: str) -> None:

@@ -21,6 +21,9 @@ KIND = "precision_shim.loss_scaler"
 FORMAT = 1
 """Version of the format. A reader takes its own and older ones."""
 
+_BYTES = 2048
+"""Size of a record as a tensor: three times what one takes now."""
+
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -172,6 +175,57 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
         scaler.counter.skipped = saved.skipped
         scaler.counter.in_row = saved.skipped_in_row
     return tuple(lines)
+
+
+def parse(text: str, where: str) -> object:
+    """Read the JSON text of a record, which is yet to be validated.
+
+    Raises:
+        ScalerCheckpointError: it is not whole JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ScalerCheckpointError(
+            f"{where}: not whole JSON ({error}): the file is damaged or truncated. Take another "
+            "checkpoint, or delete the file to continue with a fresh scaler."
+        ) from None
+
+
+def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
+    """A record as a tensor of bytes, on the CPU: the same size for every record.
+
+    For torch's distributed checkpoints, which unpickle all that is no tensor, and which read into a
+    tensor of the size that was saved.
+
+    Args:
+        record: from ``record_of``; ``None`` for an empty tensor to read into.
+    """
+    text = b"" if record is None else json.dumps(record, sort_keys=True).encode()
+    if len(text) > _BYTES:
+        raise ScalerCheckpointError(
+            f"a loss scaler's record takes {len(text)} bytes; {_BYTES} are allowed in a tensor. "
+            "Save it as a file or as data instead."
+        )
+    return torch.frombuffer(bytearray(text.ljust(_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def from_tensor(tensor: torch.Tensor, where: str) -> object:
+    """The record in a tensor of bytes, which is yet to be validated.
+
+    Args:
+        tensor: what ``to_tensor`` gave, after a way through a checkpoint.
+        where: the file, for messages.
+
+    Raises:
+        ScalerCheckpointError: the bytes are no record.
+    """
+    if tensor.dtype is not torch.uint8:
+        raise _bad(where, f"it holds {tensor.dtype} where a record's bytes were expected")
+    text = bytes(tensor.flatten().tolist()).rstrip(b"\0")
+    if not text:
+        raise _bad(where, "it holds no loss scaler state")
+    return parse(text.decode(errors="replace"), where)
 
 
 class _Reader:

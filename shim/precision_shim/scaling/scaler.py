@@ -150,8 +150,12 @@ class LossScaler(ShardedGradScaler):
 
     def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
         """``unscale_``, unless this step's gradients already are: to call before clipping."""
-        if self._enabled and self._stage(optimizer) is OptState.READY:
+        if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this step's gradients have been unscaled, or need not be."""
+        return not self._enabled or self._stage(optimizer) is not OptState.READY
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and learn whether any rank has a non-finite one."""

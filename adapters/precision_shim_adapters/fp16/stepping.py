@@ -1,0 +1,108 @@
+"""Stand-ins for a framework's loss function and for an optimizer's step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import wrapt
+from torch.optim import Optimizer
+
+
+class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """A loss function whose losses are handed on before its caller gets them.
+
+    Args:
+        loss_function: returns a loss, or a tuple that begins with one.
+        attach: called with each loss: scales its gradients.
+        also: called after it.
+    """
+
+    def __init__(
+        self,
+        loss_function: Callable[..., Any],
+        attach: Callable[[torch.Tensor], None],
+        also: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        super().__init__(loss_function)
+        self._self_attach = attach
+        self._self_also = also
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and hand its loss on."""
+        found = self.__wrapped__(*args, **kwargs)
+        loss = found if isinstance(found, torch.Tensor) else found[0]
+        self._self_attach(loss)
+        if self._self_also is not None:
+            self._self_also(loss)
+        return found
+
+
+@contextmanager
+def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterator[None]:
+    """Lead ``optimizer.step`` through a function while a framework's loop runs.
+
+    Within the function ``optimizer.step`` is the optimizer's own, for a scaler to call. Not for
+    longer than a loop: torch's distributed checkpoints step the optimizer on dummy gradients.
+    """
+    # The LR scheduler has put a counting wrapper into the instance: that one is called, and put
+    # back.
+    before = vars(optimizer).get("step")
+    own = optimizer.step
+    inside = False
+
+    @functools.wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return own(*args, **kwargs)
+        inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            inside = False
+
+    optimizer.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del optimizer.step
+        else:
+            optimizer.step = before  # type: ignore[method-assign]
+
+
+def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kwargs: Any) -> None:
+    """Do what follows from a step that was skipped, parameters and moments apart.
+
+    The LR schedule goes on, and torch need not warn of its order. A container of optimizers runs
+    its own step with theirs doing nothing: its step hooks may keep state that no checkpoint has.
+
+    Args:
+        optimizer: whose step was skipped.
+        inner: what it steps itself, if it is a container.
+        args: what its step was called with.
+        kwargs: what its step was called with by name.
+    """
+    for one in (optimizer, *inner):
+        one._opt_called = True  # type: ignore[attr-defined]
+    if inner:
+        with ExitStack() as muted:
+            for one in inner:
+                muted.enter_context(steps_through(_nothing, one))
+            optimizer.step(*args, **kwargs)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Whether any parameter has a gradient."""
+    parameters: Iterator[torch.Tensor] = (
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    )
+    return any(parameter.grad is not None for parameter in parameters)

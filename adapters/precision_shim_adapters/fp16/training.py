@@ -1,0 +1,368 @@
+"""Scaled training of one model: made, kept, driven, reported and saved the same everywhere."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from precision_shim import scaling
+from precision_shim.adapting import current_settings, decide, version_of, warn
+from precision_shim.errors import ScalerCheckpointError, SeamError
+from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings
+
+from .settings import settings_for
+from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
+
+FEATURE = "fp16-scaling"
+
+_ATTRIBUTE = "_precision_shim_training"
+"""Where an owner keeps its training: written by ``keep``, read by ``of``."""
+
+_current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_training", default=None)
+"""The training in progress: written by ``in_progress``, read by ``current``."""
+
+
+class ScaledTraining:
+    """What carries out the scaled training of one model, whose framework has a torch optimizer.
+
+    Its places in a framework, in their order: ``make`` and ``keep`` where the model gets its
+    optimizer; ``attach`` or ``scaled`` where the loss is formed; ``one_step`` around a function
+    that clips and steps once, or ``several_steps`` around a loop with ``before_clipping`` where it
+    clips; ``norm`` and ``metrics`` where it reports; ``save`` and ``restore``, or ``record`` and
+    ``restore_record``, with its checkpoints.
+
+    Where the framework's own loop scales, unscales and steps, ``drives`` is false, and all that
+    would do it a second time does nothing.
+
+    Attributes:
+        framework: the framework's name.
+        subject: which model.
+        scaler: a ``LossScaler``, or a scaler of the framework's or the user's that is left to them.
+        drives: whether the shim scales the loss and steps.
+    """
+
+    def __init__(
+        self, framework: str, subject: str, scaler: GradScaler, *, drives: bool = True
+    ) -> None:
+        self.framework = framework
+        self.subject = subject
+        self.scaler = scaler
+        self.drives = drives
+        self._optimizer: Optimizer | None = None  # while its steps go through the scaler
+        self._skipped = False
+
+    # -- made and kept -------------------------------------------------------------------------
+
+    @classmethod
+    def make(
+        cls,
+        framework: str,
+        subject: str,
+        *,
+        device: str,
+        because: str,
+        configured: Mapping[str, Any] | None = None,
+        framework_default: ScalerSettings | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        drives: bool = True,
+    ) -> ScaledTraining:
+        """Make a model's training with a loss scaler, and say so.
+
+        Args:
+            framework: the framework's name.
+            subject: which model.
+            device: device type of its gradients.
+            because: why its loss is scaled.
+            configured: what the user wrote in the framework's config, by the names of
+                ``ScalerSettings``; it wins over the variables.
+            framework_default: what the framework's own scaler has; ``None`` where there is none.
+            process_group: ranks that skip together; ``None`` for all.
+            drives: false where the framework's own loop uses the scaler.
+        """
+        settings = settings_for(configured, framework_default)
+        decide(
+            framework,
+            subject,
+            FEATURE,
+            f"loss scaling from {settings.init_scale:g}, growth x{settings.growth_factor:g} after "
+            f"{settings.growth_interval} steps, backoff x{settings.backoff_factor:g}",
+            because,
+        )
+        scaler = LossScaler(settings, device=device, process_group=process_group)
+        return cls(framework, subject, scaler, drives=drives)
+
+    def keep(self, owner: Any, attribute: str = "") -> ScaledTraining:
+        """Let an owner (worker, engine, strategy, optimizer) find its training.
+
+        Args:
+            owner: one of those at which the framework's functions arrive; call it for each.
+            attribute: where the framework itself keeps a scaler on it, if it does; its own loop
+                then uses this one.
+        """
+        setattr(owner, _ATTRIBUTE, self)
+        if attribute:
+            setattr(owner, attribute, self.scaler)
+        return self
+
+    @classmethod
+    def of(cls, owner: Any) -> ScaledTraining | None:
+        """The training that an owner keeps, if it has one."""
+        found = getattr(owner, _ATTRIBUTE, None)
+        return found if isinstance(found, cls) else None
+
+    @classmethod
+    def of_attribute(
+        cls, owner: Any, attribute: str, framework: str, subject: str
+    ) -> ScaledTraining | None:
+        """The training of an owner on which the framework itself keeps a scaler.
+
+        The framework's attribute decides: a scaler that somebody else put there, or one made
+        before a late ``install()``, is reported and saved, and left to whoever uses it.
+
+        Args:
+            owner: see ``keep``.
+            attribute: see ``keep``.
+            framework: the framework's name.
+            subject: which model.
+        """
+        scaler = getattr(owner, attribute, None)
+        kept = cls.of(owner)
+        if kept is not None and kept.scaler is scaler:
+            return kept
+        if not isinstance(scaler, GradScaler):
+            return None
+        return cls(framework, subject, scaler, drives=False)
+
+    @staticmethod
+    def current() -> ScaledTraining | None:
+        """The training in progress, for functions that get losses or gradients and no owner."""
+        return _current.get()
+
+    @contextmanager
+    def in_progress(self) -> Iterator[None]:
+        """Let functions that are called within find this training by ``current``."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    # -- the loss ------------------------------------------------------------------------------
+
+    def attach(self, loss: torch.Tensor) -> None:
+        """Scale the gradients that a loss will send back; its value stays as it is."""
+        if self.drives:
+            self._ours.attach(loss)
+
+    def scaled(
+        self, loss_function: Callable[..., Any], also: Callable[[torch.Tensor], None] | None = None
+    ) -> Any:
+        """A loss function with scaled gradients; all else is the function's own.
+
+        Args:
+            loss_function: returns a loss, or a tuple that begins with one.
+            also: called with each loss.
+        """
+        return ScaledLoss(loss_function, self.attach, also) if self.drives else loss_function
+
+    # -- the step ------------------------------------------------------------------------------
+
+    @contextmanager
+    def one_step(self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()) -> Iterator[None]:
+        """Around a framework's function that clips the gradients and steps once, or does not.
+
+        The gradients are unscaled before it. Where it looks at their norm itself and takes no step,
+        that is a skipped step too.
+
+        Args:
+            optimizer: which steps.
+            inner: the optimizers that it steps, if it is a container of optimizers.
+
+        Raises:
+            LossScaleError: too many steps in a row were skipped.
+        """
+        self._skipped = False
+        if not self.drives or not has_gradients(optimizer):
+            yield
+            return
+        scaler = self._ours
+        scaler.unscale_once(optimizer)
+        tried = scaler.counter.steps
+        with self.several_steps(optimizer, inner):
+            yield
+        if scaler.counter.steps == tried:  # its gradients may be gone; their overflow is known
+            scaler.settle(optimizer)
+            self._skipped = scaler.counter.in_row > 0
+
+    @contextmanager
+    def several_steps(
+        self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()
+    ) -> Iterator[None]:
+        """Around a framework's loop of losses, clippings and steps.
+
+        The loop must call ``before_clipping`` in each round. The optimizer's steps are its own
+        again afterwards: torch's distributed checkpoints step it on dummy gradients to make its
+        state.
+
+        Args:
+            optimizer: see ``one_step``.
+            inner: see ``one_step``.
+
+        Raises:
+            LossScaleError: too many steps in a row were skipped.
+            SeamError: a step came whose gradients were not unscaled before.
+        """
+        self._skipped = False
+        if not self.drives:
+            yield
+            return
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            scaler = self._ours
+            if not scaler.is_unscaled(optimizer):
+                raise SeamError(
+                    f"{self._where}: a step came before the gradients were unscaled, so that they "
+                    "were clipped while scaled: this version takes their norm elsewhere. Leave the "
+                    f"feature out with PRECISION_SHIM_FEATURES=-{FEATURE}, or train in bfloat16."
+                )
+            result = scaler.step(optimizer, *args, **kwargs)
+            scaler.update()
+            self._skipped = scaler.counter.in_row > 0
+            if self._skipped:
+                note_skip(optimizer, inner, *args, **kwargs)
+            return result
+
+        self._optimizer = optimizer
+        try:
+            with self.in_progress(), steps_through(step, optimizer):
+                yield
+        finally:
+            self._optimizer = None
+
+    def before_clipping(self) -> None:
+        """Unscale the gradients, once for each step: before their norm is taken."""
+        if self._optimizer is not None:
+            self._ours.unscale_once(self._optimizer)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped: of the last ``one_step`` or ``several_steps``."""
+        if self.drives:
+            return self._skipped
+        return isinstance(self.scaler, LossScaler) and self.scaler.counter.in_row > 0
+
+    # -- figures -------------------------------------------------------------------------------
+
+    def norm(self, norm: Any) -> Any:
+        """The grad norm to report for the last step: NaN, in the same shape, if it was skipped."""
+        if not self.skipped:
+            return norm
+        return torch.full_like(norm, math.nan) if isinstance(norm, torch.Tensor) else math.nan
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """The figures for a framework's metrics: ``loss_scale`` and ``skipped_steps``.
+
+        ``loss_scale`` is the one that the last step was made with; ``skipped_steps`` counts from
+        the job's first step, over resumes. A scaler that is not ours counts nothing.
+        """
+        if not self.scaler.is_enabled():
+            return {}
+        if not isinstance(self.scaler, LossScaler):
+            return {f"{prefix}loss_scale": float(self.scaler.get_scale())}
+        return {
+            f"{prefix}loss_scale": self.scaler.loss_scale,
+            f"{prefix}skipped_steps": float(self.scaler.counter.skipped),
+        }
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the scaler's state beside a framework's checkpoint; every rank calls it.
+
+        A framework's checkpoint that is complete is not lost for this file's sake: what cannot be
+        written is a warning (in strict mode an error), and the resume will say it again.
+        """
+        if not self.scaler.is_enabled():
+            return
+        try:
+            scaling.save(directory, self.scaler)
+        except ScalerCheckpointError as error:
+            if current_settings().strict:
+                raise
+            warn(f"{self._where}: {error}")
+
+    def restore(self, directory: str | os.PathLike[str]) -> None:
+        """Bring the scaler to the state beside a checkpoint; every rank calls it.
+
+        Raises:
+            ScalerCheckpointError: the file is damaged; on every rank.
+        """
+        if self.scaler.is_enabled():
+            where = os.path.join(os.fspath(directory), FILE_NAME)
+            self._tell_restored(where, scaling.load(directory, self.scaler))
+
+    def record(self) -> dict[str, Any] | None:
+        """The scaler's state for a framework's own file; ``None`` where the scaler is off."""
+        return scaling.record_of(self.scaler) if self.scaler.is_enabled() else None
+
+    def record_tensor(self) -> torch.Tensor:
+        """The same as a tensor of bytes, always of one size, for torch's distributed checkpoints.
+
+        Those unpickle everything that is not a tensor, and read into a tensor of the same size.
+        """
+        return scaling.to_tensor(scaling.record_of(self.scaler))
+
+    def restore_record(self, record: object, where: str) -> None:
+        """Bring the scaler to a record that came in a framework's own file; every rank calls it.
+
+        Args:
+            record: what ``record`` or ``record_tensor`` gave; ``None`` if the file has none.
+            where: the file, for messages.
+
+        Raises:
+            ScalerCheckpointError: the record is damaged on a rank, or not the same on all.
+        """
+        if not self.scaler.is_enabled():
+            return
+        problem = ""
+        try:
+            if isinstance(record, torch.Tensor):
+                record = scaling.from_tensor(record, where)
+            lines = None if record is None else scaling.restore(self.scaler, record, where)
+            self._tell_restored(where, lines)
+        except ScalerCheckpointError as error:
+            problem = str(error)
+        scaling.agree(problem, record, where)
+
+    def _tell_restored(self, where: str, lines: tuple[str, ...] | None) -> None:
+        if lines is None:
+            if isinstance(self.scaler, LossScaler):  # it may have trained before it was restored
+                self.scaler.reset()
+            warn(
+                f"{self._where}: no loss scaler state at {where}: the checkpoint was written "
+                "without the shim, or by an older one. Training continues with a fresh scaler at "
+                f"{self.scaler.get_scale():g}, so that the first steps may differ from a run that "
+                "was not stopped."
+            )
+            return
+        chosen = f"loss scale {self.scaler.get_scale():g} restored"
+        decide(self.framework, self.subject, FEATURE, chosen, "; ".join((f"from {where}", *lines)))
+
+    @property
+    def _ours(self) -> LossScaler:
+        if isinstance(self.scaler, LossScaler):
+            return self.scaler
+        raise TypeError(f"{self._where}: {type(self.scaler).__name__} is not the shim's to drive")
+
+    @property
+    def _where(self) -> str:
+        return f"{self.framework} {version_of(self.framework, (self.framework.replace('-', '_'),))}"

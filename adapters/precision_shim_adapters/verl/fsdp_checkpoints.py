@@ -1,0 +1,125 @@
+"""verl's FSDP checkpoints: the scaler's state beside them.
+
+Those of an engine are entered at the engine, which has the scaler. Those of the legacy workers are
+entered at the checkpoint manager, one place for actor and critic, which knows the optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from precision_shim.adapting import Call, Symbol, look, warn
+from precision_shim.scaling import FILE_NAME
+
+from ..fp16 import ScaledTraining
+from .fsdp import engine_seam, legacy_seam, no_legacy_workers, training_of, versioned
+
+_MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
+
+_CONTENTS = ("optimizer", "extra")
+"""Parts of verl's checkpoints that the scaler goes with."""
+
+_KEPT = "the engine has the scaler, verl's manager has not"
+_KEEPS = "verl keeps the scaler in its checkpoints"
+_BOTH = "one place for actor and critic; its optimizer tells which scaler"
+
+
+def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
+    """No version of verl keeps the scaler yet; one that does names it in its manager."""
+    manager = look(f"{_MANAGER}.save_checkpoint")
+    return "verl keeps the scaler in its checkpoints" if "scaler" in manager.names else None
+
+
+@engine_seam("save_checkpoint", _KEPT, _KEEPS, "checkpoint_manager", native=native_checkpoint)
+def save_engine(call: Call, local_path: Any) -> Any:
+    """Write the scaler's state beside what an engine saves."""
+    engine = call.instance
+    return _save(call, local_path, engine.checkpoint_manager, training_of(engine))
+
+
+@engine_seam("load_checkpoint", _KEPT, _KEEPS, "checkpoint_manager", native=native_checkpoint)
+def load_engine(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
+    """Restore the scaler from beside what an engine loads."""
+    engine, training = call.instance, training_of(call.instance)
+    result = call.proceed()
+    _restore(local_path, del_local_after_load, engine.checkpoint_manager, training)
+    return result
+
+
+@legacy_seam(f"{_MANAGER}.save_checkpoint", _BOTH, "optimizer", native=no_legacy_workers)
+def save_manager(call: Call, local_path: Any) -> Any:
+    """Write the scaler's state beside what a legacy worker saves."""
+    manager = call.instance
+    return _save(call, local_path, manager, ScaledTraining.of(manager.optimizer))
+
+
+@legacy_seam(f"{_MANAGER}.load_checkpoint", _BOTH, "optimizer", native=no_legacy_workers)
+def load_manager(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
+    """Restore the scaler from beside what a legacy worker loads."""
+    manager, training = call.instance, ScaledTraining.of(call.instance.optimizer)
+    result = call.proceed()
+    _restore(local_path, del_local_after_load, manager, training)
+    return result
+
+
+def _save(call: Call, path: Any, manager: Any, training: ScaledTraining | None) -> Any:
+    contents = manager.checkpoint_save_contents
+    if training is None or not _goes_with(manager, path, training, contents):
+        return call.proceed()
+    # Before verl's own files: verl removes an older checkpoint as soon as these are written. Into
+    # a directory that verl may remove first, to make room, after them.
+    again = _saved_before(manager, path)
+    if not again:
+        training.save(path)
+    result = call.proceed()
+    if again:
+        training.save(path)
+    return result
+
+
+def _restore(path: Any, delete: Any, manager: Any, training: ScaledTraining | None) -> None:
+    # No path: a fresh start.
+    contents = manager.checkpoint_load_contents
+    if training is not None and _goes_with(manager, path, training, contents):
+        with _near(path, bool(delete)) as directory:
+            training.restore(directory)
+
+
+def _saved_before(manager: Any, path: str) -> bool:
+    earlier = map(os.path.abspath, getattr(manager, "previous_saved_paths", ()))
+    box = [os.path.abspath(path) in earlier]
+    if dist.is_initialized() and dist.get_world_size() > 1:  # verl keeps the list on rank 0 only
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _goes_with(manager: Any, path: Any, training: ScaledTraining, contents: Any) -> bool:
+    return (
+        path is not None
+        and manager.optimizer is not None
+        and training.scaler.is_enabled()
+        and any(part in contents for part in _CONTENTS)
+    )
+
+
+@contextlib.contextmanager
+def _near(path: str, delete: bool) -> Any:
+    """The checkpoint's directory; of a remote one rank 0 gets a copy of the scaler's file."""
+    from verl.utils.fs import copy_to_local, is_non_local
+
+    if not is_non_local(path) or (dist.is_initialized() and dist.get_rank() != 0):
+        yield path
+        return
+    copied = None
+    try:
+        copied = copy_to_local(os.path.join(path, FILE_NAME), always_recopy=True)
+    except Exception as error:  # whatever the file system's client raises; the others wait for us
+        warn(f"{versioned()}: {path}/{FILE_NAME} cannot be copied: {error!r}")
+    yield path if copied is None else os.path.dirname(copied)
+    if copied is not None and delete:
+        with contextlib.suppress(OSError):
+            os.remove(copied)
