@@ -15,8 +15,10 @@ import importlib.util
 import os
 import sys
 import tempfile
+import time
 import types
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,9 @@ def answer_for_gpus() -> None:
     for name, answer in answers.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, answer)
+    # torch's own answers are those of no device.
     torch.cpu.get_device_name = answers["get_device_name"]
+    torch.cpu.current_device = lambda: 0
     if RL not in sys.modules:
         # Its own __init__ imports vLLM.
         (place,) = importlib.util.find_spec("torchtitan").submodule_search_locations
@@ -86,7 +90,7 @@ def varlen_by_sdpa(
         )
         .squeeze(0)
         .transpose(0, 1)
-        for begin, end in zip(bounds, bounds[1:], strict=False)
+        for begin, end in pairwise(bounds)
         if end > begin
     ]
     out = torch.cat(found)
@@ -121,9 +125,11 @@ def imports() -> None:
     """Import the trainers, and put the stand-in for varlen attention into their module."""
     import torchtitan.experiments.rl.actors.trainer
     import torchtitan.models.common.attention as attention
-    import torchtitan.trainer  # noqa: F401
+    import torchtitan.trainer as trainer
 
     attention.varlen_attn = varlen_by_sdpa
+    # It sleeps for 2 s after each training.
+    trainer.time = types.SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
 
 
 # -- models and configs ------------------------------------------------------------------------

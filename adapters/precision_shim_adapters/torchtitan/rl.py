@@ -14,11 +14,13 @@ import torch
 
 from precision_shim.adapting import Call, current_settings, in_force, seam, warn
 from precision_shim.errors import SeamError, UnsupportedPrecisionError
+from precision_shim.rules.dtypes import parse_dtype
 
 from ..fp16 import FEATURE, ScaledTraining
 from .places import (
     DELETE,
     FRAMEWORK,
+    OWN_NAMES,
     POLICY,
     RL,
     UPSTREAM,
@@ -64,8 +66,9 @@ def _steps_through_us(trainer: Any) -> bool:
     if hasattr(type(trainer).optim_step, _OURS):
         return True
     message = (
-        f"{where()}: {type(trainer).__name__} has an optim_step of its own, which unscales nothing: "
-        "its float16 training gets no loss scaling. Call PolicyTrainer's, or train in bfloat16."
+        f"{where()}: {type(trainer).__name__} has an optim_step of its own, which unscales "
+        "nothing: its float16 training gets no loss scaling. Leave it to PolicyTrainer's, or train "
+        "in bfloat16."
     )
     if current_settings().strict:
         raise UnsupportedPrecisionError(message)
@@ -83,16 +86,16 @@ def _steps_through_us(trainer: Any) -> bool:
     native=native_rl,
     optional=True,
 )
-def build_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
+def build_trainer(call: Call, generator_dtype: Any) -> None:
     """Build a trainer, and note what belongs to its scaled training."""
     call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:
         return
     ready(training, call.instance)
-    computed = config.training.mixed_precision_param
-    if generator_dtype and generator_dtype != computed:
-        note_generator(training.subject, computed, generator_dtype)
+    generated = parse_dtype(str(generator_dtype))
+    if generated is not None and generated is not torch.float16:
+        note_generator(training.subject, OWN_NAMES.get(generated, str(generated)))
 
 
 @seam(

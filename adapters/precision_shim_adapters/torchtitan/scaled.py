@@ -157,12 +157,12 @@ def init_optim_state(call: Call, optim: Any) -> Any:
     return result
 
 
-def note_generator(subject: str, computed: str, generated: str) -> None:
+def note_generator(subject: str, generated: str) -> None:
     """Decide on a generator that computes in another dtype than its float16 trainer."""
     decide(
         FRAMEWORK,
         subject,
         FEATURE,
-        f"the generator computes in {generated}, the trainer in {computed}",
+        f"the generator computes in {generated}, the trainer in float16",
         "generator.model_dtype says so; their log probabilities differ by the rounding of both",
     )
