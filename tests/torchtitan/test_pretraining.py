@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import precision_shim
 from precision_shim.errors import LossScaleError, PrecisionShimWarning
+from precision_shim_adapters.fp16.stepping import ScaledLoss
 
 from . import by_hand, cpu
 from .test_rl import decisions, equal, finite
@@ -24,16 +26,35 @@ TWO = {"global_batch_size": 4}
 class Overflows:
     """A loss that is multiplied in some steps, on the way forward and back."""
 
-    def __init__(self, trainer: Any, factor: float = 1e30) -> None:
-        self.factor, self.on = factor, False
-        owner = trainer
-        while hasattr(owner.loss_fn, "loss_fn"):
-            owner = owner.loss_fn
-        self.own, owner.loss_fn = owner.loss_fn, self
+    def __init__(self, own: Any, factor: float = 1e30) -> None:
+        self.own, self.factor, self.on = own, factor, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loss, metrics = self.own(*args, **kwargs)
-        return (loss * self.factor if self.on else loss), metrics
+        found = self.own(*args, **kwargs)
+        if not self.on:
+            return found
+        if isinstance(found, torch.Tensor):  # as a pipeline's schedule has it
+            return found * self.factor
+        return found[0] * self.factor, found[1]
+
+    @classmethod
+    def beneath(cls, trainer: Any, schedule: Any = None) -> Any:
+        """Put such a loss at the innermost place, beneath the shim's stand-in if there is one."""
+        owner, name = trainer, "loss_fn"
+        if hasattr(trainer.loss_fn, "num_chunks"):
+            owner = trainer.loss_fn
+        elif schedule is not None:
+            owner, name = schedule, "_loss_fn"
+        held = getattr(owner, name)
+        if held is None:  # not the last stage
+            return None
+        if isinstance(held, ScaledLoss):
+            found = cls(held.__wrapped__)
+            held.__wrapped__ = found
+        else:
+            found = cls(held)
+            setattr(owner, name, found)
+        return found
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
@@ -43,29 +64,26 @@ def logged(trainer: Any) -> list[dict[str, float]]:
     return found
 
 
-def train(trainer: Any, steps: int, overflows: tuple[int, ...] = ()) -> list[dict[str, float]]:
-    """Take steps by ``train_step``."""
+def train(
+    trainer: Any, steps: int, overflows: Sequence[int] = (), factor: float = 1e30
+) -> list[dict[str, float]]:
+    """Take steps by ``train_step``, some of them with an overflow."""
     found = logged(trainer)
     data = trainer.batch_generator(trainer.dataloader)
-    break_off = None
-    if overflows:
-        break_off = OVERFLOW[id(trainer)]
+    loss = Overflows.beneath(trainer)
+    loss.factor = factor
     for step in range(steps):
-        if break_off is not None:
-            break_off.on = step in overflows
+        loss.on = step in overflows
         trainer.step += 1
         trainer.train_step(data)
     return found
-
-
-OVERFLOW: dict[int, Overflows] = {}
 
 
 @pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
 def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: int | None) -> None:
     with by_hand.attention_in_float16():
         hand = pretrainer(chunks=chunks, training=TWO)
-    overflow = Overflows(hand)
+    overflow = Overflows.beneath(hand)
     scaler = by_hand.scaler(1024.0, 2)
     data = hand.batch_generator(hand.dataloader)
     expected = []
@@ -75,7 +93,6 @@ def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: 
 
     shim(settings=SETTINGS)
     trainer = pretrainer(chunks=chunks, training=TWO)
-    OVERFLOW[id(trainer)] = _beneath(trainer)
     found = train(trainer, STEPS, OVERFLOWS)
 
     skipped = 0
@@ -94,19 +111,8 @@ def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: 
     assert trainer.lr_schedulers.state_dict() == hand.lr_schedulers.state_dict()
 
 
-def _beneath(trainer: Any) -> Overflows:
-    """Put the loss that overflows beneath the shim's stand-in."""
-    owner = trainer if not hasattr(trainer.loss_fn, "loss_fn") else trainer.loss_fn
-    scaled = owner.loss_fn
-    found = Overflows.__new__(Overflows)
-    found.factor, found.on, found.own = 1e30, False, scaled.__wrapped__
-    scaled.__wrapped__ = found
-    return found
-
-
 def test_alone_one_overflow_destroys_the_parameters(pretrainer: Any) -> None:
     trainer = pretrainer()
-    OVERFLOW[id(trainer)] = Overflows(trainer)
     train(trainer, 2, (1,))
     assert not finite(trainer)
 
@@ -158,7 +164,6 @@ def test_a_skip_updates_the_experts_bias(pretrainer: Any, shim: Any) -> None:
     trainer = pretrainer(experts=True)
     train(trainer, 1)
     before = cpu.values(trainer)
-    OVERFLOW[id(trainer)] = _beneath(trainer)
     train(trainer, 1, (0,))
     after = cpu.values(trainer)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -172,7 +177,6 @@ def test_a_skip_updates_the_experts_bias(pretrainer: Any, shim: Any) -> None:
 def test_25_skips_in_a_row_end_the_job(pretrainer: Any, shim: Any) -> None:
     shim()
     trainer = pretrainer()
-    OVERFLOW[id(trainer)] = _beneath(trainer)
     train(trainer, 24, tuple(range(24)))
     with pytest.raises(LossScaleError, match="25 optimizer steps in a row"):
         train(trainer, 1, (0,))
@@ -182,10 +186,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(pretrainer: Any, shim: Any) -> N
     """As torchtitan has it: the log is what looks at the loss."""
     shim()
     trainer = pretrainer()
-    OVERFLOW[id(trainer)] = broken = _beneath(trainer)
-    broken.factor = math.inf
     with pytest.raises(RuntimeError, match="Loss is not finite"):
-        train(trainer, 1, (0,))
+        train(trainer, 1, (0,), factor=math.inf)
 
 
 def test_a_loop_of_ones_own_is_not_scaled(pretrainer: Any, shim: Any) -> None:
