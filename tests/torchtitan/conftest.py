@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 try:
     TORCHTITAN = version("torchtitan")
 except PackageNotFoundError:
     collect_ignore_glob = ["test_*.py"]
     TORCHTITAN = ""
+TORCH_HAS_PIPELINES = Version("2.15") <= Version(version("torch")) if TORCHTITAN else False
+"""torchtitan 0.3.0 calls a pipeline's schedule as torch has it from 2.15 on."""
 
 
 @pytest.fixture(scope="session")

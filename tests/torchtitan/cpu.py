@@ -11,6 +11,7 @@ in the dtype that it is given. What this is not: a way to learn about CUDA's ker
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import os
 import sys
@@ -123,9 +124,10 @@ def enter(world: int = 1, rank: int = 0, store: str | None = None) -> None:
 
 def imports() -> None:
     """Import the trainers, and put the stand-in for varlen attention into their module."""
-    import torchtitan.experiments.rl.actors.trainer
     import torchtitan.models.common.attention as attention
     import torchtitan.trainer as trainer
+
+    importlib.import_module(TRAINER)
 
     attention.varlen_attn = varlen_by_sdpa
     # It sleeps for 2 s after each training.

@@ -156,7 +156,7 @@ def test_25_skips_in_a_row_end_the_job(policy: Any, shim: Any) -> None:
     trainer = policy()
     for step in range(24):
         cpu.policy_step(trainer, step, advantage=1e12, parts=1)
-    with pytest.raises(LossScaleError, match="25 optimizer steps in a row.*loss scale 1"):
+    with pytest.raises(LossScaleError, match=r"25 optimizer steps in a row.*loss scale 1"):
         cpu.policy_step(trainer, 24, advantage=1e12, parts=1)
 
 
@@ -220,7 +220,9 @@ def address(tensor: Any) -> int:
     return tensor._local_tensor.untyped_storage().data_ptr()
 
 
-def test_a_step_of_a_subclass_is_refused_by_name(torchtitan: None, shim: Any, tmp_path: Any) -> None:
+def test_a_step_of_a_subclass_is_refused_by_name(
+    torchtitan: None, shim: Any, tmp_path: Any
+) -> None:
     shim()
     trainer = _own_step(tmp_path)
     assert not [one for one in decisions() if "loss scaling" in one]
