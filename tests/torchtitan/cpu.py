@@ -213,9 +213,7 @@ def sections(folder: Path | str, dtype: str, **changes: Any) -> dict[str, Any]:
             **keys | {"mixed_precision_param": dtype} | dict(changes.get("training", {}))
         ),
         "parallelism": ParallelismConfig(**changes.get("parallelism", {})),
-        "debug": DebugConfig(
-            seed=3, enable_structured_logging=False, **changes.get("debug", {})
-        ),
+        "debug": DebugConfig(seed=3, enable_structured_logging=False, **changes.get("debug", {})),
         "checkpoint": CheckpointManager.Config(
             **{"enable": False, "folder": "checkpoint", "interval": 1}
             | dict(changes.get("checkpoint", {}))

@@ -38,9 +38,7 @@ async def main(folder: str) -> dict[str, Any]:
             batch = [cpu.microbatch(10 * step + part, advantage=1e9 if step == 1 else 1.0)]
             await actor.forward_backward.call(batch, 4 * cpu.LENGTH)
         ((_, output),) = list((await actor.optim_step.call()).items())
-        metrics.append(
-            {k: "nan" if math.isnan(v) else v for k, v in output.metrics.items()}
-        )
+        metrics.append({k: "nan" if math.isnan(v) else v for k, v in output.metrics.items()})
     ((_, found),) = list((await actor.look.call()).items())
     await processes.stop()
     return {"metrics": metrics, **found}

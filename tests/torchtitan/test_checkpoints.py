@@ -40,9 +40,7 @@ SKIPS = {"none": [], "a later one": [1], "the first": [0], "all before the save"
 @pytest.mark.parametrize("case", CASES)
 def test_a_resume_is_exact(ranks: Ranks, tmp_path: Path, case: str, skips: str) -> None:
     overflows = SKIPS[skips]
-    whole = one(
-        ranks, case, tmp_path / "whole", first=0, last=4, overflows=overflows, save=True
-    )
+    whole = one(ranks, case, tmp_path / "whole", first=0, last=4, overflows=overflows, save=True)
     one(ranks, case, tmp_path / "parts", first=0, last=2, overflows=overflows, save=True)
     resumed = one(ranks, case, tmp_path / "parts", first=2, last=4, load=True, save=True)
     same(resumed, whole)
@@ -52,9 +50,7 @@ def test_a_resume_is_exact(ranks: Ranks, tmp_path: Path, case: str, skips: str) 
 
 @pytest.mark.parametrize("skips", ["the first", "all before the save"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_resume_of_experts_is_exact(
-    ranks: Ranks, tmp_path: Path, case: str, skips: str
-) -> None:
+def test_a_resume_of_experts_is_exact(ranks: Ranks, tmp_path: Path, case: str, skips: str) -> None:
     options: dict[str, Any] = {"experts": True, "overflows": SKIPS[skips]}
     whole = one(ranks, case, tmp_path / "whole", first=0, last=4, **options)
     one(ranks, case, tmp_path / "parts", first=0, last=2, save=True, **options)

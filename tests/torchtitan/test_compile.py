@@ -9,6 +9,7 @@ import torch
 
 from . import cpu
 
+
 def train(policy: Any, **changes: Any) -> tuple[Any, dict[str, Any]]:
     trainer = policy(**changes)
     _, output = cpu.policy_step(trainer, 0, parts=1)
@@ -66,4 +67,3 @@ def test_alone_a_wrapper_of_wrapts_breaks_the_compiler(torchtitan: None) -> None
     wrapped = wrapt.FunctionWrapper(forward, lambda own, instance, args, kwargs: own(*args))
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(wrapped, backend="eager", fullgraph=True)(torch.ones(2))
-

@@ -101,5 +101,3 @@ def tell(subject: str, model_parts: Any) -> None:
             "grouped experts in bfloat16",
             "torchtitan casts their inputs and weights to it, in training and in its generator",
         )
-
-

@@ -129,7 +129,8 @@ def _look(checkpoint: str) -> tuple[int, ...] | str | None:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
-        metadata = _storage_setup(None, checkpoint, reader=True).read_metadata()
+        reader: Any = _storage_setup(None, checkpoint, reader=True)
+        metadata = reader.read_metadata()
     except Exception:  # torchtitan is about to open it, and to say what is wrong with it
         return None
     found = metadata.state_dict_metadata.get(f"{STATE}.{KEY}")

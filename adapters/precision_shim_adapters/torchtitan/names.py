@@ -221,5 +221,3 @@ def build_trainer(call: Call, config: Any) -> Any:
     """Bring the names of a pre-training config to torchtitan's own."""
     coerce_training(config.training)
     return call.proceed()
-
-
