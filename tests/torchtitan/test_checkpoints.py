@@ -33,10 +33,19 @@ def same(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
     assert resumed["metrics"] == whole["metrics"][-steps:]
 
 
+slow = pytest.mark.slow
 SKIPS = {"none": [], "a later one": [1], "the first": [0], "all before the save": [0, 1]}
 
 
-@pytest.mark.parametrize("skips", SKIPS)
+@pytest.mark.parametrize(
+    "skips",
+    [
+        pytest.param("none", marks=slow),
+        "a later one",
+        pytest.param("the first", marks=slow),
+        "all before the save",
+    ],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_resume_is_exact(ranks: Ranks, tmp_path: Path, case: str, skips: str) -> None:
     overflows = SKIPS[skips]
@@ -48,7 +57,7 @@ def test_a_resume_is_exact(ranks: Ranks, tmp_path: Path, case: str, skips: str) 
     assert not resumed["warned"]
 
 
-@pytest.mark.parametrize("skips", ["the first", "all before the save"])
+@pytest.mark.parametrize("skips", [pytest.param("the first", marks=slow), "all before the save"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_resume_of_experts_is_exact(ranks: Ranks, tmp_path: Path, case: str, skips: str) -> None:
     options: dict[str, Any] = {"experts": True, "overflows": SKIPS[skips]}
@@ -85,6 +94,7 @@ def test_on_then_off(ranks: Ranks, tmp_path: Path, case: str) -> None:
     assert resumed["state"] == before["state"]
 
 
+@slow
 @pytest.mark.parametrize("case", CASES)
 def test_to_bfloat16_and_back(ranks: Ranks, tmp_path: Path, case: str) -> None:
     one(ranks, case, tmp_path, first=0, last=2, save=True)

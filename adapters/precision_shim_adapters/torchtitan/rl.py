@@ -17,6 +17,7 @@ from precision_shim.errors import SeamError, UnsupportedPrecisionError
 from precision_shim.rules.dtypes import parse_dtype
 
 from ..fp16 import FEATURE, ScaledTraining
+from ..fp16.stepping import has_gradients
 from .places import (
     DELETE,
     FRAMEWORK,
@@ -134,7 +135,7 @@ def make_endpoint(endpoint: Any) -> Any:
     @functools.wraps(method)
     async def optim_step(self: Any) -> Any:
         training = ScaledTraining.of(self)
-        if training is None:
+        if training is None or not has_gradients(self.optimizers):
             return await method(self)
         with training.several_steps(self.optimizers, tuple(self.optimizers)):
             output = await method(self)

@@ -99,16 +99,17 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
         return call.proceed()
     training.before_clipping()
     norm = call.proceed()
-    overflow = _overflow(training)
+    overflow = _overflow(training, norm.device)
     # Newer versions of Trainer assert a finite norm before the step that is then skipped. The
     # overflow stays on the device. What is reported of a skipped step is NaN.
     return norm if overflow is None else torch.where(overflow, torch.zeros_like(norm), norm)
 
 
-def _overflow(training: ScaledTraining) -> torch.Tensor | None:
+def _overflow(training: ScaledTraining, device: torch.device) -> torch.Tensor | None:
     """Whether a gradient of any rank is not finite, once the gradients are unscaled."""
+    # torch's scaler keeps it under no public name.
     found = [
-        one
+        one.to(device, non_blocking=True)
         for state in training.scaler._per_optimizer_states.values()
         for one in state["found_inf_per_device"].values()
     ]
