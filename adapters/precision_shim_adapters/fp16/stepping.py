@@ -25,7 +25,7 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self,
         loss_function: Callable[..., Any],
         attach: Callable[[torch.Tensor], None],
-        also: Callable[[torch.Tensor], None] | None,
+        also: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         super().__init__(loss_function)
         self._self_attach = attach
@@ -102,7 +102,4 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def has_gradients(optimizer: Optimizer) -> bool:
     """Whether any parameter has a gradient."""
-    parameters: Iterator[torch.Tensor] = (
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    )
-    return any(parameter.grad is not None for parameter in parameters)
+    return any(one.grad is not None for group in optimizer.param_groups for one in group["params"])

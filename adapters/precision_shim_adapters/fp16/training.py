@@ -53,10 +53,8 @@ class ScaledTraining:
     def __init__(
         self, framework: str, subject: str, scaler: GradScaler, *, drives: bool = True
     ) -> None:
-        self.framework = framework
-        self.subject = subject
-        self.scaler = scaler
-        self.drives = drives
+        self.framework, self.subject = framework, subject
+        self.scaler, self.drives = scaler, drives
         self._optimizer: Optimizer | None = None  # while its steps go through the scaler
         self._skipped = False
 
@@ -127,12 +125,6 @@ class ScaledTraining:
 
         The framework's attribute decides: a scaler that somebody else put there, or one made
         before a late ``install()``, is reported and saved, and left to whoever uses it.
-
-        Args:
-            owner: see ``keep``.
-            attribute: see ``keep``.
-            framework: the framework's name.
-            subject: which model.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
@@ -207,15 +199,10 @@ class ScaledTraining:
     def several_steps(
         self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()
     ) -> Iterator[None]:
-        """Around a framework's loop of losses, clippings and steps.
+        """Around a framework's loop of losses, clippings and steps, for the same optimizers.
 
-        The loop must call ``before_clipping`` in each round. The optimizer's steps are its own
-        again afterwards: torch's distributed checkpoints step it on dummy gradients to make its
-        state.
-
-        Args:
-            optimizer: see ``one_step``.
-            inner: see ``one_step``.
+        The loop must come to ``before_clipping`` in each round. Afterwards the optimizer's steps
+        are its own again: torch's distributed checkpoints step it on dummy gradients.
 
         Raises:
             LossScaleError: too many steps in a row were skipped.
@@ -365,4 +352,5 @@ class ScaledTraining:
 
     @property
     def _where(self) -> str:
-        return f"{self.framework} {version_of(self.framework, (self.framework.replace('-', '_'),))}"
+        version = version_of(self.framework, (self.framework.replace("-", "_"),))
+        return f"{self.framework} {version}" if version else self.framework

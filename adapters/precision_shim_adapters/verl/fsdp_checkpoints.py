@@ -35,58 +35,44 @@ def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
 
 
 @engine_seam("save_checkpoint", _KEPT, _KEEPS, "checkpoint_manager", native=native_checkpoint)
-def save_engine(call: Call, local_path: Any) -> Any:
-    """Write the scaler's state beside what an engine saves."""
-    engine = call.instance
-    return _save(call, local_path, engine.checkpoint_manager, training_of(engine))
-
-
-@engine_seam("load_checkpoint", _KEPT, _KEEPS, "checkpoint_manager", native=native_checkpoint)
-def load_engine(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
-    """Restore the scaler from beside what an engine loads."""
-    engine, training = call.instance, training_of(call.instance)
-    result = call.proceed()
-    _restore(local_path, del_local_after_load, engine.checkpoint_manager, training)
-    return result
-
-
 @legacy_seam(f"{_MANAGER}.save_checkpoint", _BOTH, "optimizer", native=no_legacy_workers)
-def save_manager(call: Call, local_path: Any) -> Any:
-    """Write the scaler's state beside what a legacy worker saves."""
-    manager = call.instance
-    return _save(call, local_path, manager, ScaledTraining.of(manager.optimizer))
-
-
-@legacy_seam(f"{_MANAGER}.load_checkpoint", _BOTH, "optimizer", native=no_legacy_workers)
-def load_manager(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
-    """Restore the scaler from beside what a legacy worker loads."""
-    manager, training = call.instance, ScaledTraining.of(call.instance.optimizer)
-    result = call.proceed()
-    _restore(local_path, del_local_after_load, manager, training)
-    return result
-
-
-def _save(call: Call, path: Any, manager: Any, training: ScaledTraining | None) -> Any:
+def save(call: Call, local_path: Any) -> Any:
+    """Write the scaler's state beside what an engine or a legacy worker saves."""
+    manager, training = _kept(call.instance)
     contents = manager.checkpoint_save_contents
-    if training is None or not _goes_with(manager, path, training, contents):
+    if training is None or not _goes_with(manager, local_path, training, contents):
         return call.proceed()
     # Before verl's own files: verl removes an older checkpoint as soon as these are written. Into
     # a directory that verl may remove first, to make room, after them.
-    again = _saved_before(manager, path)
+    again = _saved_before(manager, local_path)
     if not again:
-        training.save(path)
+        training.save(local_path)
     result = call.proceed()
     if again:
-        training.save(path)
+        training.save(local_path)
     return result
 
 
-def _restore(path: Any, delete: Any, manager: Any, training: ScaledTraining | None) -> None:
+@engine_seam("load_checkpoint", _KEPT, _KEEPS, "checkpoint_manager", native=native_checkpoint)
+@legacy_seam(f"{_MANAGER}.load_checkpoint", _BOTH, "optimizer", native=no_legacy_workers)
+def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
+    """Restore the scaler from beside what an engine or a legacy worker loads."""
+    manager, training = _kept(call.instance)
+    result = call.proceed()
     # No path: a fresh start.
     contents = manager.checkpoint_load_contents
-    if training is not None and _goes_with(manager, path, training, contents):
-        with _near(path, bool(delete)) as directory:
+    if training is not None and _goes_with(manager, local_path, training, contents):
+        with _near(local_path, bool(del_local_after_load)) as directory:
             training.restore(directory)
+    return result
+
+
+def _kept(instance: Any) -> tuple[Any, ScaledTraining | None]:
+    """The checkpoint manager, and the training whose scaler goes with what it saves."""
+    manager = getattr(instance, "checkpoint_manager", None)
+    if manager is not None:
+        return manager, training_of(instance)
+    return instance, ScaledTraining.of(instance.optimizer)
 
 
 def _saved_before(manager: Any, path: str) -> bool:

@@ -1,0 +1,1 @@
+"""Tests of the wing for fp16 with a torch optimizer."""
