@@ -60,11 +60,11 @@ def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> Non
     loss_fn = trainer.loss_fn
     schedule = getattr(trainer, "pp_schedule", None)
     if isinstance(loss_fn, ChunkedLossWrapper):
-        loss_fn.loss_fn = ScaledLoss(loss_fn.loss_fn, attach, None)
+        loss_fn.loss_fn = ScaledLoss(loss_fn.loss_fn, attach)
     elif schedule is None:
-        trainer.loss_fn = ScaledLoss(loss_fn, attach, None)
+        trainer.loss_fn = ScaledLoss(loss_fn, attach)
     elif schedule._loss_fn is not None:  # the last stage's
-        schedule._loss_fn = ScaledLoss(schedule._loss_fn, attach, None)
+        schedule._loss_fn = ScaledLoss(schedule._loss_fn, attach)
 
 
 def ready(training: ScaledTraining, trainer: Any) -> None:
