@@ -172,8 +172,8 @@ def test_the_command_line_has_the_options_that_it_had(
     shim()
     ours = told()
     assert options(ours) == options(alone)
-    assert "{float16,bfloat16,float32}" in ours
-    assert "{float16,bfloat16,float32}" not in alone
+    values = "{float16,bfloat16,float32}"  # --checkpoint.export-dtype has them as it is
+    assert ours.count(values) == alone.count(values) + 2
     assert TrainingConfig.__annotations__ == annotations
 
 
