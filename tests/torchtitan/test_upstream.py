@@ -27,14 +27,12 @@ UNIT = (
     "test_invalid_loss",
     "test_loss",
     "test_lr_scheduler",
-    "test_metrics_config",
     "test_module",
     "test_no_new_cli_options",
     "test_optimizer_param_groups",
     "test_override",
     "test_parallel_dims",
     "test_trainer",
-    "test_validate",
 )
 
 CONFTEST = """
@@ -55,6 +53,8 @@ def run(folder: Path, on: bool) -> tuple[dict[str, set[str]], str]:
     install = "precision_shim.install(settings={'log': 'quiet'})" if on else ""
     (folder / "conftest.py").write_text(CONFTEST.format(root=root, install=install))
     options = ["-q", "-rA", "-W", "ignore", "-p", "no:cacheprovider", "-c", os.devnull]
+    # Some want vLLM, or a GPU's kernels, when they are imported.
+    options.append("--continue-on-collection-errors")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "--rootdir", str(folder), str(folder)],
