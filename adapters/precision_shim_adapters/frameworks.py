@@ -63,10 +63,20 @@ NEMO_RL: "dict[str, Any]" = {
     "probes": PROBES,
 }
 
+TORCHTITAN: "dict[str, Any]" = {
+    "framework": "torchtitan",
+    "distribution": "torchtitan",
+    "packages": ("torchtitan",),
+    "tested": ("0.3.0",),
+    "effects": ("torchtitan.components.optimizer.optimizer:OptimizersContainer.__init__",),
+    "probes": ("precision_shim_adapters.fp16.probes",),
+}
+
 FRAMEWORKS = {
     "precision_shim_adapters.verl:ADAPTER": VERL,
     "precision_shim_adapters.skyrl:ADAPTER": SKYRL,
     "precision_shim_adapters.nemo_rl:ADAPTER": NEMO_RL,
+    "precision_shim_adapters.torchtitan:ADAPTER": TORCHTITAN,
 }
 """By the place of its ``Adapter``, which adds the seams; in the order in which ``status()`` shows
 them."""

@@ -10,6 +10,7 @@ import precision_shim
 import precision_shim_adapters
 
 ROOTS = [Path(one.__file__).parent for one in (precision_shim, precision_shim_adapters)]
+FRAMEWORKS = ("verl", "skyrl", "nemo-rl", "nemo_rl", "torchtitan")
 FILES = {
     ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for root in ROOTS
@@ -79,7 +80,7 @@ def test_the_core_names_no_framework():
         and not name.startswith(("precision_shim.testing", "precision_shim.cli"))
         for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(word, ast.Constant)
-        and str(word.value).partition(".")[0] in ("verl", "skyrl", "nemo-rl", "nemo_rl")
+        and str(word.value).partition(".")[0] in FRAMEWORKS
         and " " not in str(word.value)
     }
     assert named == set()

@@ -132,6 +132,24 @@ class LossScaler(ShardedGradScaler):
         """
         return float(self._init_scale) if self._last_scale is None else self._last_scale
 
+    @property
+    def overflow(self) -> torch.Tensor | None:
+        """Whether a gradient of any rank is not finite, still on the device.
+
+        Known from ``unscale_`` until ``update``; before and after it is ``None``. For a framework
+        that looks at the grad norm before the step: reading it waits for nothing.
+        """
+        found = [
+            one
+            for state in self._per_optimizer_states.values()
+            for one in state["found_inf_per_device"].values()
+        ]
+        if not found:
+            return None
+        device = found[0].device
+        flags = [one.reshape(()).to(device, non_blocking=True) for one in found]
+        return torch.stack(flags).sum() > 0
+
     def attach(self, loss: torch.Tensor) -> None:
         """Scale the gradients that this loss will send back; its value stays as it is.
 

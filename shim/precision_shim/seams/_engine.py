@@ -293,11 +293,11 @@ def _loaded(module: str) -> Any:
 
 def _standing(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
     """What stands at a symbol: the wrapper, bound to what is really there."""
+    assert seam.wrapper is not None  # the check has settled the records of native features
+    if seam.replaces:  # it need not be callable: some frameworks build on objects
+        return seam.wrapper
     found = getattr(raw, "__func__", raw)
     if not callable(found):
         raise SeamError(f"{seam.target} is not callable: {found!r}")
-    assert seam.wrapper is not None  # the check has settled the records of native features
-    if seam.replaces:
-        return seam.wrapper
     source = symbol if symbol is not None else Symbol(seam.target)
     return through(seam.wrapper, prepare(seam.wrapper, seam.target, raw, in_class, source))

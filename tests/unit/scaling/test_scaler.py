@@ -343,3 +343,19 @@ def test_reset_begins_anew():
     assert scaling.state_dict() == scaler(init_scale=16.0).state_dict()
     assert scaling.counter == SkipCounter()
     assert scaling.loss_scale == 16.0
+
+
+@pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
+def test_the_overflow_is_known_on_the_device_between_unscaling_and_update(value):
+    scaling, (parameter, optimizer) = scaler(), one_parameter()
+    assert scaling.overflow is None
+    scaling.attach(parameter.sum())
+    parameter.grad = torch.full_like(parameter, value)
+    scaling.unscale_(optimizer)
+    assert scaling.overflow.shape == ()
+    assert scaling.overflow.device == parameter.device
+    assert bool(scaling.overflow) is (not math.isfinite(value))
+    scaling.step(optimizer)
+    assert bool(scaling.overflow) is (not math.isfinite(value))
+    scaling.update()
+    assert scaling.overflow is None

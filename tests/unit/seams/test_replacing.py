@@ -97,3 +97,29 @@ def test_another_tools_class_over_ours_is_left_alone(lab, seam):
     assert "changed by someone else" in engine.remove()[0]
     assert ops.Box is theirs
     assert "toy_makers" in sys.modules
+
+
+def test_what_is_replaced_need_not_be_callable(lab):
+    lab.write(
+        {
+            "toy/endpoints.py": """
+class Endpoint:
+    def __init__(self, method):
+        self.method = method
+
+
+class Actor:
+    @Endpoint
+    def step(self):
+        return 1
+""",
+            "toy_makers.py": "def again(found):\n    return type(found)(lambda self: 2)\n",
+        }
+    )
+    actor = lab.load("toy.endpoints").Actor
+    before = actor.step
+    engine = lab.install(lab.seam("toy.endpoints:Actor.step", "toy_makers:again", replaces=True))
+    assert lab.states(engine) == ["wrapped"]
+    assert actor.step.method(None) == 2
+    engine.remove()
+    assert actor.step is before

@@ -1,0 +1,103 @@
+"""Varlen attention of a float16 model: in float16, as its generator computes.
+
+torchtitan casts queries, keys and values to bfloat16 for the kernel, which takes float16 as well,
+and casts the result back. What stands here instead is a plain function: blocks are compiled with
+``fullgraph=True``, and dynamo cannot look into a wrapper of wrapt's.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import decide, in_force, seam
+from precision_shim.errors import SeamError
+
+from ..fp16 import FEATURE
+from .places import ATTENTION, FRAMEWORK, UPSTREAM
+
+_CAST, _KEPT = "bfloat16", "float16"
+
+
+@seam(
+    "torchtitan.models.common.attention:VarlenAttention.forward",
+    FEATURE,
+    group=ATTENTION,
+    why="the cast to bfloat16, which the trainer's generator does not make",
+    upstream=UPSTREAM,
+    delete_when="torchtitan's varlen attention leaves float16 as it is",
+    relies_on=(_CAST, "varlen_attn", "to"),
+    replaces=True,
+)
+def keep_float16(forward: Any) -> Any:
+    """Make the attention that leaves float16 as it is.
+
+    It is torchtitan's own function twice: as it stands, and with the name of the dtype that it
+    casts to exchanged.
+
+    Raises:
+        SeamError: it is not the function that it was.
+    """
+    code = getattr(forward, "__code__", None)
+    names = getattr(code, "co_names", ())
+    if not isinstance(forward, FunctionType) or _CAST not in names or _KEPT in names:
+        raise SeamError(f"{forward!r} is no function that casts to torch.{_CAST} and nothing else")
+    exchanged = tuple(_KEPT if name == _CAST else name for name in names)
+    in_float16 = FunctionType(
+        forward.__code__.replace(co_names=exchanged),
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    in_float16.__kwdefaults__ = forward.__kwdefaults__
+
+    # wraps: Module.parallelize reads the names of the parameters.
+    @functools.wraps(forward)
+    def attend(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        if query.dtype is torch.float16:
+            return in_float16(self, query, *args, **kwargs)
+        return forward(self, query, *args, **kwargs)
+
+    return attend
+
+
+def tell(subject: str, model_parts: Any) -> None:
+    """Decide, for a float16 model, what its attention and its experts compute in.
+
+    Args:
+        subject: whose model.
+        model_parts: its modules.
+    """
+    from torchtitan.models.common.attention import VarlenAttention
+    from torchtitan.models.common.moe import GroupedExperts
+
+    modules = [module for part in model_parts for module in part.modules()]
+    if any(isinstance(module, VarlenAttention) for module in modules):
+        if in_force(FRAMEWORK, FEATURE, ATTENTION):
+            decide(
+                FRAMEWORK,
+                subject,
+                FEATURE,
+                "varlen attention in float16",
+                "the model computes in float16; torchtitan alone casts to bfloat16",
+            )
+        else:
+            decide(
+                FRAMEWORK,
+                subject,
+                FEATURE,
+                "varlen attention in bfloat16",
+                "torchtitan casts to it, and the shim's attention is refused in this version",
+            )
+    if any(isinstance(module, GroupedExperts) for module in modules):
+        decide(
+            FRAMEWORK,
+            subject,
+            FEATURE,
+            "grouped experts in bfloat16",
+            "torchtitan casts their inputs and weights to it, in training and in its generator",
+        )

@@ -1,0 +1,173 @@
+"""Checkpoints: the scaler's record is a tensor in ``train_state``.
+
+torch's distributed checkpoint unpickles all that is no tensor. It asks the file for every key that
+the trainer's state has, and a key that is not there is an error: so a checkpoint's metadata is
+looked at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from precision_shim.adapting import Call, NativeProbe, seam
+from precision_shim.errors import ScalerCheckpointError
+
+from ..fp16 import FEATURE, ScaledTraining
+from .places import (
+    DELETE,
+    POLICY,
+    PRETRAINING,
+    RL,
+    TRAINER,
+    UPSTREAM,
+    native_pretraining,
+    native_rl,
+)
+
+KEY = "precision_shim_scaler"
+"""The record's key in a trainer's state."""
+
+STATE = "train_state"
+"""The key of a trainer's state in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class _Load:
+    """The checkpoint that is being loaded: where it is, and the size of its record, if any."""
+
+    where: str
+    size: tuple[int, ...] | None
+
+
+_loading: ContextVar[_Load | None] = ContextVar("precision_shim_torchtitan_load", default=None)
+
+
+def _on_both(
+    method: str, why: str, *relies_on: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    places: tuple[tuple[str, str, NativeProbe, bool], ...] = (
+        (TRAINER, PRETRAINING, native_pretraining, False),
+        (POLICY, RL, native_rl, True),
+    )
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        for owner, group, native, optional in places:
+            seam(
+                f"{owner}.{method}",
+                FEATURE,
+                group=group,
+                why=why,
+                upstream=UPSTREAM,
+                delete_when=DELETE,
+                relies_on=relies_on,
+                native=native,
+                optional=optional,
+            )(function)
+        return function
+
+    return declare
+
+
+def _on_loading(function: Callable[..., Any]) -> Callable[..., Any]:
+    for group, native in ((PRETRAINING, native_pretraining), (RL, native_rl)):
+        seam(
+            "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_load",
+            FEATURE,
+            group=group,
+            why="the one place that knows the checkpoint that is loaded",
+            upstream=UPSTREAM,
+            delete_when=DELETE,
+            relies_on=("states",),
+            native=native,
+        )(function)
+    return function
+
+
+@_on_loading
+def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
+    """Load a checkpoint, and with a trainer's state the record if there is one."""
+    trainer = None if from_hf else state_dict.get(STATE)
+    if ScaledTraining.of(trainer) is None:  # other dtypes, and loads of the model alone
+        return call.proceed()
+    where = f"{checkpoint_id} ({STATE}.{KEY})"
+    token = _loading.set(_Load(where, _size_of_record(str(checkpoint_id), where)))
+    try:
+        return call.proceed()
+    finally:
+        _loading.reset(token)
+
+
+def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
+    """The size of a checkpoint's record, from its metadata, which rank 0 reads.
+
+    Raises:
+        ScalerCheckpointError: what stands at the record's key is no tensor; on every rank.
+    """
+    box: list[Any] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        box = [_look(checkpoint)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], str):
+        raise ScalerCheckpointError(
+            f"{where}: it is {box[0]} where a tensor of bytes was expected: it is damaged, and not "
+            f"read. Take another checkpoint, or load this one with {STATE} among "
+            "checkpoint.exclude_from_loading, to continue with a fresh scaler."
+        )
+    size: tuple[int, ...] | None = box[0]
+    return size
+
+
+def _look(checkpoint: str) -> tuple[int, ...] | str | None:
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        reader: Any = _storage_setup(None, checkpoint, reader=True)
+        metadata = reader.read_metadata()
+    except Exception:  # torchtitan is about to open it, and to say what is wrong with it
+        return None
+    found = metadata.state_dict_metadata.get(f"{STATE}.{KEY}")
+    if found is None:
+        return None
+    if not isinstance(found, TensorStorageMetadata):
+        return type(found).__name__
+    if found.properties.dtype is not torch.uint8:
+        return f"a tensor of {found.properties.dtype}"
+    return tuple(found.size)
+
+
+@_on_both("state_dict", "what goes into a checkpoint, and what is asked of one")
+def state_dict(call: Call) -> Any:
+    """Add the scaler's record; while a checkpoint is loaded, room for the record that it has."""
+    found = call.proceed()
+    training = ScaledTraining.of(call.instance)
+    if training is None:
+        return found
+    loading = _loading.get()
+    if loading is None:
+        return {**found, KEY: training.record_tensor()}
+    if loading.size is None:
+        return found
+    return {**found, KEY: torch.zeros(loading.size, dtype=torch.uint8)}
+
+
+@_on_both("load_state_dict", "what comes from a checkpoint")
+def load_state_dict(call: Call, state_dict: Any) -> Any:
+    """Restore the scaler from the record, beside all else."""
+    training = ScaledTraining.of(call.instance)
+    if training is None:
+        return call.proceed()
+    rest = dict(state_dict)
+    record = rest.pop(KEY, None)
+    call.arguments["state_dict"] = rest
+    result = call.proceed()
+    loading = _loading.get()
+    training.restore_record(record, loading.where if loading is not None else f"{STATE}.{KEY}")
+    return result

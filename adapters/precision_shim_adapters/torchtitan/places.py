@@ -1,0 +1,78 @@
+"""Where torchtitan's functions are, and what several of our modules ask of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Symbol, look, version_of
+from precision_shim.errors import DtypeError
+from precision_shim.rules.dtypes import parse_dtype
+
+FRAMEWORK = "torchtitan"
+
+RL = "rl"
+PRETRAINING = "pretraining"
+ATTENTION = "attention"
+METRICS = "pretraining metrics"
+NAMES = "names"
+GENERATOR = "generator names"
+"""Names of the groups."""
+
+POLICY = "torchtitan.experiments.rl.actors.trainer:PolicyTrainer"
+GENERATORS = "torchtitan.experiments.rl.actors.generator:VLLMGenerator"
+TRAINER = "torchtitan.trainer:Trainer"
+
+UPSTREAM = "https://github.com/pytorch/torchtitan/pull/3897"
+DELETE = "torchtitan scales the loss of float16 training and saves the scaler"
+
+OWN_NAMES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+"""The dtypes that torchtitan trains and generates in, and its only names for them."""
+
+
+def where() -> str:
+    """Framework and version, for messages."""
+    return f"torchtitan {version_of(FRAMEWORK, (FRAMEWORK,))}"
+
+
+def computes_in_float16(training: Any) -> bool:
+    """Whether a ``TrainingConfig`` asks for a model that computes in float16."""
+    name = training.mixed_precision_param
+    return isinstance(name, str) and parse_dtype(name) is torch.float16
+
+
+def refuse_float16_states(training: Any) -> None:
+    """Raise where parameters and optimizer states themselves would be in float16.
+
+    Raises:
+        DtypeError: ``training.dtype`` is float16.
+    """
+    if isinstance(training.dtype, str) and parse_dtype(training.dtype) is torch.float16:
+        raise DtypeError(
+            f"{where()}: training.dtype={training.dtype!r} puts parameters and optimizer states "
+            "into float16, where AdamW's eps of 1e-8 is 0 and parameters are not finite after a "
+            "few finite steps; allowed: float32, bfloat16. To compute in float16 leave "
+            "training.dtype at float32 and set training.mixed_precision_param=float16."
+        )
+
+
+def _has_scaler(target: str) -> bool:
+    names = look(target).names
+    return any("scaler" in name.lower() for name in names if name.isidentifier())
+
+
+def native_rl(symbol: Symbol, settings: Any) -> str | None:
+    """No version scales the loss of the RL trainer yet; one that does has a scaler there."""
+    found = _has_scaler(f"{POLICY}.optim_step")
+    return "torchtitan's RL trainer has a loss scaler of its own" if found else None
+
+
+def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
+    """The same for pre-training."""
+    found = _has_scaler(f"{TRAINER}.train_step")
+    return "torchtitan's Trainer has a loss scaler of its own" if found else None

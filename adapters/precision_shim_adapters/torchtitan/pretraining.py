@@ -1,0 +1,127 @@
+"""Pre-training and SFT in float16: ``Trainer`` and the subclasses that keep its loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, current_settings, seam, warn
+from precision_shim.errors import UnsupportedPrecisionError
+
+from ..fp16 import FEATURE, ScaledTraining
+from .places import (
+    DELETE,
+    FRAMEWORK,
+    METRICS,
+    PRETRAINING,
+    TRAINER,
+    UPSTREAM,
+    computes_in_float16,
+    native_pretraining,
+    where,
+)
+from .scaled import make, ready, scale_innermost
+
+_LOOP = (
+    "train_step",
+    "forward_backward_step",
+    "_forward_backward_body",
+    "pp_forward_backward_step",
+)
+"""The methods that form losses and step; a subclass that has its own has a loop that we do not
+know."""
+
+
+@seam(
+    f"{TRAINER}.__init__",
+    FEATURE,
+    group=PRETRAINING,
+    why="the loss function and the pipeline's schedule exist; the checkpoint is loaded in train()",
+    upstream=UPSTREAM,
+    delete_when=DELETE,
+    relies_on=(*_LOOP, "loss_fn", "pp_schedule", "optimizers", "model_parts", "checkpointer"),
+    native=native_pretraining,
+)
+def build(call: Call, config: Any) -> None:
+    """Build a trainer; for a model that computes in float16 make the scaler and scale its loss."""
+    call.proceed()
+    trainer = call.instance
+    if not computes_in_float16(config.training) or not _has_our_loop(trainer):
+        return
+    training = make(trainer, "model")
+
+    def attach(loss: torch.Tensor) -> None:
+        if ScaledTraining.current() is training:
+            training.attach(loss)
+        elif loss.requires_grad:
+            warn(
+                f"{where()}: a loss of {type(trainer).__name__} was formed outside of its "
+                "train_step, by a loop that unscales nothing: it is not scaled, and float16 loses "
+                "small gradients. Call train_step, or train in bfloat16."
+            )
+
+    scale_innermost(trainer, attach)
+    ready(training, trainer)
+
+
+def _has_our_loop(trainer: Any) -> bool:
+    """Whether a trainer trains as ``Trainer`` does; says so where it does not."""
+    from torchtitan.trainer import Trainer
+
+    kind = type(trainer)
+    own = [name for name in _LOOP if getattr(kind, name, None) is not getattr(Trainer, name, None)]
+    if not own:
+        return True
+    message = (
+        f"{where()}: {kind.__name__} has its own {', '.join(own)}, which the shim does not know: "
+        "its float16 training gets no loss scaling. Train in bfloat16, or with Trainer's own loop."
+    )
+    if current_settings().strict:
+        raise UnsupportedPrecisionError(message)
+    warn(message)
+    return False
+
+
+@seam(
+    f"{TRAINER}.train_step",
+    FEATURE,
+    group=PRETRAINING,
+    why="forms the losses of one step, clips and steps",
+    upstream=UPSTREAM,
+    delete_when=DELETE,
+    relies_on=(
+        "clip_grad_norm_",
+        "optimizers",
+        "lr_schedulers",
+        "metrics_processor",
+        "zero_grad",
+    ),
+    native=native_pretraining,
+)
+def train_step(call: Call) -> Any:
+    """Take a step through the scaler."""
+    training = ScaledTraining.of(call.instance)
+    if training is None:
+        return call.proceed()
+    optimizers = call.instance.optimizers
+    with training.several_steps(optimizers, tuple(optimizers)):
+        return call.proceed()
+
+
+@seam(
+    "torchtitan.components.metrics:MetricsProcessor.log",
+    FEATURE,
+    group=METRICS,
+    why="the figures of a step, where they are logged",
+    upstream=UPSTREAM,
+    delete_when=DELETE,
+    native=native_pretraining,
+)
+def log(call: Call, grad_norm: Any, extra_metrics: Any = None) -> Any:
+    """Log the scaler's figures beside the grad norm, which is NaN for a skipped step."""
+    training = ScaledTraining.current()
+    if training is not None and training.framework == FRAMEWORK:
+        call.arguments["grad_norm"] = training.norm(grad_norm)
+        call.arguments["extra_metrics"] = {**(extra_metrics or {}), **training.metrics()}
+    return call.proceed()

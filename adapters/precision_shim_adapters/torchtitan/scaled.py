@@ -1,0 +1,162 @@
+"""What both trainers share: the innermost loss, the first look at the gradients, the log.
+
+The innermost loss. ``ChunkedLossWrapper`` goes back through each chunk's loss itself, and a
+pipeline's schedule holds the loss function that it was built with: a change of what they return, or
+of ``trainer.loss_fn`` beside them, scales nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, decide, seam
+from precision_shim.scaling import LossScaler
+
+from ..fp16 import FEATURE, ScaledTraining
+from ..fp16.stepping import ScaledLoss
+from . import attention
+from .places import (
+    DELETE,
+    FRAMEWORK,
+    PRETRAINING,
+    RL,
+    UPSTREAM,
+    native_pretraining,
+    native_rl,
+    refuse_float16_states,
+)
+
+INIT_OPTIM_STATE = "torchtitan.components.optimizer.utils:init_optim_state"
+
+
+def make(trainer: Any, subject: str) -> ScaledTraining:
+    """Make the scaled training of a trainer whose model computes in float16, and keep it there.
+
+    Args:
+        trainer: a ``PolicyTrainer`` or a ``Trainer``.
+        subject: its name in decisions.
+    """
+    refuse_float16_states(trainer.config.training)
+    return ScaledTraining.make(
+        FRAMEWORK,
+        subject,
+        device=trainer.device.type,
+        because="training.mixed_precision_param is float16, and torchtitan does not scale the loss",
+    ).keep(trainer)
+
+
+def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> None:
+    """Have the losses that are gone back through handed to a function.
+
+    Args:
+        trainer: a ``PolicyTrainer`` or a ``Trainer`` that has its loss function, and its pipeline
+            schedule if it has one.
+        attach: scales the gradients of the loss that it gets.
+    """
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    loss_fn = trainer.loss_fn
+    schedule = getattr(trainer, "pp_schedule", None)
+    if isinstance(loss_fn, ChunkedLossWrapper):
+        loss_fn.loss_fn = ScaledLoss(loss_fn.loss_fn, attach)
+    elif schedule is None:
+        trainer.loss_fn = ScaledLoss(loss_fn, attach)
+    elif schedule._loss_fn is not None:  # the last stage's
+        schedule._loss_fn = ScaledLoss(schedule._loss_fn, attach)
+
+
+def ready(training: ScaledTraining, trainer: Any) -> None:
+    """Note what belongs to a scaled training, once its trainer has everything."""
+    for optimizer in trainer.optimizers:
+        training.keep(optimizer)
+    attention.tell(training.subject, trainer.model_parts)
+
+
+# -- the first look at the gradients -----------------------------------------------------------
+
+
+def _on_clipping(function: Callable[..., Any]) -> Callable[..., Any]:
+    for group, native in ((PRETRAINING, native_pretraining), (RL, native_rl)):
+        seam(
+            "torchtitan.distributed.utils:clip_grad_norm_",
+            FEATURE,
+            group=group,
+            why="the first look at the gradients: norm and clipping want them unscaled",
+            upstream=UPSTREAM,
+            delete_when=DELETE,
+            native=native,
+        )(function)
+    return function
+
+
+@_on_clipping
+def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
+    """Unscale the gradients before their norm is taken and before they are clipped."""
+    training = ScaledTraining.current()
+    if training is None or training.framework != FRAMEWORK:
+        return call.proceed()
+    training.before_clipping()
+    norm = call.proceed()
+    scaler = training.scaler
+    overflow = scaler.overflow if isinstance(scaler, LossScaler) else None
+    if overflow is None:
+        return norm
+    # Newer versions of Trainer assert a finite norm before the step that is then skipped. The
+    # overflow stays on the device. What is reported of a skipped step is NaN.
+    return torch.where(overflow.to(norm.device, non_blocking=True), torch.zeros_like(norm), norm)
+
+
+# -- the state of an optimizer that has taken no step ------------------------------------------
+
+
+def _on_optimizer_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    for group, native in ((PRETRAINING, native_pretraining), (RL, native_rl)):
+        seam(
+            INIT_OPTIM_STATE,
+            FEATURE,
+            group=group,
+            why="it counts its dummy step, and does nothing where gradients are set: a save before "
+            "the first step that is not skipped could not be resumed exactly, or not loaded",
+            delete_when="init_optim_state takes no step, and does not look at gradients",
+            relies_on=("grad", "step"),
+            aliases=("torchtitan.components.optimizer.optimizer:init_optim_state",),
+            native=native,
+        )(function)
+    return function
+
+
+@_on_optimizer_state
+def init_optim_state(call: Call, optim: Any) -> Any:
+    """Make the states of a scaled training's optimizer as its first step would find them."""
+    if ScaledTraining.of(optim) is None or optim.state:
+        return call.proceed()
+    parameters = [one for group in optim.param_groups for one in group["params"]]
+    gradients = [one.grad for one in parameters]
+    for one in parameters:
+        one.grad = None
+    try:
+        result = call.proceed()
+    finally:
+        for one, gradient in zip(parameters, gradients, strict=True):
+            one.grad = gradient
+    for state in optim.state.values():
+        count = state.get("step")
+        if isinstance(count, torch.Tensor):
+            count.zero_()
+        elif count is not None:
+            state["step"] = 0
+    return result
+
+
+def note_generator(subject: str, generated: str) -> None:
+    """Decide on a generator that computes in another dtype than its float16 trainer."""
+    decide(
+        FRAMEWORK,
+        subject,
+        FEATURE,
+        f"the generator computes in {generated}, the trainer in float16",
+        "generator.model_dtype says so; their log probabilities differ by the rounding of both",
+    )

@@ -1,0 +1,53 @@
+"""The real torchtitan on a CPU, in one process.
+
+Everything of the framework is imported inside fixtures: collecting must stay cheap, and what the
+framework warns about at import is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+try:
+    TORCHTITAN = version("torchtitan")
+except PackageNotFoundError:
+    collect_ignore_glob = ["test_*.py"]
+    TORCHTITAN = ""
+TORCH_HAS_PIPELINES = Version("2.15") <= Version(version("torch")) if TORCHTITAN else False
+"""torchtitan 0.3.0 calls a pipeline's schedule as torch has it from 2.15 on."""
+
+
+@pytest.fixture(scope="session")
+def torchtitan() -> None:
+    """torchtitan, imported without the shim, in a process group of one."""
+    from . import cpu
+
+    cpu.enter()
+
+
+@pytest.fixture
+def policy(torchtitan: None, tmp_path: Path) -> Callable[..., Any]:
+    """Build a real ``PolicyTrainer``; see ``cpu.policy_trainer``."""
+    from . import cpu
+
+    def build(dtype: str = "float16", folder: Path = tmp_path, **changes: Any) -> Any:
+        return cpu.policy_trainer(folder, dtype, **changes)
+
+    return build
+
+
+@pytest.fixture
+def pretrainer(torchtitan: None, tmp_path: Path) -> Callable[..., Any]:
+    """Build a real ``Trainer``; see ``cpu.pretrainer``."""
+    from . import cpu
+
+    def build(dtype: str = "float16", folder: Path = tmp_path, **changes: Any) -> Any:
+        return cpu.pretrainer(folder, dtype, **changes)
+
+    return build

@@ -1,0 +1,13 @@
+"""A real RL trainer for ``test_status.py``, which runs this file in a process of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..status_in_docs import tell
+
+
+def test_worker(policy: Any, shim: Any) -> None:
+    shim()
+    policy(experts=True, generator_dtype="bf16")
+    tell()

@@ -1,0 +1,125 @@
+"""Save, a new process, load: what is resumed is what was not stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..rank_server import Ranks, rank_server
+
+CASES = ("policy", "pretrain")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts processes that train."""
+    with rank_server("tests.torchtitan.ranks", tmp_path_factory.mktemp("ranks")) as server:
+        yield server
+
+
+def one(ranks: Ranks, case: str, folder: Path, **options: Any) -> dict[str, Any]:
+    (found,) = ranks(case, folder=folder, world=1, **options)
+    return found
+
+
+def same(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
+    """Parameters, moments, buffers, scale, counters, LR; and what the steps reported."""
+    for part in ("values", "scaler", "state", "rates"):
+        assert resumed[part] == whole[part], part
+    steps = len(resumed["metrics"])
+    assert resumed["metrics"] == whole["metrics"][-steps:]
+
+
+slow = pytest.mark.slow
+SKIPS = {"none": [], "a later one": [1], "the first": [0], "all before the save": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "skips",
+    [
+        pytest.param("none", marks=slow),
+        "a later one",
+        pytest.param("the first", marks=slow),
+        "all before the save",
+    ],
+)
+@pytest.mark.parametrize("case", CASES)
+def test_a_resume_is_exact(ranks: Ranks, tmp_path: Path, case: str, skips: str) -> None:
+    overflows = SKIPS[skips]
+    whole = one(ranks, case, tmp_path / "whole", first=0, last=4, overflows=overflows, save=True)
+    one(ranks, case, tmp_path / "parts", first=0, last=2, overflows=overflows, save=True)
+    resumed = one(ranks, case, tmp_path / "parts", first=2, last=4, load=True, save=True)
+    same(resumed, whole)
+    assert whole["scaler"][3] == len(overflows)
+    assert not resumed["warned"]
+
+
+@pytest.mark.parametrize("skips", [pytest.param("the first", marks=slow), "all before the save"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_resume_of_experts_is_exact(ranks: Ranks, tmp_path: Path, case: str, skips: str) -> None:
+    options: dict[str, Any] = {"experts": True, "overflows": SKIPS[skips]}
+    whole = one(ranks, case, tmp_path / "whole", first=0, last=4, **options)
+    one(ranks, case, tmp_path / "parts", first=0, last=2, save=True, **options)
+    resumed = one(ranks, case, tmp_path / "parts", first=2, last=4, load=True, experts=True)
+    if case == "policy":  # it registers no hook that begins the counts anew, and reads none
+        for found in (whole, resumed):
+            found["values"] = {
+                name: value for name, value in found["values"].items() if "tokens_per" not in name
+            }
+    same(resumed, whole)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_off_then_on(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    """A checkpoint without a record: one warning, a fresh scaler."""
+    one(ranks, case, tmp_path, first=0, last=2, save=True, on=False)
+    resumed = one(ranks, case, tmp_path, first=2, last=3, load=True)
+    (warning,) = resumed["warned"]
+    assert "no loss scaler state" in warning
+    assert "torchtitan 0.3.0" in warning
+    assert "step-2" in warning
+    assert resumed["scaler"] == [1024.0, 1, 1, 0, 0]
+    assert resumed["state"].get("step", resumed["state"].get("policy_version")) == 3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_then_off(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    """torchtitan does not see the record."""
+    before = one(ranks, case, tmp_path, first=0, last=2, save=True)
+    resumed = one(ranks, case, tmp_path, first=2, last=2, load=True, on=False)
+    assert resumed["values"] == before["values"]
+    assert resumed["state"] == before["state"]
+
+
+@slow
+@pytest.mark.parametrize("case", CASES)
+def test_to_bfloat16_and_back(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    one(ranks, case, tmp_path, first=0, last=2, save=True)
+    between = one(ranks, case, tmp_path, first=2, last=3, load=True, save=True, dtype="bfloat16")
+    assert "scaler" not in between
+    resumed = one(ranks, case, tmp_path, first=3, last=4, load=True)
+    assert "no loss scaler state" in resumed["warned"][0]
+
+
+NUMBER = b'"growth_tracker": '
+"""What stands before a digit in a record."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_damaged_record(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    one(ranks, case, tmp_path, first=0, last=2, save=True)
+    damaged = 0
+    for file in (tmp_path / "checkpoint" / "step-2").glob("*.distcp"):
+        content = file.read_bytes()
+        at = content.find(NUMBER) + len(NUMBER)
+        if at >= len(NUMBER):
+            file.write_bytes(content[:at] + b"9" + content[at + 1 :])
+            damaged += 1
+    assert damaged == 1
+    found = one(ranks, case, tmp_path, first=2, last=3, load=True)
+    assert "ScalerCheckpointError" in found["error"]
+    assert "does not match its digest" in found["error"]
+    assert "step-2" in found["error"]

@@ -1,0 +1,86 @@
+"""``compile.enable`` with the attention seam in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from . import cpu
+
+pytestmark = pytest.mark.slow
+
+
+def train(policy: Any, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    trainer = policy(**changes)
+    _, output = cpu.policy_step(trainer, 0, parts=1)
+    return output.metrics, cpu.values(trainer)
+
+
+@pytest.fixture(scope="module")
+def operator(torchtitan: None) -> Any:
+    """The stand-in for the kernel as an operator: it reads its bounds, which no graph can hold."""
+    kernel = torch.library.custom_op("precision_shim_tests::varlen", mutates_args=())(_varlen)
+    kernel.register_fake(lambda q, k, v, bounds: torch.empty_like(q))
+    kernel.register_autograd(_backward, setup_context=_context)
+    return kernel
+
+
+@pytest.fixture
+def kernel(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That operator in the kernel's place."""
+    from torchtitan.models.common import attention
+
+    monkeypatch.setattr(
+        attention, "varlen_attn", lambda q, k, v, bounds, *args, **kwargs: operator(q, k, v, bounds)
+    )
+
+
+COMPILED = {"enable": True, "backend": "eager", "components": ["model"]}
+
+
+def test_blocks_compile_whole(kernel: None, policy: Any, shim: Any) -> None:
+    """Compiled by dynamo with ``fullgraph=True``; the same numbers, and attention in float16."""
+    shim()
+    plain = train(policy)
+    cpu.SEEN.clear()
+    compiled = train(policy, compile=COMPILED)
+    assert {torch.float16} == cpu.SEEN
+    for name, one in plain[1].items():
+        assert torch.equal(one, compiled[1][name]), name
+    assert plain[0] == compiled[0]
+
+
+def test_alone_a_wrapper_of_wrapts_breaks_the_compiler(
+    kernel: None, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why a plain function stands there."""
+    import wrapt
+    from torchtitan.models.common.attention import VarlenAttention
+
+    wrapper = wrapt.FunctionWrapper(
+        VarlenAttention.forward, lambda own, instance, args, kwargs: own(*args, **kwargs)
+    )
+    monkeypatch.setattr(VarlenAttention, "forward", wrapper)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        train(policy, compile=COMPILED)
+
+
+def _varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor
+) -> torch.Tensor:
+    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True}
+    return cpu.varlen_by_sdpa(q, k, v, bounds, bounds, 0, 0, **options)
+
+
+def _context(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    *inputs, bounds = ctx.saved_tensors
+    with torch.enable_grad():
+        leaves = [one.detach().requires_grad_() for one in inputs]
+        found = torch.autograd.grad(_varlen(*leaves, bounds), leaves, gradient)
+    return (*found, None)

@@ -1,0 +1,49 @@
+"""Real Monarch processes: the variable reaches them, and the start-up file patches in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def train(folder: Path, **variables: str) -> dict[str, Any]:
+    """What a ``PolicyTrainer`` in a process of Monarch's finds, in float16, with an overflow."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+    # Without the source tree on the path: what is tested is what is installed.
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.torchtitan.monarch_driver", str(folder)],
+        cwd=ROOT,
+        env={**environment, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
+    return dict(json.loads(lines[-1]))
+
+
+def test_with_the_variable(start_up_file: None, tmp_path: Path) -> None:
+    found = train(tmp_path, PRECISION_SHIM="1")
+    assert found["enabled"]
+    metrics = found["metrics"]
+    assert [one["trainer/skipped_steps"] for one in metrics] == [0.0, 1.0, 1.0]
+    assert metrics[1]["trainer/grad_norm/mean"] == "nan"
+    assert found["finite"]
+    assert found["attention"] == ["torch.float16"]
+
+
+def test_without_it(start_up_file: None, tmp_path: Path) -> None:
+    found = train(tmp_path)
+    assert not found["enabled"]
+    assert "trainer/skipped_steps" not in found["metrics"][0]
+    assert not found["finite"]
+    assert found["attention"] == ["torch.bfloat16"]

@@ -1,0 +1,250 @@
+"""Dtype names: from Python and from the command line, before torchtitan looks at them."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import precision_shim
+from precision_shim.errors import DtypeError
+
+SPELLINGS = {
+    "float16": ("fp16", "half", "FP16", " torch.float16 ", "16"),
+    "bfloat16": ("bf16", "BFloat16", "torch.bfloat16"),
+    "float32": ("fp32", "float", "Float32", "32"),
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "name"), [(own, name) for own, names in SPELLINGS.items() for name in (own, *names)]
+)
+def test_every_spelling_becomes_torchtitans_own(
+    torchtitan: None, shim: Any, own: str, name: str
+) -> None:
+    from torchtitan.config import TrainingConfig
+
+    shim()
+    assert TrainingConfig(mixed_precision_param=name).mixed_precision_param == own
+    if own != "float16":
+        assert TrainingConfig(dtype=name).dtype == own
+    built = dataclasses.replace(TrainingConfig(), mixed_precision_param=name)
+    assert built.mixed_precision_param == own
+
+
+def test_alone_constructors_check_nothing(torchtitan: None) -> None:
+    from torchtitan.config import TrainingConfig
+
+    assert TrainingConfig(mixed_precision_param="no dtype").mixed_precision_param == "no dtype"
+
+
+@pytest.mark.parametrize("name", ["float64", "fp8", "auto", "fp17", "bfloat"])
+@pytest.mark.parametrize("key", ["dtype", "mixed_precision_param"])
+def test_an_unknown_name(torchtitan: None, shim: Any, key: str, name: str) -> None:
+    from torchtitan.config import TrainingConfig
+
+    shim()
+    with pytest.raises(DtypeError) as raised:
+        TrainingConfig(**{key: name})
+    text = str(raised.value)
+    assert text.startswith("torchtitan 0.3.0: ")
+    assert f"training.{key}={name!r}" in text
+    for own in SPELLINGS:
+        assert own in text
+    assert "half" in text
+
+
+@pytest.mark.parametrize("name", ["float16", "fp16", "half"])
+def test_float16_states_are_an_error(torchtitan: None, shim: Any, name: str) -> None:
+    from torchtitan.config import TrainingConfig
+
+    shim()
+    with pytest.raises(DtypeError, match=r"eps of 1e-8 is 0.*mixed_precision_param=float16"):
+        TrainingConfig(dtype=name)
+
+
+@pytest.mark.parametrize("features", ["dtype-coercion", "fp16-scaling"])
+def test_float16_states_are_an_error_where_a_trainer_is_built(
+    policy: Any, pretrainer: Any, shim: Any, features: str
+) -> None:
+    """For a config that was changed after it was built, and with either feature alone."""
+    shim(features=features)
+    for build in (policy, pretrainer):
+        with pytest.raises(DtypeError, match="eps of 1e-8 is 0"):
+            build(training={"dtype": "float16"})
+
+
+def test_names_that_were_assigned_later(torchtitan: None, shim: Any, tmp_path: Path) -> None:
+    from . import cpu
+
+    shim()
+    for config_of, build in (
+        (cpu.policy_config, cpu.policy_trainer),
+        (cpu.trainer_config, cpu.pretrainer),
+    ):
+        config = config_of(tmp_path)
+        config.training.mixed_precision_param = "Half"
+        config.training.dtype = "fp32"
+        trainer = build(tmp_path, config=config)
+        assert trainer.config.training.mixed_precision_param == "float16"
+        assert trainer.config.training.dtype == "float32"
+
+
+def test_the_generators_dtype(policy: Any, shim: Any) -> None:
+    import torch
+
+    shim()
+    assert policy(generator_dtype=" BF16")._transfer_dtype is torch.bfloat16
+    assert policy(generator_dtype="fp32")._transfer_dtype is None  # the trainer's own
+    assert policy(generator_dtype="")._transfer_dtype is None
+    with pytest.raises(DtypeError, match=r"generator.model_dtype='auto': vLLM chooses"):
+        policy(generator_dtype="auto")
+    with pytest.raises(DtypeError, match=r"generator.model_dtype='fp9'"):
+        policy(generator_dtype="fp9")
+
+
+# -- the command line --------------------------------------------------------------------------
+
+
+def parse(*arguments: str) -> Any:
+    from torchtitan.config import ConfigManager
+
+    return ConfigManager().parse_args(
+        ["--module", "qwen3", "--config", "qwen3_debugmodel", *arguments]
+    )
+
+
+KEY = "training.mixed_precision_param"
+
+
+def test_alone_the_command_line_refuses_float16(
+    torchtitan: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("float16", "bf16"):
+        with pytest.raises(SystemExit):
+            parse(f"--{KEY}={name}")
+    assert "invalid choice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["float16", "FP16", "half", "bf16", "float32"])
+@pytest.mark.parametrize("option", [f"--{KEY}", "--training.mixed-precision-param"])
+def test_the_command_line(torchtitan: None, shim: Any, option: str, name: str) -> None:
+    shim()
+    own = next(own for own, names in SPELLINGS.items() if name in (own, *names))
+    assert parse(f"{option}={name}").training.mixed_precision_param == own
+    assert parse(option, name).training.mixed_precision_param == own
+    assert parse("--training.dtype", "BF16").training.dtype == "bfloat16"
+    assert parse().training.mixed_precision_param == "bfloat16"
+
+
+def test_an_unknown_name_on_the_command_line(
+    torchtitan: None, shim: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shim()
+    with pytest.raises((DtypeError, SystemExit)) as raised:
+        parse(f"--{KEY}=fp17")
+    said = str(raised.value) + capsys.readouterr().err
+    assert "fp17" in said
+    assert "mixed_precision_param" in said.replace("-", "_")
+    assert "bfloat16" in said
+
+
+def options(text: str) -> set[str]:
+    return {word for word in text.split() if word.startswith("--")}
+
+
+def test_the_command_line_has_the_options_that_it_had(
+    torchtitan: None, shim: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchtitan.config import TrainingConfig
+
+    def told() -> str:
+        with pytest.raises(SystemExit):
+            parse("--help")
+        return capsys.readouterr().out
+
+    annotations = dict(TrainingConfig.__annotations__)
+    alone = told()
+    shim()
+    ours = told()
+    assert options(ours) == options(alone)
+    values = "{float16,bfloat16,float32}"  # --checkpoint.export-dtype has them as it is
+    assert ours.count(values) == alone.count(values) + 2
+    assert TrainingConfig.__annotations__ == annotations
+
+
+# -- the generator's config, whose module wants vLLM -------------------------------------------
+
+GENERATOR = """
+import sys
+from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock
+
+
+class AnyModule(MagicMock):
+    __path__ = []
+    __spec__ = ModuleSpec("vllm", None)
+
+
+class Finder:
+    # vLLM, of which a config needs nothing
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "vllm":
+            return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        return AnyModule(name=spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+sys.meta_path.insert(0, Finder())
+sys.path.insert(0, {root!r})
+import precision_shim
+precision_shim.install(settings={{"log": "quiet"}})
+from tests.torchtitan import cpu
+cpu.answer_for_gpus()
+from torchtitan.experiments.rl.actors.generator import VLLMGenerator
+
+Config = VLLMGenerator.Config
+print(*(Config(model_dtype=name).model_dtype for name in ("FP16", "bf16", "auto", "float32")))
+try:
+    Config(model_dtype="fp17")
+except precision_shim.DtypeError as error:
+    print(error)
+config = Config()
+config.model_dtype = "half"
+try:
+    VLLMGenerator(config)
+except Exception:  # it wants a model, after that
+    pass
+print(config.model_dtype)
+"""
+
+
+def test_the_generators_config() -> None:
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", GENERATOR.format(root=root)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if "onarch" not in line]
+    assert lines[:1] == ["float16 bfloat16 auto float32"], done.stdout + done.stderr
+    assert "generator.model_dtype='fp17'" in lines[1]
+    assert lines[2] == "float16"
+
+
+def test_off_nothing_is_coerced(torchtitan: None, shim: Any) -> None:
+    from torchtitan.config import TrainingConfig
+
+    shim(features="-dtype-coercion")
+    assert TrainingConfig(mixed_precision_param="fp16").mixed_precision_param == "fp16"
+    precision_shim.uninstall()
+    assert TrainingConfig(mixed_precision_param="fp16").mixed_precision_param == "fp16"

@@ -1,0 +1,245 @@
+"""``Trainer`` in float16, through its own ``__init__``, ``train_step`` and ``train``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.errors import LossScaleError, PrecisionShimWarning
+from precision_shim_adapters.fp16.stepping import ScaledLoss
+
+from . import by_hand, cpu
+from .test_rl import decisions, equal, finite
+
+STEPS = 8
+OVERFLOWS = (2, 5)
+SETTINGS = {"growth_interval": 2, "loss_scale_init": 1024}
+TWO = {"global_batch_size": 4}
+"""Two accumulation steps."""
+
+
+class Overflows:
+    """A loss that is multiplied in some steps, on the way forward and back."""
+
+    def __init__(self, own: Any, factor: float = 1e30) -> None:
+        self.own, self.factor, self.on = own, factor, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.own(*args, **kwargs)
+        if not self.on:
+            return found
+        if isinstance(found, torch.Tensor):  # as a pipeline's schedule has it
+            return found * self.factor
+        return found[0] * self.factor, found[1]
+
+    @classmethod
+    def beneath(cls, trainer: Any, schedule: Any = None) -> Any:
+        """Put such a loss at the innermost place, beneath the shim's stand-in if there is one."""
+        owner, name = trainer, "loss_fn"
+        if hasattr(trainer.loss_fn, "num_chunks"):
+            owner = trainer.loss_fn
+        elif schedule is not None:
+            owner, name = schedule, "_loss_fn"
+        held = getattr(owner, name)
+        if held is None:  # not the last stage
+            return None
+        if isinstance(held, ScaledLoss):
+            found = cls(held.__wrapped__)
+            held.__wrapped__ = found
+        else:
+            found = cls(held)
+            setattr(owner, name, found)
+        return found
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """What a trainer logs from now on, by step."""
+    found: list[dict[str, float]] = []
+    trainer.metrics_processor.logger.log = lambda metrics, step: found.append(dict(metrics))
+    return found
+
+
+def train(
+    trainer: Any, steps: int, overflows: Sequence[int] = (), factor: float = 1e30
+) -> list[dict[str, float]]:
+    """Take steps by ``train_step``, some of them with an overflow."""
+    found = logged(trainer)
+    data = trainer.batch_generator(trainer.dataloader)
+    loss = Overflows.beneath(trainer)
+    loss.factor = factor
+    for step in range(steps):
+        loss.on = step in overflows
+        trainer.step += 1
+        trainer.train_step(data)
+    return found
+
+
+@pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
+def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: int | None) -> None:
+    with by_hand.attention_in_float16():
+        hand = pretrainer(chunks=chunks, training=TWO)
+    overflow = Overflows.beneath(hand)
+    scaler = by_hand.scaler(1024.0, 2)
+    data = hand.batch_generator(hand.dataloader)
+    expected = []
+    for step in range(STEPS):
+        overflow.on = step in OVERFLOWS
+        expected.append(by_hand.train_step(hand, scaler, data))
+
+    shim(settings=SETTINGS)
+    trainer = pretrainer(chunks=chunks, training=TWO)
+    found = train(trainer, STEPS, OVERFLOWS)
+
+    skipped = 0
+    for step, (norm, scale, loss) in enumerate(expected):
+        metrics = found[step]
+        skipped += step in OVERFLOWS
+        if step in OVERFLOWS:
+            assert math.isnan(metrics["grad_norm"])
+        else:
+            assert metrics["grad_norm"] == norm
+        assert metrics["loss_scale"] == scale
+        assert metrics["skipped_steps"] == skipped
+        # By hand it is the scaled loss that is gone back through; scales are powers of two.
+        assert metrics["loss_metrics/global_avg_loss"] == loss / scale
+    assert equal(cpu.values(trainer), cpu.values(hand))
+    assert trainer.lr_schedulers.state_dict() == hand.lr_schedulers.state_dict()
+
+
+def test_alone_one_overflow_destroys_the_parameters(pretrainer: Any) -> None:
+    trainer = pretrainer()
+    train(trainer, 2, (1,))
+    assert not finite(trainer)
+
+
+def test_train_itself(pretrainer: Any, shim: Any) -> None:
+    """torchtitan's own loop, to its end."""
+    shim()
+    trainer = pretrainer(training={"steps": 3})
+    found = logged(trainer)
+    trainer.train()
+    assert [one["skipped_steps"] for one in found] == [0.0, 0.0, 0.0]
+    assert trainer.step == 3
+    trainer.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
+def test_other_dtypes_are_left_alone(
+    pretrainer: Any, shim: Any, dtype: str, chunks: int | None
+) -> None:
+    def run() -> tuple[list[dict[str, float]], dict[str, Any]]:
+        trainer = pretrainer(dtype, chunks=chunks, training=TWO)
+        return train(trainer, 3), cpu.values(trainer)
+
+    def told(found: list[dict[str, float]]) -> list[dict[str, float]]:
+        same = ("loss", "grad_norm", "n_tokens", "lr")
+        return [{k: v for k, v in one.items() if k.startswith(same)} for one in found]
+
+    expected, values = run()
+    shim()
+    found, ours = run()
+    assert [one.keys() for one in found] == [one.keys() for one in expected]
+    assert told(found) == told(expected)
+    assert equal(ours, values)
+    assert not decisions()
+
+
+def test_the_metrics_are_torchtitans_and_two_more(pretrainer: Any, shim: Any) -> None:
+    (alone,) = train(pretrainer(), 1)
+    shim()
+    (ours,) = train(pretrainer(), 1)
+    assert ours.keys() - alone.keys() == {"loss_scale", "skipped_steps"}
+    assert alone.keys() < ours.keys()
+
+
+def test_a_skip_updates_the_experts_bias(pretrainer: Any, shim: Any) -> None:
+    """Parameters and moments stay; the token counts, which no checkpoint has, begin anew."""
+    shim()
+    trainer = pretrainer(experts=True)
+    train(trainer, 1)
+    before = cpu.values(trainer)
+    train(trainer, 1, (0,))
+    after = cpu.values(trainer)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all("expert_bias" in name for name in changed)
+    counts = [one for name, one in after.items() if "tokens_per_expert" in name]
+    assert counts
+    assert all(not one.any() for one in counts)
+
+
+def test_25_skips_in_a_row_end_the_job(pretrainer: Any, shim: Any) -> None:
+    shim()
+    trainer = pretrainer()
+    train(trainer, 24, tuple(range(24)))
+    with pytest.raises(LossScaleError, match="25 optimizer steps in a row"):
+        train(trainer, 1, (0,))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(pretrainer: Any, shim: Any) -> None:
+    """As torchtitan has it: the log is what looks at the loss."""
+    shim()
+    trainer = pretrainer()
+    with pytest.raises(RuntimeError, match="Loss is not finite"):
+        train(trainer, 1, (0,), factor=math.inf)
+
+
+def test_a_loop_of_ones_own_is_not_scaled(pretrainer: Any, shim: Any) -> None:
+    """verl's engine builds a Trainer and runs its own loop; nothing there would unscale."""
+    with by_hand.attention_in_float16():
+        alone = _forward_backward(pretrainer())
+    shim()
+    trainer = pretrainer()
+    with pytest.warns(PrecisionShimWarning, match="outside of its train_step"):
+        ours = _forward_backward(trainer)
+    assert torch.equal(ours, alone)
+
+
+def _forward_backward(trainer: Any) -> torch.Tensor:
+    inputs, labels = next(trainer.batch_generator(trainer.dataloader))
+    trainer.forward_backward_step(
+        input_dict=dict(inputs), labels=labels, global_valid_tokens=torch.tensor(labels.numel())
+    )
+    return torch.cat([cpu.local(p.grad).flatten() for p in trainer.model_parts[0].parameters()])
+
+
+@pytest.mark.parametrize("method", ["train_step", "forward_backward_step"])
+def test_a_subclass_with_its_own_loop_is_refused_by_name(
+    pretrainer: Any, shim: Any, method: str
+) -> None:
+    from dataclasses import dataclass
+
+    from torchtitan.trainer import Trainer
+
+    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(Trainer, method)(self, *args, **kwargs)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    kind = type("OwnLoop", (Trainer,), {method: own, "Config": Config})
+    shim()
+    with pytest.warns(PrecisionShimWarning, match=f"OwnLoop has its own {method}"):
+        trainer = pretrainer(kind=kind)
+    assert not decisions()
+    train(trainer, 1)
+    pretrainer("bfloat16", kind=kind)
+    precision_shim.install(strict=True)
+    with pytest.raises(precision_shim.PrecisionShimError, match=f"OwnLoop has its own {method}"):
+        pretrainer(kind=kind)
+
+
+def test_a_subclass_that_keeps_the_loop_is_scaled(pretrainer: Any, shim: Any) -> None:
+    from torchtitan.trainer import Trainer
+
+    kind = type("Renamed", (Trainer,), {})
+    shim()
+    trainer = pretrainer(kind=kind)
+    assert "loss_scale" in train(trainer, 1)[0]

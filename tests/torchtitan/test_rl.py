@@ -1,0 +1,283 @@
+"""The RL trainer in float16, through its own ``__init__`` and its own endpoints."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.errors import LossScaleError, PrecisionShimWarning
+
+from . import by_hand, cpu
+
+OVERFLOWS = (2, 5)
+STEPS = 8
+SETTINGS = {"growth_interval": 2, "loss_scale_init": 1024}
+
+
+def advantage(step: int) -> float:
+    return 1e9 if step in OVERFLOWS else 1.0
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def finite(trainer: Any) -> bool:
+    return all(bool(torch.isfinite(one).all()) for one in cpu.values(trainer).values())
+
+
+def decisions() -> list[str]:
+    found = precision_shim.status().decisions
+    return [f"{one.subject}: {one.chosen}" for one in found if one.framework == "torchtitan"]
+
+
+# -- what torchtitan does alone ----------------------------------------------------------------
+
+
+def test_alone_one_overflow_destroys_the_parameters(policy: Any) -> None:
+    trainer = policy()
+    cpu.policy_step(trainer, 0)
+    assert finite(trainer)
+    _, output = cpu.policy_step(trainer, 1, advantage=1e9)
+    assert not math.isfinite(output.metrics["trainer/grad_norm/mean"])
+    assert not finite(trainer)
+
+
+def gradients(trainer: Any, size: float) -> torch.Tensor:
+    """Gradients of a step with advantages of one size, as they come from the backward pass."""
+    for part in range(3):
+        data = [cpu.microbatch(part, advantage=size)]
+        cpu.endpoint(trainer, "forward_backward", data, 6 * cpu.LENGTH)
+    found = [cpu.local(one.grad).flatten() for one in trainer.model.parameters()]
+    return torch.cat(found)
+
+
+def test_alone_small_gradients_become_zero(policy: Any, shim: Any) -> None:
+    """And with the shim they do not."""
+    alone = gradients(policy(), 1e-6)
+    assert (alone == 0).float().mean() > 0.9
+    shim()
+    scaled = gradients(policy(), 1e-6)
+    assert (scaled == 0).float().mean() < 0.5
+
+
+@pytest.mark.parametrize("name", ["bf16", "half", "auto"])
+def test_alone_other_names_end_in_a_key_error(policy: Any, name: str) -> None:
+    with pytest.raises(KeyError):
+        policy(name)
+    with pytest.raises(KeyError):
+        policy(generator_dtype=name)
+
+
+# -- with the shim -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
+def test_it_is_the_loop_by_hand_bit_for_bit(policy: Any, shim: Any, chunks: int | None) -> None:
+    """Three ``forward_backward`` and one ``optim_step``, eight times with two overflows."""
+    with by_hand.attention_in_float16():
+        hand = policy(chunks=chunks)
+    scaler = by_hand.scaler(1024.0, 2)
+    expected = [by_hand.policy_step(hand, scaler, step, advantage(step)) for step in range(STEPS)]
+    expected_values = cpu.values(hand)
+
+    shim(settings=SETTINGS)
+    trainer = policy(chunks=chunks)
+    skipped = 0
+    for step, (norm, scale, loss) in enumerate(expected):
+        metrics, output = cpu.policy_step(trainer, step, advantage(step))
+        skipped += step in OVERFLOWS
+        reported = output.metrics["trainer/grad_norm/mean"]
+        assert isinstance(reported, float)
+        assert math.isnan(reported) if step in OVERFLOWS else reported == norm
+        assert metrics["loss/mean"] == loss
+        assert output.metrics["trainer/loss_scale"] == scale
+        assert output.metrics["trainer/skipped_steps"] == skipped
+        assert output.policy_version == trainer.policy_version == step + 1
+    assert [scale for _, scale, _ in expected] == [1024, 1024, 2048, 1024, 1024, 2048, 1024, 1024]
+    assert equal(cpu.values(trainer), expected_values)
+    assert trainer.lr_schedulers.state_dict() == hand.lr_schedulers.state_dict()
+
+
+def test_the_metrics_are_torchtitans_and_two_more(policy: Any, shim: Any) -> None:
+    _, alone = cpu.policy_step(policy(), 0)
+    shim()
+    _, ours = cpu.policy_step(policy(), 0)
+    more = {"trainer/loss_scale", "trainer/skipped_steps"}
+    assert ours.metrics.keys() - alone.metrics.keys() == more
+    assert alone.metrics.keys() < ours.metrics.keys()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
+def test_other_dtypes_are_left_alone(
+    policy: Any, shim: Any, dtype: str, chunks: int | None
+) -> None:
+    def train() -> tuple[list[Any], dict[str, Any]]:
+        trainer = policy(dtype, chunks=chunks)
+        found = [cpu.policy_step(trainer, step) for step in range(3)]
+        return [(metrics, output) for metrics, output in found], cpu.values(trainer)
+
+    expected, values = train()
+    shim()
+    found, ours = train()
+    assert found == expected
+    assert equal(ours, values)
+    assert not decisions()
+
+
+def test_a_skip_leaves_parameters_and_moments(policy: Any, shim: Any) -> None:
+    shim()
+    trainer = policy()
+    cpu.policy_step(trainer, 0)
+    before, rate = cpu.values(trainer), trainer.lr_schedulers.state_dict()
+    cpu.policy_step(trainer, 1, advantage=1e9)
+    assert equal(cpu.values(trainer), before)
+    assert trainer.policy_version == 2
+    assert trainer.lr_schedulers.state_dict() != rate
+
+
+def test_a_first_step_that_is_skipped_gives_no_warning_of_order(
+    policy: Any, shim: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    shim()
+    cpu.policy_step(policy(), 0, advantage=1e9)
+    assert not [one for one in recwarn if "lr_scheduler.step" in str(one.message)]
+
+
+def test_25_skips_in_a_row_end_the_job(policy: Any, shim: Any) -> None:
+    shim()
+    trainer = policy()
+    for step in range(24):
+        cpu.policy_step(trainer, step, advantage=1e12, parts=1)
+    with pytest.raises(LossScaleError, match=r"25 optimizer steps in a row.*loss scale 1"):
+        cpu.policy_step(trainer, 24, advantage=1e12, parts=1)
+
+
+def test_attention_is_in_the_models_dtype(policy: Any, shim: Any) -> None:
+    def dtypes(dtype: str) -> set[torch.dtype]:
+        cpu.SEEN.clear()
+        cpu.policy_step(policy(dtype), 0, parts=1)
+        return set(cpu.SEEN)
+
+    assert dtypes("float16") == {torch.bfloat16}
+    shim()
+    assert dtypes("float16") == {torch.float16}
+    assert dtypes("bfloat16") == dtypes("float32") == {torch.bfloat16}
+    precision_shim.uninstall()
+    assert dtypes("float16") == {torch.bfloat16}
+
+
+def test_decisions(policy: Any, shim: Any) -> None:
+    shim(settings={"loss_scale_init": 4096})
+    policy(experts=True, generator_dtype="bf16")
+    said = decisions()
+    assert "policy: grouped experts in bfloat16" in said
+    assert "policy: varlen attention in float16" in said
+    assert "policy: the generator computes in bfloat16, the trainer in float16" in said
+    assert any("loss scaling from 4096" in one for one in said)
+
+
+def test_a_generator_of_the_same_dtype_needs_no_decision(policy: Any, shim: Any) -> None:
+    shim()
+    policy(generator_dtype="FP16")
+    assert not [one for one in decisions() if "generator" in one]
+
+
+def test_the_weights_are_pushed_by_torchtitans_own_path(
+    policy: Any, shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One state dict, cast to the generator's dtype; and none is copied where the dtypes agree."""
+    from torchtitan.experiments.rl.actors import trainer as module
+
+    pushed: list[Any] = []
+
+    async def put_state_dict(state_dict: Any, key: str, **options: Any) -> None:
+        pushed.append((key, state_dict, options))
+
+    monkeypatch.setattr(module, "ts", SimpleNamespace(put_state_dict=put_state_dict))
+    shim()
+    trainer = policy(generator_dtype="half")
+    cpu.endpoint(trainer, "push_model_state_dict")
+    same = policy(generator_dtype="float32")
+    cpu.endpoint(same, "push_model_state_dict")
+    (key, half, options), (_, whole, _) = pushed
+    assert (key, options) == ("model_state_dict", {"direct_rdma": False})
+    assert {one.dtype for name, one in half.items() if "rope" not in name} == {torch.float16}
+    own = dict(same.model.named_parameters())
+    assert len(own.keys() & whole.keys()) > 10  # those that are not stored under other names
+    for name in own.keys() & whole.keys():
+        assert address(whole[name]) == address(own[name])
+
+
+def address(tensor: Any) -> int:
+    return tensor._local_tensor.untyped_storage().data_ptr()
+
+
+def test_a_step_of_a_subclass_is_refused_by_name(
+    torchtitan: None, shim: Any, tmp_path: Any
+) -> None:
+    shim()
+    trainer = _own_step(tmp_path)
+    assert not [one for one in decisions() if "loss scaling" in one]
+    cpu.policy_step(trainer, 0, parts=1)
+    shim(strict=True)
+    with pytest.raises(precision_shim.PrecisionShimError, match="OwnStep has an optim_step"):
+        _own_step(tmp_path, warns=False)
+
+
+def _own_step(folder: Any, warns: bool = True) -> Any:
+    from monarch.actor import concurrent_endpoint
+    from torchtitan.config import CompileConfig
+    from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+
+    class OwnStep(PolicyTrainer):
+        @concurrent_endpoint
+        async def optim_step(self) -> None:
+            self.optimizers.step()
+
+    def build() -> Any:
+        return OwnStep(
+            cpu.policy_config(folder),
+            model_spec=cpu.model_spec(),
+            compile_config=CompileConfig(),
+            output_dir=str(folder),
+        )
+
+    if not warns:
+        return build()
+    with pytest.warns(PrecisionShimWarning, match="OwnStep has an optim_step of its own"):
+        return build()
+
+
+def test_uninstall_brings_torchtitans_own_back(policy: Any, shim: Any) -> None:
+    from torchtitan.components.optimizer import optimizer, utils
+    from torchtitan.distributed import utils as distributed
+    from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+    from torchtitan.models.common.attention import VarlenAttention
+    from torchtitan.trainer import Trainer
+
+    def held() -> list[dict[str, int]]:
+        owners = (PolicyTrainer, Trainer, VarlenAttention, distributed, optimizer, utils)
+        return [{name: id(value) for name, value in vars(one).items()} for one in owners]
+
+    before = held()
+    shim()
+    after = held()
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False] * 6
+    precision_shim.uninstall()
+    assert held() == before
+
+
+def test_after_uninstall_nothing_is_scaled(policy: Any, shim: Any) -> None:
+    shim()
+    trainer = policy()
+    precision_shim.uninstall()
+    ratio = gradients(trainer, 1.0).norm() / gradients(policy(), 1.0).norm()
+    assert 0.9 < ratio < 1.1  # attention stays as the trainer was built
