@@ -63,3 +63,6 @@ FRAMEWORKS = {
 }
 """By the place of its ``Adapter``, which adds the seams; in the order in which ``status()`` shows
 them."""
+
+AUDIT_READERS = {"megatron": "precision_shim_adapters.megatron_reader:read"}
+"""Top-level package of an optimizer's class, to what reads such optimizers for the audit."""

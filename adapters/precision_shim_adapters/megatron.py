@@ -91,6 +91,11 @@ _set_by_user: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """DDP modules whose bucket dtype the user wrote."""
 
 
+def is_set_by_user(chunk: Any) -> bool:
+    """Whether the user wrote the bucket dtype of a DDP module."""
+    return bool(_set_by_user.get(chunk, False))
+
+
 def current_build() -> Build | None:
     """The model build around this call, if a framework of ours is building one."""
     return _build.get()

@@ -15,6 +15,7 @@ from ._finders import Watcher
 from ._registry import Entry, entries, is_tested
 from ._settings import PREFIX, Settings
 from ._status import FrameworkStatus, SeamStatus, Status
+from .auditing import kept
 from .errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
 from .seams import Adapter, Engine, check
 from .seams._source import find_spec
@@ -260,6 +261,7 @@ def status() -> Status:
             decisions=_journal.decisions(),
             notes=tuple(notes),
             given=tuple(name for name in settings.values if settings.is_set(name)),
+            audit=kept.audits(),
         )
 
 
@@ -355,6 +357,7 @@ def _retire(session: _Session) -> None:
         else:
             os.environ[variable] = before
     _journal.clear()
+    kept.clear()
     for text in _left_behind:
         _report(text)
 

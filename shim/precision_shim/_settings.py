@@ -17,7 +17,7 @@ from .errors import SettingsError
 
 PREFIX = VARIABLE
 
-FEATURES = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
+FEATURES = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling", "audit")
 """Names of the features, in the order in which status and documentation show them."""
 
 
@@ -56,6 +56,14 @@ def _whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not number.is_integer() or number < 1:
         raise _bad(name, value, "a whole number >= 1")
     return int(number)
+
+
+def _directory(name: str, value: object) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise _bad(name, value, "a path")
+    text = os.fspath(value).strip() if isinstance(value, str) else str(os.fspath(value))
+    # Workers are started elsewhere.
+    return os.path.abspath(os.path.expanduser(text)) if text else ""
 
 
 def _bad(name: str, value: object, allowed: str) -> SettingsError:
@@ -104,6 +112,7 @@ TABLE: Mapping[str, Setting] = {
         Setting("growth_interval", 400, _whole, "steps without overflow before the scale grows"),
         Setting("growth_factor", 2.0, _number(1.0, above=True), "factor by which it grows"),
         Setting("backoff_factor", 0.5, _number(0.0, above=True, high=1.0), "factor at an overflow"),
+        Setting("audit_dir", "", _directory, "where each rank writes its audits; empty for none"),
         Setting("log", "info", _choice("quiet", "info", "debug"), "how much the shim says"),
     )
 }

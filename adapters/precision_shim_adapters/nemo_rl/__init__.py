@@ -21,15 +21,16 @@ from __future__ import annotations
 from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as shared
-from .. import megatron_checkpoint, megatron_overflow
+from .. import megatron_audit, megatron_checkpoint, megatron_overflow
 from ..frameworks import NEMO_RL
-from . import dtensor, megatron
+from . import audit, dtensor, megatron
 
 ADAPTER = Adapter(
     **NEMO_RL,
     paths={
         **megatron_checkpoint.PATHS,
         **megatron_overflow.PATHS,
+        **megatron_audit.PATHS,
         "megatron": "Megatron workers",
         "megatron metrics": "Megatron workers (policy metrics)",
         "megatron value metrics": "Megatron workers (value metrics)",
@@ -37,6 +38,8 @@ ADAPTER = Adapter(
         "dtensor v2": "DTensor v2",
         "dtensor value": "DTensor v2 value workers",
     },
-    seams=collect(dtensor, shared, megatron_checkpoint, megatron_overflow, megatron),
+    seams=collect(
+        dtensor, shared, megatron_checkpoint, megatron_overflow, megatron, audit, megatron_audit
+    ),
 )
 """NeMo-RL's seams; of several on one target the first is the innermost."""

@@ -39,6 +39,7 @@ from ..loss_scaling import (
     steps_through,
 )
 from ..ray_actors import class_beneath, put_in_front
+from .audit import see
 from .places import DTENSOR
 
 FRAMEWORK = "nemo-rl"
@@ -153,6 +154,7 @@ class ScaledWorker:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         around(build, super().__init__, self, args, kwargs)
+        see(self)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; in float16 with the loss scaled."""

@@ -22,15 +22,16 @@ from __future__ import annotations
 from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as shared
-from .. import megatron_checkpoint, megatron_offload, megatron_overflow
+from .. import megatron_audit, megatron_checkpoint, megatron_offload, megatron_overflow
 from ..frameworks import SKYRL
-from . import config, fsdp, megatron, overflow, processes
+from . import audit, config, fsdp, megatron, overflow, processes
 
 ADAPTER = Adapter(
     **SKYRL,
     paths={
         **megatron_checkpoint.PATHS,
         **megatron_overflow.PATHS,
+        **megatron_audit.PATHS,
         **megatron_offload.PATHS,
         "megatron": "Megatron workers",
         "fsdp": "FSDP workers",
@@ -53,6 +54,8 @@ ADAPTER = Adapter(
         overflow,
         fsdp,
         processes,
+        audit,
+        megatron_audit,
     ),
 )
 """SkyRL's seams; of several on one target the first is the innermost."""

@@ -17,15 +17,16 @@ from __future__ import annotations
 from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as shared
-from .. import megatron_checkpoint, megatron_offload, megatron_overflow
+from .. import megatron_audit, megatron_checkpoint, megatron_offload, megatron_overflow
 from ..frameworks import VERL
-from . import engines, fsdp, megatron, metrics, overflow
+from . import audit, engines, fsdp, megatron, metrics, overflow
 
 ADAPTER = Adapter(
     **VERL,
     paths={
         **megatron_checkpoint.PATHS,
         **megatron_overflow.PATHS,
+        **megatron_audit.PATHS,
         **megatron_offload.PATHS,
         "megatron": "Megatron engine",
         "native": "Megatron engine",
@@ -55,6 +56,8 @@ ADAPTER = Adapter(
         ),
         fsdp,
         engines,
+        audit,
+        megatron_audit,
     ),
 )
 """verl's seams; of several on one target the first is the innermost."""
