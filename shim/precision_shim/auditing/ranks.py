@@ -10,6 +10,8 @@ from typing import Any
 from .record import Audit, AuditPart, Finding
 
 _SHARED = ("params", "frozen", "grad_buckets")
+_PASSING = ("grad_copies", "other")
+"""What comes and goes with a step, or counts steps."""
 
 
 def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str, Any]:
@@ -23,9 +25,10 @@ def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str,
     said: dict[str, Any] = {f"{name}: problems": sorted(some) for name, some in codes.items()}
     for part in parts:
         said[f"{part.name}: scaler"] = part.scaler
+        waits = any(one.state == "later" for one in part.components.values())
         for name, one in part.components.items():
-            # Copies of gradients come and go with each step.
-            if name != "grad_copies" and (part.owned or name in _SHARED):
+            untold = waits and not one.dtypes
+            if name not in _PASSING and (part.owned or name in _SHARED) and not untold:
                 said[f"{part.name}: {name}"] = list(one.dtypes)
     return said
 
@@ -129,12 +132,7 @@ def _compare(
     ranks = sorted(found)
     said = {rank: signature(found[rank].parts, found[rank].problems) for rank in ranks}
     most = _majority(said)
-    differ = {
-        rank: what
-        for rank in ranks
-        # Audits of before and after the first step may differ in what only the step can tell.
-        if (what := unlike(most, said[rank]))
-    }
+    differ = {rank: what for rank in ranks if (what := unlike(most, said[rank]))}
     alike = tuple(rank for rank in ranks if rank not in differ)
     problems: dict[str, list[int]] = {}
     for rank in ranks:
