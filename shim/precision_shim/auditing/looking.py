@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from .._session import version_of
 from . import rules
 from .counting import Measured, component_of, measure
 from .ranks import shown, signature, unlike
@@ -58,6 +58,7 @@ def look(
     group: Any = None,
     framework: str = "",
     subject: str = "",
+    whole: bool = True,
 ) -> Audit:
     """As ``audit``, in the name of a framework.
 
@@ -69,9 +70,10 @@ def look(
         group: see ``audit``.
         framework: the framework's name; empty for that of the optimizer's package.
         subject: which model.
+        whole: whether these are all of the model's optimizers.
     """
     named = rules.parse_expected(expected)
-    readings = read(model, optimizer, scaler)
+    readings = read(model, optimizer, scaler, whole=whole)
     measured, host = measure(readings)
     parts = [_part(*one) for one in zip(readings, measured, strict=True)]
     where = _where(framework, readings[0].framework)
@@ -124,9 +126,14 @@ def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, 
 @functools.cache  # the versions are looked up in files
 def _where(framework: str, package: str) -> str:
     names = [name for name in dict.fromkeys((framework, package)) if name]
-    return ", ".join(
-        f"{name} {version_of(name, (name.replace('-', '_'),)) or ''}".strip() for name in names
-    )
+    return ", ".join(f"{name} {_version(name)}".strip() for name in names)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:  # a bare checkout
+        return ""
 
 
 def _rank() -> tuple[int, int]:

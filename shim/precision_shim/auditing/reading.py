@@ -197,13 +197,14 @@ class Reading:
 # -- which reader --------------------------------------------------------------------------------
 
 
-def read(model: Any, optimizer: Any, scaler: Any = None) -> list[Reading]:
+def read(model: Any, optimizer: Any, scaler: Any = None, *, whole: bool = True) -> list[Reading]:
     """Read a model and its optimizers.
 
     Args:
         model: a module, a list of modules, or ``None``.
         optimizer: an optimizer, a list of them, or ``None`` for a model alone.
         scaler: loss scaler of torch's optimizers.
+        whole: whether these are all of the model's optimizers.
 
     Raises:
         AuditError: model or optimizer is of a kind that nothing here can read.
@@ -226,7 +227,8 @@ def read(model: Any, optimizer: Any, scaler: Any = None) -> list[Reading]:
             readings += _read_torch(chunks, several, scaler)
     if not readings:
         readings = [Reading("torch", "model", "none")]
-    _give_the_rest(chunks, readings)
+    if whole or readings[0].name != "experts":  # another optimizer's audit has the rest
+        _give_the_rest(chunks, readings, whole)
     seen: dict[str, int] = {}
     for reading in readings:
         seen[reading.name] = seen.get(reading.name, 0) + 1
@@ -282,8 +284,13 @@ def _kind(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _give_the_rest(chunks: Sequence[torch.nn.Module], readings: Sequence[Reading]) -> None:
-    """What the model has and no optimizer trains goes to the first part."""
+def _give_the_rest(
+    chunks: Sequence[torch.nn.Module], readings: Sequence[Reading], whole: bool
+) -> None:
+    """What the model has and no optimizer trains goes to the first part.
+
+    A trainable parameter that is left may be another optimizer's, where there are others.
+    """
     taken = {id(one) for reading in readings for one in reading.trainable}
     gathered = _shards_beneath(chunks)
     first = readings[0]
@@ -293,8 +300,10 @@ def _give_the_rest(chunks: Sequence[torch.nn.Module], readings: Sequence[Reading
         if id(parameter) in gathered:  # of no use but to FSDP; the shard is counted
             first.also_params.append(parameter)
             continue
-        (first.trainable if parameter.requires_grad else first.frozen).append(parameter)
-        if parameter.requires_grad:
+        if not parameter.requires_grad:
+            first.frozen.append(parameter)
+        elif whole:
+            first.trainable.append(parameter)
             first.gradients += gradients_of(parameter)
     first.other += _other_tensors(chunks)
 

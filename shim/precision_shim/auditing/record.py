@@ -201,7 +201,7 @@ class Audit:
         return f"{who}, rank {self.rank} of {self.world_size}: {verdict}{looked}"
 
     def brief(self) -> str:
-        """What is in force in one line, and the problems' codes."""
+        """What is in force in one line, and the codes of problems and notes."""
         parts = []
         for part in self.parts:
             held = {name: "+".join(one.dtypes) for name, one in part.components.items()}
@@ -218,7 +218,9 @@ class Audit:
             name = "" if len(self.parts) == 1 and part.name == "model" else f"{part.name}: "
             parts.append(name + ", ".join(words))
         codes = ", ".join(dict.fromkeys(one.code for one in self.problems))
-        return "; ".join(parts) + (f"; problems: {codes}" if codes else "; no problems")
+        noted = ", ".join(dict.fromkeys(one.code for one in self.notes))
+        verdict = f"problems: {codes}" if codes else "no problems"
+        return "; ".join((*parts, verdict, *([f"notes: {noted}"] if noted else ())))
 
     def __str__(self) -> str:
         lines = [f"audit of {self.headline}"]

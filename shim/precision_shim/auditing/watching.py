@@ -107,7 +107,12 @@ class _Watcher:
             model = [one for ref in self._model if (one := ref()) is not None]
             scaler = None if self._scaler is None else self._scaler()
             audit = look(
-                model or None, optimizer, scaler=scaler, framework=framework, subject=subject
+                model or None,
+                optimizer,
+                scaler=scaler,
+                framework=framework,
+                subject=subject,
+                whole=False,
             )
         except Exception as error:  # an audit must not end a training
             self._tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
