@@ -91,9 +91,8 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     dtypes = {p.dtype for p in trained}
     in_bucket = {one.dtype for one in reading.bucket_views}
     own = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
-    reading.copies_later = (
-        not own and bool(dtypes & set(SIXTEEN_BIT)) and in_bucket != {torch.float32}
-    )
+    makes_copies = bool(dtypes & set(SIXTEEN_BIT)) and in_bucket != {torch.float32}
+    reading.copies_later = makes_copies and not own and reading.foretold.exp_avg is not None
     reading.data_parallel_size = _data_parallel_size(optimizer, buffers, reading.name)
     reading.sharded = reading.owned_parameters < reading.parameters
     meshed = any(hasattr(p, "device_mesh") for p in reading.trainable)  # Megatron-FSDP

@@ -177,7 +177,7 @@ def step(chunks: list[Any], optimizer: Any, *, world: int = 1, rank: int = 0) ->
     train(chunks, optimizer, 1, world=world, rank=rank)
 
 
-def step_without_forward(optimizer: Any, chunks: list[Any]) -> None:
+def step_without_forward(chunks: list[Any], optimizer: Any) -> None:
     """One step on gradients that are put into the bucket; no activation is left behind."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -204,6 +204,6 @@ def held_by(build: Build) -> tuple[int, list[Any], Any]:
     """Bytes of the storages that come into being with a model and its first step, and live on."""
     before = live_storages()
     chunks, optimizer = make(build)
-    step_without_forward(optimizer, chunks)
+    step_without_forward(chunks, optimizer)
     after = live_storages()
     return sum(after[key] for key in after.keys() - before.keys()), chunks, optimizer

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..rules.dtypes import name_of
 from .reading import Reading, local, plain, unique
-from .record import COMPONENTS, AuditComponent
+from .record import COMPONENTS, OF_MODEL, AuditComponent
 
 
 class Counter:
@@ -24,8 +25,8 @@ class Counter:
         """What was counted so far belongs to other components."""
         self._before = set(self._counted)
 
-    def _is_new(self, tensor: torch.Tensor) -> bool:
-        return all(one.untyped_storage()._cdata not in self._before for one in plain(tensor))
+    def _storages(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
+        return [(one, one.untyped_storage()) for one in plain(tensor)]
 
     def count(self, tensors: Iterable[torch.Tensor], more: Iterable[torch.Tensor] = ()) -> Measured:
         """Count tensors whose storages are new.
@@ -36,22 +37,23 @@ class Counter:
         """
         found = Measured()
         for tensor in unique(tensors):
-            if not local(tensor).numel() or not self._is_new(tensor):
+            numel = local(tensor).numel()
+            storages = self._storages(tensor) if numel else []
+            if not storages or any(storage._cdata in self._before for _, storage in storages):
                 continue
-            found.elements += local(tensor).numel()
-            for one in plain(tensor):
+            found.elements += numel
+            for one, storage in storages:
                 found.dtypes.add(one.dtype)
                 found.devices.add(one.device.type)
-                if one.untyped_storage().nbytes():  # frameworks empty storages while they offload
+                if storage.nbytes():  # frameworks empty storages while they offload
                     found.bytes += one.numel() * one.element_size()
-                self._add(one, found)
+                self._add(one, storage, found)
         for tensor in more:
-            for one in plain(tensor):
-                self._add(one, found)
+            for one, storage in self._storages(tensor):
+                self._add(one, storage, found)
         return found
 
-    def _add(self, tensor: torch.Tensor, found: Measured) -> None:
-        storage = tensor.untyped_storage()
+    def _add(self, tensor: torch.Tensor, storage: Any, found: Measured) -> None:
         if storage._cdata not in self._counted:
             self._counted.add(storage._cdata)
             size = storage.nbytes()
@@ -114,35 +116,42 @@ def _tensors(
     return (state for one in owned if (state := getattr(one, component)) is not None), ()
 
 
-def component_of(reading: Reading, name: str, found: Measured) -> AuditComponent:
-    """A component as an audit shows it."""
+def component_of(reading: Reading, name: str, found: Measured, covered: int) -> AuditComponent:
+    """A component as an audit shows it.
+
+    Args:
+        reading: what was read.
+        name: the component's.
+        found: its bytes.
+        covered: the parameters that it covers.
+    """
     later = reading.later(name) if name in ("master", "exp_avg", "exp_avg_sq") else set()
-    waits = any(not one.has_state for one in reading.owned)
-    copies = name == "grad_copies" and reading.copies_later and waits and not found.elements
+    copies = (
+        name == "grad_copies"
+        and reading.copies_later
+        and not found.elements
+        and any(not one.has_state for one in reading.owned)
+    )
     if later:
         state = "later"
     elif found.elements or found.allocated:
         state = "live"
     else:
         state = "later" if copies else "none"
-    covered = (
-        reading.parameters
-        if name in ("params", "frozen", "grad_buckets")
-        else reading.owned_parameters
-    )
     shown = sorted(found.devices)
     return AuditComponent(
         dtypes=tuple(sorted(map(name_of, found.dtypes | later))),
         bytes=found.bytes,
         allocated=found.allocated,
         bytes_per_parameter=found.bytes / covered if covered else 0.0,
-        sharded=_sharded(reading, name) and state != "none",
+        sharded=is_sharded(reading, name) and state != "none",
         device="+".join(shown),
         state=state,
     )
 
 
-def _sharded(reading: Reading, name: str) -> bool:
-    if name in ("params", "frozen", "grad_buckets"):
+def is_sharded(reading: Reading, name: str) -> bool:
+    """Whether each rank of the data-parallel group holds a share of a component only."""
+    if name in OF_MODEL:
         return reading.params_sharded and name != "grad_buckets"
     return reading.sharded

@@ -13,7 +13,7 @@ from . import rules
 from .counting import Measured, component_of, measure
 from .ranks import shown, signature, unlike
 from .reading import Reading, read
-from .record import COMPONENTS, Audit, AuditPart, Finding
+from .record import COMPONENTS, OF_MODEL, Audit, AuditPart, Finding
 
 
 def audit(
@@ -101,14 +101,20 @@ def look(
 
 
 def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
+    parameters, owned = reading.parameters, reading.owned_parameters
     return AuditPart(
         name=reading.name,
         optimizer=reading.optimizer,
         data_parallel_size=reading.data_parallel_size,
-        parameters=reading.parameters,
-        owned=reading.owned_parameters,
+        parameters=parameters,
+        owned=owned,
         scaler=reading.scaler_name,
-        components={name: component_of(reading, name, measured[name]) for name in COMPONENTS},
+        components={
+            name: component_of(
+                reading, name, measured[name], parameters if name in OF_MODEL else owned
+            )
+            for name in COMPONENTS
+        },
     )
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .record import Audit, AuditPart, Finding
+from .record import OF_MODEL, Audit, AuditPart, Finding
 
-_SHARED = ("params", "frozen", "grad_buckets")
 _PASSING = ("grad_copies", "other")
 """What comes and goes with a step, or counts steps."""
 
@@ -28,7 +27,7 @@ def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str,
         waits = any(one.state == "later" for one in part.components.values())
         for name, one in part.components.items():
             untold = waits and not one.dtypes
-            if name not in _PASSING and (part.owned or name in _SHARED) and not untold:
+            if name not in _PASSING and (part.owned or name in OF_MODEL) and not untold:
                 said[f"{part.name}: {name}"] = list(one.dtypes)
     return said
 

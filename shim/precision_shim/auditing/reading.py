@@ -34,6 +34,8 @@ _INNER = (
 )
 """Where TransformerEngine's quantized tensors keep what they wrap."""
 
+_NO_HELPERS = ("builtins", "collections", "functools", "torch")
+
 _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
 """Names of a device mesh's dimensions along which a model, and no data, is divided."""
 
@@ -309,14 +311,20 @@ def _give_the_rest(
 
 
 def _other_tensors(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Buffers of the modules, and tensors that are their plain attributes."""
-    return [
-        value
-        for chunk in chunks
-        for module in chunk.modules()
-        for value in (*vars(module).get("_buffers", {}).values(), *vars(module).values())
-        if isinstance(value, torch.Tensor)
-    ]
+    """Buffers of the modules, and tensors that they or their helper objects have as attributes."""
+    found: list[torch.Tensor] = []
+    helpers: dict[int, Any] = {}
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        attributes = vars(module)
+        for value in (*attributes["_buffers"].values(), *attributes.values()):
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif type(value).__module__ not in _NO_HELPERS and hasattr(value, "__dict__"):
+                helpers[id(value)] = value
+    for one in helpers.values():
+        if not isinstance(one, (torch.nn.Module, type)) and isinstance(vars(one), dict):
+            found += tensors_of(one)
+    return found
 
 
 # -- torch's optimizers --------------------------------------------------------------------------
@@ -344,7 +352,7 @@ def _read_torch(
         reading.data_parallel_size = _data_parallel_size(chunks, meshes or params)
         reading.gradients = [grad for p in params for grad in gradients_of(p)]
         read_inner(reading, optimizer)
-        reading.copies_later = True
+        reading.copies_later = reading.foretold.exp_avg is not None
         readings.append(reading)
     if readings and scaler is not None:
         readings[0].other += tensors_of(scaler)

@@ -18,6 +18,9 @@ COMPONENTS = (
 )
 """What an optimizer and its model hold, in the order in which shared storages are counted."""
 
+OF_MODEL = ("params", "frozen", "grad_buckets")
+"""Those that are the model's, whole or in shares of its own; the others go with the states."""
+
 PER_PARAMETER = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """Components that grow with the trainable parameters."""
 

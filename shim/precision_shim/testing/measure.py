@@ -7,13 +7,13 @@ that the total is what the allocator sees.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..auditing.counting import Measured, component_of, measure
+from ..auditing.counting import Measured, is_sharded, measure
 from ..auditing.reading import Reading, read
-from ..auditing.record import COMPONENTS
+from ..auditing.record import COMPONENTS, OF_MODEL
 
 __all__ = ["MeasuredBytes", "Part", "measure_bytes"]
 
@@ -161,8 +161,7 @@ def _part(
 ) -> Part:
     """A component over all optimizers."""
     counts = [one[name] for one in measured]
-    replicated = name in ("params", "frozen", "grad_buckets")
-    covered = trainable if replicated else owned
+    covered = trainable if name in OF_MODEL else owned
     used = sum(one.bytes for one in counts)
     dtypes = {dtype for one in counts for dtype in one.dtypes}
     return Part(
@@ -170,12 +169,5 @@ def _part(
         elements=sum(one.elements for one in counts),
         bytes_per_parameter=used / covered if covered else 0.0,
         dtypes=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
-        sharded=any(component_of(*one).sharded for one in _named(name, readings, counts)),
+        sharded=any(is_sharded(one, name) for one in readings),
     )
-
-
-def _named(
-    name: str, readings: Sequence[Reading], counts: Sequence[Measured]
-) -> Iterator[tuple[Reading, str, Measured]]:
-    for reading, found in zip(readings, counts, strict=True):
-        yield reading, name, found
