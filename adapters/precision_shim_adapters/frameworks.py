@@ -87,3 +87,6 @@ SHARED = {
     "nemo_automodel": "nemo-automodel",
 }
 """Packages that frameworks build on and that seams are in, with their distributions' names."""
+
+AUDIT_READERS = {"megatron": "precision_shim_adapters.megatron.reader:read"}
+"""Top-level package of an optimizer's class, to what reads such optimizers for the audit."""

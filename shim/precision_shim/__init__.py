@@ -13,6 +13,8 @@ _WHERE = {
     "install": "_session",
     "uninstall": "_session",
     "status": "_session",
+    "audit": "auditing.looking",
+    "Audit": "auditing.record",
     "Status": "_status",
     "PrecisionShimError": "errors",
     "SettingsError": "errors",
@@ -24,6 +26,7 @@ _WHERE = {
     "CheckpointLayoutError": "errors",
     "LossScaleError": "errors",
     "ScalerCheckpointError": "errors",
+    "AuditError": "errors",
     "PrecisionShimWarning": "errors",
 }
 
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
     from ._session import status as status
     from ._session import uninstall as uninstall
     from ._status import Status as Status
+    from .auditing.looking import audit as audit
+    from .auditing.record import Audit as Audit
+    from .errors import AuditError as AuditError
     from .errors import CheckpointLayoutError as CheckpointLayoutError
     from .errors import DtypeError as DtypeError
     from .errors import InconsistentPrecisionError as InconsistentPrecisionError

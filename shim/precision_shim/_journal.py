@@ -27,8 +27,13 @@ def record(decision: Decision) -> None:
         if decision in _decisions:
             return
         _decisions.append(decision)
+    announce(str(decision))
+
+
+def announce(line: str) -> None:
+    """Say a line on rank 0, or everywhere for debugging."""
     if verbosity != "quiet" and (_is_rank_0() or verbosity == "debug"):
-        say(str(decision))
+        say(line)
 
 
 def decisions() -> tuple[Decision, ...]:

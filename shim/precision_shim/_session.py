@@ -17,6 +17,7 @@ from ._finders import Watcher
 from ._registry import Entry, entries, is_tested
 from ._settings import PREFIX, Settings
 from ._status import FrameworkStatus, SeamStatus, Status
+from .auditing import kept
 from .errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
 from .seams import Adapter, Engine, check
 from .seams._source import find_spec
@@ -264,6 +265,7 @@ def status() -> Status:
             decisions=_journal.decisions(),
             notes=tuple(notes),
             given=tuple(name for name in settings.values if settings.is_set(name)),
+            audit=kept.audits(),
         )
 
 
@@ -389,6 +391,7 @@ def _retire(session: _Session) -> None:
         else:
             os.environ[variable] = before
     _journal.clear()
+    kept.clear()
     for text in _left_behind:
         _report(text)
 

@@ -17,7 +17,7 @@ from .errors import SettingsError
 
 PREFIX = VARIABLE
 
-FEATURES = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
+FEATURES = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling", "audit")
 """Names of the features, in the order in which status and documentation show them."""
 
 
@@ -58,6 +58,14 @@ def _whole(name: str, value: object) -> int:
     return int(number)
 
 
+def _directory(name: str, value: object) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise _bad(name, value, "a path")
+    text = os.fspath(value).strip() if isinstance(value, str) else str(os.fspath(value))
+    # Workers are started elsewhere.
+    return os.path.abspath(os.path.expanduser(text)) if text else ""
+
+
 def _bad(name: str, value: object, allowed: str) -> SettingsError:
     return SettingsError(
         f"{_variable(name)}={value!r} is not a valid setting; allowed: {allowed}. "
@@ -93,6 +101,7 @@ TABLE: Mapping[str, Setting] = {
         Setting("growth_interval", 400, _whole),
         Setting("growth_factor", 2.0, _number(1.0, above=True)),
         Setting("backoff_factor", 0.5, _number(0.0, above=True, high=1.0)),
+        Setting("audit_dir", "", _directory),
         Setting("log", "info", _choice("quiet", "info", "debug")),
     )
 }

@@ -5,9 +5,12 @@ How it reads is in ``_status_text``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .auditing.record import Audit
 
 STATES = ("absent", "pending", "wrapped", "native", "refused", "off")
 """States of a seam and of a framework: not installed; waits for the module's import; patched;
@@ -106,6 +109,7 @@ class Status:
         decisions: what was chosen, oldest first.
         notes: what else a reader should know, such as why nothing was installed.
         given: names of the settings that the user set; the others are defaults.
+        audit: what the audit found by itself, of each optimizer the newest.
     """
 
     enabled: bool
@@ -115,6 +119,7 @@ class Status:
     decisions: tuple[Decision, ...] = ()
     notes: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
+    audit: Sequence[Audit] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the snapshot as plain dicts, lists, strings and numbers, ready for JSON."""
@@ -133,6 +138,7 @@ class Status:
             },
             "decisions": [asdict(decision) for decision in self.decisions],
             "notes": list(self.notes),
+            "audit": [one.to_dict() for one in self.audit],
         }
 
     def details(self) -> str:

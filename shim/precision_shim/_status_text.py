@@ -18,6 +18,7 @@ SCREEN = 40
 
 _COLUMN = 25  # where the text behind a feature's name begins
 _LEAST = 6  # decisions keep at least so many lines, however long the problems are
+_AUDITS = 5  # lines that audits get
 _MORE = "status().details()"
 _WITH_OTHERS = "refused whole, because: "  # what the engine puts before a neighbour's reason
 
@@ -53,6 +54,10 @@ def screen(status: Status) -> str:
         lines += fold(f"not installed: {', '.join(absent)}", 0, 2) if absent else []
         lines += fold(f"not asked for: {', '.join(off)}", 0, 2) if off else []
 
+    if status.audit:
+        audits = [fold(f"{one.headline}: {one.brief()}", 2, 4) for one in status.audit]
+        lines += ["", "audit", *_fit(audits, _AUDITS)]
+
     wrong = [fold(text, 2, 4) for text in _problems(status)]
     decided = [fold(str(one), 2, 4) for one in status.decisions]
     room = SCREEN - len(lines)
@@ -85,6 +90,8 @@ def table(status: Status) -> str:
         lines += ["", "decisions"]
         for decision in status.decisions:
             lines += fold(str(decision), 2, 4)
+    for audit in status.audit:
+        lines += ["", str(audit)]
     for note in status.notes:
         lines += ["", *fold(note, 0, 0)]
     return "\n".join(lines)

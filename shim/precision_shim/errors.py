@@ -47,5 +47,9 @@ class ScalerCheckpointError(PrecisionShimError, RuntimeError):
     """A saved scaler state is damaged, of a newer format, or could not be written or read."""
 
 
+class AuditError(PrecisionShimError, ValueError):
+    """``audit()`` was given what it cannot read, or a component that there is not."""
+
+
 class PrecisionShimWarning(UserWarning):
     """Category of every warning that this package emits, so that users can filter it as one."""

@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = (
     "tests/activation/test_ray.py",
+    "tests/audit/test_command.py",
+    "tests/audit/test_torch.py",
     "tests/scaling/hand_written.py",
     "tests/scaling/ranks.py",
     "tests/scaling/saving.py",

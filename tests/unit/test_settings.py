@@ -23,6 +23,7 @@ DEFAULTS = {
     "growth_interval": 400,
     "growth_factor": 2.0,
     "backoff_factor": 0.5,
+    "audit_dir": "",
     "log": "info",
 }
 
@@ -42,6 +43,9 @@ def good(name):
         return st.sampled_from(CHOICES[name]).flatmap(
             lambda value: st.tuples(spelled(value), st.just(value))
         )
+    if name == "audit_dir":
+        folders = st.text("abc ._-é", max_size=8).map(lambda text: f"/x{text}y")
+        return folders.map(lambda text: (f" {text}\n", text))
     if name == "growth_interval":
         return st.integers(1, 10**9).map(lambda value: (value, value))
     low, high = {"loss_scale_init": (0, 1e30), "growth_factor": (1, 1e30)}.get(name, (0, 1))
@@ -54,6 +58,8 @@ BAD = [
     ("optimizer_states", "follow model", "follow-model"),
     ("grad_bucket", "always", "unless-set | align"),
     ("grad_bucket", True, "unless-set | align"),
+    ("audit_dir", 1, "a path"),
+    ("audit_dir", None, "a path"),
     ("log", "warning", "quiet | info | debug"),
     ("log", None, "quiet | info | debug"),
     ("loss_scale_init", 0, "> 0"),
@@ -252,8 +258,8 @@ def test_strict_as_an_argument_wins(variable, argument):
         (["fp16-scaling", "dtype-coercion"], ("dtype-coercion", "fp16-scaling")),
         (iter(["fp16-scaling"]), ("fp16-scaling",)),
         ("dtype-coercion,dtype-coercion", ("dtype-coercion",)),
-        ("-fp16-scaling", FEATURES[:3]),
-        ("-fp16-scaling,-dtype-coercion", FEATURES[1:3]),
+        ("-fp16-scaling", (*FEATURES[:3], *FEATURES[4:])),
+        ("-fp16-scaling,-dtype-coercion", (*FEATURES[1:3], *FEATURES[4:])),
         (["-bf16-dispatch"], (FEATURES[0], *FEATURES[2:])),
         ("dtype-coercion,fp16-scaling,-fp16-scaling", ("dtype-coercion",)),
         ("dtype-coercion,-dtype-coercion", ()),
@@ -331,3 +337,13 @@ def test_a_slip_of_the_pen_is_named():
         "PRECISION_SHIMMER": "other",
     }
     assert unknown_variables(environ) == ["PRECISION_SHIM_OPTIMISER_STATES"]
+
+
+def test_a_directory_is_made_absolute_because_workers_start_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert resolve(settings={"audit_dir": "audits"})["audit_dir"] == str(tmp_path / "audits")
+    assert resolve(settings={"audit_dir": tmp_path})["audit_dir"] == str(tmp_path)
+    environ = {"PRECISION_SHIM_AUDIT_DIR": "~/audits"}
+    assert resolve(environ=environ)["audit_dir"] == "/home/me/audits"
+    assert resolve(settings={"audit_dir": ""})["audit_dir"] == ""

@@ -92,7 +92,7 @@ def test_the_dict_is_ready_for_json_and_complete(status):
     found = json.loads(json.dumps(status.to_dict()))
     assert found == status.to_dict()
     assert set(found) == {
-        "enabled", "features", "settings", "frameworks", "decisions", "notes"
+        "enabled", "features", "settings", "frameworks", "decisions", "notes", "audit"
     }  # fmt: skip
     assert found["enabled"] is status.enabled
     for name, one in status.frameworks.items():

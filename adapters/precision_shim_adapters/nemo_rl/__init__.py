@@ -22,7 +22,7 @@ from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as wing
 from ..frameworks import NEMO_RL
-from . import dtensor, megatron
+from . import audit, dtensor, megatron
 
 ADAPTER = Adapter(
     **NEMO_RL,
@@ -35,6 +35,6 @@ ADAPTER = Adapter(
         "dtensor v2": "DTensor v2",
         "dtensor value": "DTensor v2 value workers",
     },
-    seams=collect(dtensor, wing.SEAMS, megatron),
+    seams=collect(dtensor, wing.SEAMS, megatron, audit),
 )
 """NeMo-RL's seams; of several on one target the first is the innermost."""

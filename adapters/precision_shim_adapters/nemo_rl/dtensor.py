@@ -27,6 +27,7 @@ from precision_shim.errors import SeamError
 
 from ..fp16 import FEATURE, SETTINGS, ScaledTraining
 from ..ray_actors import class_beneath, put_in_front
+from .audit import see
 from .places import DTENSOR
 
 FRAMEWORK = "nemo-rl"
@@ -136,6 +137,7 @@ class ScaledWorker:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         around(build, super().__init__, self, args, kwargs)
+        see(self)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; in float16 with the loss scaled."""

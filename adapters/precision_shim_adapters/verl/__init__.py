@@ -19,7 +19,7 @@ from precision_shim.adapting import Adapter, collect
 from .. import megatron as wing
 from ..frameworks import VERL
 from ..megatron import offload
-from . import engines, fsdp, fsdp_checkpoints, megatron, metrics
+from . import audit, engines, fsdp, fsdp_checkpoints, megatron, metrics
 
 ADAPTER = Adapter(
     **VERL,
@@ -52,6 +52,7 @@ ADAPTER = Adapter(
         fsdp,
         fsdp_checkpoints,
         engines,
+        audit,
     ),
 )
 """verl's seams; of several on one target the first is the innermost."""

@@ -1,16 +1,19 @@
 """What a training process really holds, counted from its live tensors.
 
-Nothing here is computed from a config. A storage that two parts share is counted once, for
-the first part in the order below, so that the total is what the allocator sees.
+The figures of ``precision_shim.audit``, over all optimizers. Nothing here is computed from a
+config. A storage that two parts share is counted once, for the first part in the order below, so
+that the total is what the allocator sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
+from ..auditing.counting import Measured, is_sharded, measure
+from ..auditing.reading import Reading, read
+from ..auditing.record import COMPONENTS, OF_MODEL
 
 __all__ = ["MeasuredBytes", "Part", "measure_bytes"]
 
@@ -51,10 +54,11 @@ class MeasuredBytes:
         master: fp32 or fp16 master parameters, or int16 remainders (sharded).
         exp_avg: first moments (sharded).
         exp_avg_sq: second moments (sharded).
-        other: scales and other tensors of the optimizer's state (sharded).
+        other: scales, step counts, the model's buffers and what else the optimizer keeps.
         trainable: number of trainable parameters of this rank's model.
         owned: number of those whose states this rank's optimizer holds.
-        data_parallel_size: ranks that share the sharded parts.
+        data_parallel_sizes: ranks that share the sharded parts, by the optimizer's part:
+            ``{"dense": 4, "experts": 2}``, or ``{"model": 4}``.
     """
 
     params: Part
@@ -67,7 +71,12 @@ class MeasuredBytes:
     other: Part
     trainable: int
     owned: int
-    data_parallel_size: int
+    data_parallel_sizes: Mapping[str, int]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that share the sharded parts; of the first optimizer where there are several."""
+        return next(iter(self.data_parallel_sizes.values()))
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -103,7 +112,8 @@ class MeasuredBytes:
         ]
         for name, part in self.parts.items():
             if part.nbytes:
-                held = f"1/{self.data_parallel_size}" if part.sharded else "whole"
+                sizes = dict.fromkeys(self.data_parallel_sizes.values())
+                held = ", ".join(f"1/{size}" for size in sizes) if part.sharded else "whole"
                 lines.append(
                     f"{name:<13}{'+'.join(part.dtypes):<20}{part.nbytes:>12,}"
                     f"{part.bytes_per_parameter:>9.2f}  {held}"
@@ -130,151 +140,34 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     Returns:
         :class:`MeasuredBytes` for this rank.
     """
-    chunks = _as_list(model_chunks)
-    inner = list(_inner_optimizers(optimizer))
-    counter = _Counter()
-
-    params = _unique(p for chunk in chunks for p in chunk.parameters())
-    trainable = [p for p in params if p.requires_grad]
-    optimized = _unique(p for o in inner for g in o.param_groups for p in g["params"])
-    states: dict[str, list[torch.Tensor]] = {"master": [], "exp_avg": [], "exp_avg_sq": []}
-    other: list[torch.Tensor] = []
-    for one in inner:
-        for state in one.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    part = "master" if name == "master_param" else name
-                    states.get(part, other).append(value)
-        for scales in getattr(one, "_scales", {}).values():
-            other.extend(scales.values())
-
-    n_trainable = sum(p.numel() for p in trainable)
-    n_owned = sum(p.numel() for p in optimized)
-    sharded = n_owned < n_trainable
-    part_of_params = counter.part(trainable, n_trainable, False)
-    frozen = counter.part([p for p in params if not p.requires_grad], n_trainable, False)
-    buckets, bucket_views = _grad_buckets(chunks)
-    grad_buckets = counter.part(bucket_views, n_trainable, False, buckets)
-    # Without the precision-aware optimizer its parameters are the masters.
-    held = counter.seen(trainable)
-    masters = states["master"] + [p for p in optimized if _storage_key(p) not in held]
-    gradients = [
-        grad
-        for p in _unique([*trainable, *optimized])
-        for grad in (p.grad, getattr(p, "decoupled_grad", None))
-        if grad is not None
-    ]
+    readings = read(model_chunks, optimizer)
+    measured, _ = measure(readings)
+    trainable = sum(one.parameters for one in readings)
+    owned = sum(one.owned_parameters for one in readings)
     return MeasuredBytes(
-        params=part_of_params,
-        frozen=frozen,
-        grad_buckets=grad_buckets,
-        grad_copies=counter.part(gradients, n_owned, sharded),
-        master=counter.part(masters, n_owned, sharded),
-        exp_avg=counter.part(states["exp_avg"], n_owned, sharded),
-        exp_avg_sq=counter.part(states["exp_avg_sq"], n_owned, sharded),
-        other=counter.part(other, n_owned, sharded),
-        trainable=n_trainable,
-        owned=n_owned,
-        data_parallel_size=_data_parallel_size(optimizer),
+        **{name: _part(name, readings, measured, trainable, owned) for name in COMPONENTS},
+        trainable=trainable,
+        owned=owned,
+        data_parallel_sizes={one.name: one.data_parallel_size for one in readings},
     )
 
 
-class _Counter:
-    """Counts every storage once."""
-
-    def __init__(self) -> None:
-        self._counted: set[tuple[str, int]] = set()
-
-    def seen(self, tensors: Iterable[torch.Tensor]) -> set[tuple[str, int]]:
-        return {_storage_key(t) for t in tensors}
-
-    def part(
-        self,
-        tensors: Sequence[torch.Tensor],
-        covered: int,
-        sharded: bool,
-        storages_of: Sequence[torch.Tensor] | None = None,
-    ) -> Part:
-        """A part made of ``tensors``, in the storages of ``storages_of`` (default: theirs)."""
-        fresh = [t for t in tensors if t.numel() and _storage_key(t) not in self._counted]
-        nbytes = 0
-        for tensor in [*fresh, *(storages_of or ())]:
-            for plain in _plain_tensors(tensor):
-                key = _storage_key(plain)
-                if key not in self._counted and plain.numel():
-                    self._counted.add(key)
-                    nbytes += plain.untyped_storage().nbytes()
-        held = [plain for tensor in fresh for plain in _plain_tensors(tensor)]
-        used = sum(plain.numel() * plain.element_size() for plain in held)
-        return Part(
-            nbytes=nbytes,
-            elements=sum(t.numel() for t in fresh),
-            bytes_per_parameter=used / covered if covered else 0.0,
-            dtypes=tuple(sorted({str(plain.dtype)[6:] for plain in held})),
-            sharded=sharded,
-        )
-
-
-def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the bytes: TransformerEngine's fp8 tensors are wrappers."""
-    wrapped = [getattr(tensor, name, None) for name in ("_data", "_transpose", "_scale_inv")]
-    found = [t for t in wrapped if isinstance(t, torch.Tensor)]
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and found:
-        yield from found
-    else:
-        yield tensor
-
-
-def _storage_key(tensor: torch.Tensor) -> tuple[str, int]:
-    plain = next(_plain_tensors(tensor))
-    return str(plain.device), plain.untyped_storage().data_ptr()
-
-
-def _grad_buckets(chunks: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Whole buffers, and in them the views that belong to parameters."""
-    buffers: list[torch.Tensor] = []
-    for chunk in chunks:
-        for name in ("buffers", "expert_parallel_buffers"):
-            found = getattr(chunk, name, None)
-            # torch's Module.buffers is a method; Megatron's DDP hides it behind a list.
-            if isinstance(found, (list, tuple)):
-                buffers.extend(b.grad_data for b in found if b.grad_data is not None)
-    views = [
-        grad
-        for chunk in chunks
-        for p in chunk.parameters()
-        if (grad := getattr(p, "main_grad", None)) is not None
-    ]
-    return buffers, views
-
-
-def _inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    if optimizer is None:
-        return
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
-        for one in chained:
-            yield from _inner_optimizers(one)
-    elif isinstance(optimizer, torch.optim.Optimizer):
-        yield optimizer
-    else:
-        # Megatron's wrappers; a stub over a frozen model has no optimizer inside.
-        yield from _inner_optimizers(getattr(optimizer, "optimizer", None))
-
-
-def _data_parallel_size(optimizer: Any) -> int:
-    for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-        group = getattr(one, "data_parallel_group", None)
-        if group is not None:
-            return int(group.size())
-    return 1
-
-
-def _as_list(model_chunks: Any) -> list[Any]:
-    if isinstance(model_chunks, (list, tuple, torch.nn.ModuleList)):
-        return list(model_chunks)
-    return [model_chunks]
-
-
-def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(t): t for t in tensors}.values())
+def _part(
+    name: str,
+    readings: Sequence[Reading],
+    measured: Sequence[Mapping[str, Measured]],
+    trainable: int,
+    owned: int,
+) -> Part:
+    """A component over all optimizers."""
+    counts = [one[name] for one in measured]
+    covered = trainable if name in OF_MODEL else owned
+    used = sum(one.bytes for one in counts)
+    dtypes = {dtype for one in counts for dtype in one.dtypes}
+    return Part(
+        nbytes=sum(one.allocated for one in counts),
+        elements=sum(one.elements for one in counts),
+        bytes_per_parameter=used / covered if covered else 0.0,
+        dtypes=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+        sharded=any(is_sharded(one, name) for one in readings),
+    )

@@ -1,0 +1,60 @@
+"""NeMo-RL's DTensor workers: where a model and its torch optimizer first stand together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from precision_shim.adapting import Call, in_force, seam
+from precision_shim.auditing.watching import watch
+
+from ..fp16 import ScaledTraining
+from .places import DTENSOR
+
+FRAMEWORK = "nemo-rl"
+FEATURE = "audit"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def see(worker: Any) -> None:
+    """Audit a worker's optimizer, if it has one."""
+    optimizer = getattr(worker, "optimizer", None)
+
+    def scaler() -> Any:
+        training = ScaledTraining.of(worker)
+        return None if training is None else training.scaler
+
+    names = {kind.__name__ for kind in type(worker).__mro__}
+    group = next((one.group for one in DTENSOR if {one.name, f"{one.name}Impl"} & names), "")
+    if optimizer is not None and in_force(FRAMEWORK, FEATURE, group):
+        watch(
+            FRAMEWORK,
+            "value" if group == "dtensor value" else "policy",
+            optimizer,
+            model=worker.model,
+            scaler=scaler,
+        )
+
+
+def _on_each_worker(function: _Function) -> _Function:
+    for worker in reversed(DTENSOR):
+        seam(
+            f"{worker.beneath}.__init__",
+            FEATURE,
+            group=worker.group,
+            why="model and optimizer stand together for the first time",
+            delete_when="NeMo-RL says which precision its optimizers have",
+            relies_on=("optimizer",),
+            only_if=(*worker.only_if, worker.beneath),
+            unless=worker.unless,
+        )(function)
+    return function
+
+
+@_on_each_worker
+def look_at(call: Call) -> Any:
+    """Audit a worker that was made; one in a class of ours when that is done with it."""
+    result = call.proceed()
+    if not vars(call.instance).get("_precision_shim_inside"):
+        see(call.instance)
+    return result

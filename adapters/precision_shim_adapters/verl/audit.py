@@ -1,0 +1,72 @@
+"""verl on FSDP: where a model and its torch optimizer first stand together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precision_shim.adapting import Call, seam
+from precision_shim.auditing.watching import watch
+
+FEATURE = "audit"
+_WHY = "model, optimizer and scaler stand together for the first time"
+_DELETE = "verl says which precision its optimizers have"
+
+
+@seam(
+    "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._build_model_optimizer",
+    FEATURE,
+    group="fsdp engine",
+    why=_WHY,
+    delete_when=_DELETE,
+    relies_on=("optimizer", "module"),
+    optional=True,
+)
+def engine(call: Call) -> Any:
+    """Audit an engine's optimizer."""
+    result = call.proceed()
+    one = call.instance
+    if one.optimizer is not None:
+        kind = getattr(one.model_config, "model_type", "")
+        watch(
+            "verl",
+            "critic" if kind == "value_model" else "actor",
+            one.optimizer,
+            model=one.module,
+            scaler=lambda: getattr(one, "scaler", None),
+        )
+    return result
+
+
+@seam(
+    "verl.workers.critic.dp_critic:DataParallelPPOCritic.__init__",
+    FEATURE,
+    group="legacy fsdp workers",
+    why=_WHY,
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("critic_optimizer", "critic_module"),
+    optional=True,
+)
+@seam(
+    "verl.workers.actor.dp_actor:DataParallelPPOActor.__init__",
+    FEATURE,
+    group="legacy fsdp workers",
+    why=_WHY,
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("actor_optimizer", "actor_module"),
+    optional=True,
+)
+def legacy(call: Call) -> Any:
+    """Audit the optimizer of 0.7.1's actor or critic."""
+    result = call.proceed()
+    one = call.instance
+    subject = "actor" if hasattr(one, "actor_module") else "critic"
+    optimizer = getattr(one, f"{subject}_optimizer")
+    if optimizer is not None:  # a reference policy has none
+        watch(
+            "verl",
+            subject,
+            optimizer,
+            model=getattr(one, f"{subject}_module"),
+            scaler=lambda: getattr(one, "scaler", None),
+        )
+    return result

@@ -1,0 +1,157 @@
+"""What readings hold, in bytes: each storage once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..rules.dtypes import name_of
+from .reading import Reading, local, plain, unique
+from .record import COMPONENTS, OF_MODEL, AuditComponent
+
+
+class Counter:
+    """Counts every storage once, for the component that shows it first."""
+
+    def __init__(self) -> None:
+        self._counted: set[int] = set()
+        self._before: set[int] = set()
+        self.host = 0
+
+    def next_component(self) -> None:
+        """What was counted so far belongs to other components."""
+        self._before = set(self._counted)
+
+    def _storages(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
+        return [(one, one.untyped_storage()) for one in plain(tensor)]
+
+    def count(self, tensors: Iterable[torch.Tensor], more: Iterable[torch.Tensor] = ()) -> Measured:
+        """Count tensors whose storages are new.
+
+        Args:
+            tensors: those whose numbers count.
+            more: those of which only the storages count, padding and all.
+        """
+        found = Measured()
+        for tensor in unique(tensors):
+            numel = local(tensor).numel()
+            storages = self._storages(tensor) if numel else []
+            if not storages or any(storage._cdata in self._before for _, storage in storages):
+                continue
+            found.elements += numel
+            for one, storage in storages:
+                found.dtypes.add(one.dtype)
+                found.devices.add(one.device.type)
+                if storage.nbytes():  # frameworks empty storages while they offload
+                    found.bytes += one.numel() * one.element_size()
+                self._add(one, storage, found)
+        for tensor in more:
+            for one, storage in self._storages(tensor):
+                self._add(one, storage, found)
+        return found
+
+    def _add(self, tensor: torch.Tensor, storage: Any, found: Measured) -> None:
+        if storage._cdata not in self._counted:
+            self._counted.add(storage._cdata)
+            size = storage.nbytes()
+            found.allocated += size
+            if tensor.device.type == "cpu":
+                self.host += size
+
+
+@dataclass
+class Measured:
+    """What a component holds.
+
+    Attributes:
+        bytes: of the numbers.
+        allocated: of the storages.
+        elements: how many numbers.
+        dtypes: theirs.
+        devices: kinds of device.
+    """
+
+    bytes: int = 0
+    allocated: int = 0
+    elements: int = 0
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    devices: set[str] = field(default_factory=set)
+
+
+def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int]:
+    """Count what readings hold, each storage once over all of them.
+
+    Returns:
+        For each reading its components, and how many of the bytes are in the host's memory.
+    """
+    counter = Counter()
+    found: list[dict[str, Measured]] = [{} for _ in readings]
+    # Component by component, so that a storage that two parts share goes to the first kind.
+    for component in COMPONENTS:
+        counter.next_component()
+        for reading, counts in zip(readings, found, strict=True):
+            counts[component] = counter.count(*_tensors(reading, component))
+    return found, counter.host
+
+
+def _tensors(
+    reading: Reading, component: str
+) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+    owned = reading.owned
+    of_model: dict[str, tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]] = {
+        "params": (reading.trainable, reading.also_params),
+        "frozen": (reading.frozen, ()),
+        "grad_buckets": (reading.bucket_views, reading.buckets),
+        "grad_copies": (reading.gradients, ()),
+    }
+    if component in of_model:
+        return of_model[component]
+    if component == "master":
+        return (tensor for one in owned for tensor in one.masters), ()
+    if component == "other":
+        return (*(tensor for one in owned for tensor in one.other), *reading.other), ()
+    return (state for one in owned if (state := getattr(one, component)) is not None), ()
+
+
+def component_of(reading: Reading, name: str, found: Measured, covered: int) -> AuditComponent:
+    """A component as an audit shows it.
+
+    Args:
+        reading: what was read.
+        name: the component's.
+        found: its bytes.
+        covered: the parameters that it covers.
+    """
+    later = reading.later(name) if name in ("master", "exp_avg", "exp_avg_sq") else set()
+    copies = (
+        name == "grad_copies"
+        and reading.copies_later
+        and not found.elements
+        and any(not one.has_state for one in reading.owned)
+    )
+    if later:
+        state = "later"
+    elif found.elements or found.allocated:
+        state = "live"
+    else:
+        state = "later" if copies else "none"
+    shown = sorted(found.devices)
+    return AuditComponent(
+        dtypes=tuple(sorted(map(name_of, found.dtypes | later))),
+        bytes=found.bytes,
+        allocated=found.allocated,
+        bytes_per_parameter=found.bytes / covered if covered else 0.0,
+        sharded=is_sharded(reading, name) and state != "none",
+        device="+".join(shown),
+        state=state,
+    )
+
+
+def is_sharded(reading: Reading, name: str) -> bool:
+    """Whether each rank of the data-parallel group holds a share of a component only."""
+    if name in OF_MODEL:
+        return reading.params_sharded and name != "grad_buckets"
+    return reading.sharded

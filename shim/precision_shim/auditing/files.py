@@ -1,0 +1,64 @@
+"""Audits as files: one JSON file per rank and optimizer, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from .record import Audit
+
+SUFFIX = ".audit.json"
+
+
+def stem(audit: Audit) -> str:
+    """The beginning of an audit's file name: whose it is."""
+    names = "+".join(part.name for part in audit.parts)
+    words = (audit.framework, audit.subject or "optimizer", names)
+    return ".".join(re.sub(r"[^\w+-]+", "-", word) for word in words)
+
+
+def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
+    """Write an audit; a reader never sees half of it.
+
+    Args:
+        directory: where to; made if it is not there.
+        stem: the beginning of the file's name; the rank is added.
+        audit: the audit.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}.rank{audit.rank}{SUFFIX}"
+    handle, name = tempfile.mkstemp(prefix=".audit-", suffix=".tmp", dir=folder)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(audit.to_dict(), file, indent=1)
+            file.write("\n")
+        os.chmod(name, 0o644)  # a temporary file is for its owner only
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Audit | str]]:
+    """The audits in a directory, by name; of a file that is none the reason.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    for path in sorted(Path(directory).iterdir()):
+        if not path.name.endswith(SUFFIX):
+            continue
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            yield path, Audit.from_dict(values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            yield path, f"{type(error).__name__}: {error}"

@@ -1,0 +1,50 @@
+"""The process's audits, for ``status()``: each optimizer's newest."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .record import Audit
+
+_audits: dict[int, Audit] = {}
+_undo: list[Callable[[], object]] = []
+_names: Counter[str] = Counter()
+_numbers = itertools.count()
+
+
+def number() -> int:
+    """A number for an optimizer that is new here."""
+    return next(_numbers)
+
+
+def name(stem: str) -> str:
+    """A file's stem that no other optimizer of this process has."""
+    _names[stem] += 1
+    return stem if _names[stem] == 1 else f"{stem}-{_names[stem]}"
+
+
+def put(of: int, audit: Audit) -> None:
+    """Keep an optimizer's audit in place of its last one."""
+    _audits[of] = audit
+
+
+def at_clear(undo: Callable[[], object]) -> None:
+    """Have a function called when everything here is forgotten."""
+    _undo.append(undo)
+
+
+def audits() -> list[Audit]:
+    """The audits, in the order of their optimizers."""
+    return list(_audits.values())
+
+
+def clear() -> None:
+    """Forget all, and look at no optimizer again."""
+    while _undo:
+        _undo.pop()()
+    _audits.clear()
+    _names.clear()

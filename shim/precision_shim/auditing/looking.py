@@ -1,0 +1,179 @@
+"""``precision_shim.audit``: one look at a model and its optimizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from . import rules
+from .counting import Measured, component_of, measure
+from .ranks import shown, signature, unlike
+from .reading import Reading, read
+from .record import COMPONENTS, OF_MODEL, Audit, AuditPart, Finding
+
+
+def audit(
+    model: Any,
+    optimizer: Any,
+    *,
+    scaler: Any = None,
+    expected: Mapping[str, Any] | None = None,
+    group: Any = None,
+) -> Audit:
+    """Say what precision is really in force, from live objects.
+
+    Works in any job on Megatron or torch (FSDP2, DTensor), with the shim off as well. It changes
+    nothing, starts nothing on a device and reads nothing from one, and communicates over ``group``
+    alone. Before the first step most optimizers have no states; the audit then says what they will
+    be where the optimizer tells, and is not ``complete``.
+
+    Args:
+        model: a module, Megatron's model chunks, or ``None`` for what the optimizer knows.
+        optimizer: Megatron's, chained or single, torch's, or a list of them.
+        scaler: the loss scaler of torch's optimizers; Megatron's have their own.
+        expected: component to dtype name, such as ``{"exp_avg": "bf16"}``; goes over what the
+            optimizer's config says of that component.
+        group: a process group whose ranks are compared; all of them must call.
+
+    Returns:
+        What was found on this rank.
+
+    Raises:
+        AuditError: model or optimizer cannot be read, or there is no such component.
+        DtypeError: ``expected`` has a name that is no dtype.
+    """
+    return look(model, optimizer, scaler=scaler, expected=expected, group=group)
+
+
+def look(
+    model: Any,
+    optimizer: Any,
+    *,
+    scaler: Any = None,
+    expected: Mapping[str, Any] | None = None,
+    group: Any = None,
+    framework: str = "",
+    subject: str = "",
+    whole: bool = True,
+) -> Audit:
+    """As ``audit``, in the name of a framework.
+
+    Args:
+        model: see ``audit``.
+        optimizer: see ``audit``.
+        scaler: see ``audit``.
+        expected: see ``audit``.
+        group: see ``audit``.
+        framework: the framework's name; empty for that of the optimizer's package.
+        subject: which model.
+        whole: whether these are all of the model's optimizers.
+    """
+    named = rules.parse_expected(expected)
+    readings = read(model, optimizer, scaler, whole=whole)
+    measured, host = measure(readings)
+    parts = [_part(*one) for one in zip(readings, measured, strict=True)]
+    where = _where(framework, readings[0].framework)
+    problems: list[Finding] = []
+    notes: list[Finding] = []
+    for reading, part in zip(readings, parts, strict=True):
+        problems += rules.problems(reading, part, named, where)
+        notes += rules.notes(reading, part, where)
+    ranks = None
+    if group is not None:
+        ranks, differing = _compare(parts, problems, group, where)
+        problems += differing
+    rank, world = _rank()
+    return Audit(
+        framework=framework or readings[0].framework,
+        subject=subject,
+        rank=rank,
+        world_size=world,
+        parts=tuple(parts),
+        totals=_totals(measured, host),
+        problems=tuple(problems),
+        notes=tuple(notes),
+        ranks=ranks,
+    )
+
+
+def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
+    parameters, owned = reading.parameters, reading.owned_parameters
+    return AuditPart(
+        name=reading.name,
+        optimizer=reading.optimizer,
+        data_parallel_size=reading.data_parallel_size,
+        parameters=parameters,
+        owned=owned,
+        scaler=reading.scaler_name,
+        components={
+            name: component_of(
+                reading, name, measured[name], parameters if name in OF_MODEL else owned
+            )
+            for name in COMPONENTS
+        },
+    )
+
+
+def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, int]:
+    every = [one for counts in measured for one in counts.values()]
+    return {
+        "bytes": sum(one.bytes for one in every),
+        "allocated": sum(one.allocated for one in every),
+        "host": host,
+        # The allocator's own books, on the host.
+        "cuda_allocated": int(torch.cuda.memory_allocated()),
+    }
+
+
+@functools.cache  # the versions are looked up in files
+def _where(framework: str, package: str) -> str:
+    names = [name for name in dict.fromkeys((framework, package)) if name]
+    return ", ".join(f"{name} {_version(name)}".strip() for name in names)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:  # a bare checkout
+        return ""
+
+
+def _rank() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def _compare(
+    parts: Sequence[AuditPart], problems: Iterable[Finding], group: Any, where: str
+) -> tuple[dict[str, Any], list[Finding]]:
+    own = signature(parts, problems)
+    everyone: list[tuple[int, dict[str, Any]]]
+    everyone = [(0, {})] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, (_rank()[0], own), group=group)
+    (first, said), *others = everyone
+    differ = {rank: found for rank, one in others if (found := unlike(said, one))}
+    ranks: dict[str, Any] = {"compared": len(everyone), "differ": sorted(differ)}
+    findings = []
+    if differ:
+        rank = min(differ)
+        key, (expected, found) = next(iter(differ[rank].items()))
+        others_named = ", ".join(map(str, sorted(differ)))
+        findings.append(
+            Finding(
+                "rank-differs",
+                None,
+                None,
+                f"as on rank {first}",
+                f"ranks {others_named}",
+                f"{where}: of {len(everyone)} ranks these differ from rank {first}: "
+                f"{others_named}; "
+                f"{key} is {shown(expected)} on rank {first} and {shown(found)} on rank {rank}. "
+                "Give every rank the same config and environment.",
+            )
+        )
+    return ranks, findings

@@ -1,0 +1,174 @@
+"""The audits of many ranks side by side: which differ, which are missing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .record import OF_MODEL, Audit, AuditPart, Finding
+
+_PASSING = ("grad_copies", "other")
+"""What comes and goes with a step, or counts steps."""
+
+
+def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str, Any]:
+    """What ranks have in common: dtypes, scaler and problems, ready for JSON.
+
+    A rank that owns nothing of a part has no states there, and says nothing about them.
+    """
+    codes: dict[str, set[str]] = {part.name: set() for part in parts}
+    for finding in found:
+        codes.setdefault(finding.part or "all", set()).add(finding.code)
+    said: dict[str, Any] = {f"{name}: problems": sorted(some) for name, some in codes.items()}
+    for part in parts:
+        said[f"{part.name}: scaler"] = part.scaler
+        waits = any(one.state == "later" for one in part.components.values())
+        for name, one in part.components.items():
+            untold = waits and not one.dtypes
+            if name not in _PASSING and (part.owned or name in OF_MODEL) and not untold:
+                said[f"{part.name}: {name}"] = list(one.dtypes)
+    return said
+
+
+def unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Where two signatures differ: what both say something about."""
+    return {
+        key: (value, other[key])
+        for key, value in first.items()
+        if key in other and other[key] != value
+    }
+
+
+def shown(value: Any) -> str:
+    """A value of a signature, for people."""
+    if isinstance(value, list):
+        return "+".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The audits of one model's optimizer over the ranks.
+
+    Attributes:
+        whose: framework and subject.
+        part: names of its parts.
+        world_size: ranks of the job.
+        alike: ranks that most are like.
+        example: the audit of one of these.
+        differ: the others, each with what differs: key to value there and elsewhere.
+        missing: ranks without an audit.
+        problems: message to the ranks that have it.
+        before_step: ranks whose audit is from before the first step.
+    """
+
+    whose: str
+    part: str
+    world_size: int
+    alike: tuple[int, ...]
+    example: Audit
+    differ: Mapping[int, Mapping[str, tuple[Any, Any]]]
+    missing: tuple[int, ...]
+    problems: Mapping[str, tuple[int, ...]]
+    before_step: tuple[int, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all ranks are there and alike, and none has a problem."""
+        return not (self.differ or self.missing or self.problems)
+
+    def lines(self) -> list[str]:
+        """The comparison as text."""
+        count = len(self.alike) + len(self.differ)
+        lines = [f"{self.whose}, {self.part}: {count} of {self.world_size} ranks"]
+        lines.append(f"  {numbers(self.alike)}: {self.example.brief()}")
+        by_what: dict[str, list[int]] = {}
+        for rank, what in self.differ.items():
+            text = "; ".join(
+                f"{key} is {shown(there)}, elsewhere {shown(here)}"
+                for key, (here, there) in what.items()
+            )
+            by_what.setdefault(text, []).append(rank)
+        lines += [f"  differs, {numbers(ranks)}: {text}" for text, ranks in by_what.items()]
+        if self.missing:
+            lines.append(f"  missing: {numbers(self.missing)}")
+        if self.before_step:
+            lines.append(f"  from before the first step: {numbers(self.before_step)}")
+        lines += [f"  problem, {numbers(some)}: {text}" for text, some in self.problems.items()]
+        return lines
+
+
+def compare(audits: Sequence[Audit]) -> list[Comparison]:
+    """Group audits by model and optimizer, and compare the ranks of each group."""
+    groups: dict[tuple[str, str], dict[int, Audit]] = {}
+    worlds: dict[str, int] = {}
+    present: dict[str, set[int]] = {}
+    for one in audits:
+        whose = f"{one.framework} {one.subject}".strip()
+        part = "+".join(part.name for part in one.parts)
+        groups.setdefault((whose, part), {})[one.rank] = one
+        worlds[whose] = max(worlds.get(whose, 0), one.world_size)
+        present.setdefault(whose, set()).add(one.rank)
+    return [
+        _compare(
+            whose,
+            part,
+            found,
+            worlds[whose],
+            # A rank without this optimizer, but with another of the model, is a pipeline stage
+            # without such layers.
+            tuple(sorted(set(range(worlds[whose])) - present[whose])),
+        )
+        for (whose, part), found in sorted(groups.items())
+    ]
+
+
+def _compare(
+    whose: str, part: str, found: Mapping[int, Audit], world: int, missing: tuple[int, ...]
+) -> Comparison:
+    ranks = sorted(found)
+    said = {rank: signature(found[rank].parts, found[rank].problems) for rank in ranks}
+    most = _majority(said)
+    differ = {rank: what for rank in ranks if (what := unlike(most, said[rank]))}
+    alike = tuple(rank for rank in ranks if rank not in differ)
+    problems: dict[str, list[int]] = {}
+    for rank in ranks:
+        for one in found[rank].problems:
+            problems.setdefault(f"{one.code}: {one.message}", []).append(rank)
+    example = max((found[rank] for rank in alike), key=lambda one: one.complete)
+    return Comparison(
+        whose=whose,
+        part=part,
+        world_size=world,
+        alike=alike,
+        example=example,
+        differ=differ,
+        missing=missing,
+        problems={text: tuple(some) for text, some in problems.items()},
+        before_step=tuple(rank for rank in ranks if not found[rank].complete),
+    )
+
+
+def _majority(said: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """What most ranks say, key by key; of ties what the lowest rank says."""
+    votes: dict[str, Counter[str]] = {}
+    values: dict[tuple[str, str], Any] = {}
+    for one in said.values():
+        for key, value in one.items():
+            votes.setdefault(key, Counter())[shown(value)] += 1
+            values.setdefault((key, shown(value)), value)
+    return {key: values[key, counts.most_common(1)[0][0]] for key, counts in votes.items()}
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """``"rank 7"``, ``"ranks 0-6, 9"``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in spans]
+    return ("rank " if len(ranks) == 1 else "ranks ") + (", ".join(texts) or "none")

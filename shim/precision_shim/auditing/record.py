@@ -1,0 +1,289 @@
+"""What an audit says, as plain data: for Python, for JSON and for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+COMPONENTS = (
+    "params",
+    "frozen",
+    "grad_buckets",
+    "grad_copies",
+    "master",
+    "exp_avg",
+    "exp_avg_sq",
+    "other",
+)
+"""What an optimizer and its model hold, in the order in which shared storages are counted."""
+
+OF_MODEL = ("params", "frozen", "grad_buckets")
+"""Those that are the model's, whole or in shares of its own; the others go with the states."""
+
+PER_PARAMETER = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
+"""Components that grow with the trainable parameters."""
+
+_TITLES = ("component", "dtypes", "B/param", "bytes", "allocated", "held", "on", "state")
+_INDENT = "  "
+
+
+@dataclass(frozen=True)
+class AuditComponent:
+    """One kind of tensor of one optimizer, on this rank.
+
+    Attributes:
+        dtypes: canonical names (``"bf16"``), ``"int16"`` for remainders, torch's own for others;
+            sorted. Of what the first step makes: what it will be, where the optimizer says so.
+        bytes: of the numbers themselves, without padding.
+        allocated: of their storages, padding included; each storage is counted once.
+        bytes_per_parameter: ``bytes`` by the part's ``parameters`` for ``params``, ``frozen`` and
+            ``grad_buckets``, by its ``owned`` for the others; 0.0 where there are none.
+        sharded: whether each rank of the data-parallel group holds a share only.
+        device: kinds of device, such as ``"cuda"`` or ``"cpu+cuda"``; empty where there is nothing.
+        state: ``"live"``; ``"later"``, if the first step makes it; or ``"none"``.
+    """
+
+    dtypes: tuple[str, ...] = ()
+    bytes: int = 0
+    allocated: int = 0
+    bytes_per_parameter: float = 0.0
+    sharded: bool = False
+    device: str = ""
+    state: str = "none"
+
+
+@dataclass(frozen=True)
+class AuditPart:
+    """One optimizer and the parameters that it trains.
+
+    Attributes:
+        name: ``"model"``, or ``"dense"`` and ``"experts"``, whose data-parallel groups differ; a
+            second one of a name is ``"model 2"``.
+        optimizer: its class's name.
+        data_parallel_size: number of ranks in its data-parallel group.
+        parameters: number of trainable parameters of the model that it trains.
+        owned: number of those whose states this rank holds.
+        scaler: class name of the loss scaler, or ``None``.
+        components: by the names of ``COMPONENTS``.
+    """
+
+    name: str
+    optimizer: str
+    data_parallel_size: int
+    parameters: int
+    owned: int
+    scaler: str | None
+    components: Mapping[str, AuditComponent]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem or a note.
+
+    Attributes:
+        code: such as ``"main-grads-dtype"``; docs/audit.md has them all.
+        part: name of the part, or ``None`` for what concerns all.
+        component: name of the component, or ``None``.
+        expected: what was expected, such as ``"fp32"``.
+        found: what was found.
+        message: both in a sentence, and what can be done.
+    """
+
+    code: str
+    part: str | None
+    component: str | None
+    expected: str
+    found: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What ``precision_shim.audit`` found on this rank; ``str()`` is a table.
+
+    Attributes:
+        framework: the framework's name; of a direct call that of the optimizer's package.
+        subject: which model, such as ``"actor"``; empty where nobody said.
+        rank: this process's.
+        world_size: number of ranks of the job.
+        parts: one per optimizer.
+        totals: ``bytes`` and ``allocated`` over all parts, ``host``: what of ``allocated`` is in
+            the host's memory, ``cuda_allocated``: what torch's allocator has handed out on this
+            process's GPU, for whatever.
+        problems: what contradicts what was expected.
+        notes: what contradicts no config and is worth knowing.
+        ranks: ``None``, or the number ``compared`` and the ranks that ``differ`` from the first of
+            the group.
+    """
+
+    framework: str
+    subject: str
+    rank: int
+    world_size: int
+    parts: tuple[AuditPart, ...]
+    totals: Mapping[str, int]
+    problems: tuple[Finding, ...] = ()
+    notes: tuple[Finding, ...] = ()
+    ranks: Mapping[str, Any] | None = field(default=None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that there will be is there: not before the first step."""
+        return not any(
+            one.state == "later" for part in self.parts for one in part.components.values()
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The audit as dicts, lists, strings and numbers, ready for JSON."""
+        return {
+            "framework": self.framework,
+            "subject": self.subject,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "ok": self.ok,
+            "complete": self.complete,
+            "parts": [
+                {
+                    **{key: value for key, value in vars(part).items() if key != "components"},
+                    "components": {
+                        name: {**asdict(one), "dtypes": list(one.dtypes)}
+                        for name, one in part.components.items()
+                    },
+                }
+                for part in self.parts
+            ],
+            "totals": dict(self.totals),
+            "problems": [asdict(one) for one in self.problems],
+            "notes": [asdict(one) for one in self.notes],
+            "ranks": None if self.ranks is None else dict(self.ranks),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Audit:
+        """The audit that ``to_dict`` gave.
+
+        Raises:
+            KeyError, TypeError, AttributeError: it is none.
+        """
+        return cls(
+            framework=values["framework"],
+            subject=values["subject"],
+            rank=int(values["rank"]),
+            world_size=int(values["world_size"]),
+            parts=tuple(
+                AuditPart(
+                    **{
+                        **part,
+                        "components": {
+                            name: AuditComponent(**{**one, "dtypes": tuple(one["dtypes"])})
+                            for name, one in part["components"].items()
+                        },
+                    }
+                )
+                for part in values["parts"]
+            ),
+            totals=dict(values["totals"]),
+            problems=tuple(Finding(**one) for one in values["problems"]),
+            notes=tuple(Finding(**one) for one in values["notes"]),
+            ranks=values["ranks"],
+        )
+
+    @property
+    def headline(self) -> str:
+        """Whose audit, and the verdict."""
+        count = len(self.problems)
+        verdict = "ok" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
+        looked = "" if self.complete else ", before the first step"
+        who = f"{self.framework} {self.subject}".strip()
+        return f"{who}, rank {self.rank} of {self.world_size}: {verdict}{looked}"
+
+    def brief(self) -> str:
+        """What is in force in one line, and the codes of problems and notes."""
+        parts = []
+        for part in self.parts:
+            held = {name: "+".join(one.dtypes) for name, one in part.components.items()}
+            words = [f"{held['params'] or 'no'} parameters"]
+            words += [
+                f"{held[name]} {word}"
+                for name, word in (("grad_buckets", "buckets"), ("master", "masters"))
+                if held[name]
+            ]
+            if held["exp_avg"] or held["exp_avg_sq"]:
+                words.append(f"{held['exp_avg'] or 'no'}/{held['exp_avg_sq'] or 'no'} moments")
+            if part.scaler:
+                words.append(part.scaler)
+            name = "" if len(self.parts) == 1 and part.name == "model" else f"{part.name}: "
+            parts.append(name + ", ".join(words))
+        codes = ", ".join(dict.fromkeys(one.code for one in self.problems))
+        noted = ", ".join(dict.fromkeys(one.code for one in self.notes))
+        verdict = f"problems: {codes}" if codes else "no problems"
+        return "; ".join((*parts, verdict, *([f"notes: {noted}"] if noted else ())))
+
+    def __str__(self) -> str:
+        lines = [f"audit of {self.headline}"]
+        for part in self.parts:
+            lines += ["", *_part(part)]
+        total = ", ".join(f"{name} {number:,}" for name, number in self.totals.items())
+        lines += ["", f"total: {total}"]
+        if self.ranks is not None:
+            unlike = ", ".join(map(str, self.ranks["differ"])) or "none"
+            lines.append(f"ranks compared: {self.ranks['compared']}, that differ: {unlike}")
+        for title, found in (("problems", self.problems), ("notes", self.notes)):
+            if found:
+                lines += ["", title, *(f"{_INDENT}{one.code}: {one.message}" for one in found)]
+        return "\n".join(lines)
+
+
+def _part(part: AuditPart) -> list[str]:
+    rows: list[Sequence[str]] = [_TITLES]
+    per_parameter = 0.0
+    for name, one in part.components.items():
+        if one.state == "none":
+            continue
+        if name in PER_PARAMETER:
+            per_parameter += one.bytes_per_parameter
+        rows.append(
+            (
+                name,
+                "+".join(one.dtypes) or "?",
+                f"{one.bytes_per_parameter:.2f}" if name in PER_PARAMETER else "",
+                f"{one.bytes:,}",
+                f"{one.allocated:,}",
+                f"1/{part.data_parallel_size}" if one.sharded else "whole",
+                one.device,
+                one.state,
+            )
+        )
+    figures = part.components.values()
+    rows.append(
+        (
+            "together",
+            "",
+            f"{per_parameter:.2f}",
+            f"{sum(one.bytes for one in figures):,}",
+            f"{sum(one.allocated for one in figures):,}",
+            "",
+            "",
+            "",
+        )
+    )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
+    right = {2, 3, 4}
+    table = (
+        "  ".join(
+            text.rjust(width) if column in right else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return [
+        f"{part.name}: {part.optimizer}, {part.parameters:,} parameters, {part.owned:,} owned, "
+        f"data parallel {part.data_parallel_size}, scaler {part.scaler or 'none'}",
+        *(f"{_INDENT}{line}".rstrip() for line in table),
+    ]

@@ -1,0 +1,275 @@
+"""What contradicts what: from readings to problems and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import AuditError, DtypeError
+from ..rules.dtypes import accepted_names, name_of, parse_dtype
+from ..rules.optimizer import second_moment_can_decay
+from .reading import SIXTEEN_BIT, Owned, Reading
+from .record import COMPONENTS, AuditPart, Finding
+
+NOTHING = "none"
+
+
+def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
+    """What a caller expects, by component, as canonical names.
+
+    Raises:
+        AuditError: there is no such component.
+        DtypeError: there is no such dtype.
+    """
+    found = {}
+    for component, dtype in (expected or {}).items():
+        if component not in COMPONENTS:
+            raise AuditError(
+                f"audit(expected=...): unknown component {component!r}; allowed: "
+                f"{', '.join(COMPONENTS)}. Correct the name or leave it out."
+            )
+        name = _canonical(dtype)
+        if name is None:
+            raise DtypeError(
+                f"audit(expected=...): {component}={dtype!r} is not a dtype name; allowed: "
+                f"{accepted_names()}, int16 (remainders), or a torch.dtype. Correct it."
+            )
+        found[component] = name
+    return found
+
+
+def _canonical(dtype: object) -> str | None:
+    if isinstance(dtype, torch.dtype):
+        return name_of(dtype)
+    if not isinstance(dtype, str):
+        return None
+    known = parse_dtype(dtype)
+    if known is not None:
+        return name_of(known)
+    found = getattr(torch, dtype.strip().lower().removeprefix("torch."), None)
+    return name_of(found) if isinstance(found, torch.dtype) else None
+
+
+# -- problems ------------------------------------------------------------------------------------
+
+
+def problems(
+    reading: Reading, part: AuditPart, expected: Mapping[str, str], where: str
+) -> Iterator[Finding]:
+    """What in a part contradicts what was expected of it.
+
+    Args:
+        reading: what was read.
+        part: the same as the audit shows it.
+        expected: what the caller expects; a component named there is held against nothing else.
+        where: framework and version, for messages.
+    """
+    tell = _teller(part.name, where)
+    for component, dtype in expected.items():
+        held = part.components[component]
+        if held.state == "later" and not held.dtypes:
+            continue  # the first step will tell
+        if held.dtypes != (dtype,) and (held.dtypes or reading.owned):
+            found = "+".join(held.dtypes) or NOTHING
+            yield tell("unexpected-dtype", component, dtype, found, "as audit(expected=...) has it")
+    wanted = reading.wanted
+    if wanted is None:
+        if part.scaler is None and reading.scaler is not None and _is_fp16(reading):
+            yield tell(
+                "scaler-missing",
+                "params",
+                "a loss scaler that is on",
+                f"{type(reading.scaler).__name__}, turned off",
+                "fp16 gradients vanish without one",
+            )
+        return
+    checks: dict[str, Callable[[], Iterable[tuple[str, str, str, str, str]]]] = {
+        "grad_buckets": lambda: _main_grads(reading),
+        "exp_avg": lambda: _moment(reading, "exp_avg"),
+        "exp_avg_sq": lambda: _moment(reading, "exp_avg_sq"),
+        "master": lambda: _masters(reading),
+        "params": lambda: _params(reading),
+    }
+    for component, check in checks.items():
+        if component not in expected:
+            for finding in check():
+                yield tell(*finding)
+    if part.scaler is None and _is_fp16(reading):
+        yield tell(
+            "scaler-missing",
+            "params",
+            "a loss scaler",
+            NOTHING,
+            "fp16 gradients vanish without one: set fp16=True in the OptimizerConfig, so that "
+            "Megatron makes one",
+        )
+
+
+def _teller(part: str | None, where: str) -> Callable[..., Finding]:
+    def tell(code: str, component: str | None, expected: str, found: str, remedy: str) -> Finding:
+        place = ", ".join(one for one in (where, part, component) if one)
+        message = f"{place}: expected {expected}, found {found}: {remedy}."
+        return Finding(code, part, component, expected, found, message)
+
+    return tell
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return "+".join(sorted(map(name_of, set(dtypes)))) or NOTHING
+
+
+def _is_fp16(reading: Reading) -> bool:
+    return any(one.dtype is torch.float16 for one in reading.trainable)
+
+
+_Told = Iterator[tuple[str, str, str, str, str]]
+
+
+def _main_grads(reading: Reading) -> _Told:
+    wanted = reading.wanted
+    if wanted is None or wanted.main_grads is None:
+        return
+    # Whatever the config says, the gradients of fp32 parameters are fp32.
+    wrong = {
+        grad.dtype
+        for p in reading.trainable
+        if (grad := getattr(p, "main_grad", None)) is not None
+        and p.dtype in SIXTEEN_BIT
+        and grad.dtype is not wanted.main_grads
+    }
+    if wrong:
+        in_fp32 = wanted.main_grads is torch.float32
+        yield (
+            "main-grads-dtype",
+            "grad_buckets",
+            name_of(wanted.main_grads),
+            _names(wrong),
+            "the optimizer reads the gradients as the bucket has them: set grad_reduce_in_fp32="
+            f"{in_fp32} in the DDP's config, or main_grads_dtype with "
+            f"use_precision_aware_optimizer in the {wanted.source}",
+        )
+
+
+def _moment(reading: Reading, component: str) -> _Told:
+    wanted: torch.dtype | None = getattr(reading.wanted, component)
+    if wanted is None:
+        return
+    states = (getattr(one, component) for one in reading.owned)
+    found = {one.dtype for one in states if one is not None} | reading.later(component)
+    wrong = found - {wanted}
+    if wrong:
+        yield (
+            "moment-dtype",
+            component,
+            name_of(wanted),
+            _names(wrong),
+            f"{reading.optimizer}'s inner optimizer was not made with the {component}_dtype that "
+            f"the {reading.wanted.source if reading.wanted else 'config'} has now, or cannot keep "
+            "it: set it where the config is made, or leave it out",
+        )
+
+
+def _masters(reading: Reading) -> _Told:
+    wanted = reading.wanted
+    if wanted is None or not wanted.masters:
+        return
+    told = reading.foretold.master
+    lacking: list[Owned] = []
+    wrong: dict[tuple[str, str], None] = {}
+    for one in reading.owned:
+        if one.dtype not in wanted.masters:
+            continue
+        due = wanted.masters[one.dtype]
+        found: torch.dtype | None
+        if one.masters:
+            found = one.masters[0].dtype
+        elif told is not None and not one.has_state:
+            found = told(one.dtype)
+        else:
+            found = None
+        if found is None:
+            lacking.append(one)
+        elif found is not due:
+            wrong[name_of(due), name_of(found)] = None
+    if lacking:
+        yield (
+            "master-missing",
+            "master",
+            _names(wanted.masters[one.dtype] for one in lacking),
+            f"none for {len(lacking)} of {len(reading.owned)} tensors",
+            f"the optimizer steps {_names(one.dtype for one in lacking)} parameters themselves, "
+            "and small updates round away: set bf16 or fp16 in the OptimizerConfig, so that "
+            "Megatron keeps masters",
+        )
+    for due_name, found_name in wrong:
+        remedy = "set the field where the OptimizerConfig is made, before the optimizer"
+        if due_name == "int16":
+            remedy = (
+                "whole masters take two bytes per parameter more than the remainders that "
+                "store_param_remainders asks for: set use_precision_aware_optimizer where the "
+                "OptimizerConfig is made, not on a finished one, or store_param_remainders=False"
+            )
+        yield ("master-dtype", "master", due_name, found_name, remedy)
+
+
+def _params(reading: Reading) -> _Told:
+    wanted = reading.wanted
+    if wanted is None or wanted.params is None:
+        return
+    found = {one.dtype for one in reading.trainable if one.dtype.is_floating_point}
+    # A model may keep some parameters in fp32, such as a router's.
+    wrong = found - {wanted.params, torch.float32}
+    if wanted.params is not torch.float32 and found == {torch.float32}:
+        wrong = found
+    if wrong:
+        yield (
+            "params-dtype",
+            "params",
+            name_of(wanted.params),
+            _names(wrong),
+            f"the {wanted.source} is for another model: set its bf16, fp16 and params_dtype to "
+            "what the model is",
+        )
+
+
+# -- notes ---------------------------------------------------------------------------------------
+
+
+def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
+    """What contradicts no config and is worth knowing."""
+    tell = _teller(part.name, where)
+    bare = [one for one in reading.owned if one.dtype in SIXTEEN_BIT and not one.masters]
+    told = reading.foretold.master
+    bare = [one for one in bare if one.has_state or told is None or told(one.dtype) is None]
+    if reading.wanted is None and bare:
+        yield tell(
+            "no-master",
+            "master",
+            "fp32",
+            NOTHING,
+            f"the optimizer steps {_names(one.dtype for one in bare)} parameters themselves, and "
+            "updates below half a bit of a weight round away: keep the parameters in fp32 (FSDP's "
+            "mixed precision computes in 16 bits all the same) or use an optimizer with masters",
+        )
+    second = {one.exp_avg_sq.dtype for one in reading.owned if one.exp_avg_sq is not None}
+    second |= reading.later("exp_avg_sq")
+    stuck = [b for b in reading.betas if len(b) > 1 and not second_moment_can_decay(b[1])]
+    if torch.bfloat16 in second and stuck:
+        yield tell(
+            "second-moment-stuck",
+            "exp_avg_sq",
+            "fp32, or beta2 of at most 0.99",
+            f"bf16 at beta2 {stuck[0][1]:g}",
+            "a bf16 second moment cannot decay there, because 1 - beta2 is not above 2^-8",
+        )
+    if reading.wanted is None and reading.scaler is None and _is_fp16(reading):
+        yield tell(
+            "scaler-missing",
+            "params",
+            "a loss scaler",
+            NOTHING,
+            "fp16 gradients vanish without one; audit() saw none, pass it as scaler= if there is "
+            "one",
+        )

@@ -1,0 +1,155 @@
+"""The audit by itself: after an optimizer is made, and again after its first step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import _journal
+from .._session import current_settings
+from ..errors import InconsistentPrecisionError, PrecisionShimWarning
+from . import files, kept
+from .looking import look
+from .record import Audit, Finding
+
+_watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Inner optimizers that have a hook."""
+
+
+def watch(
+    framework: str,
+    subject: str,
+    optimizer: Any,
+    *,
+    inner: torch.optim.Optimizer | None = None,
+    model: Any = None,
+    scaler: Callable[[], Any] | None = None,
+    by_user: Callable[[Finding], bool] | None = None,
+) -> None:
+    """Audit an optimizer now and after its first step.
+
+    Its audits are kept for ``status()`` and written to ``PRECISION_SHIM_AUDIT_DIR``. A problem
+    warns; under strict it raises, unless the user wrote it. Anything else that goes wrong here
+    costs the audit and nothing more. A second call for an optimizer does nothing.
+
+    Args:
+        framework: the framework's name; empty where nobody knows.
+        subject: which model.
+        optimizer: what ``audit`` takes.
+        inner: the torch optimizer whose step is the step; ``None`` for ``optimizer`` itself.
+        model: what ``audit`` takes; kept by a weak reference.
+        scaler: gives the loss scaler of a torch optimizer when asked.
+        by_user: tells whether the user asked for what a problem is about.
+
+    Raises:
+        InconsistentPrecisionError: a problem, under strict.
+    """
+    stepped = optimizer if inner is None else inner
+    if isinstance(stepped, torch.optim.Optimizer):
+        if stepped in _watched:
+            return
+        _watched.add(stepped)
+    else:
+        stepped = None  # a stub over a frozen model
+    watcher = _Watcher((framework, subject), optimizer, model=model, scaler=scaler, by_user=by_user)
+    audit = watcher.look()
+    if stepped is None or audit is None or audit.complete:
+        return
+    done = False
+
+    def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        # It stays where it is: a hook that takes itself out breaks torch's loop over the others.
+        nonlocal done
+        if not done:
+            done = True
+            watcher.look(last=True)
+
+    def forget() -> None:
+        nonlocal done
+        done = True
+        handle.remove()
+
+    handle = stepped.register_step_post_hook(after_step)
+    kept.at_clear(forget)
+
+
+class _Watcher:
+    """Looks at one optimizer; holds it by weak references."""
+
+    def __init__(
+        self,
+        names: tuple[str, str],
+        optimizer: Any,
+        *,
+        model: Any,
+        scaler: Callable[[], Any] | None,
+        by_user: Callable[[Finding], bool] | None,
+    ) -> None:
+        self._names = names
+        self._optimizer = weakref.ref(optimizer)
+        several = model if isinstance(model, (list, tuple)) else [model]
+        self._model = [weakref.ref(one) for one in several if one is not None]
+        self._scaler = scaler
+        self._by_user = by_user
+        self._number = kept.number()
+        self._stem = ""
+
+    def look(self, last: bool = False) -> Audit | None:
+        """Audit, keep, write, say; ``None`` where that failed."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return None
+        framework, subject = self._names
+        try:
+            model = [one for ref in self._model if (one := ref()) is not None]
+            scaler = None if self._scaler is None else self._scaler()
+            audit = look(
+                model or None,
+                optimizer,
+                scaler=scaler,
+                framework=framework,
+                subject=subject,
+                whole=False,
+            )
+        except Exception as error:  # an audit must not end a training
+            self._tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
+            return None
+        kept.put(self._number, audit)
+        self._write(audit)
+        if last or audit.complete:
+            who = f"{audit.framework} {audit.subject}".strip()
+            _journal.announce(f"{who}: audit: {audit.brief()}")
+        self._judge(audit)
+        return audit
+
+    def _judge(self, audit: Audit) -> None:
+        by_user = self._by_user or (lambda _: False)
+        if current_settings().strict:
+            wrong = [one.message for one in audit.problems if not by_user(one)]
+            if wrong:
+                raise InconsistentPrecisionError(
+                    f"{' '.join(wrong)} (precision_shim's audit under strict; take it away with "
+                    "PRECISION_SHIM_FEATURES=-audit)"
+                )
+        for one in audit.problems:
+            _journal.warn(f"{audit.subject or 'audit'}: {one.code}: {one.message}", stacklevel=None)
+
+    def _write(self, audit: Audit) -> None:
+        directory = current_settings()["audit_dir"]
+        if not directory:
+            return
+        self._stem = self._stem or kept.name(files.stem(audit))
+        try:
+            files.write(directory, self._stem, audit)
+        except OSError as error:
+            self._tell(f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: {error}")
+
+    @staticmethod
+    def _tell(text: str) -> None:
+        try:
+            _journal.warn(text, stacklevel=None)
+        except PrecisionShimWarning:  # a filter of "error" is for problems
+            _journal.say(text)

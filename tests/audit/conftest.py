@@ -1,0 +1,18 @@
+"""Fixtures for the tests of the audit: Megatron on a CPU as the tests of the harness have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ..rank_server import Ranks, rank_server
+from ..testing.conftest import megatron_core, one_process
+
+__all__ = ["megatron_core", "one_process"]
+
+
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with rank_server("tests.audit.ranks", tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks

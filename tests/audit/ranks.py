@@ -1,0 +1,154 @@
+"""What a rank does in the tests of several processes; ``tests/rank_server.py`` starts them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import precision_shim
+from precision_shim.scaling import LossScaler
+
+from ..rank_server import Launch
+from . import builds
+
+
+def prepare() -> None:
+    """Import what the ranks need; the unit environments have no Megatron."""
+    warnings.simplefilter("ignore")
+    try:
+        import megatron.core.models.gpt
+        import megatron.core.optimizer  # noqa: F401
+    except ImportError:
+        return
+
+
+def run(launch: Launch) -> Any:
+    """A rank from its start to its end."""
+    torch.set_num_threads(1)
+    return globals()[launch.case](launch)
+
+
+# -- Megatron --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _megatron(launch: Launch, **parallel: Any) -> Iterator[None]:
+    from precision_shim.testing import (
+        megatron_on_cpu,
+        model_parallel,
+        stand_in_transformer_engine,
+    )
+
+    with (
+        stand_in_transformer_engine(),
+        megatron_on_cpu(),
+        model_parallel(launch.world, launch.rank, launch.store, **parallel),
+    ):
+        yield
+
+
+def megatron(launch: Launch) -> dict[str, Any]:
+    """Honest and planted builds, dense and with experts of their own data-parallel group."""
+    found: dict[str, Any] = {"honest": {}, "planted": {}, "held": {}}
+    with _megatron(launch, expert_model_parallel_size=2):
+        for experts in (False, True):
+            kind = "experts" if experts else "dense"
+            for name in ("bf16, as Megatron has it", "precision-aware", "fp16"):
+                made = builds.make(builds.with_experts(builds.HONEST[name], experts))
+                before = precision_shim.audit(*made)
+                # gloo has no exchange of tokens between experts' ranks.
+                builds.step_without_forward(*made)
+                after = precision_shim.audit(*made, group=dist.group.WORLD)
+                found["honest"][f"{kind}: {name}"] = [before.to_dict(), after.to_dict()]
+            for name, build in builds.PLANTED.items():
+                made = builds.make(builds.with_experts(build, experts))
+                builds.plant(name, made[1])
+                audit = precision_shim.audit(*made)
+                found["planted"][f"{kind}: {name}"] = audit.to_dict()
+            for name, build in builds.EIGHT.items():
+                held, *made = builds.held_by(builds.with_experts(build, experts))
+                found["held"][f"{kind}: {name}"] = [held, precision_shim.audit(*made).to_dict()]
+    return found
+
+
+def differing(launch: Launch) -> list[Any]:
+    """The last rank keeps whole masters, the others remainders."""
+    last = launch.rank == launch.world - 1
+    with _megatron(launch):
+        build = builds.HONEST["precision-aware, whole masters" if last else "precision-aware"]
+        made = builds.make(build)
+        audit = precision_shim.audit(*made, group=dist.group.WORLD)
+        return [audit.to_dict(), audit.ok]
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------
+
+
+def _fsdp_model(dtype: torch.dtype, launch: Launch) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(7)
+    # 15 and 3 rows over two ranks: the shares are not equal.
+    model = torch.nn.Sequential(torch.nn.Linear(8, 15), torch.nn.GELU(), torch.nn.Linear(15, 3)).to(
+        dtype
+    )
+    model[0].bias.requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if dtype is torch.float32 else dtype)
+    mesh = init_device_mesh("cpu", (launch.world,))
+    fully_shard(model[0], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def _fsdp_step(model: Any, optimizer: Any, dtype: torch.dtype) -> None:
+    model(torch.ones(2, 8, dtype=dtype)).float().sum().backward()
+    optimizer.step()
+
+
+def fsdp(launch: Launch) -> dict[str, Any]:
+    """FSDP2 on torch's AdamW: fp32, bf16, and fp16 with and without a scaler."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
+    )
+    found: dict[str, Any] = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        model = _fsdp_model(dtype, launch)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        before = precision_shim.audit(model, optimizer)
+        _fsdp_step(model, optimizer, dtype)
+        after = precision_shim.audit(model, optimizer, group=dist.group.WORLD)
+        found[name] = {
+            "before": before.to_dict(),
+            "after": after.to_dict(),
+            "shares": sum(p.to_local().numel() for p in trained),
+        }
+        if name == "fp16":
+            scaler = LossScaler(device="cpu")
+            found["fp16 with a scaler"] = precision_shim.audit(
+                model, optimizer, scaler=scaler
+            ).to_dict()
+        if name == "fp32":
+            wrong = {"exp_avg": "bf16", "params": torch.float32}
+            found["expected"] = precision_shim.audit(model, optimizer, expected=wrong).to_dict()
+            with torch.no_grad():  # the root keeps its parameters gathered
+                model(torch.ones(2, 8))
+            found["gathered"] = precision_shim.audit(model, optimizer).to_dict()
+        if name == "bf16":
+            if launch.rank:  # one state of one parameter, on one rank
+                state = optimizer.state[trained[0]]
+                state["exp_avg"] = state["exp_avg"].float()
+            found["differs"] = precision_shim.audit(
+                model, optimizer, group=dist.group.WORLD
+            ).to_dict()
+        del model, optimizer, trained
+    return found
+
+
+__all__ = ["differing", "fsdp", "megatron", "prepare", "run"]

@@ -1,0 +1,156 @@
+"""The audit as a feature: after an optimizer of Megatron's is made, and after its first step."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
+
+from . import builds
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("verl", reason="an adapter on Megatron is woken by its framework")
+
+HONEST = builds.HONEST["precision-aware"]
+LYING = builds.NEMO_RL
+
+
+@pytest.fixture
+def shim(one_process: Any) -> Iterator[Callable[..., precision_shim.Status]]:
+    def install(**options: Any) -> precision_shim.Status:
+        return precision_shim.install(features=["audit"], export=False, **options)
+
+    try:
+        yield install
+    finally:
+        precision_shim.uninstall()
+
+
+def inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
+
+
+def test_before_and_after_the_first_step(
+    shim: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shim(settings={"audit_dir": tmp_path / "audits"})
+    made = builds.make(HONEST)
+    (before,) = precision_shim.status().audit
+    (path,) = (tmp_path / "audits").iterdir()
+    assert (before.ok, before.complete) == (True, False)
+    assert json.loads(path.read_text()) == before.to_dict()
+    assert "audit: " not in capsys.readouterr().err
+    builds.step(*made)
+    (after,) = precision_shim.status().audit
+    assert (after.ok, after.complete) == (True, True)
+    assert json.loads(path.read_text()) == after.to_dict()
+    assert [one.name for one in (tmp_path / "audits").iterdir()] == [path.name]
+    line = "audit: bf16 parameters, bf16 buckets, int16 masters, bf16/bf16 moments; no problems"
+    assert capsys.readouterr().err.count(line) == 1
+    assert line.removeprefix("audit: ") in " ".join(str(precision_shim.status()).split())
+    assert str(after) in precision_shim.status().details()
+    assert precision_shim.status().to_dict()["audit"] == [after.to_dict()]
+    precision_shim.uninstall()
+    assert list(precision_shim.status().audit) == []
+
+
+def test_a_second_hook_and_later_steps(shim: Any) -> None:
+    shim()
+    made = builds.make(HONEST)
+    calls = []
+    inner(made[1]).register_step_post_hook(lambda *_: calls.append(1))
+    builds.step(*made)
+    (after,) = precision_shim.status().audit
+    builds.step(*made)
+    assert calls == [1, 1]
+    assert precision_shim.status().audit == [after]
+
+
+def test_no_step_is_changed(shim: Any) -> None:
+    def losses() -> list[float]:
+        return builds.train(*builds.make(HONEST), 4)
+
+    shim()
+    with_it = losses()
+    precision_shim.uninstall()
+    assert losses() == with_it
+
+
+def test_optimizers_that_others_make(shim: Any) -> None:
+    """ROLL has a copy of get_megatron_optimizer, and chains nothing."""
+    shim()
+    for name in ("bf16, not distributed", "fp32, not distributed", "fp32"):
+        builds.step(*builds.make(builds.HONEST[name]))
+    kinds = [one.parts[0].optimizer for one in precision_shim.status().audit]
+    assert kinds == ["Float16OptimizerWithFloat16Params", "FP32Optimizer", "DistributedOptimizer"]
+    assert all(one.ok and one.complete for one in precision_shim.status().audit)
+
+
+def test_a_problem_warns_once(shim: Any) -> None:
+    shim()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        builds.step(*builds.make(LYING))
+    ours = [one for one in caught if one.category is PrecisionShimWarning]
+    assert ["main-grads-dtype" in str(one.message) for one in ours] == [True]
+
+
+def test_strict_raises(shim: Any) -> None:
+    shim(strict=True)
+    builds.make(HONEST)
+    with pytest.raises(InconsistentPrecisionError, match="expected fp32, found bf16"):
+        builds.make(LYING)
+
+
+def test_what_comes_to_light_with_the_first_step_raises_there(shim: Any) -> None:
+    shim(strict=True)
+    made = builds.make(builds.PLANTED["moment-dtype"])
+    builds.plant("moment-dtype", made[1])
+    with pytest.raises(InconsistentPrecisionError, match="exp_avg_sq"):
+        builds.step(*made)
+
+
+def test_what_the_user_wrote_does_not_raise(shim: Any) -> None:
+    from megatron.core.distributed import DistributedDataParallel
+
+    from precision_shim_adapters.megatron.ddp import _told
+
+    shim(strict=True)
+    own = DistributedDataParallel.__init__
+
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        _told[self] = torch.float32
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(DistributedDataParallel, "__init__", note)
+        builds.make(LYING)
+    assert any("main-grads-dtype" in str(one.message) for one in caught)
+    assert [one.ok for one in precision_shim.status().audit] == [False]
+
+
+def test_off_it_is_not_there(one_process: Any) -> None:
+    try:
+        precision_shim.install(features=["dtype-coercion"], export=False)
+        builds.step(*builds.make(HONEST))
+        assert list(precision_shim.status().audit) == []
+    finally:
+        precision_shim.uninstall()
+
+
+def test_a_directory_that_cannot_be_written_costs_the_file(shim: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    shim(settings={"audit_dir": tmp_path / "file"})
+    with pytest.warns(PrecisionShimWarning, match="the audit was not written"):
+        builds.step(*builds.make(HONEST))
+    assert [one.complete for one in precision_shim.status().audit] == [True]

@@ -1,0 +1,154 @@
+"""``precision-shim audit DIR`` on the files of 200 ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from precision_shim.auditing import files
+from precision_shim.auditing.ranks import numbers
+from precision_shim.auditing.record import (
+    COMPONENTS,
+    Audit,
+    AuditComponent,
+    AuditPart,
+    Finding,
+)
+from precision_shim.cli import main
+
+WORLD = 200
+_DTYPES = {"params": "bf16", "grad_buckets": "bf16", "master": "int16"}
+
+
+def audit_of(rank: int, subject: str = "actor", **dtypes: str) -> Audit:
+    named = {**_DTYPES, "exp_avg": "bf16", "exp_avg_sq": "bf16", **dtypes}
+    components = {
+        name: AuditComponent((named[name],), 8, 16, 2.0, name not in _DTYPES, "cuda", "live")
+        if name in named
+        else AuditComponent()
+        for name in COMPONENTS
+    }
+    part = AuditPart("model", "DistributedOptimizer", WORLD, 800, 4, None, components)
+    return Audit("verl", subject, rank, WORLD, (part,), {"bytes": 40, "allocated": 80})
+
+
+def put(folder: Path, *audits: Audit) -> None:
+    for one in audits:
+        files.write(folder, files.stem(one), one)
+
+
+def command(
+    capsys: pytest.CaptureFixture[str], folder: Path, *options: str
+) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(folder), *options])
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out, said.err
+
+
+def test_ranks_that_are_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path, *(audit_of(rank) for rank in range(WORLD)))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 0
+    assert "verl actor, model: 200 of 200 ranks" in said
+    assert "ranks 0-199: bf16 parameters, bf16 buckets, int16 masters, bf16/bf16 moments" in said
+
+
+def test_ranks_that_differ_and_that_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, *(audit_of(rank) for rank in range(WORLD) if rank not in (7, 31, 198, 199)))
+    put(tmp_path, audit_of(7, exp_avg_sq="fp32"), audit_of(31, exp_avg_sq="fp32"))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert "198 of 200 ranks" in said
+    assert "differs, ranks 7, 31: model: exp_avg_sq is fp32, elsewhere bf16" in said
+    assert "missing: ranks 198-199" in said
+    status, said, _ = command(capsys, tmp_path, "--json")
+    (group,) = json.loads(said)["groups"]
+    assert status == 1
+    assert (list(group["differ"]), group["missing"]) == (["7", "31"], [198, 199])
+
+
+def test_a_problem_is_named_with_its_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = Finding("main-grads-dtype", "model", "grad_buckets", "fp32", "bf16", "it is so")
+    put(tmp_path, *(replace(audit_of(rank), problems=(problem,)) for rank in range(WORLD)))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert "problem, ranks 0-199: main-grads-dtype: it is so" in said
+
+
+def test_two_models_and_a_rank_from_before_its_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, *(audit_of(rank, name) for rank in range(WORLD) for name in ("actor", "critic")))
+    early = audit_of(3)
+    (part,) = early.parts
+    later = {**part.components, "exp_avg": replace(part.components["exp_avg"], state="later")}
+    put(tmp_path, replace(early, parts=(replace(part, components=later),)))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 0
+    assert said.count("200 of 200 ranks") == 2
+    assert said.count("from before the first step: rank 3") == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"framework": 1}', "null"])
+def test_a_file_that_is_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    put(tmp_path, *(audit_of(rank) for rank in range(WORLD)))
+    (tmp_path / f"broken{files.SUFFIX}").write_text(text)
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert f"broken{files.SUFFIX}: " in said
+
+
+def test_no_directory_and_no_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, said = command(capsys, tmp_path / "nowhere")
+    assert (status, said.count("\n")) == (2, 1)
+    (tmp_path / "notes.txt").write_text("")
+    status, _, said = command(capsys, tmp_path)
+    assert status == 2
+    assert "PRECISION_SHIM_AUDIT_DIR" in said
+
+
+def test_a_file_is_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, audit_of(0))
+    (path,) = tmp_path.iterdir()
+    before = path.read_text()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(OSError, match="no space"):
+        put(tmp_path, audit_of(0, exp_avg="fp32"))
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert path.read_text() == before
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    put(tmp_path, *(audit_of(rank) for rank in range(WORLD)))
+    source = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from precision_shim.cli import main\n"
+        f"main(['audit', {str(tmp_path)!r}])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_numbers() -> None:
+    assert numbers([7]) == "rank 7"
+    assert numbers([0, 1, 2, 5, 9, 8]) == "ranks 0-2, 5, 8-9"

@@ -1,0 +1,62 @@
+"""The audit of real Megatron models: what it says of honest ones, and which lies it finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import precision_shim
+
+from . import builds
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def codes(audit: precision_shim.Audit) -> list[str]:
+    return [one.code for one in audit.problems]
+
+
+@pytest.mark.parametrize("name", builds.HONEST)
+def test_an_honest_optimizer_has_no_problem(one_process: Any, name: str) -> None:
+    chunks, optimizer = builds.make(builds.HONEST[name])
+    before = precision_shim.audit(chunks, optimizer)
+    builds.step(chunks, optimizer)
+    after = precision_shim.audit(chunks, optimizer)
+    assert (codes(before), codes(after)) == ([], [])
+    assert (before.complete, after.complete) == (False, True)
+    foretold, found = (one.parts[0].components for one in (before, after))
+    for component in ("params", "grad_buckets", "master", "exp_avg", "exp_avg_sq"):
+        assert foretold[component].dtypes == found[component].dtypes
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", builds.PLANTED)
+def test_a_planted_problem_is_found_before_the_first_step(
+    one_process: Any, name: str, experts: bool
+) -> None:
+    build = builds.with_experts(builds.PLANTED[name], experts)
+    code = name.partition(",")[0]
+    chunks, optimizer = builds.make(build)
+    builds.plant(code, optimizer)
+    found = precision_shim.audit(chunks, optimizer)
+    assert code in codes(found)
+    problem = next(one for one in found.problems if one.code == code)
+    assert problem.part == "model"
+    assert problem.expected in problem.message
+    assert problem.found in problem.message
+    assert str(found).count(problem.message) == 1
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("name", builds.EIGHT)
+def test_its_bytes_are_those_of_all_live_tensors(
+    one_process: Any, name: str, experts: bool
+) -> None:
+    held, chunks, optimizer = builds.held_by(builds.with_experts(builds.EIGHT[name], experts))
+    found = precision_shim.audit(chunks, optimizer)
+    assert found.totals["allocated"] == found.totals["host"] == held
+    assert found.totals["bytes"] <= held
+    assert found.totals["bytes"] == sum(
+        one.bytes for part in found.parts for one in part.components.values()
+    )

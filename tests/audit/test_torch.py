@@ -1,0 +1,219 @@
+"""The audit of torch optimizers in one process: what it is given, what it reads and starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import precision_shim
+from precision_shim.errors import AuditError, DtypeError
+from precision_shim.testing import FusedAdam
+from precision_shim.testing.measure import measure_bytes
+
+
+def trained(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    model(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def adamw(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    model = torch.nn.Linear(4, 4).to(dtype)
+    return model, torch.optim.AdamW(model.parameters(), **options)
+
+
+def notes(audit: precision_shim.Audit) -> list[str]:
+    return [one.code for one in audit.notes]
+
+
+def test_it_works_in_a_process_without_the_shim() -> None:
+    source = (
+        "import sys, torch, precision_shim\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "audit = precision_shim.audit(model, torch.optim.AdamW(model.parameters()))\n"
+        "assert audit.ok and not audit.complete\n"
+        "loaded = {name.partition('.')[0] for name in sys.modules}\n"
+        "assert not {'wrapt', 'megatron', 'verl'} & loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True)
+
+
+def test_before_and_after_the_first_step() -> None:
+    model, optimizer = adamw(torch.bfloat16)
+    before = precision_shim.audit(model, optimizer)
+    after = precision_shim.audit(*trained(model, optimizer))
+    (early,), (late,) = before.parts, after.parts
+    assert early.components["exp_avg"].state == "later"
+    assert early.components["exp_avg"].dtypes == late.components["exp_avg"].dtypes == ("bf16",)
+    assert late.components["exp_avg"].state == "live"
+    assert notes(before) == notes(after) == ["no-master", "second-moment-stuck"]
+    assert late.components["params"].bytes_per_parameter == 2.0
+    assert precision_shim.Audit.from_dict(after.to_dict()) == after
+    assert "no-master: " in str(after)
+
+
+def test_the_second_moment_moves_at_a_smaller_beta() -> None:
+    audit = precision_shim.audit(*trained(*adamw(torch.bfloat16, betas=(0.9, 0.95))))
+    assert notes(audit) == ["no-master"]
+
+
+def test_masters_that_a_loop_keeps_itself() -> None:
+    model = torch.nn.Linear(4, 4).bfloat16()
+    masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters)
+    for one in masters:
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    audit = precision_shim.audit(model, optimizer)
+    (part,) = audit.parts
+    assert part.components["master"].dtypes == ("fp32",)
+    assert part.components["params"].dtypes == ("bf16",)
+    assert (part.parameters, part.owned) == (20, 20)
+    assert notes(audit) == []
+
+
+def test_transformer_engines_adam_without_megatron() -> None:
+    model = torch.nn.Linear(4, 4).bfloat16()
+    optimizer = FusedAdam(
+        model.parameters(), master_weights=True, store_param_remainders=True, betas=(0.9, 0.95)
+    )
+    before = precision_shim.audit(model, optimizer)
+    after = precision_shim.audit(*trained(model, optimizer))
+    for audit in (before, after):
+        assert audit.parts[0].components["master"].dtypes == ("int16",)
+        assert notes(audit) == []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_for_fp16(enabled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    audit = precision_shim.audit(*adamw(torch.float16), scaler=scaler)
+    assert [one.code for one in audit.problems] == ([] if enabled else ["scaler-missing"])
+    assert audit.parts[0].scaler == ("GradScaler" if enabled else None)
+
+
+def test_several_optimizers_and_containers() -> None:
+    one, other = adamw(), adamw()
+    audit = precision_shim.audit([one[0], other[0]], [one[1], other[1]])
+    assert [part.name for part in audit.parts] == ["model", "model 2"]
+    assert sum(part.parameters for part in audit.parts) == 40
+    assert precision_shim.audit(None, one[1]).parts[0].parameters == 20
+
+
+def test_a_storage_is_counted_once() -> None:
+    whole = torch.zeros(64)
+    model = torch.nn.ParameterList(
+        [torch.nn.Parameter(whole[:16]), torch.nn.Parameter(whole[16:32])]
+    )
+    audit = precision_shim.audit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    params = audit.parts[0].components["params"]
+    assert (params.bytes, params.allocated) == (32 * 4, 64 * 4)
+    assert audit.complete
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"optimizer": "adam"}, AuditError, "builtins.str"),
+        ({"optimizer": [object()]}, AuditError, "builtins.object"),
+        ({"model": "gpt"}, AuditError, "builtins.str"),
+        ({"model": None, "optimizer": None}, AuditError, "nothing to read"),
+        ({"expected": {"moments": "bf16"}}, AuditError, "'moments'"),
+        ({"expected": {"exp_avg": "bf8"}}, DtypeError, "exp_avg='bf8'"),
+        ({"expected": {"exp_avg": 16}}, DtypeError, "exp_avg=16"),
+    ],
+)
+def test_what_makes_no_sense_is_an_error_that_names_it(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    model, optimizer = adamw()
+    with pytest.raises(error, match=text) as caught:
+        precision_shim.audit(**{"model": model, "optimizer": optimizer, **arguments})
+    assert isinstance(caught.value, precision_shim.PrecisionShimError)
+    assert "allowed" in str(caught.value) or "Pass" in str(caught.value)
+
+
+def test_what_is_expected() -> None:
+    model, optimizer = trained(*adamw())
+    right = {"exp_avg": "float32", "params": torch.float32}
+    assert precision_shim.audit(model, optimizer, expected=right).ok
+    audit = precision_shim.audit(model, optimizer, expected={"master": "int16", "exp_avg": "bf16"})
+    assert [(one.component, one.expected, one.found) for one in audit.problems] == [
+        ("master", "int16", "none"),
+        ("exp_avg", "bf16", "fp32"),
+    ]
+    assert not audit.ok
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations that are started, whatever the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_started_on_a_device() -> None:
+    model, optimizer = trained(*adamw(torch.bfloat16))
+    with Counting() as counting:
+        torch.ones(1).item()
+        assert counting.count > 0
+        counting.count = 0
+        str(precision_shim.audit(model, optimizer))
+        measure_bytes(model, optimizer)
+    assert counting.count == 0
+
+
+def test_a_large_model_costs_some_walks_over_its_tensors() -> None:
+    """2,000 tensors: parameters, gradients and two moments."""
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(2)) for _ in range(500))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for one in model:
+        one.grad = torch.ones(2)
+    optimizer.step()
+    tensors = [
+        tensor
+        for one in model
+        for tensor in (
+            one,
+            one.grad,
+            optimizer.state[one]["exp_avg"],
+            optimizer.state[one]["exp_avg_sq"],
+        )
+    ]
+
+    def walk() -> None:
+        for one in tensors:
+            one.untyped_storage().nbytes()
+            _ = one.numel(), one.element_size(), one.dtype, one.device
+
+    def best(function: Any) -> float:
+        times = []
+        for _ in range(7):
+            start = time.thread_time()
+            function()
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    bare, whole = best(walk), best(lambda: precision_shim.audit(model, optimizer))
+    print(f"2,000 tensors: {1000 * whole:.1f} ms, a bare walk {1000 * bare:.1f} ms")
+    assert whole < 60 * bare
+
+
+def test_measure_bytes_is_a_view_of_it() -> None:
+    model, optimizer = trained(*adamw(torch.bfloat16))
+    audit, measured = precision_shim.audit(model, optimizer), measure_bytes(model, optimizer)
+    (part,) = audit.parts
+    assert {name: one.allocated for name, one in part.components.items()} == {
+        name: one.nbytes for name, one in measured.parts.items()
+    }
+    assert measured.total == audit.totals["allocated"]
+    assert measured.data_parallel_sizes == {"model": 1}
