@@ -91,6 +91,7 @@ def check_command(run: Callable[..., None], python: str, command: str) -> None:
     run(command, "run", "--strict", "--", python, "-c", RUN)
     run(command, "run", "--", "sh", "-c", "exit 7", status=7)
     run(command, "run", status=2)
+    run(command, "audit", "nowhere", status=2)
     run(command, "demo", status=2)
 
 

@@ -104,4 +104,4 @@ def test_a_file_that_is_no_record_is_an_error(text, tmp_path):
 def test_the_shipped_record_is_as_the_command_writes_it(tmp_path):
     write(_symbols.shipped(), tmp_path / "symbols.json")
     assert (tmp_path / "symbols.json").read_text() == _symbols.FILE.read_text(encoding="utf-8")
-    assert {"verl", "skyrl", "nemo-rl", "megatron-core"} <= set(_symbols.shipped())
+    assert {"verl", "skyrl", "nemo-rl", "torchtitan", "megatron-core"} <= set(_symbols.shipped())
