@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,23 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name.partition(".")[0] in ("tinytron", "tinyfsdp", "tinytron_shim", "tinyfsdp_shim"):
             del sys.modules[name]
     importlib.invalidate_caches()
+
+
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, str, str], None]:
+    """Put another version of a trainer's module before the installed one."""
+
+    def change(module: str, before: str, now: str) -> None:
+        package, _, name = module.partition(".")
+        folder = tmp_path / "changed"
+        shutil.copytree(SITE / package, folder / package)
+        file = folder / package / f"{name}.py"
+        source = file.read_text("utf-8")
+        assert before in source
+        file.write_text(source.replace(before, now), "utf-8")
+        monkeypatch.syspath_prepend(str(folder))
+
+    return change
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import precision_shim
 from precision_shim.scaling import LossScaler, ScalerSettings
 
 OVERFLOW = 1e30
@@ -121,3 +122,12 @@ def test_bfloat16_is_left_alone(on: Callable[..., Any]) -> None:
     made = engine("bfloat16")
     assert train(made, range(1)) == alone
     assert same(made, plain)
+
+
+def test_strict_refuses_an_engine_that_it_does_not_know(
+    on: Callable[..., Any], changed: Callable[[str, str, str], None]
+) -> None:
+    changed("tinyfsdp.engine", "def optim_step(", "def optimizer_step(")
+    on("tinyfsdp")
+    with pytest.raises(precision_shim.SeamError, match="optim_step"):
+        engine()

@@ -132,3 +132,12 @@ def test_taken_out_it_leaves_nothing_behind(on: Callable[..., Any]) -> None:
     assert vars(module.Trainer)["build"] is not before[1]["build"]
     precision_shim.uninstall()
     assert [dict(vars(place)) for place in places] == before
+
+
+def test_strict_refuses_a_trainer_that_it_does_not_know(
+    on: Callable[..., Any], changed: Callable[[str, str, str], None]
+) -> None:
+    changed("tinytron.trainer", "def train_step(", "def train(")
+    on("tinytron")
+    with pytest.raises(precision_shim.SeamError, match="train_step"):
+        trainer()

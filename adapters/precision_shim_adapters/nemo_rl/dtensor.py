@@ -28,7 +28,7 @@ from precision_shim.errors import SeamError
 from ..fp16 import FEATURE, SETTINGS, ScaledTraining
 from ..ray_actors import class_beneath, put_in_front
 from .audit import see
-from .places import DTENSOR
+from .places import DTENSOR, at_actor_class
 
 FRAMEWORK = "nemo-rl"
 BLOCK = "precision_shim"
@@ -86,25 +86,16 @@ def _on_each_worker(method: str) -> Callable[[_Function], _Function]:
 
 def _on_each_actor_class(function: _Function) -> _Function:
     for worker in reversed(DTENSOR):
-        whole = (*_RELIES_ON, worker.clip.partition(":")[2])
-        beneath = (worker.beneath,)
-        for relies_on, only_if, unless in (
-            (whole, (), beneath),
-            ((f"{worker.name}Impl",), beneath, ()),
-        ):
-            seam(
-                f"{worker.module}:{worker.name}",
-                FEATURE,
-                group=worker.group,
-                why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
-                upstream=_PULL,
-                delete_when=_DELETE,
-                relies_on=relies_on,
-                optional=worker.optional,
-                replaces=True,
-                only_if=(*worker.only_if, *only_if),
-                unless=(*worker.unless, *unless),
-            )(function)
+        at_actor_class(
+            function,
+            FEATURE,
+            worker,
+            worker.beneath,
+            (*_RELIES_ON, worker.clip.partition(":")[2]),
+            upstream=_PULL,
+            delete_when=_DELETE,
+            optional=worker.optional,
+        )
     return function
 
 

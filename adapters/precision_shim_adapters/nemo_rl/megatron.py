@@ -34,7 +34,7 @@ from .. import megatron
 from ..megatron import BUILDING, SCALING, Wishes, building
 from ..ray_actors import put_in_front
 from .dtensor import BLOCK, FRAMEWORK, TRAIN
-from .places import INLINE, MEGATRON, POLICIES, SETUP, VALUE
+from .places import INLINE, MEGATRON, POLICIES, SETUP, VALUE, at_actor_class
 
 _ONE_PLACE = "NeMo-RL decides bucket and optimizer states in one place"
 _SETUP_OPTIMIZER = "megatron.bridge.training.optim:setup_optimizer"
@@ -224,23 +224,15 @@ def _on_each_worker(
 
 def _on_each_actor_class(function: _Function) -> _Function:
     for worker in reversed(MEGATRON):
-        beneath = (f"{worker.beneath}.train",)
-        for relies_on, only_if, unless in (
-            (_RELIES_ON, (), beneath),
-            ((f"{worker.name}Impl",), beneath, ()),
-        ):
-            seam(
-                f"{worker.module}:{worker.name}",
-                SCALING,
-                group=worker.group,
-                why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
-                delete_when=_METRICS_DELETE,
-                relies_on=relies_on,
-                optional=True,
-                replaces=True,
-                only_if=(*worker.only_if, *only_if),
-                unless=(*worker.unless, *unless),
-            )(function)
+        at_actor_class(
+            function,
+            SCALING,
+            worker,
+            f"{worker.beneath}.train",
+            _RELIES_ON,
+            delete_when=_METRICS_DELETE,
+            optional=True,
+        )
     return function
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from precision_shim.adapting import seam
 
 _OLD = "nemo_rl.models.policy"  # until 0.4
 _NEW = "nemo_rl.models.policy.workers"
@@ -79,3 +83,40 @@ MEGATRON = (
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)
 """Makes model and optimizer in the policy worker's own module (until 0.5)."""
+
+
+def at_actor_class(
+    function: Callable[..., Any],
+    feature: str,
+    worker: Worker,
+    method: str,
+    relies_on: tuple[str, ...],
+    **declared: Any,
+) -> None:
+    """Declare that a function makes a worker's actor class anew.
+
+    The actor class holds the methods itself, or, where a class beneath has them, only names that.
+
+    Args:
+        function: as ``Seam.wrapper`` with ``replaces``.
+        feature: see ``Seam``.
+        worker: which one.
+        method: the place beneath that tells the two apart.
+        relies_on: what the actor class must contain if it holds the methods itself.
+        declared: further attributes of ``Seam``.
+    """
+    for contains, only_if, unless in (
+        (relies_on, (), (method,)),
+        ((f"{worker.name}Impl",), (method,), ()),
+    ):
+        seam(
+            f"{worker.module}:{worker.name}",
+            feature,
+            group=worker.group,
+            why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
+            relies_on=contains,
+            replaces=True,
+            only_if=(*worker.only_if, *only_if),
+            unless=(*worker.unless, *unless),
+            **declared,
+        )(function)

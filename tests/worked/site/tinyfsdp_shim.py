@@ -10,15 +10,12 @@ from typing import Any
 from precision_shim.adapting import Adapter, Call, collect, seam
 from precision_shim_adapters.fp16 import FEATURE, ScaledTraining
 
+ENGINE = "tinyfsdp.engine:Engine"
+
 
 def on_engine(method: str, why: str) -> Callable[[Any], Any]:
     """Declare that a function stands at a method of the engine."""
-    return seam(
-        f"tinyfsdp.engine:Engine.{method}",
-        FEATURE,
-        why=why,
-        delete_when="tinyfsdp scales its loss",
-    )
+    return seam(f"{ENGINE}.{method}", FEATURE, why=why, delete_when="tinyfsdp scales its loss")
 
 
 @on_engine("__init__", "makes the optimizer, and knows the dtype that the model computes in")
@@ -74,6 +71,6 @@ def load(call: Call, folder: Any) -> None:
         training.restore(folder)
 
 
-ADAPTER = Adapter(
-    "tinyfsdp", "tinyfsdp", ("tinyfsdp",), ("1.0",), collect(make, scale, step, save, load)
-)
+SEAMS = collect(make, scale, step, save, load)
+EFFECTS = (f"{ENGINE}.__init__",)
+ADAPTER = Adapter("tinyfsdp", "tinyfsdp", ("tinyfsdp",), ("1.0",), SEAMS, EFFECTS)

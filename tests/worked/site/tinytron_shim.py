@@ -70,6 +70,7 @@ ADAPTER = Adapter(
     "tinytron",
     packages=("tinytron",),
     tested=("1.0",),
+    effects=megatron.EFFECTS,
     seams=collect(*megatron.SEAMS, build, configure, check, step),
     paths={**megatron.PATHS, GROUP: "trainer"},
 )
