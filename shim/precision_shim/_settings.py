@@ -63,7 +63,10 @@ def _directory(name: str, value: object) -> str:
         raise _bad(name, value, "a path")
     text = os.fspath(value).strip() if isinstance(value, str) else str(os.fspath(value))
     # Workers are started elsewhere.
-    return os.path.abspath(os.path.expanduser(text)) if text else ""
+    path = os.path.abspath(os.path.expanduser(text)) if text else ""
+    if path and os.path.exists(path) and not os.path.isdir(path):
+        raise _bad(name, value, "a directory, which is made where it is missing")
+    return path
 
 
 def _bad(name: str, value: object, allowed: str) -> SettingsError:

@@ -76,6 +76,7 @@ BAD = [
     ("growth_interval", False, "whole number >= 1"),
     ("growth_interval", float("inf"), "whole number >= 1"),
     ("growth_interval", 10**400, "whole number >= 1"),
+    ("audit_dir", "/dev/null", "a directory"),
     ("growth_factor", 1.0, "> 1"),
     ("backoff_factor", 1.0, "< 1"),
     ("backoff_factor", 0.0, "> 0"),
