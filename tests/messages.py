@@ -1,0 +1,153 @@
+"""Every error and warning of ours, read from the source, and the list of them in the docs.
+
+    python -m tests.messages        # writes the list in docs/troubleshooting.md anew
+
+A message is what stands in ``raise SomeError(...)`` of ours, in ``warn(...)``, in a function that
+returns an error, and in what is collected under a name of ``PARTS``. ``…`` stands for what is put
+in. A place that passes on what another has made is told by :func:`messages`, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+BEGIN, END = "<!-- messages -->", "<!-- /messages -->"
+ERRORS = ("ShimError", "SettingsError", "DtypeError", "SeamError", "SourceError", "PrecisionError")
+ERRORS += ("LayoutError", "LossScaleError", "CheckpointError", "AuditError", "PlanError")
+WARNINGS = ("warn",)
+PARTS = ("message", "problem", "problems", "warnings", "bucket_warning")
+"""Names under which a text is kept or collected before it is told."""
+GROUPS = {
+    "precision_shim": "Settings, start and status",
+    "precision_shim/carriers": "Settings, start and status",
+    "precision_shim/rules": "Dtypes",
+    "precision_shim/scaling": "Loss scaling",
+    "precision_shim/auditing": "Audit",
+    "precision_shim/seams": "Adapters and seams",
+    "precision_shim/cli": "Command line",
+    "precision_shim_adapters": "Adapters and seams",
+    "precision_shim_adapters/megatron": "Megatron",
+    "precision_shim_adapters/fp16": "Loss scaling",
+    "precision_shim_adapters/verl": "verl",
+    "precision_shim_adapters/skyrl": "SkyRL",
+    "precision_shim_adapters/nemo_rl": "NeMo-RL",
+    "precision_shim_adapters/torchtitan": "torchtitan",
+}
+"""Folder of the source to the heading in the docs."""
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """One message: its heading, its text with ``…`` where something is put in, and its kinds."""
+
+    group: str
+    text: str
+    kind: str
+
+
+def messages() -> tuple[list[Message], list[str]]:
+    """All messages that the source tells, and the places (file: expression) where it does not."""
+    found: set[Message] = set()
+    elsewhere: set[str] = set()
+    for root in (ROOT / "shim", ROOT / "adapters"):
+        for file in sorted(root.glob("*/**/*.py")):
+            folder = file.parent.relative_to(root).as_posix()
+            if folder == "precision_shim/testing":  # for tests, not for jobs
+                continue
+            for kind, text in _in_file(ast.parse(file.read_text(encoding="utf-8"))):
+                if text.startswith("<"):
+                    elsewhere.add(f"{folder}/{file.name}: {text[1:]}")
+                else:
+                    found.add(Message(GROUPS[folder], text, kind))
+    return sorted(found), sorted(elsewhere)
+
+
+def _in_file(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    seen: set[ast.AST] = set()
+    # The innermost function first: its names are the nearest.
+    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
+    for function in reversed(functions):
+        names: dict[str, str] = {}
+        for node in ast.walk(function):
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    names[name] = _text(value, {}) or names.get(name, "")
+        for node in ast.walk(function):
+            if node in seen:
+                continue
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in PARTS:
+                    if text := _text(value, names):
+                        yield "warning", text
+                    continue
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append")) if (
+                    name in PARTS
+                ):
+                    if text := _text(node.args[0], names):
+                        yield "warning", text
+                    continue
+                case ast.Raise(exc=ast.Call() as call) | ast.Return(value=ast.Call() as call):
+                    wanted = ERRORS
+                case ast.Expr(value=ast.Call() as call):
+                    wanted = WARNINGS
+                case _:
+                    continue
+            name = ast.unparse(call.func).rpartition(".")[2]
+            if name.endswith(wanted) and call.args:
+                seen.add(node)
+                text = _text(call.args[0], names)
+                kind = "warning" if wanted is WARNINGS else name
+                yield kind, text or f"<{ast.unparse(call.args[0])}"
+
+
+def _text(node: ast.expr, names: dict[str, str]) -> str | None:
+    """The text of an expression, or None where the source does not tell it."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.JoinedStr(values=values):
+            parts = [one.value if isinstance(one, ast.Constant) else "…" for one in values]
+            joined = re.sub(r"…[…\s]*…", "…", "".join(map(str, parts)))
+            return joined if re.search(r"\w{3}", joined) else None
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return (_text(left, names) or "…") + (_text(right, names) or "…")
+        case ast.Name(id=name):
+            return names.get(name) or None
+        case ast.IfExp(body=body, orelse=other):
+            return _text(body, names) or _text(other, names)
+    return None
+
+
+def listed(found: list[Message]) -> str:
+    """The messages as Markdown, by heading."""
+    lines = []
+    for group in dict.fromkeys(GROUPS.values()):
+        kinds: dict[str, set[str]] = {}
+        for one in found:
+            if one.group == group:
+                kinds.setdefault(one.text, set()).add(one.kind)
+        if kinds:
+            lines += ["", f"### {group}", ""]
+            for text in sorted(kinds, key=lambda text: text.lstrip("… :=.,")):
+                shown = " ".join(text.split())
+                ticks = "``" if "`" in shown else "`"
+                lines.append(f"- {ticks}{shown}{ticks} ({', '.join(sorted(kinds[text]))})")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Write the list in the docs anew."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(BEGIN)
+    text = listed(messages()[0])
+    PAGE.write_text(f"{before}{BEGIN}{text}{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

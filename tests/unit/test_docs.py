@@ -1,0 +1,78 @@
+"""README and docs against the code: versions, settings, pages and pictures that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from precision_shim._settings import FEATURES, PREFIX, TABLE
+from precision_shim_adapters.frameworks import FRAMEWORKS
+
+from .. import messages
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("declared", FRAMEWORKS.values(), ids=lambda one: one["framework"])
+def test_the_readme_has_the_tested_versions(declared: dict[str, object]) -> None:
+    name, versions = declared["framework"], declared["tested"]
+    assert isinstance(versions, tuple)
+    # A tag's own name for itself may have a suffix: 0.5.0 is 0.5.0rc0.
+    expected = ", ".join(re.sub(r"rc\d+$", "", version) for version in versions)
+    assert re.search(rf"\(docs/{name}\.md\)\*\* {re.escape(expected)}:", text_of("README.md"))
+
+
+def test_the_page_of_settings_has_all_of_them() -> None:
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", text_of("docs/settings.md"), re.MULTILINE)
+    )
+    names = {setting.variable: str(setting.default) for setting in TABLE.values()}
+    assert set(rows) == {*names, PREFIX, f"{PREFIX}_FEATURES", f"{PREFIX}_FRAMEWORKS"}
+    for name, default in names.items():
+        assert rows[name].strip("`").split(":")[0] in (default, default.removesuffix(".0"), "unset")
+    for feature in FEATURES:
+        assert f"`{feature}`" in text_of("docs/settings.md")
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda one: one.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, _ in LINK.findall(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_site() -> None:
+    index = text_of("docs/index.md")
+    for page in PAGES:
+        assert page.stem == "index" or re.search(rf"^{page.stem}$", index, re.MULTILINE), page.stem
+
+
+PASSED_ON = {
+    "precision_shim/_journal.py": "what it is given",
+    "precision_shim/_session.py": "the errors of settings and seams, and the doctor's problems",
+    "precision_shim/adapting.py": "what an adapter gives it, and the errors of settings",
+    "precision_shim/auditing/watching.py": "the audit's problems, which docs/audit.md has",
+    "precision_shim/scaling/checkpoint.py": "the error of the first rank that has one",
+    "precision_shim_adapters/fp16/training.py": "the errors of the scaler's record",
+    "precision_shim_adapters/megatron/ddp.py": "a part that is listed",
+    "precision_shim_adapters/megatron/optimizer.py": "parts that are listed",
+    "precision_shim_adapters/verl/engines.py": "a part that is listed",
+}
+"""Files that pass on a message which is made elsewhere, and what they pass on."""
+
+
+def test_every_message_is_listed() -> None:
+    found, elsewhere = messages.messages()
+    page = text_of("docs/troubleshooting.md")
+    block = page.split(messages.BEGIN)[1].split(messages.END)[0]
+    assert block == messages.listed(found), "python -m tests.messages writes the list anew"
+    assert {place.partition(":")[0] for place in elsewhere} == set(PASSED_ON)

@@ -1,0 +1,138 @@
+"""docs/versions.md: per framework, version, feature and path what the shim does there.
+
+    python -m tests.versions_in_docs FOLDER      # FOLDER: where tox keeps its environments
+
+Each pinned environment's own Python says what the doctor says there, and writes its column. The
+tests of a framework hold the column of their version to what is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from precision_shim import _session, _status_text
+from precision_shim._registry import entries
+from precision_shim._settings import FEATURES, resolve
+from precision_shim._symbols import plain
+from precision_shim.cli._foresight import foresee
+
+from .environments.record_symbols import pinned
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "versions.md"
+WORDS = {
+    "pending": "yes",
+    "partly": "yes, beside its own",
+    "native": "its own",
+    "refused": "**refused**",
+    "unsupported": "no",
+    "absent": "",
+}
+"""A verdict on paths that nothing has imported, as the tables have it."""
+
+Column = dict[tuple[str, str], str]
+"""Feature and path, to a word."""
+
+
+def column(framework: str) -> tuple[str, Column]:
+    """The installed version, and what its column has to say."""
+    entry = entries(third_party=False)[framework]
+    one, _ = foresee(entry, resolve(environ={}), _session.version_of)
+    assert one.version is not None, f"{framework} is not installed here"
+    found = {
+        # A seam without a path serves all of them.
+        (feature, path or "everywhere"): WORDS[verdict]
+        for (feature, path), verdict in _status_text.verdicts(one.seams).items()
+    }
+    return plain(one.version), {key: word for key, word in found.items() if word}
+
+
+def hold(framework: str) -> None:
+    """What is installed here is what the page says of this version."""
+    version, found = column(framework)
+    tested = entries(third_party=False)[framework].load().tested
+    if version not in tested:
+        pytest.skip(f"{framework} {version} is no tested version, and has no column")
+    assert read(PAGE.read_text(encoding="utf-8"), framework).get(version) == found, (
+        "docs/versions.md is not current: python -m tests.versions_in_docs FOLDER"
+    )
+
+
+def read(page: str, framework: str) -> dict[str, Column]:
+    """The columns of one framework's table."""
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page[slice(*_block(page, framework))].splitlines()
+        if line.startswith("|") and not line.startswith("|---")
+    ]
+    columns: dict[str, Column] = {version: {} for version in rows[0][2:]} if rows else {}
+    feature = ""
+    for row in rows[1:]:
+        feature = row[0] or feature
+        for version, word in zip(columns, row[2:], strict=True):
+            if word:
+                columns[version][feature, row[1]] = word
+    return columns
+
+
+def written(page: str, framework: str, columns: dict[str, Column]) -> str:
+    """The page with this framework's table made anew."""
+    versions = sorted(columns, key=Version)
+    keys = {key for one in columns.values() for key in one}
+    lines = [f"| feature | path | {' | '.join(versions)} |", "|---" * (len(versions) + 2) + "|"]
+    for feature in FEATURES:
+        shown = feature
+        for key in sorted(key for key in keys if key[0] == feature):
+            cells = " | ".join(columns[version].get(key, "") for version in versions)
+            lines.append(f"| {shown} | {key[1]} | {cells} |")
+            shown = ""
+    start, end = _block(page, framework)
+    return page[:start] + "\n".join(["", *lines, ""]) + page[end:]
+
+
+def _block(page: str, framework: str) -> tuple[int, int]:
+    found = re.search(f"<!-- versions:{framework} -->(.*?)<!-- /versions -->", page, re.DOTALL)
+    assert found, f"docs/versions.md has no table of {framework}"
+    return found.span(1)
+
+
+def main() -> int:
+    """Have each environment write its column; returns how many are missing."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".tox"
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "shim"), str(ROOT / "adapters")])
+    missing = 0
+    made: dict[str, dict[str, Column]] = {}
+    for name in pinned():
+        python = folder / name / "bin" / "python"
+        if not python.exists():
+            print(f"not in {folder}: {name}", file=sys.stderr)
+            missing += 1
+            continue
+        framework = name.rpartition("-")[0]
+        code = f"from tests.versions_in_docs import column; print(repr(column({framework!r})))"
+        said = subprocess.run(
+            [str(python), "-c", code],
+            env={**os.environ, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        version, found = ast.literal_eval(said.stdout.splitlines()[-1])
+        made.setdefault(framework, {})[version] = found
+    page = PAGE.read_text(encoding="utf-8")
+    for framework, columns in made.items():
+        page = written(page, framework, read(page, framework) | columns)
+    PAGE.write_text(page, encoding="utf-8")
+    return missing
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
