@@ -201,7 +201,7 @@ def seam(
 
     The function's first parameter is the ``Call``. Each further one has the name of a parameter
     of the symbol and gets what the caller passed for it, or the symbol's default; the symbol must
-    have it, unless the function has a default for versions that have not. Several ``seam``s on one
+    have it, unless the function has a default for versions that have not. Several of these on one
     function are several places; the function itself stays what it is.
 
     The order in a module is the order of the layers: of two functions on one target the one that is
