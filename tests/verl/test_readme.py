@@ -1,0 +1,43 @@
+"""README's lines for verl: verl's own config takes them, with the meaning that is promised."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from ..readme_lines import overrides
+
+
+def composed(words: list[str]) -> Any:
+    from hydra import compose, initialize_config_dir
+    from verl.trainer import config as shipped
+
+    name = "ppo_trainer"
+    values = [word for word in words if not word.startswith("--")]
+    for word in words:
+        if word.startswith("--config-name="):
+            name = word.partition("=")[2]
+    with initialize_config_dir(os.path.dirname(shipped.__file__), version_base=None):
+        return compose(name, overrides=values).actor_rollout_ref.actor
+
+
+def test_the_lines_are_taken() -> None:
+    megatron, fsdp = overrides("verl", "verl.trainer.main_ppo")
+    made = composed(megatron)
+    assert made.strategy == "megatron"
+    assert dict(made.optim.override_optimizer_config) == {
+        "exp_avg_dtype": "bf16",
+        "adam_beta2": 0.95,
+    }
+    made = composed(fsdp)
+    assert made.strategy != "megatron"
+    assert made.fsdp_config.mixed_precision.param_dtype == "fp16"
+
+
+def test_a_key_that_is_none_is_refused() -> None:
+    from hydra.errors import ConfigCompositionException
+
+    with pytest.raises(ConfigCompositionException):
+        composed(["actor_rollout_ref.actor.optim.no_such_key=1"])
