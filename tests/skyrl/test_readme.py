@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from ..readme_lines import overrides
+from ..readme_lines import on_start_page, overrides
 
 
 def test_the_lines_are_taken() -> None:
@@ -17,3 +17,14 @@ def test_the_lines_are_taken() -> None:
     asked = made.trainer.policy.megatron_config.optimizer_config_kwargs
     assert asked["use_precision_aware_optimizer"] is True
     assert asked["main_grads_dtype"] == asked["exp_avg_dtype"] == "bf16"
+
+
+def test_the_start_page_is_taken() -> None:
+    from skyrl.train.config import SkyRLTrainConfig
+
+    alone, fp16 = on_start_page("skyrl", "skyrl.train.entrypoints.main_base")
+    for given, dtype in ((alone, "bf16"), (fp16, "fp16")):
+        made = SkyRLTrainConfig.from_cli_overrides(given).trainer
+        assert made.strategy == "fsdp2"
+        mixed = made.policy.fsdp_config.mixed_precision
+        assert (mixed.param_dtype if mixed else "bf16") == dtype

@@ -13,7 +13,7 @@ from precision_shim_adapters.frameworks import FRAMEWORKS
 from .. import messages
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -27,7 +27,7 @@ def test_the_readme_has_the_tested_versions(declared: dict[str, object]) -> None
     assert isinstance(versions, tuple)
     # A tag's own name for itself may have a suffix: 0.5.0 is 0.5.0rc0.
     expected = ", ".join(re.sub(r"rc\d+$", "", version) for version in versions)
-    assert re.search(rf"\(docs/{name}\.md\)\*\* {re.escape(expected)}:", text_of("README.md"))
+    assert re.search(rf"\(docs/start/{name}\.md\)\*\* {re.escape(expected)}:", text_of("README.md"))
 
 
 def test_the_page_of_settings_has_all_of_them() -> None:
@@ -53,7 +53,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_site() -> None:
     index = text_of("docs/index.md")
     for page in PAGES:
-        assert page.stem == "index" or re.search(rf"^{page.stem}$", index, re.MULTILINE), page.stem
+        name = page.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        assert name == "index" or re.search(rf"^{name}$", index, re.MULTILINE), name
+
+
+def test_a_start_page_is_two_screens() -> None:
+    for page in (ROOT / "docs" / "start").glob("*.md"):
+        assert len(page.read_text(encoding="utf-8").splitlines()) <= 80, page.name
 
 
 PASSED_ON = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ..readme_lines import overrides
+from ..readme_lines import on_start_page, overrides
 
 
 def composed(words: list[str]) -> Any:
@@ -34,6 +34,17 @@ def test_the_lines_are_taken() -> None:
     made = composed(fsdp)
     assert made.strategy != "megatron"
     assert made.fsdp_config.mixed_precision.param_dtype == "fp16"
+
+
+def test_the_start_page_is_taken() -> None:
+    alone, states, fp16 = on_start_page("verl", "verl.trainer.main_ppo")
+    assert composed(alone).strategy == "megatron"
+    made = composed([*alone, *states]).optim.override_optimizer_config
+    assert made.use_precision_aware_optimizer is True
+    assert made.exp_avg_sq_dtype == "bf16"
+    assert made.adam_beta2 == 0.95
+    without = [one for one in fp16 if "fsdp_config" in one]
+    assert composed(without).fsdp_config.mixed_precision.param_dtype == "fp16"
 
 
 def test_a_key_that_is_none_is_refused() -> None:
