@@ -1,4 +1,4 @@
-"""The commands that README.md and the start pages tell users to paste, for the frameworks' tests."""
+"""The commands that README and start pages tell users to paste, for the frameworks' tests."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from .. import messages
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+OTHERS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]
 LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -42,9 +43,7 @@ def test_the_page_of_settings_has_all_of_them() -> None:
         assert f"`{feature}`" in text_of("docs/settings.md")
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda one: one.name
-)
+@pytest.mark.parametrize("page", [*OTHERS, *PAGES], ids=lambda one: one.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target, _ in LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,1 @@
+"""One example per framework; see README.md here."""

@@ -1,0 +1,27 @@
+"""torchtitan's Trainer trains in float16: python -m examples.torchtitan_pretraining."""
+
+from __future__ import annotations
+
+import tempfile
+
+import precision_shim
+
+precision_shim.install()
+
+# What follows, up to main(), stands for the GPU and the model that you have.
+from tests.torchtitan import cpu  # noqa: E402
+
+
+def main() -> None:
+    """Build the trainer of a config, as torchtitan.train does, train it, say what is in force."""
+    cpu.enter()
+    with tempfile.TemporaryDirectory() as folder:
+        # In a job: --training.mixed_precision_param=float16
+        trainer = cpu.pretrainer(folder, "float16")
+        trainer.train()
+        trainer.close()
+    print(precision_shim.status())
+
+
+if __name__ == "__main__":
+    main()

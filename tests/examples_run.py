@@ -1,0 +1,40 @@
+"""The examples, run as a user runs them, in the environment of their framework."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(name: str, framework: str) -> str:
+    """Run one example from a clone; hold its end to what ``status()`` says of a job in force.
+
+    Args:
+        name: the module in ``examples``.
+        framework: as ``status()`` names it.
+
+    Returns:
+        What it printed, on both streams.
+    """
+    ended = subprocess.run(
+        [sys.executable, "-m", f"examples.{name}"],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    status = ended.stdout[ended.stdout.index("precision_shim: on\n") :]
+    assert f"\n{framework} " in status
+    assert "tested: in force\n" in status
+    assert "fp16-scaling: loss scaling from 65536" in status
+    assert "what is wrong" not in status
+    lines = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 50, "an example is a screen"
+    return ended.stdout
