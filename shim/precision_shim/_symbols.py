@@ -8,7 +8,7 @@ the string and changes the code; here the code itself is compared.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -232,6 +232,32 @@ def differing(adapter: Adapter, version: str, installed: Mapping[str, str | None
             if not found.same:
                 told.append(f"{distribution} {here} is not what was recorded: {found}")
     return told
+
+
+def missed(
+    adapter: Adapter, target: str, versions: Callable[[str, Iterable[str]], str | None]
+) -> str:
+    """The recorded version that had a symbol, in words; ``""`` where nobody would miss it.
+
+    Of the recorded versions up to the one that is here the newest counts: what came later may be
+    missing in an older one, and what was taken out before is not missed.
+
+    Args:
+        adapter: whose symbol.
+        target: ``"module:attribute"``.
+        versions: tells a distribution's version, as ``_session.version_of`` does.
+    """
+    distribution = owner(target, adapter)
+    packages = {name: (package,) for package, name in SHARED.items()}
+    here = versions(distribution, packages.get(distribution, adapter.packages))
+    if here is None:
+        return ""
+    known = versions_of(shipped(), distribution)
+    if here != "unknown":
+        known = [one for one in known if in_order([one, plain(here)])[-1] == plain(here)]
+    if known and target in digests_of(shipped(), distribution, known[-1]):
+        return f"{distribution} {known[-1]}"
+    return ""
 
 
 def plain(version: str) -> str:

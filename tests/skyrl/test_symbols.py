@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from ..symbols_in_record import hold
+from pathlib import Path
+
+from ..symbols_in_record import hold, hold_as_a_wheel
 
 
 def test_the_record_is_current() -> None:
     hold("skyrl")
+
+
+def test_a_wheel_of_what_is_installed_is_read_and_not_run(tmp_path: Path) -> None:
+    hold_as_a_wheel("skyrl", tmp_path)

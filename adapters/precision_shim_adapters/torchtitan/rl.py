@@ -133,12 +133,12 @@ def make_endpoint(endpoint: Any) -> Any:
         raise SeamError(f"{endpoint!r} is not an endpoint as concurrent_endpoint makes it")
 
     @functools.wraps(method)
-    async def optim_step(self: Any) -> Any:
+    async def optim_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         training = ScaledTraining.of(self)
         if training is None or not has_gradients(self.optimizers):
-            return await method(self)
+            return await method(self, *args, **kwargs)
         with training.several_steps(self.optimizers, tuple(self.optimizers)):
-            output = await method(self)
+            output = await method(self, *args, **kwargs)
         metrics = output.metrics
         metrics[_NORM] = training.norm(metrics[_NORM])
         metrics.update(training.metrics("trainer/"))

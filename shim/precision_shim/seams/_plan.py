@@ -6,7 +6,7 @@ shows one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -102,13 +102,23 @@ def _is_there(condition: str) -> bool:
     return symbol.found and (not name or name in symbol.names)
 
 
-def check(adapter: Adapter, features: Iterable[str], settings: object) -> Plan:
+Missed = Callable[[Adapter, str], str]
+"""Tells which version is known to have had a symbol that is not here, in words; ``""``: none."""
+
+
+def check(
+    adapter: Adapter,
+    features: Iterable[str],
+    settings: object,
+    missed: Missed = lambda adapter, target: "",
+) -> Plan:
     """Settle what source can settle of an adapter's seams.
 
     Args:
         adapter: whose seams.
         features: names of the features in force; seams of others are ``off``.
         settings: handed to native probes; nothing else looks inside.
+        missed: asked about optional seams whose module is not here.
     """
     rows = unchecked(adapter, features)
     problems: dict[Group, list[str]] = {}
@@ -116,11 +126,33 @@ def check(adapter: Adapter, features: Iterable[str], settings: object) -> Plan:
         problem = _judge(row, settings) if row.state == "pending" else ""
         if problem:
             problems.setdefault(row.group, []).append(problem)
+    _refuse_halves(rows, problems, lambda target: missed(adapter, target))
     refused = {group: tuple(found) for group, found in problems.items()}
     for row in rows:
-        if row.state == "pending" and row.group in refused:
+        missing_half = row.state == "absent" and row.reason in refused.get(row.group, ())
+        if (row.state == "pending" and row.group in refused) or missing_half:
             row.state, row.reason = "refused", refusal(row.seam, refused[row.group])
     return Plan(adapter, rows, refused)
+
+
+def _refuse_halves(
+    rows: Iterable[Row], problems: dict[Group, list[str]], missed: Callable[[str], str]
+) -> None:
+    """Note a problem where a module has moved away and the rest of its group has stayed.
+
+    An optional module that a version never had, or a path that upstream has taken out whole, is
+    absent and no problem. A module that went alone would leave the group patched by half.
+    """
+    stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
+    for row in rows:
+        seam = row.seam
+        if row.state != "absent" or seam.refusal or seam.wrapper is None or row.symbol is None:
+            continue
+        had = "" if row.symbol.module_found else missed(seam.target)
+        if had:
+            row.reason = f"{row.reason}, and {had} had {seam.target}"
+            if row.group in stays:
+                problems.setdefault(row.group, []).append(row.reason)
 
 
 def _judge(row: Row, settings: object) -> str:
@@ -151,6 +183,8 @@ def _judge(row: Row, settings: object) -> str:
 
 def missing(seam: Seam, symbol: Symbol) -> str:
     """What a seam needs of its symbol and the source does not have, in words, or ``""``."""
+    if symbol.kind and not seam.fits(symbol.kind):
+        return f"{seam.target} is a {symbol.kind}, and {seam.name} is written for what is none"
     lacking = [one for one in seam.parameters if one not in symbol.parameters]
     if lacking:
         return f"{seam.target} has no parameter {', '.join(map(repr, lacking))}"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import SeamError
@@ -127,6 +127,22 @@ class Seam:
     def reads(self) -> dict[str, Any]:
         """The parameters that the wrapper names, each with its default or ``REQUIRED``."""
         return {} if self.wrapper is None or self.replaces else reads_of(self.wrapper)
+
+    def fits(self, kind: str) -> bool:
+        """Whether the wrapper can stand at a symbol that is no plain function; see ``Symbol.kind``.
+
+        What has a result later would be left by a plain wrapper before its body runs.
+        """
+        if self.wrapper is None or self.replaces:
+            return True
+        if kind == "staticmethod":
+            code = getattr(self.wrapper, "__code__", None)
+            return code is None or not _mentions(code, "instance")
+        if kind == "coroutine":
+            return inspect.iscoroutinefunction(self.wrapper)
+        if kind == "generator":
+            return inspect.isgeneratorfunction(self.wrapper)
+        return False  # a class or a property is called by nobody here; a context manager is entered
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -299,6 +315,13 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
         else:
             found += collect(*source)
     return tuple(found)
+
+
+def _mentions(code: CodeType, name: str) -> bool:
+    """Whether code reads an attribute of this name, functions within it included."""
+    return name in code.co_names or any(
+        _mentions(one, name) for one in code.co_consts if isinstance(one, CodeType)
+    )
 
 
 def name_of(thing: Any) -> str:
