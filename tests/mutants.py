@@ -441,14 +441,22 @@ def _decorated(node: Any, name: str) -> Any:
         del node.args.defaults[: max(lacking, 0)]
     elif name == "classmethod":
         ([*node.args.posonlyargs, *node.args.args])[0].arg = "cls"
-    node.decorator_list.insert(0, ast.parse(name, mode="eval").body)
+    # Over an endpoint's function: what stands over the endpoint itself Monarch does not see.
+    over = (
+        len(node.decorator_list) if "concurrent_endpoint" in map(_text, node.decorator_list) else 0
+    )
+    node.decorator_list.insert(over, ast.parse(name, mode="eval").body)
     return node
 
 
+def _text(node: ast.AST) -> str:
+    return ast.unparse(node)
+
+
 def _made_async(node: Any) -> Any:
-    if isinstance(node, ast.AsyncFunctionDef):
-        return ast.FunctionDef(**{name: getattr(node, name, None) for name in node._fields})
-    return ast.AsyncFunctionDef(**{name: getattr(node, name, None) for name in node._fields})
+    other = ast.FunctionDef if isinstance(node, ast.AsyncFunctionDef) else ast.AsyncFunctionDef
+    parts = {name: getattr(node, name) for name in node._fields if hasattr(node, name)}
+    return ast.copy_location(other(**parts), node)
 
 
 def _made_generator(node: Any) -> Any:
@@ -707,7 +715,8 @@ class Trial:
         seam = row.seam
         assert seam.wrapper is not None
         in_class = "." in seam.attribute
-        if isinstance(node := mutant.node(), ast.ClassDef) and not _is_data(node):
+        node = mutant.node()
+        if isinstance(node, ast.ClassDef) and not _is_data(node) and not seam.replaces:
             return End("survives", "a class, wrapped as a function")
         try:
             if seam.replaces:
@@ -715,6 +724,8 @@ class Trial:
             return _bound(seam, row.symbol or Symbol(seam.target), node, in_class)
         except SeamError as error:
             return End("refused on arrival", str(error))
+        except _ImpossibleError as error:
+            return End("impossible", str(error))
         except Exception as error:
             return End("survives", f"the trial failed: {error!r}")
 
@@ -784,10 +795,15 @@ def _bound(seam: Seam, symbol: Symbol, node: Any, in_class: bool) -> End:
 def _replaced(seam: Seam, node: Any) -> End:
     """Let the wrapper make what is to stand there of a changed function, and call that."""
     assert seam.wrapper is not None
-    owner, raw = stub(node, True, seam.relies_on)
+    if isinstance(node, ast.ClassDef):
+        owner, raw = object, type(node.name, (), {})
+    else:
+        owner, raw = stub(node, True, seam.relies_on)
     made = seam.wrapper(raw)
     instance = object.__new__(owner)
-    function = getattr(made, "_method", made)  # an endpoint keeps its function there
+    function = made
+    if hasattr(made, "_method"):  # an endpoint keeps its function there, beneath Monarch's own
+        function = made._method.__wrapped__
     given = [
         one
         for one in inspect.signature(raw if callable(raw) else function).parameters.values()
@@ -898,11 +914,19 @@ def stub(node: Any, in_class: bool, mentions: tuple[str, ...] = ()) -> tuple[Any
             body = [owner]
     if "concurrent_endpoint" in ast.unparse(body[0]):
         space["concurrent_endpoint"] = importlib.import_module("monarch.actor").concurrent_endpoint
-    exec(compile(ast.fix_missing_locations(ast.Module(body, [])), "changed", "exec"), space)
+    code = compile(ast.fix_missing_locations(ast.Module(body, [])), "changed", "exec")
+    try:
+        exec(code, space)
+    except Exception as error:
+        raise _ImpossibleError(repr(error)) from error
     if not in_class:
         return None, space[name]
     inner = "__init__" if isinstance(node, ast.ClassDef) else node.name
     return space[name], vars(space[name])[inner]
+
+
+class _ImpossibleError(Exception):
+    """What the framework builds on does not take the definition: nobody can release it."""
 
 
 def _plain_fields(node: ast.ClassDef) -> None:
@@ -966,7 +990,8 @@ def run(framework: str, share: int | None = None) -> list[tuple[Mutant, End]]:
         chosen = random.Random(SEED).sample(chosen, min(share, len(chosen)))
         order = {place.target: index for index, place in enumerate(trial.places)}
         chosen.sort(key=lambda one: order[one.target])
-    return [(one, judged(one, trial.end(one))) for one in chosen]
+    ended = [(one, judged(one, trial.end(one))) for one in chosen]
+    return [(one, end) for one, end in ended if end.state != "impossible"]
 
 
 JUDGED: tuple[tuple[str, str, str], ...] = ()

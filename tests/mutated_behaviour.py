@@ -91,7 +91,7 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         f"{_BUFFER}:_ParamAndGradBuffer.__init__",
         "the dtype of a gradient bucket",
-        ("self.grad_dtype =", "dtype=self.grad_dtype"),
+        ("self.grad_dtype =", "self.grad_data ="),
     ),
     (
         "verl.workers.engine.megatron.transformer_impl:MegatronEngine.optimizer_step",
@@ -103,8 +103,8 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "SkyRL",
         ("bf16", "params_dtype", "use_distributed_optimizer", "update("),
     ),
-    ("torch.amp.grad_scaler:GradScaler._maybe_opt_step", "torch's scaler", ("",)),
-    ("torch.amp.grad_scaler:GradScaler.state_dict", "torch's scaler", ("scale", "growth_factor")),
+    ("torch.amp.grad_scaler:GradScaler._maybe_opt_step", "torch's scaler", ("found_inf",)),
+    ("torch.amp.grad_scaler:GradScaler.state_dict", "torch's scaler", ("",)),
     (
         "torch.distributed.checkpoint.state_dict:_init_optim_state",
         "a distributed checkpoint",
@@ -162,6 +162,8 @@ def changes(packages: set[str]) -> Iterator[Change]:
 
 
 def _statements(tree: Any) -> list[ast.stmt]:
+    if isinstance(tree, ast.ClassDef):
+        return tree.body  # its fields, and not its methods
     return [one for one in ast.walk(tree) if isinstance(one, ast.stmt) and one is not tree]
 
 

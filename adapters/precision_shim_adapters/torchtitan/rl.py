@@ -42,7 +42,7 @@ _OURS = "_precision_shim_endpoint"
     why="the loss function exists, and the checkpoint is loaded later, within __init__",
     upstream=UPSTREAM,
     delete_when=DELETE,
-    relies_on=("loss_fn", "set_lm_head", "checkpointer", "optimizers", "model_parts"),
+    relies_on=("loss_fn", "set_lm_head", "checkpointer", "optimizers", "model_parts", "device"),
     native=native_rl,
     optional=True,
 )
