@@ -787,8 +787,6 @@ def _bound(seam: Seam, symbol: Symbol, node: Any, in_class: bool) -> End:
                 return End("survives", f"{way}: the wrapper got {read[name]!r} for {name!r}")
             if here and got and got.get(name) != ("changed" if name in change else expected):
                 return End("survives", f"{way}: {name!r} arrived as {got.get(name)!r}")
-    if isinstance(raw, classmethod) and reads_instance(seam.wrapper) and was_bound(seam):
-        return End("survives", "the wrapper reads the instance, and gets the class")
     return End("right", "bound by name, called by position and by name")
 
 
@@ -835,25 +833,6 @@ def _held(raw: Any, owner: Any) -> tuple[Any, Any]:
 
 def _is_data(node: ast.ClassDef) -> bool:
     return any("dataclass" in ast.unparse(one) for one in node.decorator_list)
-
-
-def was_bound(seam: Seam) -> bool:
-    """Whether the symbol, as it is installed, is a method of instances."""
-    module, _, attribute = seam.target.partition(":")
-    text = Sources().text(module)
-    node: Any = _path_to(_tree(text or ""), attribute)[-1]
-    return not {"staticmethod", "classmethod"} & {ast.unparse(one) for one in node.decorator_list}
-
-
-def reads_instance(wrapper: Callable[..., Any]) -> bool:
-    """Whether a wrapper's code has ``call.instance``, nested functions included."""
-    pending = [wrapper.__code__]
-    while pending:
-        code = pending.pop()
-        if "instance" in code.co_names:
-            return True
-        pending += [one for one in code.co_consts if inspect.iscode(one)]
-    return False
 
 
 def _kept(function: Any) -> Any:

@@ -65,6 +65,8 @@ class Seam:
             the symbol's source. Where one of them is not there, the seam is in no status and
             nobody misses it. Read from source when the framework is imported, never earlier.
         unless: the same of what must not be there; one that is there is enough.
+        of_class: whether ``wrapper`` reads ``call.instance`` and means the class: one that means
+            an object is refused where upstream has made a classmethod of its method.
     """
 
     target: str
@@ -82,6 +84,7 @@ class Seam:
     replaces: bool = False
     only_if: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    of_class: bool = False
 
     def __post_init__(self) -> None:
         for text in (self.target, *self.aliases):
@@ -135,14 +138,15 @@ class Seam:
         """
         if self.wrapper is None or self.replaces:
             return True
-        if kind == "staticmethod":
+        if kind == "staticmethod" or (kind == "classmethod" and not self.of_class):
             code = getattr(self.wrapper, "__code__", None)
             return code is None or not _mentions(code, "instance")
         if kind == "coroutine":
             return inspect.iscoroutinefunction(self.wrapper)
         if kind == "generator":
             return inspect.isgeneratorfunction(self.wrapper)
-        return False  # a class or a property is called by nobody here; a context manager is entered
+        # A class or a property is called by nobody here, and a context manager is entered later.
+        return kind == "classmethod"
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -211,6 +215,7 @@ def seam(
     replaces: bool = False,
     only_if: tuple[str, ...] = (),
     unless: tuple[str, ...] = (),
+    of_class: bool = False,
     **unknown: NoReturn,
 ) -> Callable[[Function], Function]:
     """Declare that a function stands at a symbol of a framework.
@@ -238,6 +243,7 @@ def seam(
         replaces: see ``Seam``.
         only_if: see ``Seam``.
         unless: see ``Seam``.
+        of_class: see ``Seam``.
         unknown: there is none.
 
     Raises:
@@ -269,6 +275,7 @@ def seam(
                 replaces=replaces,
                 only_if=only_if,
                 unless=unless,
+                of_class=of_class,
             )
             for one in features
         ]

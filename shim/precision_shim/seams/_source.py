@@ -39,7 +39,7 @@ class Symbol:
         names: identifiers and string constants in its source; for a method, in its class's.
         problem: why nothing can be said, or ``""``.
         kind: what it is where it is no plain function or method: ``class``, ``property``,
-            ``staticmethod``, ``context manager``, ``coroutine`` or ``generator``.
+            ``staticmethod``, ``classmethod``, ``context manager``, ``coroutine`` or ``generator``.
     """
 
     target: str
@@ -231,7 +231,7 @@ def _kind(node: ast.AST) -> str:
             return "generator"
         if not isinstance(one, (*_Function, ast.Lambda, ast.ClassDef)):
             pending += ast.iter_child_nodes(one)
-    return "staticmethod" if "staticmethod" in decorators else ""
+    return next((one for one in ("staticmethod", "classmethod") if one in decorators), "")
 
 
 def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:

@@ -61,6 +61,10 @@ class Box:
     def is_static(value):
         return value
 
+    @classmethod
+    def is_of_class(cls, value):
+        return value
+
 
 async def is_coroutine(value):
     return value
@@ -94,6 +98,8 @@ def holds_a_generator(value):
         ("Box.is_cached", "negate", "property"),
         ("Box.is_static", "note", "staticmethod"),
         ("Box.is_static", "negate", ""),
+        ("Box.is_of_class", "note", "classmethod"),
+        ("Box.is_of_class", "negate", ""),
         ("is_coroutine", "negate", "coroutine"),
         ("is_generator", "negate", "generator"),
         ("is_context", "negate", "context manager"),
