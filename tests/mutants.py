@@ -441,16 +441,11 @@ def _decorated(node: Any, name: str) -> Any:
         del node.args.defaults[: max(lacking, 0)]
     elif name == "classmethod":
         ([*node.args.posonlyargs, *node.args.args])[0].arg = "cls"
-    # Over an endpoint's function: what stands over the endpoint itself Monarch does not see.
-    over = (
-        len(node.decorator_list) if "concurrent_endpoint" in map(_text, node.decorator_list) else 0
-    )
-    node.decorator_list.insert(over, ast.parse(name, mode="eval").body)
+    # Beneath those that make something else than a function of it.
+    last = {"concurrent_endpoint", "classmethod", "staticmethod", "property"}
+    over = [index for index, one in enumerate(node.decorator_list, 1) if ast.unparse(one) in last]
+    node.decorator_list.insert(max(over, default=0), ast.parse(name, mode="eval").body)
     return node
-
-
-def _text(node: ast.AST) -> str:
-    return ast.unparse(node)
 
 
 def _made_async(node: Any) -> Any:
