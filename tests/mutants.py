@@ -59,7 +59,7 @@ ROOT = Path(__file__).parents[1]
 SEED = 13
 FACT = "fact removed"
 ATTRIBUTE = "attribute removed"
-SHARE = 48
+SHARE = 32
 """How many of the changes a framework's tests make; a script makes all."""
 FINE = ("refused", "refused on arrival", "absent", "right", "probe")
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
