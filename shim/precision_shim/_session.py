@@ -301,23 +301,30 @@ def preview(
         versions: tells a distribution's version there; ``None``: as ``version_of`` does here.
     """
 
-    def missed(adapter: Adapter, target: str) -> str:
-        return _missed(adapter, target, versions or version_of)
+    def missed(adapter: Adapter) -> Callable[[str], str]:
+        return _missed(adapter, versions or version_of)
 
     return check(adapter, settings.features, settings, missed).foretold()
 
 
 def _missed(
     adapter: Adapter,
-    target: str,
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
-) -> str:
+) -> Callable[[str], str]:
+    """See ``precision_shim.seams._plan.Missed``."""
     from . import _symbols
 
-    try:
-        return _symbols.missed(adapter, target, versions or version_of)
-    except Exception:  # a damaged record must not break the framework's import; status() says it
-        return ""
+    known = _symbols.missed(adapter, versions or version_of)
+
+    def told(target: str) -> str:
+        try:
+            return known(target)
+        except (
+            Exception
+        ):  # a damaged record must not break the framework's import; status() says it
+            return ""
+
+    return told
 
 
 def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:

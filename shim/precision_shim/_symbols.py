@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import precision_shim_adapters
@@ -235,29 +235,35 @@ def differing(adapter: Adapter, version: str, installed: Mapping[str, str | None
 
 
 def missed(
-    adapter: Adapter, target: str, versions: Callable[[str, Iterable[str]], str | None]
-) -> str:
-    """The recorded version that had a symbol, in words; ``""`` where nobody would miss it.
+    adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
+) -> Callable[[str], str]:
+    """What tells which recorded version had a symbol, in words; ``""`` where nobody would miss it.
 
     Of the recorded versions up to the one that is here the newest counts: what came later may be
     missing in an older one, and what was taken out before is not missed.
 
     Args:
-        adapter: whose symbol.
-        target: ``"module:attribute"``.
+        adapter: whose symbols.
         versions: tells a distribution's version, as ``_session.version_of`` does.
     """
-    distribution = owner(target, adapter)
     packages = {name: (package,) for package, name in SHARED.items()}
-    here = versions(distribution, packages.get(distribution, adapter.packages))
-    if here is None:
-        return ""
-    known = versions_of(shipped(), distribution)
-    if here != "unknown":
-        known = [one for one in known if in_order([one, plain(here)])[-1] == plain(here)]
-    if known and target in digests_of(shipped(), distribution, known[-1]):
-        return f"{distribution} {known[-1]}"
-    return ""
+
+    @cache
+    def newest(distribution: str) -> tuple[str, frozenset[str]]:
+        here = versions(distribution, packages.get(distribution, adapter.packages))
+        known = versions_of(shipped(), distribution) if here is not None else []
+        if here not in (None, "unknown"):
+            here = plain(str(here))
+            known = [one for one in known if in_order([one, here])[-1] == here]
+        last = known[-1] if known else ""
+        return last, frozenset(digests_of(shipped(), distribution, last))
+
+    def told(target: str) -> str:
+        distribution = owner(target, adapter)
+        version, targets = newest(distribution)
+        return f"{distribution} {version}" if target in targets else ""
+
+    return told
 
 
 def plain(version: str) -> str:

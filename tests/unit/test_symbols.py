@@ -117,7 +117,7 @@ def test_what_the_newest_recorded_version_up_to_this_one_had_is_missed(
     )
     monkeypatch.setattr(_symbols, "shipped", lambda: record)
     adapter = Adapter("toy", "toy", ("toy",), (), ())
-    assert _symbols.missed(adapter, target, lambda name, packages: here) == told
+    assert _symbols.missed(adapter, lambda name, packages: here)(target) == told
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "1"])

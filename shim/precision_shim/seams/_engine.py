@@ -20,7 +20,7 @@ from .._finders import Watcher
 from .._status import SeamStatus
 from ..errors import PrecisionShimError, SeamError
 from ._call import prepare, through
-from ._plan import Group, Missed, Row, check, refusal, unchecked
+from ._plan import Group, Missed, Row, check, nothing_missed, refusal, unchecked
 from ._seam import Adapter, Seam
 from ._sites import Layer, Sites, locate
 from ._source import Symbol
@@ -49,7 +49,7 @@ class Engine:
         strict: bool,
         on_fault: Callable[[str, PrecisionShimError], None],
         describe: Callable[[Adapter], str],
-        missed: Missed = lambda adapter, target: "",
+        missed: Missed = nothing_missed,
     ) -> None:
         """Make an engine that has patched nothing yet.
 

@@ -6,7 +6,7 @@ shows one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -102,15 +102,20 @@ def _is_there(condition: str) -> bool:
     return symbol.found and (not name or name in symbol.names)
 
 
-Missed = Callable[[Adapter, str], str]
-"""Tells which version is known to have had a symbol that is not here, in words; ``""``: none."""
+Missed = Callable[[Adapter], Callable[[str], str]]
+"""For an adapter what tells which version had a symbol that is not here; ``""``: none is known."""
+
+
+def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
+    """Where nothing is known of other versions."""
+    return lambda target: ""
 
 
 def check(
     adapter: Adapter,
     features: Iterable[str],
     settings: object,
-    missed: Missed = lambda adapter, target: "",
+    missed: Missed = nothing_missed,
 ) -> Plan:
     """Settle what source can settle of an adapter's seams.
 
@@ -118,15 +123,17 @@ def check(
         adapter: whose seams.
         features: names of the features in force; seams of others are ``off``.
         settings: handed to native probes; nothing else looks inside.
-        missed: asked about optional seams whose module is not here.
+        missed: asked about seams whose symbol or module is not here, and that need not be.
     """
+    had = missed(adapter)
     rows = unchecked(adapter, features)
+    rows += tuple(_moved_away(adapter, features, rows, had))
     problems: dict[Group, list[str]] = {}
     for row in rows:
         problem = _judge(row, settings) if row.state == "pending" else ""
         if problem:
             problems.setdefault(row.group, []).append(problem)
-    _refuse_halves(rows, problems, lambda target: missed(adapter, target))
+    _refuse_halves(rows, problems, had)
     refused = {group: tuple(found) for group, found in problems.items()}
     for row in rows:
         missing_half = row.state == "absent" and row.reason in refused.get(row.group, ())
@@ -135,8 +142,33 @@ def check(
     return Plan(adapter, rows, refused)
 
 
+def _moved_away(
+    adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
+) -> Iterator[Row]:
+    """Seams that are none of this version's because their symbol is gone, and nowhere else.
+
+    ``only_if`` and ``unless`` tell the places apart where a symbol has been. One that is at none of
+    them must not leave its group in silence.
+    """
+    on = frozenset(features)
+    stand = {id(row.seam) for row in rows}
+    placed = {(row.group, row.seam.wrapper, _last(row.seam)) for row in rows}
+    for seam in adapter.seams:
+        group = adapter.framework, seam.feature, seam.group
+        if id(seam) in stand or seam.feature not in on or seam.wrapper is None or seam.refusal:
+            continue
+        elsewhere = (group, seam.wrapper, _last(seam)) in placed
+        if not elsewhere and had(seam.target) and not look(seam.target).found:
+            yield Row(group, seam)
+
+
+def _last(seam: Seam) -> str:
+    """The symbol's own name: a function may stand at several symbols, each at several places."""
+    return seam.attribute.rpartition(".")[2]
+
+
 def _refuse_halves(
-    rows: Iterable[Row], problems: dict[Group, list[str]], missed: Callable[[str], str]
+    rows: Iterable[Row], problems: dict[Group, list[str]], had: Callable[[str], str]
 ) -> None:
     """Note a problem where a module has moved away and the rest of its group has stayed.
 
@@ -148,9 +180,9 @@ def _refuse_halves(
         seam = row.seam
         if row.state != "absent" or seam.refusal or seam.wrapper is None or row.symbol is None:
             continue
-        had = "" if row.symbol.module_found else missed(seam.target)
-        if had:
-            row.reason = f"{row.reason}, and {had} had {seam.target}"
+        version = "" if row.symbol.module_found else had(seam.target)
+        if version:
+            row.reason = f"{row.reason}, and {version} had {seam.target}"
             if row.group in stays:
                 problems.setdefault(row.group, []).append(row.reason)
 

@@ -326,8 +326,8 @@ def test_a_module_that_a_known_version_had_is_missed_where_its_group_has_stayed(
         lab.seam("toy.away:shift", feature="g", optional=True),
     )
 
-    def missed(adapter, target):
-        return f"{adapter.framework} 1.0" if target == "toy.away:scale" else ""
+    def missed(adapter):
+        return {"toy.away:scale": f"{adapter.framework} 1.0", "toy.away:shift": ""}.get
 
     plan = check(lab.adapter(*rows), ("f", "g"), None, missed)
     assert [row.state for row in plan.rows] == ["refused", "refused", "absent"]
