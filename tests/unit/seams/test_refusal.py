@@ -337,6 +337,39 @@ def test_a_module_that_a_known_version_had_is_missed_where_its_group_has_stayed(
     assert (alone.state, "toy 1.0 had" in alone.reason) == ("absent", True)
 
 
+@pytest.mark.parametrize(
+    ("had", "states"),
+    [
+        ({"toy.new:scale": "toy 1.0"}, ["refused", "refused"]),
+        ({}, ["pending"]),  # nobody knows of a version that had it
+        ({"toy.old:scale": "toy 0.9"}, ["refused", "refused"]),
+    ],
+)
+def test_a_symbol_that_is_at_none_of_its_places_does_not_leave_its_group_in_silence(
+    lab, had, states
+):
+    places = [
+        lab.seam(f"toy.{name}:scale", group="a", only_if=(f"toy.{name}",))
+        for name in ("old", "new")
+    ]
+    adapter = lab.adapter(*places, lab.seam(GOOD, group="a"))
+    plan = check(adapter, ("f",), None, lambda _: lambda target: had.get(target, ""))
+    assert [row.state for row in plan.rows] == states
+    assert all("toy." in row.reason and "not found" in row.reason for row in plan.rows if had)
+
+
+def test_a_symbol_that_went_to_another_of_its_places_is_not_missed(lab):
+    lab.write({"toy/new.py": "def scale(value):\n    return value\n"})
+    places = [
+        lab.seam(f"toy.{name}:scale", group="a", only_if=(f"toy.{name}",))
+        for name in ("old", "new")
+    ]
+    adapter = lab.adapter(*places, lab.seam(GOOD, group="a"))
+    plan = check(adapter, ("f",), None, lambda _: lambda target: "toy 0.9")
+    assert [row.seam.target for row in plan.rows] == ["toy.new:scale", GOOD]
+    assert [row.state for row in plan.rows] == ["pending", "pending"]
+
+
 def test_an_optional_module_without_the_symbol_is_refused(lab):
     engine = lab.install(lab.seam("toy.ops:gone", optional=True), lab.seam(GOOD))
     assert lab.ops.scale(3) == 6
