@@ -59,7 +59,7 @@ def keep_float16(forward: Any) -> Any:
     @functools.wraps(forward)
     def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
         for given in (*args, *kwargs.values()):
-            if getattr(given, "dtype", None) is torch.float16:
+            if isinstance(given, torch.Tensor) and given.dtype is torch.float16:
                 return in_float16(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
