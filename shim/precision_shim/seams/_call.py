@@ -50,8 +50,8 @@ class Call:
     """One call of a wrapped symbol, as its wrapper sees it.
 
     Attributes:
-        instance: the object that a method was called on, the class for a classmethod (the seam
-            says ``of_class`` then), else ``None``.
+        instance: the object that a method was called on, the class for a classmethod, else
+            ``None``; a seam on a class- or staticmethod that reads it says ``unbound``.
     """
 
     __slots__ = (

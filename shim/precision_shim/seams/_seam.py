@@ -65,8 +65,9 @@ class Seam:
             the symbol's source. Where one of them is not there, the seam is in no status and
             nobody misses it. Read from source when the framework is imported, never earlier.
         unless: the same of what must not be there; one that is there is enough.
-        of_class: whether ``wrapper`` reads ``call.instance`` and means the class: one that means
-            an object is refused where upstream has made a classmethod of its method.
+        unbound: whether the symbol is a classmethod or a staticmethod, and a ``wrapper`` that
+            reads ``call.instance`` knows that it is the class, or ``None``. Without it such a
+            wrapper is refused there: upstream has made one of a method.
     """
 
     target: str
@@ -84,7 +85,7 @@ class Seam:
     replaces: bool = False
     only_if: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
-    of_class: bool = False
+    unbound: bool = False
 
     def __post_init__(self) -> None:
         for text in (self.target, *self.aliases):
@@ -138,15 +139,14 @@ class Seam:
         """
         if self.wrapper is None or self.replaces:
             return True
-        if kind == "staticmethod" or (kind == "classmethod" and not self.of_class):
+        if kind in ("staticmethod", "classmethod"):
             code = getattr(self.wrapper, "__code__", None)
-            return code is None or not _mentions(code, "instance")
+            return self.unbound or code is None or not _mentions(code, "instance")
         if kind == "coroutine":
             return inspect.iscoroutinefunction(self.wrapper)
         if kind == "generator":
             return inspect.isgeneratorfunction(self.wrapper)
-        # A class or a property is called by nobody here, and a context manager is entered later.
-        return kind == "classmethod"
+        return False  # a class or a property is called by nobody here; a context manager is entered
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -215,7 +215,7 @@ def seam(
     replaces: bool = False,
     only_if: tuple[str, ...] = (),
     unless: tuple[str, ...] = (),
-    of_class: bool = False,
+    unbound: bool = False,
     **unknown: NoReturn,
 ) -> Callable[[Function], Function]:
     """Declare that a function stands at a symbol of a framework.
@@ -243,7 +243,7 @@ def seam(
         replaces: see ``Seam``.
         only_if: see ``Seam``.
         unless: see ``Seam``.
-        of_class: see ``Seam``.
+        unbound: see ``Seam``.
         unknown: there is none.
 
     Raises:
@@ -275,7 +275,7 @@ def seam(
                 replaces=replaces,
                 only_if=only_if,
                 unless=unless,
-                of_class=of_class,
+                unbound=unbound,
             )
             for one in features
         ]
