@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +39,36 @@ def hold(framework: str) -> None:
     recorded = _symbols.digests_of(shipped, adapter.distribution, _symbols.plain(version))
     own = next(digests for name, _, digests in found if name == adapter.distribution)
     assert set(recorded) == {target for target, digest in own.items() if digest}, HOW
+
+
+def hold_as_a_wheel(framework: str, folder: Path) -> None:
+    """A wheel of what is installed is told to be the same; none of its modules is executed.
+
+    Args:
+        framework: as users write it.
+        folder: an empty one.
+    """
+    entry = entries(third_party=False)[framework]
+    wheel = folder / "given-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as made:
+        for package in entry.packages:
+            spec = find_spec(package)
+            assert spec is not None
+            for place in map(Path, spec.submodule_search_locations or ()):
+                for file in place.rglob("*.py"):
+                    text = file.read_text(encoding="utf-8")
+                    planted = f"raise SystemExit('executed {file.name}')\n{text}"
+                    made.writestr(f"{package}/{file.relative_to(place).as_posix()}", planted)
+    command = [sys.executable, "-m", "precision_shim", "doctor", "--against", str(wheel)]
+    done = subprocess.run(
+        [*command, "--framework", framework, "--json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert told["ok"]
+    assert {one["state"] for one in told["symbols"]} == {"same"}
+    assert told["lost"] == told["won"] == []

@@ -47,6 +47,7 @@ class _Session:
             strict=settings.strict,
             on_fault=_fault if fault is None else _said_already,
             describe=_describe,
+            missed=_missed,
         )
         self.sleeper = Watcher(self._wake, before=True)
 
@@ -287,9 +288,43 @@ def current_settings() -> Settings:
     return _settings.resolve(environ={}) if session is None else session.settings
 
 
-def preview(adapter: Adapter, settings: Settings) -> tuple[SeamStatus, ...]:
-    """What would happen to an adapter's seams in this environment, from source alone."""
-    return check(adapter, settings.features, settings).foretold()
+def preview(
+    adapter: Adapter,
+    settings: Settings,
+    versions: Callable[[str, Iterable[str]], str | None] | None = None,
+) -> tuple[SeamStatus, ...]:
+    """What would happen to an adapter's seams where a look goes, from source alone.
+
+    Args:
+        adapter: whose seams.
+        settings: what is asked for.
+        versions: tells a distribution's version there; ``None``: as ``version_of`` does here.
+    """
+
+    def missed(adapter: Adapter) -> Callable[[str], str]:
+        return _missed(adapter, versions or version_of)
+
+    return check(adapter, settings.features, settings, missed).foretold()
+
+
+def _missed(
+    adapter: Adapter,
+    versions: Callable[[str, Iterable[str]], str | None] | None = None,
+) -> Callable[[str], str]:
+    """See ``precision_shim.seams._plan.Missed``."""
+    from . import _symbols
+
+    known = _symbols.missed(adapter, versions or version_of)
+
+    def told(target: str) -> str:
+        try:
+            return known(target)
+        except (
+            Exception
+        ):  # a damaged record must not break the framework's import; status() says it
+            return ""
+
+    return told
 
 
 def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:

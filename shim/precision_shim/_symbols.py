@@ -8,9 +8,9 @@ the string and changes the code; here the code itself is compared.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import precision_shim_adapters
@@ -231,6 +231,38 @@ def differing(adapter: Adapter, version: str, installed: Mapping[str, str | None
             found = compare(shipped(), distribution, digests, plain(here))
             if not found.same:
                 told.append(f"{distribution} {here} is not what was recorded: {found}")
+    return told
+
+
+def missed(
+    adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
+) -> Callable[[str], str]:
+    """What tells which recorded version had a symbol, in words; ``""`` where nobody would miss it.
+
+    Of the recorded versions up to the one that is here the newest counts: what came later may be
+    missing in an older one, and what was taken out before is not missed.
+
+    Args:
+        adapter: whose symbols.
+        versions: tells a distribution's version, as ``_session.version_of`` does.
+    """
+    packages = {name: (package,) for package, name in SHARED.items()}
+
+    @cache
+    def newest(distribution: str) -> tuple[str, frozenset[str]]:
+        here = versions(distribution, packages.get(distribution, adapter.packages))
+        known = versions_of(shipped(), distribution) if here is not None else []
+        if here not in (None, "unknown"):
+            here = plain(str(here))
+            known = [one for one in known if in_order([one, here])[-1] == here]
+        last = known[-1] if known else ""
+        return last, frozenset(digests_of(shipped(), distribution, last))
+
+    def told(target: str) -> str:
+        distribution = owner(target, adapter)
+        version, targets = newest(distribution)
+        return f"{distribution} {version}" if target in targets else ""
+
     return told
 
 

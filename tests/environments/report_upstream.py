@@ -20,7 +20,17 @@ from pathlib import Path
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "adapters")]
+
+from precision_shim_adapters.frameworks import FRAMEWORKS  # noqa: E402
+
 SHARED = ("megatron-core", "megatron-bridge")
+ON_MEGATRON = {
+    one["framework"]
+    for one in FRAMEWORKS.values()
+    if any(target.startswith("megatron.") for target in one["effects"])
+}
+"""Frameworks that a release of what is shared matters to."""
 
 
 def newest() -> dict[str, str]:
@@ -72,11 +82,12 @@ def main() -> int:
                 print(f"\n{name}: no wheel on the index; give a checkout's path", file=sys.stderr)
                 worst = 2
                 continue
-            for framework in [name] if name in pythons else pythons:
+            for framework in [name] if name in pythons else sorted(ON_MEGATRON & pythons.keys()):
                 worst = max(worst, judge(wheel, framework, pythons[framework]))
         for path in map(Path, sys.argv[2:]):
             results = [judge(path, framework, python) for framework, python in pythons.items()]
-            worst = max(worst, min(results))  # it need not hold every framework
+            # It need not hold every framework.
+            worst = max(worst, max((one for one in results if one != 2), default=2))
     return worst
 
 

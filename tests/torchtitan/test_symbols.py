@@ -1,13 +1,19 @@
-"""What is recorded and documented of the installed version is current."""
+"""The digests of what the seams stand on, as they are recorded for the installed version."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from .. import versions_in_docs
-from ..symbols_in_record import hold
+from ..symbols_in_record import hold, hold_as_a_wheel
 
 
 def test_the_record_is_current() -> None:
     hold("torchtitan")
+
+
+def test_a_wheel_of_what_is_installed_is_read_and_not_run(tmp_path: Path) -> None:
+    hold_as_a_wheel("torchtitan", tmp_path)
 
 
 def test_the_page_of_versions_is_current() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from precision_shim import _symbols
 from precision_shim._symbols import add, compare, read, seen_in, versions_of, write
+from precision_shim.seams import Adapter
 
 
 def made(*versions):
@@ -92,6 +93,31 @@ def test_many_that_differ_are_counted():
 
 def test_what_nobody_recorded_is_said_to_be_so():
     assert str(compare({}, "toy", {"m:f": "1"})) == "1 symbol, none of them recorded"
+
+
+@pytest.mark.parametrize(
+    ("here", "target", "told"),
+    [
+        ("0.11.0", "toy.m:c", "toy 0.10.0"),
+        ("0.10.0+cu130", "toy.m:c", "toy 0.10.0"),
+        ("0.9.5", "toy.m:c", ""),  # it came later
+        ("0.9.5", "toy.m:a", "toy 0.9.0"),
+        ("0.11.0", "toy.m:gone", ""),  # 0.10.0 had it no more
+        ("0.8.0", "toy.m:a", ""),
+        ("unknown", "toy.m:c", "toy 0.10.0"),
+        (None, "toy.m:c", ""),
+    ],
+)
+def test_what_the_newest_recorded_version_up_to_this_one_had_is_missed(
+    here, target, told, monkeypatch
+):
+    record = made(
+        ("0.9.0", {"toy.m:a": "1", "toy.m:gone": "1"}),
+        ("0.10.0", {"toy.m:a": "1", "toy.m:c": "1"}),
+    )
+    monkeypatch.setattr(_symbols, "shipped", lambda: record)
+    adapter = Adapter("toy", "toy", ("toy",), (), ())
+    assert _symbols.missed(adapter, lambda name, packages: here)(target) == told
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "1"])

@@ -40,8 +40,14 @@ def scaler_skips() -> Answer:
     parameter.grad = torch.full((2,), float("inf"))
     scaler.step(optimizer)
     scaler.update()
-    saved = ["_growth_tracker", "backoff_factor", "growth_factor", "growth_interval", "scale"]
-    found = (parameter.tolist(), scaler.get_scale(), sorted(scaler.state_dict()))
+    saved = {
+        "scale": 4.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 0,
+    }
+    found = (parameter.tolist(), scaler.get_scale(), scaler.state_dict())
     return Answer(([1.0, 1.0], 4.0, saved), found)
 
 

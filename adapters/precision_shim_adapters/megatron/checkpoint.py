@@ -121,6 +121,8 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
     "model_param_group_index_map",
     "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
     "master_param",
+    "config",
+    "optimizer",
 )
 def join_states(call: Call, model_param: Any) -> Any:
     """Hand out an fp32 master where FusedAdam keeps a remainder."""
@@ -142,6 +144,9 @@ def join_states(call: Call, model_param: Any) -> Any:
     f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
     "every sharding type writes one parameter's states here",
     "set_scaled_state",
+    "config",
+    "optimizer",
+    "_get_model_param_range_map",
 )
 def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
     """Take an fp32 master apart again; refuse what would not be continued exactly.
@@ -230,6 +235,10 @@ def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
     f"{_OPTIMIZER}.load_state_dict",
     "parameters written with the masters must reach the other ranks",
     "param_state",
+    "config",
+    "optimizer",
+    "model_chunks",
+    "data_parallel_group",
 )
 def spread_parameters(call: Call, state_dict: Any) -> Any:
     """Refuse on all ranks alike; gather the parameters that came with the masters, as a step would.
@@ -308,6 +317,7 @@ def _keyed_as_unpatched(optimizer: Any, state: Any) -> Any:
     KEYS,
     f"{_OPTIMIZER}.sharded_param_state_dp_zero",
     "the bucket's dtype is part of the gathered form's keys, too",
+    "model_chunks",
 )
 def name_bucket_of_unpatched(call: Call) -> Any:
     """Write the keys that the same job has without the shim."""
@@ -319,11 +329,15 @@ def name_bucket_of_unpatched(call: Call) -> Any:
     f"{_OPTIMIZER}.sharded_param_state_dp_reshardable",
     "the bucket's dtype is part of these keys, and remainders can be read again",
     "per_bucket_numel_unpadded",
+    "config",
+    "model_chunks",
 )
 @_seam(
     KEYS,
     f"{_OPTIMIZER}.sharded_param_state_fs_model_space",
     "up to 0.15 the usual form, whose remainders can be read again, too",
+    "config",
+    "model_chunks",
 )
 def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     """Write the same keys for the types that keep remainders.

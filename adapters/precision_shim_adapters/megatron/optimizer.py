@@ -67,7 +67,12 @@ SCALER_FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "lo
     group=GROUP,
     why="a precision-aware optimizer without TransformerEngine ends in a bare TypeError",
     delete_when="Megatron says what is missing",
-    relies_on=("use_precision_aware_optimizer", "use_distributed_optimizer"),
+    relies_on=(
+        "use_precision_aware_optimizer",
+        "use_distributed_optimizer",
+        "optimizer",
+        "optimizer_cpu_offload",
+    ),
     optional=True,
 )
 def refuse_what_cannot_run(call: Call) -> Any:

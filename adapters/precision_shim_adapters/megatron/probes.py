@@ -191,7 +191,8 @@ def overflow() -> Answer:
 @probe(
     "the scaler of Megatron",
     assumes="DynamicGradScaler puts a new tensor in its scale's place, halves it after hysteresis "
-    "overflows, never below its minimum, and saves scale and both trackers",
+    "overflows, never below its minimum, doubles it after enough good steps, and saves scale and "
+    "both trackers",
     rule="precision_shim_adapters.megatron.overflow:scale_of",
     needs=("megatron.core.optimizer.grad_scaler",),
 )
@@ -202,15 +203,17 @@ def dynamic_scaler() -> Answer:
     from precision_shim.testing.megatron_cpu import cuda_means_cpu
 
     with cuda_means_cpu():
-        scaler = DynamicGradScaler(8.0, 4.0, 2.0, 0.5, 1, 2)
+        scaler = DynamicGradScaler(8.0, 4.0, 2.0, 0.5, 2, 2)
         before = scaler.scale
         scales = []
-        for overflowed in (True, True, True, False):
-            scaler.update(overflowed)
+        for step in "-xxx-x--x----x-":  # x: an overflow
+            scaler.update(step == "x")
             scales.append(float(scaler.scale))
-        found = (scales, float(before), scaler.scale is before, sorted(scaler.state_dict()))
-    keys = ["growth_tracker", "hysteresis_tracker", "scale"]
-    return Answer(([8.0, 4.0, 4.0, 8.0], 8.0, False, keys), found)
+        saved = {name: float(value) for name, value in scaler.state_dict().items()}
+        found = (scales, float(before), scaler.scale is before, saved)
+    assumed = [8.0, 8.0, 4.0, 4.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 16.0, 16.0, 32.0, 32.0, 32.0]
+    kept = {"scale": 32.0, "growth_tracker": 1.0, "hysteresis_tracker": 1.0}
+    return Answer((assumed, 8.0, False, kept), found)
 
 
 @probe(

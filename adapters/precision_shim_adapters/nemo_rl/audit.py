@@ -44,7 +44,7 @@ def _on_each_worker(function: _Function) -> _Function:
             group=worker.group,
             why="model and optimizer stand together for the first time",
             delete_when="NeMo-RL says which precision its optimizers have",
-            relies_on=("optimizer",),
+            relies_on=("optimizer", "model"),
             only_if=(*worker.only_if, worker.beneath),
             unless=worker.unless,
         )(function)

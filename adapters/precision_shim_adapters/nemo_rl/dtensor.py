@@ -59,7 +59,7 @@ TRAIN = ("data", "loss_fn", "eval_mode")
 _PULL = "https://github.com/NVIDIA-NeMo/RL/pull/1474"
 _DELETE = "NeMo-RL scales the loss of float16 policies"
 _METHODS = ("__init__", "train", "save_checkpoint", "load_checkpoint")
-_RELIES_ON = (*_METHODS, *TRAIN, "cfg", "optimizer", "step", "scheduler")
+_RELIES_ON = (*_METHODS, *TRAIN, "cfg", "optimizer", "step", "scheduler", "model")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

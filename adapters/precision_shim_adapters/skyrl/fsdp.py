@@ -74,6 +74,7 @@ class _Autocast:
     "mixed_precision",
     "param_dtype",
     "device_mesh",
+    "fsdp_config",
 )
 def autocast_in_fp16(call: Call) -> Any:
     """Let SkyRL's autocast follow the dtype of the parameters that FSDP was given."""
@@ -86,7 +87,13 @@ def autocast_in_fp16(call: Call) -> Any:
 # -- the scaler --------------------------------------------------------------------------------
 
 
-@_seam(f"{_STRATEGY}._fsdp_init_train_model", "makes the optimizer of policy and critic", "AdamW")
+@_seam(
+    f"{_STRATEGY}._fsdp_init_train_model",
+    "makes the optimizer of policy and critic",
+    "AdamW",
+    "device_mesh",
+    "fsdp_config",
+)
 def scale_train_model(call: Call) -> Any:
     """Give a strategy whose model is fp16 a scaler with its optimizer.
 
@@ -162,6 +169,8 @@ def save(call: Call, optimizer: Any, client_state: Any) -> Any:
     f"{_STRATEGY}.load_checkpoint",
     "returns client_state as it was stored",
     "client_state",
+    "world_size",
+    "get_rank",
 )
 def load(call: Call, ckpt_dir: Any, optimizer: Any, load_optimizer_states: Any) -> Any:
     """Take the scaler's state out of it again, the same on all ranks.

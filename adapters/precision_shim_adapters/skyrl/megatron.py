@@ -185,7 +185,7 @@ def check_optimizer(call: Call, model: Any, config: Any) -> Any:
     group="megatron",
     why="around model and optimizer, with the worker's config",
     delete_when=_ONE_PLACE,
-    relies_on=("make_megatron_module", "init_megatron_optim_config", "megatron_config"),
+    relies_on=("make_megatron_module", "init_megatron_optim_config", "megatron_config", "cfg"),
     optional=True,
 )
 def worker_build(call: Call) -> Any:
@@ -202,7 +202,7 @@ def worker_build(call: Call) -> Any:
     group="megatron",
     why="a caller outside init_model gets the same bucket",
     delete_when=_ONE_PLACE,
-    relies_on=("provide_distributed_model", "pipeline_dtype"),
+    relies_on=("provide_distributed_model", "pipeline_dtype", "provider", "cfg"),
     optional=True,
 )
 def module_build(call: Call, ddp_config: Any) -> Any:
@@ -237,7 +237,7 @@ _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", defaul
     why="knows trainer.bf16, which beside a bf16 or fp16 checkpoint is not obeyed, or only once "
     "the provider is settled",
     delete_when="init_configs sets the provider's dtype from its bf16 argument",
-    relies_on=("to_megatron_provider", "transformer_config_kwargs", "finalize"),
+    relies_on=("to_megatron_provider", "transformer_config_kwargs", "finalize", "provider", "cfg"),
     optional=True,
 )
 def note_flag(call: Call, bf16: Any) -> Any:

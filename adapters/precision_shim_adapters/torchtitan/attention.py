@@ -57,10 +57,11 @@ def keep_float16(forward: Any) -> Any:
 
     # wraps: Module.parallelize reads the names of the parameters.
     @functools.wraps(forward)
-    def attend(self: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-        if query.dtype is torch.float16:
-            return in_float16(self, query, *args, **kwargs)
-        return forward(self, query, *args, **kwargs)
+    def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, torch.Tensor) and given.dtype is torch.float16:
+                return in_float16(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
 
     return attend
 

@@ -40,7 +40,15 @@ know."""
     why="the loss function and the pipeline's schedule exist; the checkpoint is loaded in train()",
     upstream=UPSTREAM,
     delete_when=DELETE,
-    relies_on=(*_LOOP, "loss_fn", "pp_schedule", "optimizers", "model_parts", "checkpointer"),
+    relies_on=(
+        *_LOOP,
+        "loss_fn",
+        "pp_schedule",
+        "optimizers",
+        "model_parts",
+        "checkpointer",
+        "device",
+    ),
     native=native_pretraining,
 )
 def build(call: Call, config: Any) -> None:

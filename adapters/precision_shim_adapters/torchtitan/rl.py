@@ -42,7 +42,7 @@ _OURS = "_precision_shim_endpoint"
     why="the loss function exists, and the checkpoint is loaded later, within __init__",
     upstream=UPSTREAM,
     delete_when=DELETE,
-    relies_on=("loss_fn", "set_lm_head", "checkpointer", "optimizers", "model_parts"),
+    relies_on=("loss_fn", "set_lm_head", "checkpointer", "optimizers", "model_parts", "device"),
     native=native_rl,
     optional=True,
 )
@@ -133,12 +133,12 @@ def make_endpoint(endpoint: Any) -> Any:
         raise SeamError(f"{endpoint!r} is not an endpoint as concurrent_endpoint makes it")
 
     @functools.wraps(method)
-    async def optim_step(self: Any) -> Any:
+    async def optim_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         training = ScaledTraining.of(self)
         if training is None or not has_gradients(self.optimizers):
-            return await method(self)
+            return await method(self, *args, **kwargs)
         with training.several_steps(self.optimizers, tuple(self.optimizers)):
-            output = await method(self)
+            output = await method(self, *args, **kwargs)
         metrics = output.metrics
         metrics[_NORM] = training.norm(metrics[_NORM])
         metrics.update(training.metrics("trainer/"))

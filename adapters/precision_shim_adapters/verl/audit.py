@@ -18,7 +18,7 @@ _DELETE = "verl says which precision its optimizers have"
     group="fsdp engine",
     why=_WHY,
     delete_when=_DELETE,
-    relies_on=("optimizer", "module"),
+    relies_on=("optimizer", "module", "model_config"),
     optional=True,
 )
 def engine(call: Call) -> Any:

@@ -91,7 +91,10 @@ def _record(asked: argparse.Namespace) -> int:
                 added[f"{name} {version}"] = sum(map(bool, digests.values()))
     if not added:
         return _fail("nothing to record: no framework is installed here")
-    _symbols.write(record, file)
+    try:
+        _symbols.write(record, file)
+    except OSError as error:
+        return _fail(f"{file} cannot be written: {error}. Name a file that may be written.")
     told = ", ".join(f"{name}: {count} symbols" for name, count in added.items())
     show("\n".join(fold(f"{file}: {told}", 0, 2, break_words=True)))
     return 0

@@ -34,7 +34,7 @@ def foresee(
         return FrameworkStatus(None, "absent"), [problem] if asked_by_name else []
     try:
         adapter = entry.load()
-        seams = _session.preview(adapter, settings)
+        seams = _session.preview(adapter, settings, versions)
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = _session.standing(adapter, version, versions, closely=True)

@@ -51,7 +51,7 @@ class Call:
 
     Attributes:
         instance: the object that a method was called on, the class for a classmethod, else
-            ``None``.
+            ``None``; a seam on a class- or staticmethod that reads it says ``unbound``.
     """
 
     __slots__ = (

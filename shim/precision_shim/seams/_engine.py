@@ -20,7 +20,7 @@ from .._finders import Watcher
 from .._status import SeamStatus
 from ..errors import PrecisionShimError, SeamError
 from ._call import prepare, through
-from ._plan import Group, Row, check, refusal, unchecked
+from ._plan import Group, Missed, Row, check, nothing_missed, refusal, unchecked
 from ._seam import Adapter, Seam
 from ._sites import Layer, Sites, locate
 from ._source import Symbol
@@ -49,6 +49,7 @@ class Engine:
         strict: bool,
         on_fault: Callable[[str, PrecisionShimError], None],
         describe: Callable[[Adapter], str],
+        missed: Missed = nothing_missed,
     ) -> None:
         """Make an engine that has patched nothing yet.
 
@@ -58,12 +59,14 @@ class Engine:
             strict: whether a fault is raised where a feature would first take effect.
             on_fault: called with the framework's name and the error, once per refused group.
             describe: framework name and version, for messages.
+            missed: see ``check``.
         """
         self._features = frozenset(features)
         self._settings = settings
         self._strict = strict
         self._on_fault = on_fault
         self._describe = describe
+        self._missed = missed
         self._lock = threading.RLock()
         self._known: dict[str, _Known] = {}
         self._faults: dict[str, list[PrecisionShimError]] = {}
@@ -160,7 +163,7 @@ class Engine:
             row.seam.module == module and row.state != "off" for row in known.rows
         ):
             known.checked = True
-            plan = check(known.adapter, self._features, self._settings)
+            plan = check(known.adapter, self._features, self._settings, self._missed)
             known.rows = list(plan.rows)
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)

@@ -6,7 +6,7 @@ shows one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -102,25 +102,89 @@ def _is_there(condition: str) -> bool:
     return symbol.found and (not name or name in symbol.names)
 
 
-def check(adapter: Adapter, features: Iterable[str], settings: object) -> Plan:
+Missed = Callable[[Adapter], Callable[[str], str]]
+"""For an adapter what tells which version had a symbol that is not here; ``""``: none is known."""
+
+
+def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
+    """Where nothing is known of other versions."""
+    return lambda target: ""
+
+
+def check(
+    adapter: Adapter,
+    features: Iterable[str],
+    settings: object,
+    missed: Missed = nothing_missed,
+) -> Plan:
     """Settle what source can settle of an adapter's seams.
 
     Args:
         adapter: whose seams.
         features: names of the features in force; seams of others are ``off``.
         settings: handed to native probes; nothing else looks inside.
+        missed: asked about seams whose symbol or module is not here, and that need not be.
     """
+    had = missed(adapter)
     rows = unchecked(adapter, features)
+    rows += tuple(_moved_away(adapter, features, rows, had))
     problems: dict[Group, list[str]] = {}
     for row in rows:
         problem = _judge(row, settings) if row.state == "pending" else ""
         if problem:
             problems.setdefault(row.group, []).append(problem)
+    _refuse_halves(rows, problems, had)
     refused = {group: tuple(found) for group, found in problems.items()}
     for row in rows:
-        if row.state == "pending" and row.group in refused:
+        missing_half = row.state == "absent" and row.reason in refused.get(row.group, ())
+        if (row.state == "pending" and row.group in refused) or missing_half:
             row.state, row.reason = "refused", refusal(row.seam, refused[row.group])
     return Plan(adapter, rows, refused)
+
+
+def _moved_away(
+    adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
+) -> Iterator[Row]:
+    """Seams that are none of this version's because their symbol is gone, and nowhere else.
+
+    ``only_if`` and ``unless`` tell the places apart where a symbol has been. One that is at none of
+    them must not leave its group in silence.
+    """
+    on = frozenset(features)
+    stand = {id(row.seam) for row in rows}
+    placed = {(row.group, row.seam.wrapper, _last(row.seam)) for row in rows}
+    for seam in adapter.seams:
+        group = adapter.framework, seam.feature, seam.group
+        if id(seam) in stand or seam.feature not in on or seam.wrapper is None or seam.refusal:
+            continue
+        elsewhere = (group, seam.wrapper, _last(seam)) in placed
+        if not elsewhere and had(seam.target) and not look(seam.target).found:
+            yield Row(group, seam)
+
+
+def _last(seam: Seam) -> str:
+    """The symbol's own name: a function may stand at several symbols, each at several places."""
+    return seam.attribute.rpartition(".")[2]
+
+
+def _refuse_halves(
+    rows: Iterable[Row], problems: dict[Group, list[str]], had: Callable[[str], str]
+) -> None:
+    """Note a problem where a module has moved away and the rest of its group has stayed.
+
+    An optional module that a version never had, or a path that upstream has taken out whole, is
+    absent and no problem. A module that went alone would leave the group patched by half.
+    """
+    stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
+    for row in rows:
+        seam = row.seam
+        if row.state != "absent" or seam.refusal or seam.wrapper is None or row.symbol is None:
+            continue
+        version = "" if row.symbol.module_found else had(seam.target)
+        if version:
+            row.reason = f"{row.reason}, and {version} had {seam.target}"
+            if row.group in stays:
+                problems.setdefault(row.group, []).append(row.reason)
 
 
 def _judge(row: Row, settings: object) -> str:
@@ -151,6 +215,8 @@ def _judge(row: Row, settings: object) -> str:
 
 def missing(seam: Seam, symbol: Symbol) -> str:
     """What a seam needs of its symbol and the source does not have, in words, or ``""``."""
+    if symbol.kind and not seam.fits(symbol.kind):
+        return f"{seam.target} is a {symbol.kind}, and {seam.name} is written for what is none"
     lacking = [one for one in seam.parameters if one not in symbol.parameters]
     if lacking:
         return f"{seam.target} has no parameter {', '.join(map(repr, lacking))}"

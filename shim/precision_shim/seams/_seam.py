@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import SeamError
@@ -65,6 +65,9 @@ class Seam:
             the symbol's source. Where one of them is not there, the seam is in no status and
             nobody misses it. Read from source when the framework is imported, never earlier.
         unless: the same of what must not be there; one that is there is enough.
+        unbound: whether the symbol is a classmethod or a staticmethod, and a ``wrapper`` that
+            reads ``call.instance`` knows that it is the class, or ``None``. Without it such a
+            wrapper is refused there: upstream has made one of a method.
     """
 
     target: str
@@ -82,6 +85,7 @@ class Seam:
     replaces: bool = False
     only_if: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    unbound: bool = False
 
     def __post_init__(self) -> None:
         for text in (self.target, *self.aliases):
@@ -127,6 +131,22 @@ class Seam:
     def reads(self) -> dict[str, Any]:
         """The parameters that the wrapper names, each with its default or ``REQUIRED``."""
         return {} if self.wrapper is None or self.replaces else reads_of(self.wrapper)
+
+    def fits(self, kind: str) -> bool:
+        """Whether the wrapper can stand at a symbol that is no plain function; see ``Symbol.kind``.
+
+        What has a result later would be left by a plain wrapper before its body runs.
+        """
+        if self.wrapper is None or self.replaces:
+            return True
+        if kind in ("staticmethod", "classmethod"):
+            code = getattr(self.wrapper, "__code__", None)
+            return self.unbound or code is None or not _mentions(code, "instance")
+        if kind == "coroutine":
+            return inspect.iscoroutinefunction(self.wrapper)
+        if kind == "generator":
+            return inspect.isgeneratorfunction(self.wrapper)
+        return False  # a class or a property is called by nobody here; a context manager is entered
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -195,6 +215,7 @@ def seam(
     replaces: bool = False,
     only_if: tuple[str, ...] = (),
     unless: tuple[str, ...] = (),
+    unbound: bool = False,
     **unknown: NoReturn,
 ) -> Callable[[Function], Function]:
     """Declare that a function stands at a symbol of a framework.
@@ -222,6 +243,7 @@ def seam(
         replaces: see ``Seam``.
         only_if: see ``Seam``.
         unless: see ``Seam``.
+        unbound: see ``Seam``.
         unknown: there is none.
 
     Raises:
@@ -253,6 +275,7 @@ def seam(
                 replaces=replaces,
                 only_if=only_if,
                 unless=unless,
+                unbound=unbound,
             )
             for one in features
         ]
@@ -299,6 +322,13 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
         else:
             found += collect(*source)
     return tuple(found)
+
+
+def _mentions(code: CodeType, name: str) -> bool:
+    """Whether code reads an attribute of this name, functions within it included."""
+    return name in code.co_names or any(
+        _mentions(one, name) for one in code.co_consts if isinstance(one, CodeType)
+    )
 
 
 def name_of(thing: Any) -> str:

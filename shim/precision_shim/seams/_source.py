@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple, Protocol
 
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+_PROPERTIES = {"property", "cached_property"}
+_CONTEXTS = {"contextmanager", "asynccontextmanager"}
 _NAMING = ("id", "attr", "arg", "name")
 """Fields of syntax nodes that hold an identifier."""
 
@@ -36,6 +38,8 @@ class Symbol:
         defaults: a function's defaults that are written as literals.
         names: identifiers and string constants in its source; for a method, in its class's.
         problem: why nothing can be said, or ``""``.
+        kind: what it is where it is no plain function or method: ``class``, ``property``,
+            ``staticmethod``, ``classmethod``, ``context manager``, ``coroutine`` or ``generator``.
     """
 
     target: str
@@ -46,6 +50,7 @@ class Symbol:
     problem: str = ""
     positional: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    kind: str = ""
 
 
 class Source(Protocol):
@@ -203,7 +208,30 @@ def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
         _names(evidence),
         positional=positional,
         defaults=dict(_defaults(scope)),
+        kind=_kind(scope),
     )
+
+
+def _kind(node: ast.AST) -> str:
+    if not isinstance(node, _Function):
+        return "class"
+    decorators = {
+        ast.unparse(one).partition("(")[0].rpartition(".")[2] for one in node.decorator_list
+    }
+    if decorators & _PROPERTIES:
+        return "property"
+    if decorators & _CONTEXTS:
+        return "context manager"
+    if isinstance(node, ast.AsyncFunctionDef):
+        return "coroutine"
+    pending: list[ast.AST] = list(node.body)
+    while pending:
+        one = pending.pop()
+        if isinstance(one, (ast.Yield, ast.YieldFrom)):
+            return "generator"
+        if not isinstance(one, (*_Function, ast.Lambda, ast.ClassDef)):
+            pending += ast.iter_child_nodes(one)
+    return next((one for one in ("staticmethod", "classmethod") if one in decorators), "")
 
 
 def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
@@ -252,6 +280,7 @@ def _fields(node: ast.AST) -> tuple[str, ...]:
     )
 
 
+@lru_cache(maxsize=32)  # the seams of one class ask for the same
 def _names(node: ast.AST) -> frozenset[str]:
     names: set[str] = set()
     pending = [node]

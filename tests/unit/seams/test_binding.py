@@ -107,8 +107,9 @@ def shape(lab):
     """Puts a wrapper over a symbol of ``toy.shapes``; returns the module and what was seen."""
     lab.write(SHAPES)
 
-    def put(symbol, wrapper):
-        engine = lab.install(lab.seam(f"toy.shapes:{symbol}", f"shape_wrappers:{wrapper}"))
+    def put(symbol, wrapper, **fields):
+        made = lab.seam(f"toy.shapes:{symbol}", f"shape_wrappers:{wrapper}", **fields)
+        engine = lab.install(made)
         module = lab.load("toy.shapes")
         assert lab.states(engine) == ["wrapped"], engine.report("toy")
         return module, lab.load("shape_wrappers").SEEN
@@ -149,13 +150,13 @@ def test_a_method_called_on_something_else_keeps_its_arguments(shape):
 
 
 def test_a_classmethods_instance_is_the_class(shape):
-    shapes, seen = shape("Shape.made", "reads_two")
+    shapes, seen = shape("Shape.made", "reads_two", unbound=True)
     assert shapes.Shape.made(1) == shapes.Shape().made(1) == (shapes.Shape, 1, 2)
     assert seen == [(shapes.Shape, 1, 2, {"a": 1})] * 2
 
 
 def test_a_staticmethod_has_no_instance(shape):
-    shapes, seen = shape("Shape.free", "reads_two")
+    shapes, seen = shape("Shape.free", "reads_two", unbound=True)
     assert shapes.Shape.free(1) == shapes.Shape().free(1) == (1, 2)
     assert seen == [(None, 1, 2, {"a": 1})] * 2
 

@@ -199,7 +199,7 @@ def test_catching_up_within_the_modules_own_import_does_not_wait_for_itself(lab)
 def test_wrapped_symbols_survive_a_round_trip(lab, dumps):
     lab.install(
         *(lab.seam(f"toy.ops:{name}") for name in ("scale", "Box.add", "Box.double")),
-        lab.seam("toy.ops:Box.make", "toy_wrappers:note"),
+        lab.seam("toy.ops:Box.make", "toy_wrappers:note", unbound=True),
     )
     ops = lab.ops
 
@@ -259,7 +259,7 @@ def test_a_method_called_through_a_class_knows_its_instance(lab, beneath):
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps], ids=["pickle", "cloudpickle"])
 def test_a_subclasss_classmethod_survives_a_round_trip(lab, dumps):
     lab.write({"toy/crates.py": "from toy.ops import Box\n\n\nclass Crate(Box):\n    pass\n"})
-    lab.install(lab.seam("toy.ops:Box.make", "toy_wrappers:note"))
+    lab.install(lab.seam("toy.ops:Box.make", "toy_wrappers:note", unbound=True))
     crate = lab.load("toy.crates").Crate
     assert type(pickle.loads(dumps(crate.make))(1)) is crate
     assert type(pickle.loads(dumps(crate(1).make))(1)) is crate

@@ -35,7 +35,7 @@ def test_replaces_methods_of_every_kind(lab):
     lab.install(
         lab.seam("toy.ops:Box.add"),
         lab.seam("toy.ops:Box.double"),
-        lab.seam("toy.ops:Box.make", "toy_wrappers:note"),
+        lab.seam("toy.ops:Box.make", "toy_wrappers:note", unbound=True),
         lab.seam("toy.ops:Box.__init__", "toy_wrappers:note"),
     )
     box = ops.Box.make(5)
@@ -49,7 +49,7 @@ def test_replaces_methods_of_every_kind(lab):
 
 def test_a_classmethod_still_sees_the_subclass(lab):
     ops = lab.ops
-    lab.install(lab.seam("toy.ops:Box.make", "toy_wrappers:note"))
+    lab.install(lab.seam("toy.ops:Box.make", "toy_wrappers:note", unbound=True))
 
     class Crate(ops.Box):
         pass

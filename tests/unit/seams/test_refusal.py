@@ -43,6 +43,79 @@ def test_a_lack_refuses_the_whole_group(lab, bad, said):
     assert ops.scale(3) == 6
 
 
+KINDS = """
+import contextlib
+import functools
+
+
+class Box:
+    @property
+    def is_property(self, value=1):
+        return value
+
+    @functools.cached_property
+    def is_cached(self):
+        return 1
+
+    @staticmethod
+    def is_static(value):
+        return value
+
+    @classmethod
+    def is_of_class(cls, value):
+        return value
+
+
+async def is_coroutine(value):
+    return value
+
+
+def is_generator(value):
+    yield value
+
+
+@contextlib.contextmanager
+def is_context(value):
+    yield value
+
+
+class is_class:
+    pass
+
+
+def holds_a_generator(value):
+    def inner():
+        yield value
+
+    return list(inner())
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "wrapper", "kind"),
+    [
+        ("Box.is_property", "negate", "property"),
+        ("Box.is_cached", "negate", "property"),
+        ("Box.is_static", "note", "staticmethod"),
+        ("Box.is_static", "negate", ""),
+        ("Box.is_of_class", "note", "classmethod"),
+        ("Box.is_of_class", "negate", ""),
+        ("is_coroutine", "negate", "coroutine"),
+        ("is_generator", "negate", "generator"),
+        ("is_context", "negate", "context manager"),
+        ("is_class", "negate", "class"),
+        ("holds_a_generator", "negate", ""),
+    ],
+)
+def test_what_a_plain_wrapper_cannot_stand_at_is_refused_from_source(lab, name, wrapper, kind):
+    lab.write({"toy/kinds.py": KINDS})
+    adapter = lab.adapter(lab.seam(f"toy.kinds:{name}", f"toy_wrappers:{wrapper}"))
+    (row,) = check(adapter, ("f",), None).rows
+    assert row.state == ("refused" if kind else "pending")
+    assert not kind or f"toy.kinds:{name} is a {kind}" in row.reason
+    assert "toy.kinds" not in sys.modules
+
+
 def test_only_the_group_is_refused(lab):
     engine = lab.install(
         lab.seam("toy.ops:gone", feature="f", group="a"),
@@ -244,6 +317,57 @@ def test_an_optional_module_that_is_not_installed_is_absent(lab):
     assert lab.ops.scale(3) == -6
     assert lab.states(engine) == ["absent", "wrapped"]
     assert lab.faults == []
+
+
+def test_a_module_that_a_known_version_had_is_missed_where_its_group_has_stayed(lab):
+    rows = (
+        lab.seam("toy.away:scale", optional=True),
+        lab.seam(GOOD),
+        lab.seam("toy.away:shift", feature="g", optional=True),
+    )
+
+    def missed(adapter):
+        return {"toy.away:scale": f"{adapter.framework} 1.0", "toy.away:shift": ""}.get
+
+    plan = check(lab.adapter(*rows), ("f", "g"), None, missed)
+    assert [row.state for row in plan.rows] == ["refused", "refused", "absent"]
+    assert "module toy.away not found, and toy 1.0 had toy.away:scale" in plan.rows[1].reason
+    # Where nothing else of the group is there, the path is gone whole: nothing is half.
+    (alone,) = check(lab.adapter(rows[0]), ("f",), None, missed).rows
+    assert (alone.state, "toy 1.0 had" in alone.reason) == ("absent", True)
+
+
+@pytest.mark.parametrize(
+    ("had", "states"),
+    [
+        ({"toy.new:scale": "toy 1.0"}, ["refused", "refused"]),
+        ({}, ["pending"]),  # nobody knows of a version that had it
+        ({"toy.old:scale": "toy 0.9"}, ["refused", "refused"]),
+    ],
+)
+def test_a_symbol_that_is_at_none_of_its_places_does_not_leave_its_group_in_silence(
+    lab, had, states
+):
+    places = [
+        lab.seam(f"toy.{name}:scale", group="a", only_if=(f"toy.{name}",))
+        for name in ("old", "new")
+    ]
+    adapter = lab.adapter(*places, lab.seam(GOOD, group="a"))
+    plan = check(adapter, ("f",), None, lambda _: lambda target: had.get(target, ""))
+    assert [row.state for row in plan.rows] == states
+    assert all("toy." in row.reason and "not found" in row.reason for row in plan.rows if had)
+
+
+def test_a_symbol_that_went_to_another_of_its_places_is_not_missed(lab):
+    lab.write({"toy/new.py": "def scale(value):\n    return value\n"})
+    places = [
+        lab.seam(f"toy.{name}:scale", group="a", only_if=(f"toy.{name}",))
+        for name in ("old", "new")
+    ]
+    adapter = lab.adapter(*places, lab.seam(GOOD, group="a"))
+    plan = check(adapter, ("f",), None, lambda _: lambda target: "toy 0.9")
+    assert [row.seam.target for row in plan.rows] == ["toy.new:scale", GOOD]
+    assert [row.state for row in plan.rows] == ["pending", "pending"]
 
 
 def test_an_optional_module_without_the_symbol_is_refused(lab):

@@ -1,0 +1,350 @@
+"""Changes of what upstream's code does, made on the real modules; a probe must fail on each.
+
+    python -m tests.mutated_behaviour FRAMEWORK [--share N] [--json]
+
+The framework is imported once. A function or class is compiled anew with one statement changed, put
+in its place, all probes are asked, and what was there comes back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import importlib
+import inspect
+import json
+import random
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from precision_shim import _startup
+from precision_shim._registry import entries
+from precision_shim.seams._probe import Probe, probes_in, run
+from precision_shim.seams._source import look
+
+SEED = 13
+KIND = "behaviour changed"
+_CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig"
+_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler"
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+
+COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        f"{_CONFIG}.__post_init__",
+        "use_precision_aware_optimizer",
+        (
+            "use_precision_aware_optimizer",
+            "use_distributed_optimizer",
+            "main_grads_dtype",
+            *_STATES,
+        ),
+    ),
+    (f"{_CONFIG}.__post_init__", "adam", ("self.optimizer ==",)),
+    (
+        _CONFIG,
+        "Megatron's defaults",
+        (
+            "adam_beta2",
+            *_STATES,
+            "store_param_remainders",
+            "use_precision_aware_optimizer",
+            "loss_scale",
+        ),
+    ),
+    (
+        "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig",
+        "Megatron's defaults",
+        ("grad_reduce_in_fp32", "check_for_nan_in_grad"),
+    ),
+    (
+        "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step",
+        "an overflow",
+        ("found_inf_flag", "return (False"),
+    ),
+    (f"{_SCALER}.update", "the scaler of Megatron", ("",)),
+    (
+        f"{_SCALER}.__init__",
+        "the scaler of Megatron",
+        (
+            "self.min_scale",
+            "self.growth_factor",
+            "self.backoff_factor",
+            "self.growth_interval",
+            "self.hysteresis",
+            "_tracker",
+        ),
+    ),
+    (f"{_SCALER}.state_dict", "the scaler of Megatron", ("",)),
+    (
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
+        "_get_main_param_and_optimizer_states",
+        "remainders",
+        ("master_param", "use_precision_aware_optimizer", "get_unscaled_state"),
+    ),
+    (f"{_BUFFER}:group_params_for_buffers", "the dtype of a gradient bucket", ("grad_dtype =",)),
+    (
+        f"{_BUFFER}:_ParamAndGradBuffer.__init__",
+        "the dtype of a gradient bucket",
+        ("self.grad_dtype =", "self.grad_data ="),
+    ),
+    (
+        "verl.workers.engine.megatron.transformer_impl:MegatronEngine.optimizer_step",
+        "overflow",
+        ("update_successful", "NotImplementedError"),
+    ),
+    (
+        "skyrl.backends.skyrl_train.distributed.megatron.optimizer:init_megatron_optim_config",
+        "SkyRL",
+        ("bf16", "params_dtype", "use_distributed_optimizer", "update("),
+    ),
+    ("torch.amp.grad_scaler:GradScaler._maybe_opt_step", "torch's scaler", ("found_inf",)),
+    ("torch.amp.grad_scaler:GradScaler.state_dict", "torch's scaler", ("",)),
+    (
+        "torch.distributed.checkpoint.state_dict:_init_optim_state",
+        "a distributed checkpoint",
+        ("optim.step(",),
+    ),
+)
+"""What probes ask for: the symbol, words of the probe's name (it is asked first), and what the
+statements mention that decide it."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One statement changed.
+
+    Attributes:
+        target: the symbol.
+        detail: what was done, and the statement's first line.
+        asks: words of the name of the probe that should tell.
+        tree: the changed syntax tree: of the function, or of the class whose fields changed.
+    """
+
+    target: str
+    detail: str
+    asks: str
+    tree: Any
+
+    def __str__(self) -> str:
+        return f"{KIND}: {self.target}: {self.detail}"
+
+
+def changes(packages: set[str]) -> Iterator[Change]:
+    """All changes of symbols that are installed.
+
+    Args:
+        packages: the top-level packages that may be imported.
+    """
+    for target, asks, words in COVERED:
+        module, _, attribute = target.partition(":")
+        if module.partition(".")[0] not in packages or not look(target).found:
+            continue
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = inspect.getattr_static(found, part)
+        found = inspect.unwrap(getattr(found, "__func__", found))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(found))).body[0]
+        for index, line in enumerate(_statements(tree)):
+            head = _head(line)
+            if not any(word in head for word in words):
+                continue
+            for detail, new in _changed(line, words):
+                whole = copy.deepcopy(tree)
+                _put(whole, index, new)
+                text = f"{detail}: {head.splitlines()[0][:60]}"
+                yield Change(target, text, asks, ast.fix_missing_locations(whole))
+
+
+def _statements(tree: Any) -> list[ast.stmt]:
+    if isinstance(tree, ast.ClassDef):
+        return tree.body  # its fields, and not its methods
+    return [one for one in ast.walk(tree) if isinstance(one, ast.stmt) and one is not tree]
+
+
+def _head(line: ast.stmt) -> str:
+    """The statement's own text, without the statements within it."""
+    return (
+        ast.unparse(line.test)
+        if isinstance(line, (ast.If, ast.While))
+        else ("" if hasattr(line, "body") else ast.unparse(line))
+    )
+
+
+def _put(tree: Any, index: int, new: ast.stmt) -> None:
+    old = _statements(tree)[index]
+    for parent in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(parent, name, None)
+            if isinstance(block, list) and any(one is old for one in block):
+                block[[one is old for one in block].index(True)] = new
+                return
+    raise AssertionError(ast.unparse(old))
+
+
+def _changed(line: ast.stmt, words: tuple[str, ...]) -> Iterator[tuple[str, ast.stmt]]:
+    if isinstance(line, ast.If):
+        new = copy.deepcopy(line)
+        new.test = ast.UnaryOp(ast.Not(), new.test)
+        yield "turned round", new
+    elif isinstance(line, ast.Assert):
+        yield "dropped", ast.Pass()
+        new_assert = copy.deepcopy(line)
+        new_assert.test = ast.UnaryOp(ast.Not(), new_assert.test)
+        yield "turned round", new_assert
+    elif isinstance(line, (ast.Raise, ast.Expr)):
+        if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)):
+            yield "dropped", ast.Pass()
+    elif isinstance(line, ast.Return) and line.value is not None:
+        yield "returns nothing", ast.Return(ast.Constant(None))
+    elif isinstance(line, ast.AnnAssign) and line.value is not None:
+        if any(ast.unparse(line.target) == word for word in words):
+            yield "another default", _with_value(line, _other(line.value))
+    elif isinstance(line, (ast.Assign, ast.AugAssign)):
+        yield "dropped", ast.Pass()
+        if not isinstance(line.value, ast.Dict) and not isinstance(line.value, ast.Tuple):
+            yield "another value", _with_value(line, _other(line.value))
+    # Entries that a word names, in a dict that is written out.
+    for number, inner in enumerate(ast.walk(line)):
+        if isinstance(inner, ast.Dict) and not hasattr(line, "body"):
+            for at, key in enumerate(inner.keys):
+                if isinstance(key, ast.Constant) and ("" in words or key.value in words):
+                    new_line = copy.deepcopy(line)
+                    changed = list(ast.walk(new_line))[number]
+                    assert isinstance(changed, ast.Dict)
+                    changed.values[at] = _other(changed.values[at])
+                    yield f"another {key.value!r}", new_line
+                    if isinstance(line, ast.Return):
+                        gone = copy.deepcopy(line)
+                        less = list(ast.walk(gone))[number]
+                        assert isinstance(less, ast.Dict)
+                        del less.keys[at], less.values[at]
+                        yield f"no {key.value!r}", gone
+
+
+def _with_value(line: Any, value: ast.expr) -> Any:
+    new = copy.deepcopy(line)
+    new.value = value
+    return new
+
+
+def _other(value: ast.expr) -> ast.expr:
+    """Another value of the same kind."""
+    value = copy.deepcopy(value)
+    if isinstance(value, ast.Constant) and isinstance(value.value, bool):
+        return ast.Constant(not value.value)
+    if isinstance(value, ast.Constant) and isinstance(value.value, (int, float)):
+        return ast.Constant(value.value + 1)
+    if isinstance(value, ast.Constant):
+        return ast.Constant(3)
+    text = ast.unparse(value)
+    if text.startswith("torch.") and text.count(".") == 1:
+        return ast.parse("torch.float16", mode="eval").body
+    if isinstance(value, ast.IfExp):
+        value.body, value.orelse = value.orelse, value.body
+        return value
+    if isinstance(value, (ast.BoolOp, ast.Compare)):
+        return ast.UnaryOp(ast.Not(), value)
+    return ast.Constant(None)
+
+
+@contextlib.contextmanager
+def in_place(change: Change) -> Iterator[None]:
+    """Put a changed function or class where the other was, also where modules hold it by value."""
+    module_name, _, attribute = change.target.partition(":")
+    module = importlib.import_module(module_name)
+    *owners, name = attribute.split(".")
+    parent: Any = module
+    for part in owners:
+        parent = getattr(parent, part)
+    old = inspect.getattr_static(parent, name)
+    made: dict[str, Any] = {}
+    code = ast.fix_missing_locations(ast.Module([change.tree], []))
+    exec(compile(code, f"changed {change.target}", "exec"), vars(module), made)
+    new = made[name]
+    # A method compiled alone has no class for super() to ask.
+    assert not owners or "super()" not in ast.unparse(change.tree), change.target
+    if owners:
+        setattr(parent, name, new)
+        try:
+            yield
+        finally:
+            setattr(parent, name, old)
+        return
+    with _swept(old, new):
+        yield
+
+
+@contextlib.contextmanager
+def _swept(old: Any, new: Any) -> Iterator[None]:
+    places = [
+        (names, key)
+        for module in list(sys.modules.values())
+        if isinstance(names := getattr(module, "__dict__", None), dict)
+        for key, value in list(names.items())
+        if value is old
+    ]
+    for names, key in places:
+        names[key] = new
+    try:
+        yield
+    finally:
+        for names, key in places:
+            names[key] = old
+
+
+def judge(change: Change, probes: list[Probe]) -> tuple[str, str]:
+    """``probe`` and the name of the one that fails, or ``survives``."""
+    first = sorted(probes, key=lambda one: change.asks not in one.name)
+    with in_place(change):
+        for one in first:
+            outcome = run(one)
+            if outcome.state == "fails":
+                return "probe", f"{outcome.name}: {outcome.found}"
+    return "survives", "every probe holds"
+
+
+def trials(framework: str, share: int | None = None) -> list[tuple[str, str, str, str, str]]:
+    """Class, target, detail, end and reason of each change, in this process.
+
+    Args:
+        framework: as users write it.
+        share: how many, drawn by ``SEED``; all where it is ``None``.
+    """
+    _startup.stop()
+    entry = entries(third_party=False)[framework]
+    probes = [one for module in entry.load().probes for one in probes_in(module)]
+    asked = [one for one in probes if run(one).state == "holds"]
+    chosen = list(changes({"torch", "megatron", *entry.packages}))
+    if share is not None:
+        chosen = random.Random(SEED).sample(chosen, min(share, len(chosen)))
+    return [(KIND, one.target, one.detail, *judge(one, asked)) for one in chosen]
+
+
+def main() -> int:
+    """Print how each ended; the survivors last."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("framework")
+    parser.add_argument("--share", type=int)
+    parser.add_argument("--json", action="store_true", dest="as_json")
+    asked = parser.parse_args()
+    output, sys.stdout = sys.stdout, sys.stderr  # frameworks print while they are imported
+    ended = trials(asked.framework, asked.share)
+    sys.stdout = output
+    left = [one for one in ended if one[3] == "survives"]
+    if asked.as_json:
+        print(json.dumps(ended))
+    else:
+        print(f"{len(ended)} changes of behaviour, {len(left)} survivors")
+        for one in left:
+            print(f"  {one[1]}: {one[2]}: {one[4]}")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
