@@ -250,14 +250,13 @@ def _chunk(**ddp: Any) -> Iterator[Any]:
     from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
 
     with megatron_on_cpu(), model_parallel():
-        layer = torch.nn.Linear(8, 8).bfloat16()
-        layer.config = TransformerConfig(  # type: ignore[assignment]
+        config = TransformerConfig(
             num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
         )
+        layer: Any = torch.nn.Linear(8, 8).bfloat16()
+        layer.config = config
         yield DistributedDataParallel(
-            config=layer.config,  # type: ignore[arg-type]
-            ddp_config=DistributedDataParallelConfig(**ddp),
-            module=layer,
+            config=config, ddp_config=DistributedDataParallelConfig(**ddp), module=layer
         )
 
 

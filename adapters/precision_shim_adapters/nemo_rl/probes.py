@@ -6,12 +6,12 @@ Its Megatron workers skip a step by Megatron's own answer: ``megatron.probes`` a
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import inspect
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import Answer, probe
+from precision_shim.adapting import Answer, look, probe
 
 from ..ray_actors import plain_class
 from .dtensor import TRAIN
@@ -45,42 +45,34 @@ def names() -> Answer:
     return Answer(known, dict(STRING_TO_DTYPE))
 
 
+_WORKERS = {
+    one.name: one.module for one in reversed(DTENSOR) if look(f"{one.module}:{one.name}").found
+}
+"""Where each kind of DTensor worker is in the installed version."""
+
+
 @probe(
     "NeMo-RL's workers are actor classes",
     assumes="ray.remote has decorated each DTensor worker, the class beneath can be had from it, "
     "and trains on (data, loss_fn, eval_mode)",
     rule="precision_shim_adapters.nemo_rl.dtensor:redecorate",
-    needs=("ray", "nemo_rl.models.policy"),
+    needs=("ray", *dict.fromkeys(_WORKERS.values())) if _WORKERS else ("nemo_rl.models.policy",),
 )
 def actor_classes() -> Answer:
     """The shim makes the actor class once more, with a mixin in front."""
     found = {}
-    for worker in DTENSOR:
-        if worker.name in found or not _is_there(worker.module):
-            continue
-        beneath = plain_class(getattr(importlib.import_module(worker.module), worker.name))
-        if beneath is None:
-            found[worker.name] = "no actor class"
-            continue
-        missing = [one for one in TRAIN if one not in _names_in(beneath.train)]
-        found[worker.name] = f"train has no {', '.join(missing)}" if missing else "as assumed"
-    assumed = dict.fromkeys(found or ("DTensorPolicyWorker",), "as assumed")
-    return Answer(assumed, found)
+    for name, module in _WORKERS.items():
+        beneath = plain_class(getattr(importlib.import_module(module), name))
+        takes = () if beneath is None else _parameters(beneath.train)
+        found[name] = ("actor class" if beneath is not None else "other", takes[: len(TRAIN)])
+    return Answer(dict.fromkeys(_WORKERS, ("actor class", TRAIN)), found)
 
 
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it
-        return False
-
-
-def _names_in(function: Any) -> tuple[str, ...]:
-    inner = function
-    while hasattr(inner, "__wrapped__"):
-        inner = inner.__wrapped__
-    code = inner.__code__
-    return tuple(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+def _parameters(method: Any) -> tuple[str, ...]:
+    """A method's parameters after ``self``, from beneath a decorator that hides them."""
+    cells = [cell.cell_contents for cell in method.__closure__ or ()]
+    inner = next((one for one in cells if inspect.isfunction(one)), method)
+    return tuple(inspect.signature(inner).parameters)[1:]
 
 
 @probe(

@@ -110,6 +110,7 @@ def opt_in() -> Answer:
 )
 def alignment() -> Answer:
     """The shim puts right at the DDP what verl leaves out."""
+    from omegaconf import OmegaConf
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
     symbol = look(f"{_ENGINE}:MegatronEngine._resolve_override_ddp_config")
@@ -121,7 +122,7 @@ def alignment() -> Answer:
     for written, fields in (({}, {}), ({}, _OPT_IN), ({key: True}, _OPT_IN)):
         engine = SimpleNamespace(
             engine_config=SimpleNamespace(override_ddp_config=written),
-            optimizer_config=SimpleNamespace(optimizer="adam", **fields),
+            optimizer_config=OmegaConf.create({"optimizer": "adam", **fields}),
         )
         found.append(MegatronEngine._resolve_override_ddp_config(engine).get(key))
     for_all = "use_low_precision_main_grads" in symbol.names
@@ -146,7 +147,8 @@ def default_bucket() -> Answer:
     kinds = SimpleNamespace(
         encoder_or_decoder=ModelType.encoder_or_decoder, encoder_and_decoder=object()
     )
-    provider, found = tiny_gpt(torch.bfloat16), []
+    provider: Any = tiny_gpt(torch.bfloat16)
+    found = []
     with (
         megatron_on_cpu(),
         model_parallel(),
