@@ -125,11 +125,12 @@ def run(ranks: Ranks, folder: Path, files: tuple[str, ...], on: bool) -> tuple[d
         conftest.unlink()
     (folder / "conftest.py").write_text(CONFTEST)
     options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
+    options += ["--continue-on-collection-errors", "--timeout=120"]
     ranks(
         "tests",
         world=1,
         timeout=1500,
-        arguments=[*options, "--timeout=120", *[one for one in files if (folder / one).exists()]],
+        arguments=[*options, *[one for one in files if (folder / one).exists()]],
         environment={
             **os.environ,
             "PYTHONPATH": python_path(folder),
