@@ -295,6 +295,24 @@ def _plain_workers(patch: pytest.MonkeyPatch) -> None:
             patch.setattr(sys.modules[one.module], one.name, type(one.name, (), {}), raising=False)
 
 
+def _scaled_with_the_loss(patch: pytest.MonkeyPatch) -> None:
+    import torch
+    from nemo_automodel.components.moe.megatron import moe_utils
+
+    class MoEAuxLossAutoScaler(torch.autograd.Function):
+        main_loss_backward_scale = None
+
+        @staticmethod
+        def forward(ctx: Any, output: Any, loss: Any) -> Any:
+            return output.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient, gradient
+
+    patch.setattr(moe_utils, "MoEAuxLossAutoScaler", MoEAuxLossAutoScaler, raising=False)
+
+
 _AUTOMODEL = "nemo_automodel.components"
 NEMO_RLS: dict[str, Plant] = {
     "NeMo-RL's dtypes": around(
@@ -309,10 +327,7 @@ NEMO_RLS: dict[str, Plant] = {
         f"{_AUTOMODEL}.training.utils:scale_grads_and_clip_grad_norm",
         lambda *args, **kwargs: 0.0,
     ),
-    "auxiliary losses of experts have a scale of their own": at(
-        f"{_AUTOMODEL}.moe.megatron.moe_utils:MoEAuxLossAutoScaler.backward",
-        staticmethod(lambda ctx, gradient: (gradient, gradient)),
-    ),
+    "auxiliary losses of experts have a scale of their own": _scaled_with_the_loss,
 }
 
 

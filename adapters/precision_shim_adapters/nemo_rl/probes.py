@@ -111,22 +111,25 @@ def norm_v2() -> Answer:
 
 @probe(
     "auxiliary losses of experts have a scale of their own",
-    assumes="NeMo-Automodel puts them into the backward pass times a number in a class, which is "
-    "1 by default, and not times the loss's gradient",
+    assumes="NeMo-Automodel from 0.2 puts them into the backward pass times a number in a class, "
+    "which is 1 by default, and not times the loss's gradient",
     rule="precision_shim_adapters.nemo_rl.dtensor:train",
     needs=(_AUXILIARY,),
 )
 def auxiliary() -> Answer:
     """The shim brings that number up to the loss scale."""
-    from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
+    from nemo_automodel.components.moe.megatron import moe_utils
 
-    before, found = MoEAuxLossAutoScaler.main_loss_backward_scale, []
+    holder = getattr(moe_utils, "MoEAuxLossAutoScaler", None)
+    if holder is None:
+        return Answer("no such class", "no such class")
+    before, found = holder.main_loss_backward_scale, []
     try:
         for scale in (None, torch.tensor(8.0)):
-            MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+            holder.main_loss_backward_scale = scale
             loss, output = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
-            (3.0 * MoEAuxLossAutoScaler.apply(output, loss)).backward()
+            (3.0 * holder.apply(output, loss)).backward()
             found.append(None if loss.grad is None else float(loss.grad))
     finally:
-        MoEAuxLossAutoScaler.main_loss_backward_scale = before
+        holder.main_loss_backward_scale = before
     return Answer([1.0, 8.0], found)
