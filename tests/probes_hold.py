@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from precision_shim._registry import entries
-from precision_shim.cli._probing import ask
-
+ROOT = Path(__file__).parents[1]
 _DROPPED = "'--use-precision-aware-optimizer only supported with distributed optimizer'"
 
 
 def hold(framework: str) -> None:
-    """Every probe that can be asked here holds, in a moment.
+    """Every probe that can be asked here holds, in a moment, and fails on a planted change.
 
     Args:
         framework: as users write it.
     """
-    outcomes = ask(entries(third_party=False)[framework].load().probes)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.planted", framework],
+        cwd=ROOT,
+        env={**os.environ, "PRECISION_SHIM": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    outcomes, planted = map(json.loads, done.stdout.splitlines()[-2:])
     wrong = [one for one in outcomes if one["state"] not in ("holds", "absent")]
     assert not wrong
     assert sum(one["state"] == "holds" for one in outcomes) > len(outcomes) / 2
     # The sum: a single one may be hit by a pause of the machine.
     assert sum(one["seconds"] for one in outcomes) < len(outcomes)
+    # Without a plant in tests/planted.py a probe holds here, too.
+    unmoved = [one for one in planted.values() if one["state"] != "fails"]
+    assert not unmoved
 
 
 def hold_on_a_changed_megatron(folder: Path) -> None:

@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -196,6 +197,8 @@ def _fork(module: Any, launch: Launch) -> list[int]:
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
+                for one in multiprocessing.active_children():  # Megatron's, for checkpoints
+                    one.terminate()
                 os._exit(status)  # gloo's threads may outlive an orderly end
         children.append(child)
     codes: dict[int, int] = {}

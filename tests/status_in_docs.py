@@ -108,5 +108,6 @@ def newest() -> set[str]:
     found: dict[str, Version] = {}
     for file in (ROOT / "tests" / "environments").glob("*-[0-9]*.txt"):
         name, _, version = file.stem.rpartition("-")
-        found[name] = max(Version(version), found.get(name, Version(version)))
+        if not re.search(r"\d", name):  # verl-0.9.1-core-0.19.2 is verl's pins but for two
+            found[name] = max(Version(version), found.get(name, Version(version)))
     return {f"{name}-{version}" for name, version in found.items()}

@@ -60,7 +60,7 @@ NEMO_RL: "dict[str, Any]" = {
         "nemo_rl.models.dtensor.parallelize:_parallelize_model",
         "nemo_rl.models.automodel.setup:setup_model_and_optimizer",
     ),
-    "probes": PROBES,
+    "probes": (*PROBES, "precision_shim_adapters.nemo_rl.probes"),
 }
 
 TORCHTITAN: "dict[str, Any]" = {
@@ -69,7 +69,10 @@ TORCHTITAN: "dict[str, Any]" = {
     "packages": ("torchtitan",),
     "tested": ("0.3.0",),
     "effects": ("torchtitan.components.optimizer.optimizer:OptimizersContainer.__init__",),
-    "probes": ("precision_shim_adapters.fp16.probes",),
+    "probes": (
+        "precision_shim_adapters.fp16.probes",
+        "precision_shim_adapters.torchtitan.probes",
+    ),
 }
 
 FRAMEWORKS = {

@@ -12,6 +12,7 @@ a feature could not be applied, 2 where something could not be judged.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,8 @@ def newest() -> dict[str, str]:
     found: dict[str, Version] = {}
     for file in Path(__file__).parent.glob("*-[0-9]*.txt"):
         framework, _, version = file.stem.rpartition("-")
-        found[framework] = max(Version(version), found.get(framework, Version("0")))
+        if not re.search(r"\d", framework):  # verl-0.9.1-core-0.19.2 is verl's pins but for two
+            found[framework] = max(Version(version), found.get(framework, Version("0")))
     return {framework: f"{framework}-{version}" for framework, version in sorted(found.items())}
 
 

@@ -228,14 +228,17 @@ def test_a_set_grad_none_that_zero_grad_contradicts() -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-def test_a_group_without_parameters_does_not_count_steps() -> None:
+@pytest.mark.parametrize(
+    ("version", "counts"), [("2.0.0", False), ("2.18.0", False), ("2.19.0", True), ("2.20.2", True)]
+)
+def test_a_group_without_parameters_counts_its_steps(version: str, counts: bool) -> None:
     full, empty = _params(), []
-    optimizer = FusedAdam([{"params": full}, {"params": empty}])
+    optimizer = fused_adam_for(version)([{"params": full}, {"params": empty}])
     for param in full:
         param.grad = torch.ones_like(param)
     assert optimizer.step(lambda: 3.5) == 3.5
     assert optimizer.param_groups[0]["step"] == 1
-    assert "step" not in optimizer.param_groups[1]
+    assert optimizer.param_groups[1].get("step") == (1 if counts else None)
 
 
 def test_mixed_half_precisions_are_refused() -> None:
@@ -352,6 +355,7 @@ def test_capturable_is_refused_honestly() -> None:
         ("2.11.0", True, True, False),
         ("2.14.0", True, True, True),
         ("2.18.0", True, True, True),
+        ("2.20.2", True, True, True),
     ],
 )
 def test_each_version_has_its_own_rules(

@@ -69,6 +69,12 @@ def test_what_is_left_out_stands_on_one_version(package: str) -> None:
     assert pins("0.7.1")[package] == pins("0.9.1")[package]
 
 
+def test_the_newest_megatron_core_stands_beside_the_same_packages() -> None:
+    before, after = pins("0.9.1"), pins("0.9.1-core-0.19.2")
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed == {"megatron-core", "megatron-bridge"}
+
+
 @pytest.mark.parametrize("file", LEFT_OUT)
 def test_what_is_left_out_imports_nothing_else(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from precision_shim.adapting import Answer, probe
     "AdamW's states follow the parameters",
     assumes="torch's AdamW keeps both moments in the dtype of its parameters",
     rule="precision_shim_adapters.fp16.training",
-    needs=("torch",),
+    needs=("torch._dynamo",),  # the first step of an optimizer imports it, which takes seconds
 )
 def states_follow() -> Answer:
     """Why the shim does nothing to an FSDP optimizer's states."""

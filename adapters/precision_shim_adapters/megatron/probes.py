@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from precision_shim.adapting import Answer, probe
 _CONFIG = "megatron.core.optimizer.optimizer_config"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DDP = "megatron.core.distributed.distributed_data_parallel_config"
+_BRIDGE = "megatron.bridge.training.config"
 _OBSTACLES = "precision_shim.rules.optimizer:obstacles"
 _PLAN = "precision_shim.rules.optimizer:plan_optimizer"
 
@@ -25,7 +26,7 @@ def _config(**fields: Any) -> Any:
 
 
 @contextmanager
-def _fused_adam() -> Iterator[None]:
+def fused_adam() -> Iterator[None]:
     """TransformerEngine, or what stands in for it where it is not installed."""
     from precision_shim.testing.transformer_engine import (
         real_transformer_engine,
@@ -39,7 +40,7 @@ def _fused_adam() -> Iterator[None]:
 def _refusal(**fields: Any) -> str:
     """What Megatron says against a config; ``""`` if it takes it."""
     try:
-        with _fused_adam():
+        with fused_adam():
             _config(**fields)
     except Exception as error:  # whatever it is: an assertion today
         return str(error) or type(error).__name__
@@ -124,7 +125,7 @@ def fp8_recipes() -> Answer:
     """The shim withdraws bf16 states there."""
     found = {}
     for recipe in ("delayed", "tensorwise"):
-        with _fused_adam():
+        with fused_adam():
             made = _config(
                 use_precision_aware_optimizer=True,
                 use_distributed_optimizer=True,
@@ -243,6 +244,25 @@ def remainders() -> Answer:
     return Answer({"exp_avg": "torch.float32", "param": "torch.int16"}, dtypes)
 
 
+@contextmanager
+def _chunk(**ddp: Any) -> Iterator[Any]:
+    """A linear layer in bf16, in Megatron's DDP, on a CPU."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
+
+    with megatron_on_cpu(), model_parallel():
+        config = TransformerConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
+        )
+        layer: Any = torch.nn.Linear(8, 8).bfloat16()
+        layer.config = config
+        yield DistributedDataParallel(
+            config=config, ddp_config=DistributedDataParallelConfig(**ddp), module=layer
+        )
+
+
 @probe(
     "the dtype of a gradient bucket",
     assumes="a bucket is fp32 with grad_reduce_in_fp32, and has its parameters' dtype without",
@@ -250,24 +270,121 @@ def remainders() -> Answer:
     needs=("megatron.core.distributed", "megatron.core.transformer"),
 )
 def bucket() -> Answer:
-    """``main_grads_dtype`` itself is read by an assertion only."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer import TransformerConfig
-
-    from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
-
+    """What decides the gradients' dtype."""
     found = {}
-    with megatron_on_cpu(), model_parallel():
-        for in_fp32 in (True, False):
-            chunk = DistributedDataParallel(
-                config=TransformerConfig(
-                    num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
-                ),
-                ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32),
-                module=torch.nn.Linear(8, 8).bfloat16(),
-            )
+    for in_fp32 in (True, False):
+        with _chunk(grad_reduce_in_fp32=in_fp32) as chunk:
             found[in_fp32] = str(chunk.buffers[0].grad_data.dtype)
     return Answer({True: "torch.float32", False: "torch.bfloat16"}, found)
+
+
+@probe(
+    "DDP's check of gradients ends the job",
+    assumes="with check_for_nan_in_grad a gradient that is not finite is an exception, without it "
+    "nothing",
+    rule="precision_shim_adapters.megatron.ddp:build_ddp",
+    needs=("megatron.core.distributed", "megatron.core.transformer"),
+)
+def gradient_check() -> Answer:
+    """The shim turns it off where a dynamic scaler skips such a step."""
+    found = {}
+    for checks in (True, False):
+        with _chunk(check_for_nan_in_grad=checks) as chunk:
+            chunk.buffers[0].grad_data.fill_(float("inf"))
+            try:
+                chunk.finish_grad_sync()
+                found[checks] = "goes on"
+            except Exception as error:
+                found[checks] = "raises" if "grad" in str(error) else repr(error)
+    return Answer({True: "raises", False: "goes on"}, found)
+
+
+@probe(
+    "main_grads_dtype is a name",
+    assumes="a precision-aware optimizer reads its gradients from the bucket as they are, and "
+    "names its states in checkpoints by the bucket's dtype",
+    rule="precision_shim.rules.bucket:choose_bucket",
+    needs=("megatron.core.optimizer", "megatron.core.distributed", "megatron.core.transformer"),
+)
+def main_grads() -> Answer:
+    """So the bucket follows ``main_grads_dtype``, and keys are written for the unpatched bucket."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    fp32, bf16 = torch.float32, torch.bfloat16
+    assumed, found = {}, {}
+    for in_fp32, asked in ((True, bf16), (False, fp32)):
+        with ExitStack() as stack:
+            stack.enter_context(fused_adam())
+            chunk = stack.enter_context(
+                _chunk(grad_reduce_in_fp32=in_fp32, use_distributed_optimizer=True)
+            )
+            config = _config(
+                optimizer="adam",
+                lr=1e-3,
+                bf16=True,
+                params_dtype=bf16,
+                use_precision_aware_optimizer=True,
+                use_distributed_optimizer=True,
+                main_grads_dtype=asked,
+            )
+            made = get_megatron_optimizer(config, [chunk])
+            (one,) = getattr(made, "chained_optimizers", [made])
+            one._copy_model_grads_to_main_grads()
+            ((parameter, *_),) = [group["params"] for group in one.optimizer.param_groups][:1]
+            keys = [list(ranges) for ranges in one.gbuf_ranges]
+            found[str(asked)] = (parameter.decoupled_grad.dtype, keys)
+        real = fp32 if in_fp32 else bf16
+        assumed[str(asked)] = (real, [[(bf16, real)]])
+    return Answer(assumed, found)
+
+
+@probe(
+    "fp16 gradients are not clipped",
+    assumes="with a precision-aware optimizer Megatron clips fp32 and bf16 gradients, and stops at "
+    "fp16 ones",
+    rule="precision_shim_adapters.megatron.optimizer:check",
+    needs=("megatron.core.optimizer.clip_grads",),
+)
+def fp16_clipping() -> Answer:
+    """The shim refuses such a pair when the optimizer is built, with a message."""
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    from precision_shim.testing.megatron_cpu import megatron_on_cpu
+
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        parameter.decoupled_grad = torch.ones(2, dtype=dtype)  # type: ignore[attr-defined]
+        try:
+            with megatron_on_cpu():
+                clip_grad_by_total_norm_fp32([parameter], 1.0, 0.5, use_decoupled_grad=True)
+            found[str(dtype)] = "taken"
+        except AssertionError:
+            found[str(dtype)] = "refused"
+    taken = dict.fromkeys(("torch.float32", "torch.bfloat16"), "taken")
+    return Answer({**taken, "torch.float16": "refused"}, found)
+
+
+@probe(
+    "Megatron-Bridge leaves the bucket and the checks to Megatron",
+    assumes="its DDP config reduces in the parameters' dtype by default, and its OptimizerConfig "
+    "is checked by Megatron when it is made or finalized",
+    rule="precision_shim_adapters.nemo_rl.megatron:set_up_optimizer",
+    needs=(_BRIDGE,),
+)
+def bridge_configs() -> Answer:
+    """A bf16 or fp16 bucket is what its path gives; coercion needs no seam of its own."""
+    from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig
+
+    with fused_adam():
+        try:
+            made = OptimizerConfig(exp_avg_dtype=torch.bfloat16)
+            getattr(made, "finalize", lambda: None)()
+            told = "accepted"
+        except AssertionError:
+            told = "refused"
+    found = (DistributedDataParallelConfig().grad_reduce_in_fp32, told)
+    return Answer((False, "refused"), found)
 
 
 @probe(

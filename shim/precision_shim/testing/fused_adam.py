@@ -17,8 +17,9 @@ What it does not stand for
     byte per element plus one scale, where TransformerEngine has a ``Float8Tensor`` that
     may hold a transposed copy as well.
 
-Source of every rule: the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14 and 2.18
-(``pytorch/optimizers/fused_adam.py`` and ``common/multi_tensor/adam.cu``), read 2026-11.
+Source of every rule: the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14, 2.18, 2.19 and
+2.20.2 (``pytorch/optimizers/fused_adam.py``) and ``common/multi_tensor/adam.cu`` up to 2.18, read
+2026-11.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ OLDEST_VERSION = "1.13.0"
 _PARAM_REMAINDERS_SINCE = (2, 1)
 _BF16_MOMENTS_SINCE = (2, 3)
 _CAPTURABLE_BF16_SINCE = (2, 14)
+_EMPTY_GROUPS_COUNT_SINCE = (2, 19)
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST_SCALED = {
@@ -78,8 +80,8 @@ class FusedAdam(torch.optim.Optimizer):
         ``store_param_remainders`` and a bf16 parameter, int16 (see :func:`split_master`).
         An fp32 parameter gets a master too; it is filled once and never updated.
 
-    The step count is kept per parameter group (``group["step"]``), not per parameter, and
-    a group without parameters does not count.
+    The step count is kept per parameter group (``group["step"]``), not per parameter. A group
+    without parameters counts from 2.19 on.
 
     Args:
         params: parameters or parameter groups.
@@ -482,10 +484,10 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if not group["params"]:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            self._step_group(group)
+            if group["params"] or self._at_least(_EMPTY_GROUPS_COUNT_SINCE):
+                group["step"] = group.get("step", 0) + 1
+            if group["params"]:
+                self._step_group(group)
         return loss
 
     def _step_group(self, group: dict[str, Any]) -> None:
@@ -651,7 +653,8 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
 
     What differs between releases: remainders exist from 2.1 (before that the constructor
     does not know the argument, and ``initialize_state`` takes one argument); bf16 moments
-    are legal from 2.3; ``capturable`` takes two bf16 moments from 2.14.
+    are legal from 2.3; ``capturable`` takes two bf16 moments from 2.14; groups without
+    parameters count their steps from 2.19.
 
     Args:
         version: a TransformerEngine version, 1.13 or newer.
