@@ -19,8 +19,6 @@ from .test_rl import decisions, equal, finite
 STEPS = 8
 OVERFLOWS = (2, 5)
 SETTINGS = {"growth_interval": 2, "loss_scale_init": 1024}
-TWO = {"global_batch_size": 4}
-"""Two accumulation steps."""
 
 
 class Overflows:
@@ -82,7 +80,7 @@ def train(
 @pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
 def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: int | None) -> None:
     with by_hand.attention_in_float16():
-        hand = pretrainer(chunks=chunks, training=TWO)
+        hand = pretrainer(chunks=chunks, parts=2)
     overflow = Overflows.beneath(hand)
     scaler = by_hand.scaler(1024.0, 2)
     data = hand.batch_generator(hand.dataloader)
@@ -92,7 +90,7 @@ def test_it_is_the_loop_by_hand_bit_for_bit(pretrainer: Any, shim: Any, chunks: 
         expected.append(by_hand.train_step(hand, scaler, data))
 
     shim(settings=SETTINGS)
-    trainer = pretrainer(chunks=chunks, training=TWO)
+    trainer = pretrainer(chunks=chunks, parts=2)
     found = train(trainer, STEPS, OVERFLOWS)
 
     skipped = 0
@@ -134,7 +132,7 @@ def test_other_dtypes_are_left_alone(
     pretrainer: Any, shim: Any, dtype: str, chunks: int | None
 ) -> None:
     def run() -> tuple[list[dict[str, float]], dict[str, Any]]:
-        trainer = pretrainer(dtype, chunks=chunks, training=TWO)
+        trainer = pretrainer(dtype, chunks=chunks, parts=2)
         return train(trainer, 3), cpu.values(trainer)
 
     def told(found: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from precision_shim.adapting import Adapter, collect
 
 from ..frameworks import TORCHTITAN
-from . import attention, checkpoints, names, pretraining, rl, scaled
+from . import attention, audit, checkpoints, names, pretraining, rl, scaled
 from .places import ATTENTION, GENERATOR, METRICS, NAMES, PRETRAINING, RL
 
 ADAPTER = Adapter(
@@ -36,6 +36,6 @@ ADAPTER = Adapter(
         NAMES: "config and command line",
         GENERATOR: "generator's config",
     },
-    seams=collect(names, attention, scaled, checkpoints, rl, pretraining),
+    seams=collect(names, attention, scaled, checkpoints, rl, pretraining, audit),
 )
 """torchtitan's seams; of several on one target the first is the innermost."""
