@@ -21,7 +21,7 @@ def only() -> Any:
 
 
 def test_the_rl_trainer(policy: Any, shim: Any) -> None:
-    """With its scaler; complete after the first step that is taken, not after one that is skipped."""
+    """With its scaler; complete after the first step that is not skipped."""
     shim()
     trainer = policy()
     assert not only().complete

@@ -147,15 +147,20 @@ def test_their_tests_of_the_rl_package(tmp_path: Path) -> None:
 
 def test_their_unit_tests(tmp_path: Path) -> None:
     folder = tmp_path / "repository"
-    commands = (
-        ("init", "--quiet", str(folder)),
-        ("-C", str(folder), "remote", "add", "origin", URL),
-        ("-C", str(folder), "fetch", "--quiet", "--depth=1", "--filter=blob:none", "origin", COMMIT),
-        ("-C", str(folder), "checkout", "--quiet", COMMIT, "--", "tests/unit_tests"),
-    )
-    for command in commands:
+    folder.mkdir()
+    for command in (
+        ("init", "--quiet"),
+        ("remote", "add", "origin", URL),
+        ("fetch", "--quiet", "--depth=1", "--filter=blob:none", "origin", COMMIT),
+        ("checkout", "--quiet", COMMIT, "--", "tests/unit_tests"),
+    ):
         done = subprocess.run(
-            ["git", *command], capture_output=True, text=True, check=False, timeout=600
+            ["git", *command],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
         )
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -1,4 +1,4 @@
-"""The audit of both trainers: where a model and its container of optimizers first stand together."""
+"""The audit of both trainers: where a model and its optimizers first stand together."""
 
 from __future__ import annotations
 
