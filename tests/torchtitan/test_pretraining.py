@@ -194,7 +194,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(pretrainer: Any, shim: Any) -> N
     """As torchtitan has it: the log looks at the loss, on the main branch the step itself."""
     shim()
     trainer = pretrainer()
-    with pytest.raises(RuntimeError, match="Loss .*not finite"):
+    with pytest.raises(RuntimeError, match=r"Loss .*not finite"):
         train(trainer, 1, (0,), factor=math.inf)
 
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ..rank_server import Ranks, rank_server
+from ..rank_server import Ranks
 from .conftest import TORCH_HAS_PIPELINES
 
 CASES = ("policy", "pretrain")
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that train together; returns what each found, by rank."""
-    with rank_server("tests.torchtitan.ranks", tmp_path_factory.mktemp("ranks")) as server:
-        yield server
 
 
 def skipped_together(found: list[dict[str, Any]], prefix: str = "") -> None:
