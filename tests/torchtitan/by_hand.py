@@ -55,8 +55,9 @@ def attention_in_float16() -> Iterator[None]:
 
     @functools.wraps(own)
     def forward(self: Any, q: Any, k: Any, v: Any, *, attention_masks: Any, **options: Any) -> Any:
-        size, length, _, head = q.shape
-        packed = [one.reshape(size * length, -1, head) for one in (q, k, v)]
+        shape, head = q.shape, q.shape[-1]  # (rows, tokens, heads, head), or without rows
+        tokens = shape[:-2].numel()
+        packed = [one.reshape(tokens, -1, head) for one in (q, k, v)]
         found = cpu.varlen_by_sdpa(
             *packed,
             attention_masks.cu_seq_q,
@@ -67,7 +68,7 @@ def attention_in_float16() -> Iterator[None]:
             window_size=self.window_size,
             enable_gqa=options.get("enable_gqa", False),
         )
-        return found.view(size, length, -1, head).to(q.dtype)
+        return found.view(shape).to(q.dtype)
 
     VarlenAttention.forward = forward
     try:

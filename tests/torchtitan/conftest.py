@@ -6,13 +6,15 @@ framework warns about at import is its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
+
+from ..rank_server import Ranks, rank_server
 
 try:
     TORCHTITAN = version("torchtitan")
@@ -51,3 +53,10 @@ def pretrainer(torchtitan: None, tmp_path: Path) -> Callable[..., Any]:
         return cpu.pretrainer(folder, dtype, **changes)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts processes that train, alone or together; returns what each found, by rank."""
+    with rank_server("tests.torchtitan.ranks", tmp_path_factory.mktemp("ranks")) as server:
+        yield server

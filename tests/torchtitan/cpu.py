@@ -1,4 +1,4 @@
-"""The real torchtitan 0.3.0 on a CPU, in this process.
+"""The real torchtitan on a CPU, in this process: 0.3.0, or its main branch.
 
 torchtitan asks for a GPU by name in few places, and its RL package imports vLLM to register a
 model. With those answered on its behalf the real ``PolicyTrainer`` and the real ``Trainer`` are
@@ -137,6 +137,13 @@ def imports() -> None:
 # -- models and configs ------------------------------------------------------------------------
 
 
+def packed() -> bool:
+    """Whether a batch is one row of tokens, as on torchtitan's main branch."""
+    from torchtitan.config import TrainingConfig
+
+    return "max_context_length" in TrainingConfig.__dataclass_fields__
+
+
 def model_spec(*, experts: bool = False, layers: int = 2) -> Any:
     """A tiny Qwen3 with varlen attention, dense or with experts."""
     from torchtitan.models import qwen3
@@ -151,7 +158,9 @@ def model_spec(*, experts: bool = False, layers: int = 2) -> Any:
         "n_kv_heads": 2,
         "head_dim": head,
         "attn_backend": "varlen",
-        "rope": CosSinRoPE.Config(dim=head, max_seq_len=64, theta=10000.0),
+        "rope": CosSinRoPE.Config(
+            **{"max_context_length" if packed() else "max_seq_len": 64}, dim=head, theta=10000.0
+        ),
     }
     if experts:
         blocks = qwen3._build_qwen3_moe_layers(
@@ -193,17 +202,27 @@ def sections(folder: Path | str, dtype: str, **changes: Any) -> dict[str, Any]:
     Args:
         folder: where the trainer may write.
         dtype: ``mixed_precision_param``.
-        **changes: ``training`` and ``checkpoint``: mappings of keys to values; ``optimizer``:
-            the implementation, ``backend``: of the sharding.
+        **changes: ``training``, ``parallelism``, ``checkpoint``, ``compile``, ``debug``: mappings
+            of keys to values; ``optimizer``: the implementation; ``parts``: accumulation steps.
     """
-    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 
     # eps well above the rounding of fp16, or the signs of gradients near 0 decide a step.
     optimizer = default_adamw(lr=1e-2, eps=1e-4)
     optimizer.implementation = changes.get("optimizer", "foreach")
-    keys = {"local_batch_size": 2, "seq_len": LENGTH, "steps": 20, "disable_cuda_graphs": True}
+    keys: dict[str, Any] = {"steps": 20, "disable_cuda_graphs": True}
+    parts = changes.get("parts", 1)
+    if packed():
+        keys |= {
+            "num_tokens_per_microbatch_per_dp_rank": 2 * LENGTH,
+            "num_tokens_per_train_step": 2 * LENGTH * parts if parts > 1 else -1,
+            "max_context_length": LENGTH,
+        }
+    else:
+        keys |= {"local_batch_size": 2, "seq_len": LENGTH}
+        keys |= {"global_batch_size": 2 * parts} if parts > 1 else {}
     return {
         "optimizer": optimizer,
         "lr_scheduler": LRSchedulersContainer.Config(
@@ -327,14 +346,17 @@ def microbatch(seed: int, *, advantage: float = 1.0, size: int = 2) -> Any:
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(0, VOCABULARY, (size, LENGTH + 1), generator=generator)
     half = LENGTH // 2
-    return TrainingMicrobatch(
-        token_ids=words[:, :-1],
-        labels=words[:, 1:],
-        positions=torch.arange(half).repeat(size, 2),
-        generator_logprobs=torch.full((size, LENGTH), -4.0),
-        loss_mask=torch.ones(size, LENGTH, dtype=torch.bool),
-        advantages=advantage * torch.randn(size, LENGTH, generator=generator),
-    )
+    found = {
+        "token_ids": words[:, :-1],
+        "labels": words[:, 1:],
+        "positions": torch.arange(half).repeat(size, 2),
+        "generator_logprobs": torch.full((size, LENGTH), -4.0),
+        "loss_mask": torch.ones(size, LENGTH, dtype=torch.bool),
+        "advantages": advantage * torch.randn(size, LENGTH, generator=generator),
+    }
+    if packed():
+        found = {name: one.flatten() for name, one in found.items()}
+    return TrainingMicrobatch(**found)
 
 
 def policy_step(trainer: Any, step: int, advantage: float = 1.0, parts: int = 3) -> Any:

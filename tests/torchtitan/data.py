@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from .cpu import LENGTH, VOCABULARY
+from .cpu import LENGTH, VOCABULARY, packed
+
+if packed():
+    from torchtitan.components.data.loader import BaseDataLoader
+else:
+    from torchtitan.components.dataloader import BaseDataLoader
 
 
 class WordTokenizer(BaseTokenizer):
@@ -40,11 +44,13 @@ class Words(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         pass
 
-    def __init__(
-        self, config: Any, *, dp_rank: int, local_batch_size: int, seq_len: int, **kwargs: Any
-    ) -> None:
-        self.rank, self.size, self.given = dp_rank, local_batch_size, 0
-        assert seq_len == LENGTH
+    def __init__(self, config: Any, *, dp_rank: int, **sizes: Any) -> None:
+        self.rank, self.given = dp_rank, 0
+        if packed():
+            self.size = sizes["num_tokens_per_batch"] // LENGTH
+        else:
+            self.size = sizes["local_batch_size"]
+            assert sizes["seq_len"] == LENGTH
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
@@ -52,7 +58,11 @@ class Words(BaseDataLoader):
             self.given += 1
             words = torch.randint(0, VOCABULARY, (self.size, LENGTH + 1), generator=generator)
             positions = torch.arange(LENGTH // 2).repeat(self.size, 2)
-            yield {"input": words[:, :-1], "positions": positions}, words[:, 1:]
+            found = {"input": words[:, :-1], "positions": positions, "labels": words[:, 1:]}
+            if packed():
+                found = {name: one.flatten() for name, one in found.items()}
+            labels = found.pop("labels")
+            yield found, labels
 
     def state_dict(self) -> dict[str, Any]:
         return {f"given_{self.rank}": self.given}

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..rank_server import Ranks, rank_server
+from ..rank_server import Ranks
 
 CASES = ("policy", "pretrain")
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that train."""
-    with rank_server("tests.torchtitan.ranks", tmp_path_factory.mktemp("ranks")) as server:
-        yield server
 
 
 def one(ranks: Ranks, case: str, folder: Path, **options: Any) -> dict[str, Any]:

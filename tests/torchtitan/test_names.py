@@ -191,9 +191,9 @@ class AnyModule(MagicMock):
 
 
 class Finder:
-    # vLLM, of which a config needs nothing
+    # vLLM and the renderer of messages, of which a config needs nothing
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "vllm":
+        if name.split(".")[0] in ("vllm", "renderers"):
             return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec):
@@ -224,6 +224,31 @@ try:
 except Exception:  # it wants a model, after that
     pass
 print(config.model_dtype)
+
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+from torchtitan.experiments.rl.controller import Controller
+
+
+def controller(trainer, generator):
+    return Controller.Config(
+        rollouter=None,
+        renderer=None,
+        trainer=PolicyTrainer.Config(
+            training=TrainingConfig(mixed_precision_param=trainer),
+            debug=DebugConfig(batch_invariant=True, deterministic=True),
+            parallelism=ParallelismConfig(enable_sequence_parallel=False),
+        ),
+        generator=Config(model_dtype=generator),
+    )
+
+
+print(controller("BF16", "torch.bfloat16").generator.model_dtype)
+for names in (("half", "half"), ("bf16", "fp16")):
+    try:
+        controller(*names)
+    except ValueError as error:
+        print(error)
 """
 
 
@@ -238,7 +263,22 @@ def test_the_generators_config() -> None:
     lines = [line for line in done.stdout.splitlines() if "onarch" not in line]
     assert lines[:1] == ["float16 bfloat16 auto float32"], done.stdout + done.stderr
     assert "generator.model_dtype='fp17'" in lines[1]
-    assert lines[2] == "float16"
+    assert lines[2:4] == ["float16", "bfloat16"], done.stdout + done.stderr
+    # torchtitan's own errors for a batch-invariant training: it compares names.
+    own, generator = lines[4:]
+    assert own.endswith("Got mixed_precision_param='float16'.")
+    assert generator == "batch_invariant requires bfloat16 generator dtype, got 'float16'"
+
+
+def test_float16_and_batch_invariant_in_pretraining(
+    torchtitan: None, shim: Any, tmp_path: Path
+) -> None:
+    """torchtitan's own error."""
+    from . import cpu
+
+    shim()
+    with pytest.raises(ValueError, match="Batch-invariant mode is not supported in pre-training"):
+        cpu.trainer_config(tmp_path, debug={"batch_invariant": True})
 
 
 def test_off_nothing_is_coerced(torchtitan: None, shim: Any) -> None:

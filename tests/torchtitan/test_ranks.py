@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ..rank_server import Ranks, rank_server
+from ..rank_server import Ranks
 from .conftest import TORCH_HAS_PIPELINES
 
 CASES = ("policy", "pretrain")
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Starts processes that train together; returns what each found, by rank."""
-    with rank_server("tests.torchtitan.ranks", tmp_path_factory.mktemp("ranks")) as server:
-        yield server
 
 
 def skipped_together(found: list[dict[str, Any]], prefix: str = "") -> None:
@@ -58,25 +50,51 @@ def test_alone_one_rank_destroys_both(ranks: Ranks) -> None:
     assert not any(one["finite"] for one in found)
 
 
+DIVIDED: dict[str, dict[str, Any]] = {
+    "tensors": {
+        "parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1},
+    },
+    "experts": {"parallelism": {"expert_parallel_degree": 2}, "experts": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divided", DIVIDED)
+@pytest.mark.parametrize("case", CASES)
+def test_parts_of_a_model_skip_together(ranks: Ranks, case: str, divided: str) -> None:
+    """Tensor and expert parallelism: the overflow is on one rank's part."""
+    found = ranks(case, first=0, last=3, overflows=[1], **DIVIDED[divided])
+    skipped_together(found, "trainer/" if case == "policy" else "")
+
+
 @pytest.mark.skipif(not TORCH_HAS_PIPELINES, reason="torchtitan's pipelines need torch 2.15")
-@pytest.mark.parametrize("chunks", [None, 2], ids=["plain", "chunked"])
-def test_two_pipeline_stages(ranks: Ranks, chunks: int | None) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        ("1F1B", None),
+        pytest.param("1F1B", 2, marks=pytest.mark.slow, id="1F1B-chunked"),
+        pytest.param("ZBVZeroBubble", None, marks=pytest.mark.slow),
+    ],
+)
+def test_two_pipeline_stages(ranks: Ranks, schedule: str, chunks: int | None) -> None:
     """The loss is the last stage's; its overflow is skipped on both, and one scale is kept."""
     options: dict[str, Any] = {
         "parallelism": {
             "pipeline_parallel_degree": 2,
-            "pipeline_parallel_schedule": "1F1B",
+            "pipeline_parallel_schedule": schedule,
             "data_parallel_shard_degree": 1,
         },
         "chunks": chunks,
+        "layers": 2 if schedule == "1F1B" else 4,
     }
+    last = 1 if schedule == "1F1B" else 0  # in a V the first rank has the last stage too
     plain = ranks("pretrain", first=0, last=1, **options)
-    found = ranks("pretrain", first=0, last=3, overflows=[1], **options)
+    found = ranks("pretrain", first=0, last=3, overflows=[1], on_rank=last, **options)
     skipped_together(found)
     # The first step is that of a model without pipeline: what is reported is unscaled.
-    (alone,) = ranks("pretrain", world=1, first=0, last=1, chunks=chunks)
+    (alone,) = ranks("pretrain", world=1, first=0, last=1, chunks=chunks, layers=options["layers"])
     loss = "loss_metrics/global_avg_loss"
-    ours = float(plain[1]["metrics"][0][loss])
+    ours = float(plain[last]["metrics"][0][loss])
     assert 0.8 < ours / float(alone["metrics"][0][loss]) < 1.25
-    norm = float(plain[1]["metrics"][0]["grad_norm"])
+    norm = float(plain[last]["metrics"][0]["grad_norm"])
     assert 0.5 < norm / float(alone["metrics"][0]["grad_norm"]) < 2

@@ -220,40 +220,73 @@ def address(tensor: Any) -> int:
     return tensor._local_tensor.untyped_storage().data_ptr()
 
 
-def test_a_step_of_a_subclass_is_refused_by_name(
-    torchtitan: None, shim: Any, tmp_path: Any
+@pytest.mark.parametrize("method", ["optim_step", "forward_backward", "_build_model"])
+def test_a_subclass_with_its_own_loop_is_refused_by_name(
+    torchtitan: None, shim: Any, tmp_path: Any, method: str
 ) -> None:
-    shim()
-    trainer = _own_step(tmp_path)
-    assert not [one for one in decisions() if "loss scaling" in one]
-    cpu.policy_step(trainer, 0, parts=1)
-    shim(strict=True)
-    with pytest.raises(precision_shim.PrecisionShimError, match="OwnStep has an optim_step"):
-        _own_step(tmp_path, warns=False)
-
-
-def _own_step(folder: Any, warns: bool = True) -> Any:
+    """Its step unscales nothing, or its losses are not those that are scaled."""
     from monarch.actor import concurrent_endpoint
     from torchtitan.config import CompileConfig
     from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 
-    class OwnStep(PolicyTrainer):
-        @concurrent_endpoint
-        async def optim_step(self) -> None:
-            self.optimizers.step()
+    held = vars(PolicyTrainer)[method]
+    own = held if method == "_build_model" else held._method.__wrapped__
 
-    def build() -> Any:
-        return OwnStep(
-            cpu.policy_config(folder),
+    async def endpoint(self: Any, *args: Any) -> Any:
+        return await own(self, *args)
+
+    def build_model(self: Any, *args: Any) -> Any:
+        return own(self, *args)
+
+    if method == "_build_model":
+        found: Any = build_model
+    else:
+        endpoint.__name__ = method
+        found = concurrent_endpoint(endpoint)
+    kind = type("Own", (PolicyTrainer,), {method: found})
+
+    def build(dtype: str = "float16") -> Any:
+        return kind(
+            cpu.policy_config(tmp_path, dtype),
             model_spec=cpu.model_spec(),
             compile_config=CompileConfig(),
-            output_dir=str(folder),
+            output_dir=str(tmp_path),
         )
 
-    if not warns:
-        return build()
-    with pytest.warns(PrecisionShimWarning, match="OwnStep has an optim_step of its own"):
-        return build()
+    shim()
+    with pytest.warns(PrecisionShimWarning, match=f"Own has its own {method}"):
+        trainer = build()
+    assert not [one for one in decisions() if "loss scaling" in one]
+    metrics, output = cpu.policy_step(trainer, 0, parts=1)
+    assert "trainer/loss_scale" not in output.metrics
+    assert math.isfinite(metrics["loss/mean"])
+    build("bfloat16")
+    shim(strict=True)
+    with pytest.raises(precision_shim.PrecisionShimError, match=f"Own has its own {method}"):
+        build()
+
+
+def test_two_trainers_in_one_process(policy: Any, shim: Any) -> None:
+    """Each has its own scaler, also where one has made gradients while the other steps."""
+    shim(settings=SETTINGS)
+    alone = policy()
+    cpu.policy_step(alone, 0, parts=1)
+    cpu.policy_step(alone, 1, parts=1)
+
+    def forward_backward(trainer: Any, step: int, size: float = 1.0) -> None:
+        batch = [cpu.microbatch(1000 * step, advantage=size)]
+        cpu.endpoint(trainer, "forward_backward", batch, 2 * cpu.LENGTH)
+
+    first, second = policy(), policy()
+    found = []
+    for step in range(2):
+        forward_backward(first, step)
+        forward_backward(second, step, 1e9)
+        found.append([cpu.endpoint(one, "optim_step").metrics for one in (first, second)])
+    assert equal(cpu.values(first), cpu.values(alone))
+    skips = [[one["trainer/skipped_steps"] for one in both] for both in found]
+    assert skips == [[0.0, 1.0], [0.0, 2.0]]
+    assert [one["trainer/loss_scale"] for one in found[1]] == [1024.0, 512.0]
 
 
 def test_uninstall_brings_torchtitans_own_back(policy: Any, shim: Any) -> None:

@@ -12,8 +12,8 @@ compiled by dynamo.
 
 Deliberately not patched: the experts' grouped products, which torchtitan computes in bfloat16 in
 training and in its generator; ``PolicyTrainer.push_model_state_dict``, which sends one state dict
-and casts it where the dtypes differ; trainers with a loop of their own (Flux, TorchFT, the graph
-trainer), which are refused by name.
+and casts it where the dtypes differ; trainers with a loop of their own (Flux, TorchFT, Forge, the
+graph trainer), which are refused by name.
 
 Delete when: torchtitan scales the loss of float16 training and saves the scaler.
 """
@@ -23,8 +23,8 @@ from __future__ import annotations
 from precision_shim.adapting import Adapter, collect
 
 from ..frameworks import TORCHTITAN
-from . import attention, checkpoints, names, pretraining, rl, scaled
-from .places import ATTENTION, GENERATOR, METRICS, NAMES, PRETRAINING, RL
+from . import attention, audit, checkpoints, names, pretraining, rl, scaled
+from .places import ATTENTION, FORGE, GENERATOR, METRICS, NAMES, PRETRAINING, RL, TORCHFT
 
 ADAPTER = Adapter(
     **TORCHTITAN,
@@ -35,7 +35,9 @@ ADAPTER = Adapter(
         ATTENTION: "varlen attention",
         NAMES: "config and command line",
         GENERATOR: "generator's config",
+        TORCHFT: "TorchFT's trainer",
+        FORGE: "Forge's engine",
     },
-    seams=collect(names, attention, scaled, checkpoints, rl, pretraining),
+    seams=collect(names, attention, scaled, checkpoints, rl, pretraining, audit),
 )
 """torchtitan's seams; of several on one target the first is the innermost."""

@@ -6,22 +6,23 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, current_settings, seam, warn
-from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.adapting import Call, in_force, seam, warn
 
 from ..fp16 import FEATURE, ScaledTraining
 from .places import (
     DELETE,
+    FORGE,
     FRAMEWORK,
     METRICS,
     PRETRAINING,
+    TORCHFT,
     TRAINER,
     UPSTREAM,
     computes_in_float16,
     native_pretraining,
     where,
 )
-from .scaled import make, ready, scale_innermost
+from .scaled import leave, make, ready, scale_innermost
 
 _LOOP = (
     "train_step",
@@ -62,7 +63,7 @@ def build(call: Call, config: Any) -> None:
     def attach(loss: torch.Tensor) -> None:
         if ScaledTraining.current() is training:
             training.attach(loss)
-        elif loss.requires_grad:
+        elif loss.requires_grad and in_force(FRAMEWORK, FEATURE, PRETRAINING):
             warn(
                 f"{where()}: a loss of {type(trainer).__name__} was formed outside of its "
                 "train_step, by a loop that unscales nothing: it is not scaled, and float16 loses "
@@ -79,16 +80,34 @@ def _has_our_loop(trainer: Any) -> bool:
 
     kind = type(trainer)
     own = [name for name in _LOOP if getattr(kind, name, None) is not getattr(Trainer, name, None)]
-    if not own:
-        return True
-    message = (
-        f"{where()}: {kind.__name__} has its own {', '.join(own)}, which the shim does not know: "
-        "its float16 training gets no loss scaling. Train in bfloat16, or with Trainer's own loop."
-    )
-    if current_settings().strict:
-        raise UnsupportedPrecisionError(message)
-    warn(message)
-    return False
+    if own:
+        leave(kind.__name__, own, "with Trainer's own loop")
+    return not own
+
+
+@seam(
+    "torchtitan.experiments.forge.engine:ForgeEngine.__init__",
+    FEATURE,
+    group=FORGE,
+    why="says so where float16 is asked for, instead of training unscaled",
+    delete_when="its loop is Trainer's",
+    optional=True,
+    refusal="Forge's engine leaves the training loop to its user",
+)
+@seam(
+    "torchtitan.experiments.torchft.trainer:FaultTolerantTrainer.__init__",
+    FEATURE,
+    group=TORCHFT,
+    why="says so where float16 is asked for: it derives from Trainer, and never calls its __init__",
+    delete_when="its loop is Trainer's",
+    optional=True,
+    refusal="TorchFT's trainer has its own __init__ and train_step",
+)
+def other_loop(call: Call, config: Any) -> Any:
+    """Say that a trainer that is built in its own way is not scaled; else do nothing."""
+    if computes_in_float16(config.training):
+        leave(type(call.instance).__name__, ["__init__", "training loop"], "with Trainer")
+    return call.proceed()
 
 
 @seam(

@@ -8,12 +8,13 @@ is scaled there is unscaled by an ``optim_step`` of ours, or nothing is scaled.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, current_settings, in_force, seam, warn
-from precision_shim.errors import SeamError, UnsupportedPrecisionError
+from precision_shim.adapting import Call, in_force, seam
+from precision_shim.errors import SeamError
 from precision_shim.rules.dtypes import parse_dtype
 
 from ..fp16 import FEATURE, ScaledTraining
@@ -27,9 +28,8 @@ from .places import (
     UPSTREAM,
     computes_in_float16,
     native_rl,
-    where,
 )
-from .scaled import make, note_generator, ready, scale_innermost
+from .scaled import leave, make, note_generator, ready, scale_innermost
 
 _NORM = "trainer/grad_norm/mean"
 _OURS = "_precision_shim_endpoint"
@@ -50,7 +50,11 @@ def build(call: Call, config: Any) -> Any:
     """Build the model; for one that computes in float16 make the scaler and scale its loss."""
     model = call.proceed()
     trainer = call.instance
-    if not computes_in_float16(config.training) or not _steps_through_us(trainer):
+    if not computes_in_float16(config.training):
+        return model
+    own = _own_endpoints(trainer)
+    if own:
+        leave(type(trainer).__name__, own, "leave these to PolicyTrainer")
         return model
     training = make(trainer, "policy")
 
@@ -62,19 +66,22 @@ def build(call: Call, config: Any) -> Any:
     return model
 
 
-def _steps_through_us(trainer: Any) -> bool:
-    """Whether the step of a trainer is ours; says so where a subclass has one of its own."""
-    if hasattr(type(trainer).optim_step, _OURS):
-        return True
-    message = (
-        f"{where()}: {type(trainer).__name__} has an optim_step of its own, which unscales "
-        "nothing: its float16 training gets no loss scaling. Leave it to PolicyTrainer's, or train "
-        "in bfloat16."
-    )
-    if current_settings().strict:
-        raise UnsupportedPrecisionError(message)
-    warn(message)
-    return False
+def _own_endpoints(trainer: Any) -> list[str]:
+    """The endpoints of a subclass that make or take gradients in a way of its own.
+
+    A step that is not ours unscales nothing; gradients that come from another loss are not scaled,
+    and our step would divide them by the scale.
+    """
+    own = [] if hasattr(type(trainer).optim_step, _OURS) else ["optim_step"]
+    return own + _overridden(trainer, "forward_backward")
+
+
+def _overridden(trainer: Any, name: str) -> list[str]:
+    from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+
+    kinds = (type(trainer), PolicyTrainer)
+    held, theirs = (inspect.getattr_static(kind, name) for kind in kinds)
+    return [] if held is theirs else [name]
 
 
 @seam(
@@ -87,11 +94,14 @@ def _steps_through_us(trainer: Any) -> bool:
     native=native_rl,
     optional=True,
 )
-def build_trainer(call: Call, generator_dtype: Any) -> None:
+def build_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     """Build a trainer, and note what belongs to its scaled training."""
     call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:
+        own = _overridden(call.instance, "_build_model")
+        if own and computes_in_float16(config.training) and not _own_endpoints(call.instance):
+            leave(type(call.instance).__name__, own, "call PolicyTrainer's in it")
         return
     ready(training, call.instance)
     generated = parse_dtype(str(generator_dtype))

@@ -7,12 +7,13 @@ of ``trainer.loss_fn`` beside them, scales nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, decide, seam
+from precision_shim.adapting import Call, current_settings, decide, seam, warn
+from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.scaling import LossScaler
 
 from ..fp16 import FEATURE, ScaledTraining
@@ -27,6 +28,7 @@ from .places import (
     native_pretraining,
     native_rl,
     refuse_float16_states,
+    where,
 )
 
 INIT_OPTIM_STATE = "torchtitan.components.optimizer.utils:init_optim_state"
@@ -46,6 +48,26 @@ def make(trainer: Any, subject: str) -> ScaledTraining:
         device=trainer.device.type,
         because="training.mixed_precision_param is float16, and torchtitan does not scale the loss",
     ).keep(trainer)
+
+
+def leave(name: str, own: Iterable[str], instead: str) -> None:
+    """Say that a trainer's float16 training is not scaled, as its loop is not the one we know.
+
+    Args:
+        name: of its class.
+        own: its methods that are not torchtitan's.
+        instead: what to do about it, beside training in bfloat16.
+
+    Raises:
+        UnsupportedPrecisionError: under strict.
+    """
+    message = (
+        f"{where()}: {name} has its own {', '.join(own)}, which the shim does not know: its "
+        f"float16 training gets no loss scaling. Train in bfloat16, or {instead}."
+    )
+    if current_settings().strict:
+        raise UnsupportedPrecisionError(message)
+    warn(message)
 
 
 def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> None:

@@ -1,0 +1,97 @@
+"""What the audit says of torchtitan's trainers by itself."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import precision_shim
+
+from . import cpu
+from .test_pretraining import train
+
+
+def only() -> Any:
+    """The one audit that there is."""
+    (found,) = precision_shim.status().audit
+    return found
+
+
+def test_the_rl_trainer(policy: Any, shim: Any) -> None:
+    """With its scaler; complete after the first step that is not skipped."""
+    shim()
+    trainer = policy()
+    assert not only().complete
+    cpu.policy_step(trainer, 0, advantage=1e9, parts=1)
+    assert not only().complete
+    cpu.policy_step(trainer, 1, parts=1)
+    found = only()
+    assert found.complete
+    assert (found.framework, found.subject) == ("torchtitan", "policy")
+    assert not found.problems
+    assert not found.notes
+    (part,) = found.parts
+    assert part.scaler == "LossScaler"
+    assert part.parameters == sum(one.numel() for one in trainer.model.parameters())
+    assert "fp32/fp32 moments" in str(precision_shim.status())
+
+
+def test_pretraining(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
+    shim(settings={"audit_dir": str(tmp_path / "audits")})
+    trainer = pretrainer("bfloat16", experts=True)
+    train(trainer, 1)
+    found = only()
+    assert found.complete
+    assert (found.framework, found.subject) == ("torchtitan", "model")
+    assert found.parts[0].scaler is None
+    (file,) = (tmp_path / "audits").glob("*.json")
+    assert json.loads(file.read_text())["subject"] == "model"
+
+
+def test_training_in_bfloat16_states(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
+    """What torchtitan takes without a word: no masters, and a second moment that cannot decay."""
+    shim()
+    config = cpu.trainer_config(tmp_path, "bfloat16", training={"dtype": "bf16"})
+    config.optimizer.param_groups[0].optimizer_kwargs["betas"] = (0.9, 0.999)
+    train(pretrainer(config=config), 1)
+    assert {one.code for one in only().notes} == {"no-master", "second-moment-stuck"}
+
+
+def test_several_optimizers_are_one_audit(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    shim()
+    config = cpu.trainer_config(tmp_path)
+    adam = {"lr": 1e-3}
+    config.optimizer = OptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(pattern="norm", optimizer_name="Adam", optimizer_kwargs=adam),
+            ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=adam),
+        ],
+        implementation="foreach",
+    )
+    trainer = pretrainer(config=config)
+    train(trainer, 1)
+    found = only()
+    assert found.complete
+    assert [one.optimizer for one in found.parts] == ["Adam", "AdamW"]
+    parameters = sum(one.numel() for one in trainer.model_parts[0].parameters())
+    assert sum(one.parameters for one in found.parts) == parameters
+
+
+def test_it_keeps_no_trainer_alive(pretrainer: Any, shim: Any) -> None:
+    shim()
+    trainer = pretrainer("bfloat16")
+    gone = weakref.ref(trainer.optimizers)
+    del trainer
+    gc.collect()
+    assert gone() is None
+
+
+def test_without_the_feature(policy: Any, shim: Any) -> None:
+    shim(features="-audit")
+    cpu.policy_step(policy(), 0, parts=1)
+    assert not precision_shim.status().audit
