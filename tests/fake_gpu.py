@@ -25,10 +25,15 @@ _DEVICE = vars(torch._C.TensorBase)["device"].__get__
 
 
 class FakeGpu(TorchFunctionMode):
-    """Answers ``is_cuda`` and ``device``; what ``cpu()`` made, and copies of it, are the host's.
+    """Answers ``is_cuda``; what ``cpu()`` made, and copies of it, are the host's.
 
     Enter it within ``megatron_on_cpu``, whose streams stand for those of a GPU.
+
+    Attributes:
+        names_devices: whether it answers ``device``, too; what checks devices trips on that.
     """
+
+    names_devices = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +58,7 @@ class FakeGpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _IS_CUDA:
             return not self.on_host(args[0])
-        if func == _DEVICE:
+        if self.names_devices and func == _DEVICE:
             return torch.device("cpu") if self.on_host(args[0]) else _CUDA
         if func is torch.Tensor.cpu:
             return self._put(args[0].clone())

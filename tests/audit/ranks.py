@@ -86,6 +86,26 @@ def differing(launch: Launch) -> list[Any]:
         return [audit.to_dict(), audit.ok]
 
 
+def failing(launch: Launch) -> list[str]:
+    """The last rank passes what is no optimizer; then a rank asks in a group without it."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
+    )
+    model = torch.nn.Linear(2, 2)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    alone = dist.new_group([0])
+    last = launch.rank == launch.world - 1
+
+    def asked(given: Any, group: Any) -> str:
+        try:
+            precision_shim.audit(model, given, group=group)
+        except precision_shim.AuditError as error:
+            return str(error)
+        return ""
+
+    return [asked("adam" if last else optimizer, dist.group.WORLD), asked(optimizer, alone)]
+
+
 # -- FSDP2 -----------------------------------------------------------------------------------------
 
 
@@ -151,4 +171,4 @@ def fsdp(launch: Launch) -> dict[str, Any]:
     return found
 
 
-__all__ = ["differing", "fsdp", "megatron", "prepare", "run"]
+__all__ = ["differing", "failing", "fsdp", "megatron", "prepare", "run"]

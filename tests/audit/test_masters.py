@@ -137,9 +137,7 @@ def test_the_next_step_goes_on_from_the_loaded_weights(
     reload(optimizer)
     assert masters_are_the_weights(chunks, optimizer)
     assert same(stand_still(chunks, optimizer), loaded)
-    (said,) = (
-        one for one in precision_shim.status().decisions if "masters" in one.chosen
-    )
+    (said,) = (one for one in precision_shim.status().decisions if "masters" in one.chosen)
     assert said.subject == "actor"
 
 
@@ -180,7 +178,7 @@ def test_a_chain_with_a_stub_and_no_optimizer_at_all(shim: Any) -> None:
 
 def test_an_optimizer_that_cannot_is_named(shim: Any) -> None:
     shim()
-    chunks, optimizer = trained(BUILDS["bf16"])
+    _, optimizer = trained(BUILDS["bf16"])
     (one,) = optimizer.chained_optimizers
     one.ddp_config.use_megatron_fsdp = True
     with pytest.warns(precision_shim.PrecisionShimWarning, match="former weights") as caught:

@@ -83,6 +83,15 @@ def test_a_rank_that_differs_is_named_on_all(run_ranks: Ranks) -> None:
         )
 
 
+def test_a_rank_that_cannot_be_audited_lets_nobody_wait(run_ranks: Ranks) -> None:
+    first, last = run_ranks("failing")
+    assert first[0].startswith("audit(group=...): rank 1 could not be audited")
+    assert "builtins.str" in first[0]
+    assert last[0].startswith("audit(optimizer=...): builtins.str")
+    assert first[1] == ""
+    assert "rank 1 is not in the group" in last[1]
+
+
 @pytest.fixture(scope="module")
 def fsdp(run_ranks: Ranks) -> list[Any]:
     pytest.importorskip("torch.distributed.fsdp", reason="FSDP2 needs torch >= 2.6")

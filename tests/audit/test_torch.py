@@ -118,6 +118,34 @@ def test_a_storage_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "complete"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), False),
+        (torch.optim.RMSprop, False),
+    ],
+    ids=["no states", "momentum", "RMSprop"],
+)
+def test_states_that_nobody_foretells(optimizer: Any, complete: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    made = optimizer(model.parameters())
+    before = precision_shim.audit(model, made)
+    assert before.complete == complete
+    after = precision_shim.audit(*trained(model, made))
+    assert after.complete
+    other = after.parts[0].components["other"]
+    assert (other.bytes > 0) == (not complete)
+
+
+def test_meta_tensors_take_no_memory() -> None:
+    model = torch.nn.Linear(4, 4, device="meta")
+    audit = precision_shim.audit(model, torch.optim.AdamW(model.parameters()))
+    params = audit.parts[0].components["params"]
+    assert (params.bytes, params.allocated, params.device) == (80, 0, "meta")
+    assert audit.totals["host"] == 0
+
+
+@pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
         ({"optimizer": "adam"}, AuditError, "builtins.str"),

@@ -86,7 +86,7 @@ def test_remainders_that_the_shim_made_are_written_as_whole_masters(go_on: Any) 
     assert go_on(False, True, **follow) == "CheckpointLayoutError"
 
 
-@pytest.mark.parametrize("own", [(), (OWN, f"+{KWARGS}.store_param_remainders=false")])
+@pytest.mark.parametrize("own", [(), (OWN, f"{KWARGS}.store_param_remainders=false")])
 @pytest.mark.parametrize("on", [False, True])
 def test_weights_that_are_loaded_alone(
     fused_adam: str,

@@ -28,9 +28,7 @@ def build(checkpoint: Path, **config: Any) -> Any:
 
 
 def ours(caught: list[warnings.WarningMessage], text: str) -> int:
-    return sum(
-        one.category is PrecisionShimWarning and text in str(one.message) for one in caught
-    )
+    return sum(one.category is PrecisionShimWarning and text in str(one.message) for one in caught)
 
 
 def test_alone_it_knows_whose_optimizer_it_is(fused_adam: str, checkpoint: Path, shim: Any) -> None:
@@ -40,9 +38,7 @@ def test_alone_it_knows_whose_optimizer_it_is(fused_adam: str, checkpoint: Path,
     (audit,) = precision_shim.status().audit
     assert (audit.framework, audit.subject, audit.ok) == ("verl", "actor", True)
     # It changes nothing.
-    (mine, theirs) = (
-        one.optimizer.chained_optimizers[0].config for one in (made, plain)
-    )
+    (mine, theirs) = (one.optimizer.chained_optimizers[0].config for one in (made, plain))
     assert mine == theirs
     assert not precision_shim.status().decisions
 
@@ -63,9 +59,7 @@ def test_a_bucket_that_the_user_wrote(
 
 
 def test_flags_that_the_user_wrote(fused_adam: str, checkpoint: Path, shim: Any) -> None:
-    fields = optim_config(
-        override_optimizer_config={"bf16": False, "params_dtype": torch.float32}
-    )
+    fields = optim_config(override_optimizer_config={"bf16": False, "params_dtype": torch.float32})
     shim(features=["audit"], strict=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

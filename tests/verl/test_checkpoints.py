@@ -334,10 +334,10 @@ def test_weights_that_are_loaded_alone(
     """Without the shim the next step puts the former weights back."""
     from .support import engine, optim_config
 
-    own = {"use_precision_aware_optimizer": True, "store_param_remainders": False}
+    own = {"use_precision_aware_optimizer": True, "store_param_remainders": False} if aware else {}
 
     def build() -> Any:
-        fields = optim_config(lr=0.0, weight_decay=0.0, override_optimizer_config=own if aware else {})
+        fields = optim_config(lr=0.0, weight_decay=0.0, override_optimizer_config=own)
         made = engine(checkpoint, "bfloat16", optim=fields)
         made.initialize()
         manager = made.checkpoint_mananager

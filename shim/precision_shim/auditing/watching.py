@@ -54,6 +54,7 @@ def watch(
         if stepped in _watched:
             return
         _watched.add(stepped)
+        kept.at_clear(_watched.clear)
     else:
         stepped = None  # a stub over a frozen model
     watcher = _Watcher(
