@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import precision_shim
 from precision_shim.scaling import LossScaler
+from precision_shim.testing.measure import measure_bytes
 
 from ..rank_server import Launch
 from . import builds
@@ -54,7 +55,7 @@ def _megatron(launch: Launch, **parallel: Any) -> Iterator[None]:
 
 def megatron(launch: Launch) -> dict[str, Any]:
     """Honest and planted builds, dense and with experts of their own data-parallel group."""
-    found: dict[str, Any] = {"honest": {}, "planted": {}, "held": {}}
+    found: dict[str, Any] = {"honest": {}, "planted": {}, "held": {}, "measured": {}}
     with _megatron(launch, expert_model_parallel_size=2):
         for experts in (False, True):
             kind = "experts" if experts else "dense"
@@ -65,6 +66,7 @@ def megatron(launch: Launch) -> dict[str, Any]:
                 builds.step_without_forward(*made)
                 after = precision_shim.audit(*made, group=dist.group.WORLD)
                 found["honest"][f"{kind}: {name}"] = [before.to_dict(), after.to_dict()]
+            found["measured"][kind] = dict(measure_bytes(*made).data_parallel_sizes)
             for name, build in builds.PLANTED.items():
                 made = builds.make(builds.with_experts(build, experts))
                 builds.plant(name, made[1])

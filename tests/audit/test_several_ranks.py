@@ -46,6 +46,12 @@ def test_honest_builds_have_no_problem_and_their_own_data_parallel_groups(
 
 
 @needs_megatron
+def test_measure_bytes_tells_dense_and_experts_apart(megatron: list[Any]) -> None:
+    for rank in megatron:
+        assert rank["measured"] == {"dense": {"model": 2}, "experts": {"dense": 2, "experts": 1}}
+
+
+@needs_megatron
 def test_what_the_ranks_own_is_all_of_the_model(megatron: list[Any]) -> None:
     for name in megatron[0]["honest"]:
         audits = [rank["honest"][name][1] for rank in megatron]

@@ -58,6 +58,30 @@ def test_before_and_after_the_first_step() -> None:
     assert "no-master: " in str(after)
 
 
+def test_the_keys_of_the_dict() -> None:
+    found = precision_shim.audit(*trained(*adamw(torch.bfloat16)), expected={"master": "fp32"})
+    values = found.to_dict()
+    assert " ".join(values) == (
+        "framework subject rank world_size ok complete parts totals problems notes ranks"
+    )
+    assert list(values["totals"]) == ["bytes", "allocated", "host", "cuda_allocated"]
+    (part,) = values["parts"]
+    assert " ".join(part) == (
+        "name optimizer data_parallel_size parameters owned scaler components"
+    )
+    assert " ".join(part["components"]) == (
+        "params frozen grad_buckets grad_copies master exp_avg exp_avg_sq other"
+    )
+    for component in part["components"].values():
+        assert " ".join(component) == (
+            "dtypes bytes allocated bytes_per_parameter sharded device state"
+        )
+    for finding in (*values["problems"], *values["notes"]):
+        assert list(finding) == ["code", "part", "component", "expected", "found", "message"]
+    assert values["problems"]
+    assert values["notes"]
+
+
 def test_the_second_moment_moves_at_a_smaller_beta() -> None:
     audit = precision_shim.audit(*trained(*adamw(torch.bfloat16, betas=(0.9, 0.95))))
     assert notes(audit) == ["no-master"]
