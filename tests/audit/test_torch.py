@@ -161,6 +161,20 @@ def test_states_that_nobody_foretells(optimizer: Any, complete: bool) -> None:
     assert (other.bytes > 0) == (not complete)
 
 
+@pytest.mark.parametrize("with_model", [True, False])
+def test_frozen_parameters_that_the_optimizer_was_given(with_model: bool) -> None:
+    """As verl gives it a model with adapters: it steps none of them, and makes no states."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer)
+    audit = precision_shim.audit(model if with_model else None, optimizer)
+    (part,) = audit.parts
+    assert (part.parameters, part.owned, audit.complete) == (10, 10, True)
+    assert part.components["frozen"].bytes == 20 * 4
+    assert part.components["exp_avg"].bytes_per_parameter == 4.0
+
+
 def test_meta_tensors_take_no_memory() -> None:
     model = torch.nn.Linear(4, 4, device="meta")
     audit = precision_shim.audit(model, torch.optim.AdamW(model.parameters()))

@@ -301,7 +301,7 @@ def _give_the_rest(
 
     A trainable parameter that is left may be another optimizer's, where there are others.
     """
-    taken = {id(one) for reading in readings for one in reading.trainable}
+    taken = {id(one) for each in readings for one in (*each.trainable, *each.frozen)}
     gathered = _shards_beneath(chunks)
     first = readings[0]
     for parameter in unique(p for chunk in chunks for p in chunk.parameters()):
@@ -350,6 +350,10 @@ def _read_torch(
         for p in params:
             # Stepped, and not in the model: a master copy of something that is.
             is_master = bool(chunks) and id(p) not in in_model
+            if not (p.requires_grad or is_master or optimizer.state.get(p)):
+                # Frozen, and handed over all the same, as verl does beside adapters.
+                reading.frozen.append(p)
+                continue
             owned = Owned(p.dtype, p, (p,) if is_master else ())
             owned.take(optimizer.state.get(p, {}))
             reading.owned.append(owned)
