@@ -350,7 +350,8 @@ def _read_torch(
         for p in params:
             # Stepped, and not in the model: a master copy of something that is.
             is_master = bool(chunks) and id(p) not in in_model
-            if not (p.requires_grad or is_master or optimizer.state.get(p)):
+            used = p.grad is not None or optimizer.state.get(p)
+            if not (p.requires_grad or is_master or used):
                 # Frozen, and handed over all the same, as verl does beside adapters.
                 reading.frozen.append(p)
                 continue
