@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import precision_shim
 from precision_shim.scaling import LossScaler
+from precision_shim.testing.measure import measure_bytes
 
 from ..rank_server import Launch
 from . import builds
@@ -54,7 +55,7 @@ def _megatron(launch: Launch, **parallel: Any) -> Iterator[None]:
 
 def megatron(launch: Launch) -> dict[str, Any]:
     """Honest and planted builds, dense and with experts of their own data-parallel group."""
-    found: dict[str, Any] = {"honest": {}, "planted": {}, "held": {}}
+    found: dict[str, Any] = {"honest": {}, "planted": {}, "held": {}, "measured": {}}
     with _megatron(launch, expert_model_parallel_size=2):
         for experts in (False, True):
             kind = "experts" if experts else "dense"
@@ -65,6 +66,7 @@ def megatron(launch: Launch) -> dict[str, Any]:
                 builds.step_without_forward(*made)
                 after = precision_shim.audit(*made, group=dist.group.WORLD)
                 found["honest"][f"{kind}: {name}"] = [before.to_dict(), after.to_dict()]
+            found["measured"][kind] = dict(measure_bytes(*made).data_parallel_sizes)
             for name, build in builds.PLANTED.items():
                 made = builds.make(builds.with_experts(build, experts))
                 builds.plant(name, made[1])
@@ -84,6 +86,26 @@ def differing(launch: Launch) -> list[Any]:
         made = builds.make(build)
         audit = precision_shim.audit(*made, group=dist.group.WORLD)
         return [audit.to_dict(), audit.ok]
+
+
+def failing(launch: Launch) -> list[str]:
+    """The last rank passes what is no optimizer; then a rank asks in a group without it."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
+    )
+    model = torch.nn.Linear(2, 2)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    alone = dist.new_group([0])
+    last = launch.rank == launch.world - 1
+
+    def asked(given: Any, group: Any) -> str:
+        try:
+            precision_shim.audit(model, given, group=group)
+        except precision_shim.AuditError as error:
+            return str(error)
+        return ""
+
+    return [asked("adam" if last else optimizer, dist.group.WORLD), asked(optimizer, alone)]
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------
@@ -151,4 +173,4 @@ def fsdp(launch: Launch) -> dict[str, Any]:
     return found
 
 
-__all__ = ["differing", "fsdp", "megatron", "prepare", "run"]
+__all__ = ["differing", "failing", "fsdp", "megatron", "prepare", "run"]

@@ -75,6 +75,19 @@ def test_a_second_hook_and_later_steps(shim: Any) -> None:
     assert precision_shim.status().audit == [after]
 
 
+@pytest.mark.parametrize("stepped", [False, True], ids=["before its step", "after it"])
+def test_uninstall_leaves_no_hook(shim: Any, stepped: bool) -> None:
+    shim()
+    made = builds.make(HONEST)
+    if stepped:
+        builds.step(*made)
+    assert len(inner(made[1])._optimizer_step_post_hooks) == 1
+    precision_shim.uninstall()
+    assert not inner(made[1])._optimizer_step_post_hooks
+    builds.step(*made)
+    assert list(precision_shim.status().audit) == []
+
+
 def test_no_step_is_changed(shim: Any) -> None:
     def losses() -> list[float]:
         return builds.train(*builds.make(HONEST), 4)

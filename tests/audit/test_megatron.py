@@ -9,6 +9,7 @@ import pytest
 import precision_shim
 
 from . import builds
+from .test_torch import Counting
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -46,6 +47,17 @@ def test_a_planted_problem_is_found_before_the_first_step(
     assert problem.expected in problem.message
     assert problem.found in problem.message
     assert str(found).count(problem.message) == 1
+
+
+@pytest.mark.parametrize("name", builds.EIGHT)
+def test_nothing_is_started_on_a_device(one_process: Any, name: str) -> None:
+    made = builds.make(builds.EIGHT[name])
+    with Counting() as counting:
+        str(precision_shim.audit(*made))
+    builds.step(*made)
+    with counting:
+        str(precision_shim.audit(*made))
+    assert counting.count == 0
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])

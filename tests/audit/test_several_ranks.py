@@ -46,6 +46,12 @@ def test_honest_builds_have_no_problem_and_their_own_data_parallel_groups(
 
 
 @needs_megatron
+def test_measure_bytes_tells_dense_and_experts_apart(megatron: list[Any]) -> None:
+    for rank in megatron:
+        assert rank["measured"] == {"dense": {"model": 2}, "experts": {"dense": 2, "experts": 1}}
+
+
+@needs_megatron
 def test_what_the_ranks_own_is_all_of_the_model(megatron: list[Any]) -> None:
     for name in megatron[0]["honest"]:
         audits = [rank["honest"][name][1] for rank in megatron]
@@ -81,6 +87,15 @@ def test_a_rank_that_differs_is_named_on_all(run_ranks: Ranks) -> None:
         assert (
             "model: master is int16 on rank 0 and fp32 on rank 1" in audit["problems"][0]["message"]
         )
+
+
+def test_a_rank_that_cannot_be_audited_lets_nobody_wait(run_ranks: Ranks) -> None:
+    first, last = run_ranks("failing")
+    assert first[0].startswith("audit(group=...): rank 1 could not be audited")
+    assert "builtins.str" in first[0]
+    assert last[0].startswith("audit(optimizer=...): builtins.str")
+    assert first[1] == ""
+    assert "rank 1 is not in the group" in last[1]
 
 
 @pytest.fixture(scope="module")

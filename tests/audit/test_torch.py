@@ -58,6 +58,30 @@ def test_before_and_after_the_first_step() -> None:
     assert "no-master: " in str(after)
 
 
+def test_the_keys_of_the_dict() -> None:
+    found = precision_shim.audit(*trained(*adamw(torch.bfloat16)), expected={"master": "fp32"})
+    values = found.to_dict()
+    assert " ".join(values) == (
+        "framework subject rank world_size ok complete parts totals problems notes ranks"
+    )
+    assert list(values["totals"]) == ["bytes", "allocated", "host", "cuda_allocated"]
+    (part,) = values["parts"]
+    assert " ".join(part) == (
+        "name optimizer data_parallel_size parameters owned scaler components"
+    )
+    assert " ".join(part["components"]) == (
+        "params frozen grad_buckets grad_copies master exp_avg exp_avg_sq other"
+    )
+    for component in part["components"].values():
+        assert " ".join(component) == (
+            "dtypes bytes allocated bytes_per_parameter sharded device state"
+        )
+    for finding in (*values["problems"], *values["notes"]):
+        assert list(finding) == ["code", "part", "component", "expected", "found", "message"]
+    assert values["problems"]
+    assert values["notes"]
+
+
 def test_the_second_moment_moves_at_a_smaller_beta() -> None:
     audit = precision_shim.audit(*trained(*adamw(torch.bfloat16, betas=(0.9, 0.95))))
     assert notes(audit) == ["no-master"]
@@ -115,6 +139,48 @@ def test_a_storage_is_counted_once() -> None:
     params = audit.parts[0].components["params"]
     assert (params.bytes, params.allocated) == (32 * 4, 64 * 4)
     assert audit.complete
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "complete"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), False),
+        (torch.optim.RMSprop, False),
+    ],
+    ids=["no states", "momentum", "RMSprop"],
+)
+def test_states_that_nobody_foretells(optimizer: Any, complete: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    made = optimizer(model.parameters())
+    before = precision_shim.audit(model, made)
+    assert before.complete == complete
+    after = precision_shim.audit(*trained(model, made))
+    assert after.complete
+    other = after.parts[0].components["other"]
+    assert (other.bytes > 0) == (not complete)
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_frozen_parameters_that_the_optimizer_was_given(with_model: bool) -> None:
+    """As verl gives it a model with adapters: it steps none of them, and makes no states."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer)
+    audit = precision_shim.audit(model if with_model else None, optimizer)
+    (part,) = audit.parts
+    assert (part.parameters, part.owned, audit.complete) == (10, 10, True)
+    assert part.components["frozen"].bytes == 20 * 4
+    assert part.components["exp_avg"].bytes_per_parameter == 4.0
+
+
+def test_meta_tensors_take_no_memory() -> None:
+    model = torch.nn.Linear(4, 4, device="meta")
+    audit = precision_shim.audit(model, torch.optim.AdamW(model.parameters()))
+    params = audit.parts[0].components["params"]
+    assert (params.bytes, params.allocated, params.device) == (80, 0, "meta")
+    assert audit.totals["host"] == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from packaging.version import Version
 
 import precision_shim
+from precision_shim_adapters.nemo_rl.audit import AuditedWorker
 from precision_shim_adapters.nemo_rl.dtensor import ScaledWorker
 
 from ..actor_methods import described
@@ -74,7 +75,9 @@ def test_the_actor_class_keeps_name_options_and_methods(kind, shim) -> None:
     ours = {"_precision_shim_inside", "_precision_shim_training"}
     assert set(new.method_meta.methods) - ours == set(old.method_meta.methods)
     mine, theirs = (one.modified_class.__ray_actor_class__ for one in (new, old))
-    assert mine.__mro__[1:] == (ScaledWorker, *theirs.__mro__)
+    scaled = mine.__mro__[2]
+    assert mine.__mro__[1:] == (AuditedWorker, scaled, ScaledWorker, *theirs.__mro__)
+    assert scaled.__qualname__ == theirs.__qualname__
     assert (mine.__module__, mine.__qualname__) == (theirs.__module__, theirs.__qualname__)
 
 
@@ -98,8 +101,10 @@ def test_it_survives_the_way_that_ray_sends_it(kind, shim, ranks: Ranks, tmp_pat
         file.write_bytes(cloudpickle.dumps(modified))
     (names,) = ranks("unpickle", world=1, target=NAMES[kind], file=str(file))
     name = NAMES[kind].partition(":")[2]
-    assert [one.removeprefix("Class(").removesuffix(")") for one in names[:3]] == [
+    assert [one.removeprefix("Class(").removesuffix(")") for one in names[:5]] == [
         name,
+        name,
+        "AuditedWorker",
         name,
         "ScaledWorker",
     ]

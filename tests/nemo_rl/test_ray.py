@@ -63,12 +63,53 @@ def drive(
     return json.loads(lines[-1].removeprefix("FOUND "))
 
 
+def audited(folder: Path, dtype: str, scaler: str | None) -> None:
+    """Each rank has written what its optimizer is, after its first step."""
+    files = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+    assert sorted(files) == [f"nemo-rl.policy.model.rank{rank}.audit.json" for rank in range(2)]
+    for audit in files.values():
+        (part,) = audit["parts"]
+        assert (audit["world_size"], audit["ok"], audit["complete"]) == (2, True, True)
+        assert part["components"]["exp_avg"]["sharded"]
+        assert part["components"]["params"]["dtypes"] == [dtype]
+        assert (part["data_parallel_size"], part["scaler"]) == (2, scaler)
+    assert sum(one["parts"][0]["owned"] for one in files.values()) == part["parameters"]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_the_audit_alone(ranks: Ranks, model: Path, tmp_path: Path, kind: str) -> None:
+    """It needs no loss scaling to be in a worker."""
+    audits = tmp_path / "audits"
+    drive(
+        ranks,
+        kind,
+        model,
+        tmp_path,
+        "bfloat16",
+        PRECISION_SHIM="1",
+        PRECISION_SHIM_FEATURES="audit",
+        PRECISION_SHIM_AUDIT_DIR=str(audits),
+    )
+    audited(audits, "fp32", None)
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["v1", "v2"])
 def test_workers_train_skip_save_and_resume(
     ranks: Ranks, model: Path, tmp_path: Path, kind: str
 ) -> None:
-    found = drive(ranks, kind, model, tmp_path, "float16", PRECISION_SHIM="1")
+    audits = tmp_path / "audits"
+    found = drive(
+        ranks,
+        kind,
+        model,
+        tmp_path,
+        "float16",
+        PRECISION_SHIM="1",
+        PRECISION_SHIM_AUDIT_DIR=str(audits),
+    )
+    audited(audits, "fp16", "LossScaler")
     start, steps = found["start"], found["steps"]
     assert found["refused"] == REFUSED
     assert len({one["pid"] for one in start}) == 2

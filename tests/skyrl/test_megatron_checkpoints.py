@@ -84,3 +84,38 @@ def test_remainders_that_the_shim_made_are_written_as_whole_masters(go_on: Any) 
     # Without the shim the states are fp32, and are rounded no more.
     assert go_on(True, False, **follow) == "exact until it trains"
     assert go_on(False, True, **follow) == "CheckpointLayoutError"
+
+
+@pytest.mark.parametrize("own", [(), (OWN, f"{KWARGS}.store_param_remainders=false")])
+@pytest.mark.parametrize("on", [False, True])
+def test_weights_that_are_loaded_alone(
+    fused_adam: str,
+    checkpoints: dict[str, Path],
+    shim: Any,
+    tmp_path: Path,
+    on: bool,
+    own: tuple[str, ...],
+) -> None:
+    """SkyRL's pull request 2149: the next step puts the former weights back."""
+    precision_shim.uninstall()
+    if on:
+        shim(settings={"optimizer_states": "as-configured"})
+
+    def weights(worker: Any) -> list[torch.Tensor]:
+        return [p.detach().clone() for chunk in worker.actor_module for p in chunk.parameters()]
+
+    first = build(checkpoints["bfloat16"], BETA, *own)
+    train(first, range(3))
+    first.save_checkpoint(str(tmp_path / "saved"))
+    saved = weights(first)
+    second = build(checkpoints["bfloat16"], BETA, *own)
+    train(second, range(7, 9))
+    second.load_checkpoint(
+        str(tmp_path / "saved"), load_optimizer_states=False, load_lr_scheduler_states=False
+    )
+    assert same(saved, weights(second))
+    for group in second.optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    second.forward_backward(batch(9))
+    second.optim_step()
+    assert same(saved, weights(second)) == on

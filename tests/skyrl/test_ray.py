@@ -185,6 +185,7 @@ def drive(
     variables = {"PRECISION_SHIM_LOG": "quiet", "PRECISION_SHIM_LOSS_SCALE_INIT": "1024"}
     if on:
         variables["PRECISION_SHIM"] = "1"
+        variables["PRECISION_SHIM_AUDIT_DIR"] = str(folder / "audits")
     if on and backend == "fsdp":
         variables["TEST_OWN_PYTHON"] = sys.executable
     ranks(
@@ -249,3 +250,11 @@ def test_the_driver_trains_a_worker_in_fp16(
     assert skipped == (0.0, 0.0, 1.0, 1.0, 1.0)
     assert all(math.isfinite(float(norm)) for _, norm in found["steps"][2:] + found["on"])
     assert found["again"] == found["on"]
+    # The worker has audited its optimizer, and looked again after the first step.
+    (file,) = (tmp_path / "audits").iterdir()
+    audit = json.loads(file.read_text())
+    assert file.name == "skyrl.policy.model.rank0.audit.json"
+    assert (audit["ok"], audit["complete"]) == (True, True)
+    (part,) = audit["parts"]
+    assert part["components"]["exp_avg"]["dtypes"] == ["fp32"]
+    assert part["scaler"] == "LossScaler"

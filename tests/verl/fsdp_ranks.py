@@ -551,6 +551,44 @@ def other_keys(job: Job) -> dict[str, Any]:
     return {"said": said, "scaler": type(getattr(one, "scaler", None)).__name__}
 
 
+def audits_of(folder: Path) -> dict[str, Any]:
+    """The files of this rank's audits."""
+    mine = sorted(folder.glob(f"*.rank{dist.get_rank()}.audit.json"))
+    return {path.name: json.loads(path.read_text()) for path in mine}
+
+
+@case
+def audited(job: Job) -> dict[str, Any]:
+    """An actor and a critic, an adapter-only one, and a reference model; each trains a step."""
+    folder = Path(job.path("audits"))
+    install(audit_dir=str(folder))
+    actor = support.engine(job.model)
+    critic = support.engine(job.value_model, param_dtype=None, critic=True)
+    support.engine(job.model, forward_only=True)
+    before = audits_of(folder)
+    support.train(actor, range(1))
+    support.train(critic, range(1), critic=True)
+    after = audits_of(folder)
+    lora = support.engine(job.model, param_dtype=None, lora=True)
+    support.train(lora, range(1))
+    return {
+        "before": before,
+        "after": after,
+        "all": audits_of(folder),
+        "kept": len(precision_shim.status().audit),
+    }
+
+
+@case
+def legacy_audited(job: Job, role: str) -> dict[str, Any]:
+    """The same for a legacy worker."""
+    folder = Path(job.path("audits"))
+    install(audit_dir=str(folder))
+    one = support.Legacy(job.model if role == "actor" else job.value_model, role)
+    one.train(range(1))
+    return {"all": audits_of(folder)}
+
+
 # -- 0.7.1's legacy workers --------------------------------------------------------------------
 
 

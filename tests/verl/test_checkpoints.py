@@ -326,6 +326,49 @@ def test_through_the_engine(
         assert same(saved, Job(second.module, second.optimizer).states())
 
 
+@pytest.mark.parametrize("aware", [False, True], ids=["plain", "precision-aware"])
+@pytest.mark.parametrize("on", [False, True], ids=["off", "on"])
+def test_weights_that_are_loaded_alone(
+    fused_adam: str, checkpoint: Path, tmp_path: Path, on: bool, aware: bool
+) -> None:
+    """Without the shim the next step puts the former weights back."""
+    from .support import engine, optim_config
+
+    own = {"use_precision_aware_optimizer": True, "store_param_remainders": False} if aware else {}
+
+    def build() -> Any:
+        fields = optim_config(lr=0.0, weight_decay=0.0, override_optimizer_config=own)
+        made = engine(checkpoint, "bfloat16", optim=fields)
+        made.initialize()
+        manager = made.checkpoint_mananager
+        manager.use_dist_checkpointing = True  # in the config it is of the first weights, too
+        manager.checkpoint_save_contents = manager.checkpoint_load_contents = ["model"]
+        return made
+
+    def step(one: Any) -> list[torch.Tensor]:
+        for chunk in one.module:
+            for buffer in chunk.buffers:
+                buffer.grad_data.normal_(std=1e-2)
+        one.optimizer.step()
+        return [p.detach().clone() for chunk in one.module for p in chunk.parameters()]
+
+    with shim(on, "as-configured"):
+        first, second = build(), build()
+        with torch.no_grad():
+            for chunk in first.module:
+                for parameter in chunk.parameters():
+                    parameter.mul_(2.0)
+        weights = [p.detach().clone() for chunk in first.module for p in chunk.parameters()]
+        first.save_checkpoint(str(tmp_path / "saved"), global_step=1)
+        step(second)
+        second.load_checkpoint(str(tmp_path / "saved"), del_local_after_load=False)
+        loaded = [p.detach().clone() for chunk in second.module for p in chunk.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(weights, loaded, strict=True))
+        after = step(second)
+        kept = all(torch.equal(a, b) for a, b in zip(after, loaded, strict=True))
+        assert kept == on
+
+
 @pytest.mark.slow
 def test_two_ranks(megatron_ranks: Ranks) -> None:
     """Parameters reach the other rank, and a refusal is everybody's."""

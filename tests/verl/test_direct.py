@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -109,12 +108,13 @@ def test_a_pair_that_disagrees(fused_adam: str, shim: Any, strict: bool) -> None
     made = init_megatron_optim_config(config())  # bf16 by default, the model is fp32
     expected = pytest.raises if strict else pytest.warns
     kind = InconsistentPrecisionError if strict else PrecisionShimWarning
-    audited = pytest.warns(PrecisionShimWarning, match="audit: params-dtype")
-    with (
-        contextlib.nullcontext() if strict else audited,
-        expected(kind, match="fp32.*main grads|main grads.*fp32"),
-    ):
+    with expected(kind, match="fp32.*main grads|main grads.*fp32") as caught:
         get_megatron_optimizer(chunks, made)
+    if not strict:  # one fault, one warning: the audit has found it, too, and is silent
+        ours = [one for one in caught if one.category is PrecisionShimWarning]
+        assert len(ours) == 1, [str(one.message) for one in ours]
+        if Version("0.7") <= VERL:
+            assert not precision_shim.status().audit[-1].ok
 
 
 class TestTrainableParameters:

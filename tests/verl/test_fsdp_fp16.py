@@ -388,6 +388,52 @@ def test_legacy_critics_small_gradients_survive(launch: Ranks) -> None:
     assert_survive(launch("underflow", role="critic"))
 
 
+# -- the audit ---------------------------------------------------------------------------------
+
+
+def test_the_audit_of_the_engine(launch: Ranks) -> None:
+    found = launch("audited")
+    for rank, one in enumerate(found):
+        names = [f"verl.{role}.model.rank{rank}.audit.json" for role in ("actor", "critic")]
+        adapters = f"verl.actor.model-2.rank{rank}.audit.json"
+        assert sorted(one["before"]) == sorted(one["after"]) == names
+        assert sorted(one["all"]) == sorted([*names, adapters])
+        assert one["kept"] == 3  # a reference model has no optimizer
+        for name in names:
+            before, after = one["before"][name], one["after"][name]
+            assert (before["complete"], after["complete"]) == (False, True)
+            assert (after["rank"], after["world_size"]) == (rank, len(found))
+            assert after["problems"] == after["notes"] == []
+            (part,) = after["parts"]
+            assert part["data_parallel_size"] == len(found)
+            for component in ("params", "exp_avg", "exp_avg_sq"):
+                assert part["components"][component]["dtypes"] == ["fp32"]
+                assert part["components"][component]["sharded"]
+        actor, critic = (one["after"][name]["parts"][0] for name in names)
+        assert (actor["scaler"], critic["scaler"]) == ("LossScaler", None)
+        part = one["all"][adapters]["parts"][0]
+        assert part["components"]["frozen"]["bytes"] > 0
+        assert part["components"]["exp_avg"]["bytes"] == 4 * part["owned"] > 0
+    for name in ("actor", "critic"):
+        parts = [
+            one["after"][f"verl.{name}.model.rank{rank}.audit.json"]["parts"][0]
+            for rank, one in enumerate(found)
+        ]
+        assert sum(part["owned"] for part in parts) == parts[0]["parameters"]
+
+
+@pytest.mark.skipif(
+    not Version("0.7") <= VERL < Version("0.8"), reason="verl 0.8 has no legacy workers"
+)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_the_audit_of_legacy_workers(launch: Ranks, role: str) -> None:
+    for rank, one in enumerate(launch("legacy_audited", role=role)):
+        (audit,) = one["all"].values()
+        assert list(one["all"]) == [f"verl.{role}.model.rank{rank}.audit.json"]
+        assert (audit["ok"], audit["complete"]) == (True, True)
+        assert audit["parts"][0]["scaler"] == "LossScaler"
+
+
 # -- strict ------------------------------------------------------------------------------------
 
 

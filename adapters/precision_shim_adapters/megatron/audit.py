@@ -15,14 +15,20 @@ from precision_shim.adapting import Call, seam
 from precision_shim.auditing.record import Finding
 from precision_shim.auditing.watching import watch
 
-from .build import current_build
+from .build import Build, current_build
 from .ddp import told_of
+from .told import told_about
+from .wishes import AUDIT, Wishes
 
-FEATURE = "audit"
+FEATURE = AUDIT
 GROUP = "audit"
 PATHS = {GROUP: "Megatron's optimizers"}
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
+_FLAGS = {"bf16", "fp16", "params_dtype"}
+_OF_FLAGS = {"params-dtype", "scaler-missing", "master-missing"}
+"""Problems that follow from flags that do not fit the model."""
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -49,21 +55,35 @@ def look_at(call: Call) -> Any:
     result = call.proceed()
     optimizer = call.instance
     build = current_build()
-    wishes = build.wishes if build is not None else None  # as they are now: the hook comes later
+    wishes = _wishes(build)
     chunks = list(getattr(optimizer, "model_chunks", None) or ())
-    written = (wishes is not None and wishes.bucket_in_fp32 is not None) or any(
-        told_of(chunk) is not None for chunk in chunks
-    )
-
-    def by_user(problem: Finding) -> bool:
-        return written and problem.code == "main-grads-dtype"
-
+    config = getattr(optimizer, "config", None)
     watch(
         build.framework if build is not None else "",
         wishes.subject if wishes is not None else "",
         optimizer,
         inner=getattr(optimizer, "optimizer", None),
         model=chunks,
-        by_user=by_user,
+        by_user=_by_user(wishes, chunks),
+        told=lambda problem: problem.code in told_about(config),
     )
     return result
+
+
+def _wishes(build: Build | None) -> Wishes | None:
+    """A build's wishes as they are now: the hook comes later. An audit ends no build."""
+    try:
+        return None if build is None else build.wishes
+    except Exception:  # whoever needs them for more says what is wrong
+        return None
+
+
+def _by_user(wishes: Wishes | None, chunks: list[Any]) -> Callable[[Finding], bool]:
+    """Tells whether the user wrote what a problem is about."""
+    codes = set()
+    bucket = wishes is not None and wishes.bucket_in_fp32 is not None
+    if bucket or any(told_of(chunk) is not None for chunk in chunks):
+        codes.add("main-grads-dtype")
+    if wishes is not None and not _FLAGS.isdisjoint(wishes.asked):
+        codes |= _OF_FLAGS
+    return lambda problem: problem.code in codes

@@ -40,6 +40,7 @@ from precision_shim.rules.model import TrainableDtypes, trainable_dtypes
 from .build import Build, current_build, megatron_label
 from .checkpoint import note_precision_aware
 from .ddp import told_of
+from .told import note_told
 from .wishes import (
     ALIGNMENT,
     DISPATCH,
@@ -278,6 +279,7 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
     )
     if current_settings().strict:
         raise InconsistentPrecisionError(message)
+    note_told(config, "scaler-missing", "params-dtype")
     decide(
         build.framework,
         wishes.subject,
@@ -319,6 +321,8 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
         main_grads = torch.float32
     told = [told_of(chunk) for chunk in chunks]
     problems = []
+    if buckets and buckets != {main_grads}:
+        note_told(config, "main-grads-dtype")
     # Where the DDP was built a bucket that the user wrote has been compared and told already.
     if buckets and buckets != {main_grads} and set(told) != {main_grads}:
         found = ", ".join(sorted(map(name_of, buckets)))
@@ -328,6 +332,7 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
         )
     unchecked = build.wishes.unchecked if build is not None else ()
     if live.single is not None and live.single is not params and "params_dtype" not in unchecked:
+        note_told(config, "params-dtype")
         problems.append(
             f"the OptimizerConfig is for {name_of(params)} parameters, the trainable "
             f"parameters are {live}"

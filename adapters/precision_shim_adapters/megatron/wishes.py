@@ -26,7 +26,8 @@ GROUP = "megatron"
 """The group of the wing's seams and of an adapter's that they need, in each feature."""
 
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
-BUILDING = (DISPATCH, ALIGNMENT, SCALING)
+AUDIT = "audit"
+BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
 """The features that need to know which model is being built: those of a seam with ``building``."""
 
 PRECISION_AWARE = "use_precision_aware_optimizer"

@@ -9,10 +9,13 @@ from precision_shim.adapting import Call, in_force, seam
 from precision_shim.auditing.watching import watch
 
 from ..fp16 import ScaledTraining
-from .places import DTENSOR
+from ..ray_actors import put_in_front
+from .places import DTENSOR, at_actor_class
 
 FRAMEWORK = "nemo-rl"
 FEATURE = "audit"
+_DELETE = "NeMo-RL says which precision its optimizers have"
+_RELIES_ON = ("__init__", "optimizer", "model")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -36,14 +39,46 @@ def see(worker: Any) -> None:
         )
 
 
+class AuditedWorker:
+    """A mixin in front of a worker's class; importable, so that Ray ships it by reference."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        see(self)
+
+
+def _on_each_actor_class(function: _Function) -> _Function:
+    for worker in reversed(DTENSOR):
+        at_actor_class(
+            function,
+            FEATURE,
+            worker,
+            worker.beneath,
+            _RELIES_ON,
+            delete_when=_DELETE,
+            optional=worker.optional,
+        )
+    return function
+
+
+@_on_each_actor_class
+def redecorate(actor_class: Any) -> Any:
+    """Make an actor class of the same name and options whose worker is audited.
+
+    Raises:
+        SeamError: it is not what ``ray.remote`` makes of a class.
+    """
+    return put_in_front(AuditedWorker, actor_class)
+
+
 def _on_each_worker(function: _Function) -> _Function:
     for worker in reversed(DTENSOR):
         seam(
             f"{worker.beneath}.__init__",
             FEATURE,
             group=worker.group,
-            why="model and optimizer stand together for the first time",
-            delete_when="NeMo-RL says which precision its optimizers have",
+            why="workers under other names inherit from this class",
+            delete_when=_DELETE,
             relies_on=("optimizer", "model"),
             only_if=(*worker.only_if, worker.beneath),
             unless=worker.unless,
@@ -55,6 +90,6 @@ def _on_each_worker(function: _Function) -> _Function:
 def look_at(call: Call) -> Any:
     """Audit a worker that was made; one in a class of ours when that is done with it."""
     result = call.proceed()
-    if not vars(call.instance).get("_precision_shim_inside"):
+    if not isinstance(call.instance, AuditedWorker):
         see(call.instance)
     return result

@@ -27,7 +27,6 @@ from precision_shim.errors import SeamError
 
 from ..fp16 import FEATURE, SETTINGS, ScaledTraining
 from ..ray_actors import class_beneath, put_in_front
-from .audit import see
 from .places import DTENSOR, at_actor_class
 
 FRAMEWORK = "nemo-rl"
@@ -128,7 +127,6 @@ class ScaledWorker:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         around(build, super().__init__, self, args, kwargs)
-        see(self)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; in float16 with the loss scaled."""

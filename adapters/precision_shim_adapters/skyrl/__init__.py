@@ -24,7 +24,7 @@ from precision_shim.adapting import Adapter, collect
 from .. import megatron as wing
 from ..frameworks import SKYRL
 from ..megatron import offload
-from . import audit, config, fsdp, megatron, overflow, processes
+from . import audit, config, fsdp, megatron, overflow, processes, weights
 
 ADAPTER = Adapter(
     **SKYRL,
@@ -51,6 +51,7 @@ ADAPTER = Adapter(
         overflow,
         fsdp,
         processes,
+        weights,
         audit,
     ),
 )

@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, Settings, Symbol, decide, look, seam, version_of, warn
+from precision_shim.adapting import (
+    Call,
+    Settings,
+    Symbol,
+    decide,
+    in_force,
+    look,
+    seam,
+    version_of,
+    warn,
+)
 from precision_shim.rules.dtypes import name_of
 from precision_shim.rules.legality import UNFUSED_PACKED_SINCE
 
@@ -209,7 +219,13 @@ def module_build(call: Call, ddp_config: Any) -> Any:
     """Note that a module is built outside ``init_model``, by another caller."""
     worker = call.instance
     provider = worker.provider
-    if provider.fp16 and provider.pipeline_dtype is torch.float32 and not worker.cfg.bf16:
+    changes = any(in_force("skyrl", one, "megatron") for one in (DISPATCH, ALIGNMENT, SCALING))
+    if (
+        changes  # the audit does not
+        and provider.fp16
+        and provider.pipeline_dtype is torch.float32
+        and not worker.cfg.bf16
+    ):
         # SkyRL sets bf16 or fp32 here; the stages of an fp16 model exchange fp16.
         provider.pipeline_dtype = torch.float16
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):

@@ -19,7 +19,7 @@ from precision_shim.adapting import Adapter, collect
 from .. import megatron as wing
 from ..frameworks import VERL
 from ..megatron import offload
-from . import audit, engines, fsdp, fsdp_checkpoints, megatron, metrics
+from . import audit, engines, fsdp, fsdp_checkpoints, megatron, metrics, weights
 
 ADAPTER = Adapter(
     **VERL,
@@ -52,6 +52,7 @@ ADAPTER = Adapter(
         fsdp,
         fsdp_checkpoints,
         engines,
+        weights,
         audit,
     ),
 )

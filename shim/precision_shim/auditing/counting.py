@@ -56,7 +56,7 @@ class Counter:
     def _add(self, tensor: torch.Tensor, storage: Any, found: Measured) -> None:
         if storage._cdata not in self._counted:
             self._counted.add(storage._cdata)
-            size = storage.nbytes()
+            size = 0 if tensor.device.type == "meta" else storage.nbytes()
             found.allocated += size
             if tensor.device.type == "cpu":
                 self.host += size
@@ -132,7 +132,7 @@ def component_of(reading: Reading, name: str, found: Measured, covered: int) -> 
         and not found.elements
         and any(not one.has_state for one in reading.owned)
     )
-    if later:
+    if later or (name == "other" and reading.states_unknown):
         state = "later"
     elif found.elements or found.allocated:
         state = "live"

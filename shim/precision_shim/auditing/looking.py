@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..errors import AuditError
 from . import rules
 from .counting import Measured, component_of, measure
 from .ranks import shown, signature, unlike
@@ -43,7 +44,8 @@ def audit(
         What was found on this rank.
 
     Raises:
-        AuditError: model or optimizer cannot be read, or there is no such component.
+        AuditError: model or optimizer cannot be read, there is no such component, or ``group``
+            is not this rank's.
         DtypeError: ``expected`` has a name that is no dtype.
     """
     return look(model, optimizer, scaler=scaler, expected=expected, group=group)
@@ -72,16 +74,26 @@ def look(
         subject: which model.
         whole: whether these are all of the model's optimizers.
     """
-    named = rules.parse_expected(expected)
-    readings = read(model, optimizer, scaler, whole=whole)
-    measured, host = measure(readings)
-    parts = [_part(*one) for one in zip(readings, measured, strict=True)]
-    where = _where(framework, readings[0].framework)
-    problems: list[Finding] = []
-    notes: list[Finding] = []
-    for reading, part in zip(readings, parts, strict=True):
-        problems += rules.problems(reading, part, named, where)
-        notes += rules.notes(reading, part, where)
+    if group is not None and torch.distributed.get_rank(group) < 0:
+        raise AuditError(
+            f"audit(group=...): rank {_rank()[0]} is not in the group. Pass one that this rank is "
+            "in, or leave it out."
+        )
+    try:
+        named = rules.parse_expected(expected)
+        readings = read(model, optimizer, scaler, whole=whole)
+        measured, host = measure(readings)
+        parts = [_part(*one) for one in zip(readings, measured, strict=True)]
+        where = _where(framework, readings[0].framework)
+        problems: list[Finding] = []
+        notes: list[Finding] = []
+        for reading, part in zip(readings, parts, strict=True):
+            problems += rules.problems(reading, part, named, where)
+            notes += rules.notes(reading, part, where)
+    except Exception as error:
+        if group is not None:  # the others are waiting
+            _gather({_FAILED: f"{type(error).__name__}: {error}"}, group)
+        raise
     ranks = None
     if group is not None:
         ranks, differing = _compare(parts, problems, group, where)
@@ -148,13 +160,27 @@ def _rank() -> tuple[int, int]:
     return 0, 1
 
 
+_FAILED = "failed"
+
+
+def _gather(said: dict[str, Any], group: Any) -> list[tuple[int, dict[str, Any]]]:
+    """What each rank of a group says, by its number in the job."""
+    everyone: list[tuple[int, dict[str, Any]]]
+    everyone = [(0, {})] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(everyone, (_rank()[0], said), group=group)
+    return everyone
+
+
 def _compare(
     parts: Sequence[AuditPart], problems: Iterable[Finding], group: Any, where: str
 ) -> tuple[dict[str, Any], list[Finding]]:
-    own = signature(parts, problems)
-    everyone: list[tuple[int, dict[str, Any]]]
-    everyone = [(0, {})] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyone, (_rank()[0], own), group=group)
+    everyone = _gather(signature(parts, problems), group)
+    for rank, one in everyone:
+        if _FAILED in one:
+            raise AuditError(
+                f"audit(group=...): rank {rank} could not be audited, and nothing was compared: "
+                f"{one[_FAILED]}"
+            )
     (first, said), *others = everyone
     differ = {rank: found for rank, one in others if (found := unlike(said, one))}
     ranks: dict[str, Any] = {"compared": len(everyone), "differ": sorted(differ)}

@@ -143,6 +143,7 @@ class Reading:
         betas: of the optimizer's parameter groups, those that there are.
         foretold: what the optimizer says about states that are not there yet.
         copies_later: whether a step makes copies of the gradients.
+        stateless: whether the optimizer keeps no states at all.
         wanted: what its config says; ``None`` for an optimizer without one.
     """
 
@@ -164,7 +165,14 @@ class Reading:
     betas: tuple[tuple[float, ...], ...] = ()
     foretold: Foretold = field(default_factory=Foretold)
     copies_later: bool = False
+    stateless: bool = False
     wanted: Wanted | None = None
+
+    @property
+    def states_unknown(self) -> bool:
+        """Whether there are no states yet, and nobody says which the first step will make."""
+        told = self.foretold.exp_avg is not None or self.stateless
+        return bool(self.owned) and not told and not any(one.has_state for one in self.owned)
 
     @property
     def parameters(self) -> int:
@@ -293,7 +301,7 @@ def _give_the_rest(
 
     A trainable parameter that is left may be another optimizer's, where there are others.
     """
-    taken = {id(one) for reading in readings for one in reading.trainable}
+    taken = {id(one) for each in readings for one in (*each.trainable, *each.frozen)}
     gathered = _shards_beneath(chunks)
     first = readings[0]
     for parameter in unique(p for chunk in chunks for p in chunk.parameters()):
@@ -342,6 +350,11 @@ def _read_torch(
         for p in params:
             # Stepped, and not in the model: a master copy of something that is.
             is_master = bool(chunks) and id(p) not in in_model
+            used = p.grad is not None or optimizer.state.get(p)
+            if not (p.requires_grad or is_master or used):
+                # Frozen, and handed over all the same, as verl does beside adapters.
+                reading.frozen.append(p)
+                continue
             owned = Owned(p.dtype, p, (p,) if is_master else ())
             owned.take(optimizer.state.get(p, {}))
             reading.owned.append(owned)
@@ -382,6 +395,9 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
         one for group in groups for one in group.values() if isinstance(one, torch.Tensor)
     ]
     reading.foretold = foretold(optimizer)
+    reading.stateless = isinstance(optimizer, torch.optim.SGD) and not any(
+        group.get("momentum") for group in groups
+    )
 
 
 def foretold(optimizer: torch.optim.Optimizer) -> Foretold:

@@ -28,6 +28,7 @@ def watch(
     model: Any = None,
     scaler: Callable[[], Any] | None = None,
     by_user: Callable[[Finding], bool] | None = None,
+    told: Callable[[Finding], bool] | None = None,
 ) -> None:
     """Audit an optimizer now and after its first step.
 
@@ -43,6 +44,7 @@ def watch(
         model: what ``audit`` takes; kept by a weak reference.
         scaler: gives the loss scaler of a torch optimizer when asked.
         by_user: tells whether the user asked for what a problem is about.
+        told: tells whether the user has been warned of a problem already.
 
     Raises:
         InconsistentPrecisionError: a problem, under strict.
@@ -52,9 +54,12 @@ def watch(
         if stepped in _watched:
             return
         _watched.add(stepped)
+        kept.at_clear(_watched.clear)
     else:
         stepped = None  # a stub over a frozen model
-    watcher = _Watcher((framework, subject), optimizer, model=model, scaler=scaler, by_user=by_user)
+    watcher = _Watcher(
+        (framework, subject), optimizer, model=model, scaler=scaler, by_user=by_user, told=told
+    )
     audit = watcher.look()
     if stepped is None or audit is None or audit.complete:
         return
@@ -87,13 +92,15 @@ class _Watcher:
         model: Any,
         scaler: Callable[[], Any] | None,
         by_user: Callable[[Finding], bool] | None,
+        told: Callable[[Finding], bool] | None,
     ) -> None:
         self._names = names
         self._optimizer = weakref.ref(optimizer)
         several = model if isinstance(model, (list, tuple)) else [model]
         self._model = [weakref.ref(one) for one in several if one is not None]
         self._scaler = scaler
-        self._by_user = by_user
+        self._by_user = by_user or (lambda _: False)
+        self._told = told or (lambda _: False)
         self._number = kept.number()
         self._stem = ""
 
@@ -126,15 +133,16 @@ class _Watcher:
         return audit
 
     def _judge(self, audit: Audit) -> None:
-        by_user = self._by_user or (lambda _: False)
         if current_settings().strict:
-            wrong = [one.message for one in audit.problems if not by_user(one)]
+            wrong = [one.message for one in audit.problems if not self._by_user(one)]
             if wrong:
                 raise InconsistentPrecisionError(
                     f"{' '.join(wrong)} (precision_shim's audit under strict; take it away with "
                     "PRECISION_SHIM_FEATURES=-audit)"
                 )
         for one in audit.problems:
+            if self._told(one):
+                continue
             _journal.warn(f"{audit.subject or 'audit'}: {one.code}: {one.message}", stacklevel=None)
 
     def _write(self, audit: Audit) -> None:

@@ -129,17 +129,30 @@ def second_moment_can_decay(beta2: float) -> bool:
 def obstacles(request: OptimizerRequest) -> list[str]:
     """Why the precision-aware optimizer cannot run, all reasons; empty if it can.
 
-    Sources: the assertions of Megatron's ``OptimizerConfig.__post_init__``; its HybridDevice-
-    Optimizer, which ignores the moment dtypes; its layer-wise optimizer and FSDP, which build
-    no FusedAdam; its own condition on fp8 recipes.
+    Sources: the assertions of Megatron's ``OptimizerConfig.__post_init__``; its layer-wise
+    optimizer and FSDP, which build no FusedAdam; its own condition on fp8 recipes.
+
+    ``optimizer_cpu_offload`` is none: Megatron's command line takes it with the precision-aware
+    optimizer only. Its HybridDeviceOptimizer keeps whole fp32 masters, moments and gradients on the
+    host either way; without, there is one more fp32 master on the GPU. Bytes per parameter that the
+    audit finds (with a fake GPU, all offloaded; DP is the data-parallel size):
+
+    ========================== ================================== =======
+    bf16 parameters            GPU                                host
+    ========================== ================================== =======
+    not precision-aware        2 + 4 (bucket) + 4/DP (master)     16/DP
+    precision-aware, fp32 main 2 + 4 (bucket)                     16/DP
+    precision-aware, bf16 main 2 + 2 (bucket)                     16/DP
+    ========================== ================================== =======
+
+    The first two take the same steps, bit for bit. The moments' dtypes have no effect there, so
+    none are added.
     """
     found = []
     if request.optimizer != "adam":
         found.append(f"optimizer is {request.optimizer!r}, not 'adam'")
     if not request.distributed:
         found.append("the distributed optimizer is off")
-    if request.asked.get("optimizer_cpu_offload"):
-        found.append("optimizer_cpu_offload ignores the moments' dtypes")
     recipe = request.asked.get("fp8_recipe")
     if recipe not in (None, "delayed"):
         found.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
@@ -218,7 +231,10 @@ def _restrict(
 ) -> dict[str, Any]:
     """Withdraw from a row what cannot run, or what the user's own choice rules out."""
     asked = request.asked
-    low_precision = any(key in row for key in PRECISION_AWARE_FIELDS[1:])
+    offloaded = bool(asked.get("optimizer_cpu_offload"))
+    if offloaded:
+        row = {key: value for key, value in row.items() if key not in _MOMENTS}
+    moments = any(key in row for key in _MOMENTS)
     if asked.get("use_precision_aware_optimizer") is False:
         why.append("the user turned the precision-aware optimizer off")
         return _without_precision_aware(row, asked)
@@ -230,7 +246,7 @@ def _restrict(
         row["store_param_remainders"] = False
         why.append("whole fp32 masters: checkpoints could not be read without the shim otherwise")
     blocked = obstacles(request)
-    if low_precision and not blocked and not request.support.bf16_moments:
+    if moments and not blocked and not request.support.bf16_moments:
         since = ".".join(map(str, BF16_MOMENTS_SINCE))
         blocked = [f"{request.support.label} takes no bf16 moments (needs {since})"]
     if blocked:
@@ -238,25 +254,35 @@ def _restrict(
             why.append(f"precision-aware optimizer cannot run: {'; '.join(blocked)}: fp32 states")
         # What the user asked for is passed on, and fails with our message when it is built.
         return _without_precision_aware(row, asked)
+    if offloaded:
+        why.append("optimizer_cpu_offload keeps fp32 moments and whole masters on the host")
     if "exp_avg_sq_dtype" in row and "exp_avg_sq_dtype" not in asked:
-        beta2 = float(asked.get("adam_beta2", MEGATRON_BETA2))
-        if not second_moment_can_decay(beta2):
-            reason = (
-                f"at adam_beta2={beta2:g} a bf16 exp_avg_sq cannot decay: 1 - beta2 = "
-                f"{1 - beta2:.2g} is not above 2^-8"
-            )
-            if request.policy == "guarded":
-                row["exp_avg_sq_dtype"] = FP32
-                why.append(f"exp_avg_sq stays fp32: {reason}")
-            else:
-                warnings.append(
-                    f"optimizer_states=follow-model makes exp_avg_sq bf16, but {reason}. Set "
-                    "adam_beta2 to 0.99 or lower, or exp_avg_sq_dtype to fp32, or use "
-                    "PRECISION_SHIM_OPTIMIZER_STATES=auto."
-                )
+        _guard_second_moment(row, request, why, warnings)
     if asked.get("optimizer_cuda_graph"):
         _restrict_capturable(row, request, why)
     return row
+
+
+def _guard_second_moment(
+    row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
+) -> None:
+    """Keep a bf16 second moment from a ``beta2`` at which it cannot decay, or warn of it."""
+    beta2 = float(request.asked.get("adam_beta2", MEGATRON_BETA2))
+    if second_moment_can_decay(beta2):
+        return
+    reason = (
+        f"at adam_beta2={beta2:g} a bf16 exp_avg_sq cannot decay: 1 - beta2 = "
+        f"{1 - beta2:.2g} is not above 2^-8"
+    )
+    if request.policy == "guarded":
+        row["exp_avg_sq_dtype"] = FP32
+        why.append(f"exp_avg_sq stays fp32: {reason}")
+    else:
+        warnings.append(
+            f"optimizer_states=follow-model makes exp_avg_sq bf16, but {reason}. Set "
+            "adam_beta2 to 0.99 or lower, or exp_avg_sq_dtype to fp32, or use "
+            "PRECISION_SHIM_OPTIMIZER_STATES=auto."
+        )
 
 
 def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: list[str]) -> None:

@@ -1,0 +1,33 @@
+"""verl on Megatron: a checkpoint of which the weights alone are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precision_shim.adapting import Call, seam
+
+from ..megatron import masters
+
+_MANAGER = "verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpointManager"
+
+
+@seam(
+    f"{_MANAGER}.load_checkpoint",
+    masters.FEATURES,
+    group=masters.GROUP,
+    why="checkpoint.load_contents without 'optimizer' leaves the masters of the former weights",
+    upstream=masters.UPSTREAM,
+    delete_when="verl calls reload_model_params after it",
+    relies_on=("should_load_optimizer", "should_load_model", "optimizer"),
+    optional=True,
+)
+def load_checkpoint(call: Call) -> Any:
+    """Load a checkpoint; make the masters anew where only the weights came."""
+    result = call.proceed()
+    manager = call.instance
+    # 'hf_model' among the contents loads the weights, too, from 0.9.
+    loads = manager.should_load_model or getattr(manager, "should_load_hf_model", False)
+    if loads and not manager.should_load_optimizer and manager.optimizer is not None:
+        subject = str(getattr(manager, "role", None) or "actor")
+        masters.reload_masters("verl", subject, manager.optimizer)
+    return result

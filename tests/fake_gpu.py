@@ -1,0 +1,74 @@
+"""Tensors that say they are on a GPU, for code that asks: on a CPU all of them are the host's.
+
+Megatron's optimizer for CPU offload steps what is on the GPU in copies on the host, and a process
+without a GPU would make none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_KEEP_THE_PLACE = (
+    torch.Tensor.clone,
+    torch.Tensor.detach,
+    torch.Tensor.float,
+    torch.Tensor.pin_memory,
+    torch.zeros_like,
+)
+
+_IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
+_DEVICE = vars(torch._C.TensorBase)["device"].__get__
+
+
+class FakeGpu(TorchFunctionMode):
+    """Answers ``is_cuda``; what ``cpu()`` made, and copies of it, are the host's.
+
+    Enter it within ``megatron_on_cpu``, whose streams stand for those of a GPU.
+
+    Attributes:
+        names_devices: whether it answers ``device``, too; what checks devices trips on that.
+    """
+
+    names_devices = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, Any] = {}
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's storage would be in the host's memory."""
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+        return tensor
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _IS_CUDA:
+            return not self.on_host(args[0])
+        if self.names_devices and func == _DEVICE:
+            return torch.device("cpu") if self.on_host(args[0]) else _CUDA
+        if func is torch.Tensor.cpu:
+            return self._put(args[0].clone())
+        result = func(*args, **kwargs)
+        if func is torch.empty and kwargs.get("device") == "cpu":
+            return self._put(result)
+        if func in _KEEP_THE_PLACE and self.on_host(args[0]):
+            self._put(result)
+        return result
+
+
+_CUDA = torch.device("cuda")
+"""Made here: within ``megatron_on_cpu`` there is no such device."""

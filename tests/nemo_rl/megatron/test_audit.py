@@ -1,0 +1,37 @@
+"""The audit of NeMo-RL's Megatron worker, alone and under strict: its YAML writes all keys."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+import precision_shim
+from precision_shim.errors import PrecisionShimWarning
+
+
+@pytest.mark.parametrize(
+    ("precision", "config", "code"),
+    [
+        ("bfloat16", {}, ""),
+        # As 15 of the shipped files have it.
+        ("bfloat16", {"ddp": {"grad_reduce_in_fp32": False}}, "main-grads-dtype"),
+        # "bf16: true" of the YAML beside a policy in fp32.
+        ("float32", {}, "params-dtype"),
+    ],
+    ids=["honest", "bucket", "flags"],
+)
+def test_what_the_config_wrote_warns_once_and_raises_nowhere(
+    worker: Any, shim: Any, precision: str, config: dict[str, Any], code: str
+) -> None:
+    shim(features=["audit"], strict=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with worker(precision, **config):
+            (audit,) = precision_shim.status().audit
+    assert (audit.framework, audit.subject) == ("nemo-rl", "policy")
+    assert [one.code for one in audit.problems] == ([code] if code else [])
+    ours = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
+    assert len([one for one in ours if "audit" in one or code in one]) == bool(code), ours
+    assert not precision_shim.status().decisions

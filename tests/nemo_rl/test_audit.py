@@ -1,0 +1,54 @@
+"""The audit of NeMo-RL's DTensor workers, without loss scaling and beside it."""
+
+from __future__ import annotations
+
+import pytest
+from packaging.version import Version
+
+import precision_shim
+from precision_shim_adapters.nemo_rl.audit import AuditedWorker
+
+from .support import KINDS, NEMO_RL, batch, loss_for, plain
+
+pytestmark = pytest.mark.parametrize("kind", KINDS)
+
+
+def test_alone(kind, worker, shim) -> None:
+    shim(features=["audit"])
+    with worker(kind, "bfloat16") as one:
+        assert isinstance(one, AuditedWorker)
+        (before,) = precision_shim.status().audit
+        one.train(batch(), loss_for(kind))
+    (after,) = precision_shim.status().audit
+    subject = "value" if kind == "value" else "policy"
+    assert (after.framework, after.subject) == ("nemo-rl", subject)
+    assert (before.complete, after.complete, after.ok) == (False, True, True)
+    assert [one.code for one in after.problems] == []
+
+
+def test_beside_loss_scaling(kind, worker, shim) -> None:
+    """There is a scaler by the time that it looks: nothing to note."""
+    shim()
+    with worker(kind, "float16") as one:
+        (before,) = precision_shim.status().audit
+        one.train(batch(), loss_for(kind))
+    (after,) = precision_shim.status().audit
+    assert before.parts[0].scaler == after.parts[0].scaler == "LossScaler"
+    assert "scaler-missing" not in {note.code for note in (*before.notes, *after.notes)}
+
+
+def test_off_it_is_not_there(kind, worker, shim) -> None:
+    shim(features=["dtype-coercion", "fp16-scaling"])
+    with worker(kind, "bfloat16") as one:
+        assert not isinstance(one, AuditedWorker)
+    assert list(precision_shim.status().audit) == []
+
+
+@pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="before 0.6 nothing can inherit from a worker")
+def test_a_worker_of_the_users_own(kind, worker, shim, monkeypatch) -> None:
+    shim(features=["audit"])
+    beneath = next(one for one in plain(kind).__mro__ if one.__name__.endswith("Impl"))
+    mine = type("MyWorker", (beneath,), {})
+    monkeypatch.setattr("tests.nemo_rl.support.plain", lambda kind: mine)
+    with worker(kind, "bfloat16"):
+        assert len(precision_shim.status().audit) == 1

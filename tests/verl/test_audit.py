@@ -1,0 +1,100 @@
+"""The audit in verl's Megatron engine: alone, beside the other features, and under strict."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
+
+from .conftest import VERL
+from .support import engine, optim_config
+
+pytestmark = pytest.mark.skipif(
+    Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+)
+
+
+def build(checkpoint: Path, **config: Any) -> Any:
+    made = engine(checkpoint, "bfloat16", **config)
+    made.initialize()
+    return made
+
+
+def ours(caught: list[warnings.WarningMessage], text: str) -> int:
+    return sum(one.category is PrecisionShimWarning and text in str(one.message) for one in caught)
+
+
+def test_alone_it_knows_whose_optimizer_it_is(fused_adam: str, checkpoint: Path, shim: Any) -> None:
+    plain = build(checkpoint)
+    shim(features=["audit"])
+    made = build(checkpoint)
+    (audit,) = precision_shim.status().audit
+    assert (audit.framework, audit.subject, audit.ok) == ("verl", "actor", True)
+    # It changes nothing.
+    (mine, theirs) = (one.optimizer.chained_optimizers[0].config for one in (made, plain))
+    assert mine == theirs
+    assert not precision_shim.status().decisions
+
+
+@pytest.mark.parametrize("features", [["audit"], None], ids=["alone", "all"])
+@pytest.mark.parametrize("strict", [False, True], ids=["warns", "strict"])
+def test_a_bucket_that_the_user_wrote(
+    fused_adam: str, checkpoint: Path, shim: Any, features: Any, strict: bool
+) -> None:
+    """One fault, one warning; under strict too, since the user wrote it."""
+    shim(features=features, strict=strict, settings={"optimizer_states": "as-configured"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build(checkpoint, ddp={"grad_reduce_in_fp32": False})
+    (audit,) = precision_shim.status().audit
+    assert [one.code for one in audit.problems] == ["main-grads-dtype"]
+    assert ours(caught, "main") == 1, [str(one.message) for one in caught]
+
+
+def test_flags_that_the_user_wrote(fused_adam: str, checkpoint: Path, shim: Any) -> None:
+    fields = optim_config(override_optimizer_config={"bf16": False, "params_dtype": torch.float32})
+    shim(features=["audit"], strict=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build(checkpoint, optim=fields)
+    assert ours(caught, "params-dtype") == 1
+    assert "params-dtype" in [one.code for one in precision_shim.status().audit[0].problems]
+
+
+def test_what_nobody_wrote_raises_under_strict(
+    fused_adam: str, checkpoint: Path, shim: Any
+) -> None:
+    from megatron.core.distributed import DistributedDataParallel
+
+    own = DistributedDataParallel.__init__
+
+    def another_bucket(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+        ddp_config.grad_reduce_in_fp32 = False
+        own(self, config, ddp_config, *args, **kwargs)
+
+    shim(features=["audit"], strict=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedDataParallel, "__init__", another_bucket)
+        with pytest.raises(InconsistentPrecisionError, match="expected fp32, found bf16"):
+            build(checkpoint)
+
+
+def test_a_config_that_cannot_be_read_ends_no_build(
+    fused_adam: str, checkpoint: Path, shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from precision_shim_adapters.megatron.build import Build
+
+    def unreadable(_: Any) -> Any:
+        raise KeyError("optimizer")
+
+    shim(features=["audit"])
+    monkeypatch.setattr(Build, "wishes", property(unreadable))
+    build(checkpoint)
+    assert [(one.framework, one.subject) for one in precision_shim.status().audit] == [("verl", "")]
