@@ -1,15 +1,18 @@
-"""NeMo-RL's DTensor workers: where a model and its torch optimizer first stand together."""
+"""NeMo-RL: where in DTensor workers model and optimizer first stand together; and all metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from precision_shim.adapting import Call, in_force, seam
+from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
 
 from ..fp16 import ScaledTraining
-from .places import DTENSOR
+from .places import DTENSOR, MEGATRON
 
 FRAMEWORK = "nemo-rl"
 FEATURE = "audit"
@@ -57,4 +60,39 @@ def look_at(call: Call) -> Any:
     result = call.proceed()
     if not vars(call.instance).get("_precision_shim_inside"):
         see(call.instance)
+    return result
+
+
+# -- the metrics --------------------------------------------------------------------------------
+
+
+def _on_each_train(function: _Function) -> _Function:
+    for worker in reversed((*DTENSOR, *MEGATRON)):
+        target = f"{worker.beneath}.train"
+        seam(
+            target,
+            FEATURE,
+            group=worker.metrics,
+            why="workers under other names inherit from this class",
+            delete_when="NeMo-RL says which of its updates are lost to rounding",
+            relies_on=("train", "optimizer", "all_mb_metrics", "eval_mode"),
+            optional=True,
+            only_if=(*worker.only_if, target),
+            unless=worker.unless,
+        )(function)
+    return function
+
+
+@_on_each_train
+def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
+    """Put the shares of lost updates among the metrics of a worker's ``train``.
+
+    Once per call and on rank 0: NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums
+    most of them over micro-batches and ranks.
+    """
+    result = call.proceed()
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if not eval_mode and first:
+        for name, value in meters.metrics(getattr(call.instance, "optimizer", None)).items():
+            result["all_mb_metrics"][name] = [value]
     return result

@@ -27,7 +27,7 @@ from precision_shim.errors import SeamError
 
 from ..fp16 import FEATURE, SETTINGS, ScaledTraining
 from ..ray_actors import class_beneath, put_in_front
-from .audit import see
+from .audit import report_lost_updates, see
 from .places import DTENSOR, at_actor_class
 
 FRAMEWORK = "nemo-rl"
@@ -132,8 +132,12 @@ class ScaledWorker:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; in float16 with the loss scaled."""
-        method = super().train  # type: ignore[misc]
-        return around(train, method, self, args, kwargs, positional=TRAIN)
+        own = super().train  # type: ignore[misc]
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return around(train, own, self, args, kwargs, positional=TRAIN)
+
+        return around(report_lost_updates, method, self, args, kwargs, positional=TRAIN)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save, the scaler's state beside the optimizer's."""

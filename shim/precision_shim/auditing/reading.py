@@ -144,6 +144,7 @@ class Reading:
         foretold: what the optimizer says about states that are not there yet.
         copies_later: whether a step makes copies of the gradients.
         wanted: what its config says; ``None`` for an optimizer without one.
+        steppers: the torch optimizers; the first is the one whose step is the step.
     """
 
     framework: str
@@ -165,6 +166,7 @@ class Reading:
     foretold: Foretold = field(default_factory=Foretold)
     copies_later: bool = False
     wanted: Wanted | None = None
+    steppers: list[Any] = field(default_factory=list)
 
     @property
     def parameters(self) -> int:
@@ -361,6 +363,7 @@ def _read_torch(
 
 def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
     """Note what an optimizer says about its states: betas, scales, dtypes to come."""
+    reading.steppers.append(optimizer)
     groups = [group for group in optimizer.param_groups if group.get("params")]
     reading.betas = tuple(
         dict.fromkeys(
