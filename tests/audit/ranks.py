@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import precision_shim
+from precision_shim.auditing import meters
 from precision_shim.scaling import LossScaler
 
 from ..rank_server import Launch
@@ -186,4 +188,24 @@ def updates(launch: Launch) -> dict[str, Any]:
     return found
 
 
-__all__ = ["differing", "fsdp", "megatron", "prepare", "run", "updates"]
+def expert_updates(launch: Launch) -> dict[str, Any]:
+    """The meters of a mixture of experts, whose optimizer has a part for them."""
+    with _megatron(launch, expert_model_parallel_size=2):
+        honest = builds.HONEST["precision-aware"]
+        build = replace(honest, config=honest.config | {"lr": 6e-6}, experts=True)
+        chunks, optimizer = builds.make(build)
+        references = [Reference(one.optimizer) for one in optimizer.chained_optimizers]
+        watch = precision_shim.watch_updates(chunks, optimizer, every=1)
+        for _ in range(3):
+            builds.step_without_forward(chunks, optimizer)
+        return {
+            "figures": watch.figures(),
+            "shares": [one.shares for one in references],
+            "parts": {
+                one.name: one.updates for one in precision_shim.audit(chunks, optimizer).parts
+            },
+            "metrics": [watch.metrics(), meters.metrics(optimizer)],
+        }
+
+
+__all__ = ["differing", "expert_updates", "fsdp", "megatron", "prepare", "run", "updates"]

@@ -137,8 +137,8 @@ def lines(updates: Mapping[str, Any]) -> Iterator[str]:
     groups = updates["groups"]
     for one in groups[:_SHOWN]:
         shares = ", ".join(
-            f"{title} {_percent(one[name])} ({one[name]['dtype']})"
-            for name, title in _TITLES.items()
+            f"{name} {_percent(one[name])} ({one[name]['dtype']})"
+            for name in METRICS
             if one[name] is not None and one[name]["updates"]
         )
         yield f"  group {one['group']}, lr {one['lr']:g}: {shares}"
