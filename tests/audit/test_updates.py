@@ -273,6 +273,38 @@ def test_what_has_not_arrived_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert figures["step"] == 1  # the steps in between were not looked at
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("name", ["pure bf16 AdamW", "fp32 parameters"])
+def test_on_a_gpu_the_host_waits_for_nothing(name: str) -> None:
+    dtype, make = TRAININGS[name]
+    model = model_of(dtype).cuda()
+    optimizer = make(groups_of(model), fused=True)
+    reference = Reference(optimizer)
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+
+    def step() -> None:
+        model(torch.randn(8, 16, dtype=dtype, device="cuda")).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+        torch.cuda.synchronize()
+    (figures,) = watch.figures()
+    hold(figures, reference)
+    plain = make(groups_of(model), fused=True)
+    again = precision_shim.watch_updates(model, plain, every=1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.cuda.set_sync_debug_mode("error")  # an operation that waits for the device raises
+    try:
+        for _ in range(4):
+            plain.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again._meters[0].measures
+
+
 # -- skipped steps -------------------------------------------------------------------------------
 
 
