@@ -14,7 +14,9 @@ _WHERE = {
     "uninstall": "_session",
     "status": "_session",
     "audit": "auditing.looking",
+    "watch_updates": "auditing.updates",
     "Audit": "auditing.record",
+    "UpdateWatch": "auditing.updates",
     "Status": "_status",
     "PrecisionShimError": "errors",
     "SettingsError": "errors",
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from ._status import Status as Status
     from .auditing.looking import audit as audit
     from .auditing.record import Audit as Audit
+    from .auditing.updates import UpdateWatch as UpdateWatch
+    from .auditing.updates import watch_updates as watch_updates
     from .errors import AuditError as AuditError
     from .errors import CheckpointLayoutError as CheckpointLayoutError
     from .errors import DtypeError as DtypeError

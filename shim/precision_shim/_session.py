@@ -221,8 +221,9 @@ def uninstall() -> None:
 
     Objects already built (optimizers, scalers) keep what they were built with; save what they
     hold before, since their checkpoints are then written without the shim. Variables that
-    ``install()`` exported are taken back. Where another tool has wrapped a symbol since, its
-    wrapper is left alone, ours passes calls through, and a warning says so.
+    ``install()`` exported are taken back, and no optimizer is looked at or watched any more. Where
+    another tool has wrapped a symbol since, its wrapper is left alone, ours passes calls through,
+    and a warning says so.
     """
     global _current, _bad_start
     with _lock:
@@ -230,6 +231,7 @@ def uninstall() -> None:
         carriers.leave()
         _bad_start = ""
         if _current is None:
+            kept.clear()  # the meters of watch_updates(), which works without install()
             return
         session, _current = _current, None
         _retire(session)

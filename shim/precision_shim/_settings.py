@@ -48,14 +48,17 @@ def _number(low: float, *, above: bool, high: float = math.inf) -> Callable[[str
     return parse
 
 
-def _whole(name: str, value: object) -> int:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if isinstance(value, bool) or not number.is_integer() or number < 1:
-        raise _bad(name, value, "a whole number >= 1")
-    return int(number)
+def _whole(low: int) -> Callable[[str, object], int]:
+    def parse(name: str, value: object) -> int:
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if isinstance(value, bool) or not number.is_integer() or number < low:
+            raise _bad(name, value, f"a whole number >= {low}")
+        return int(number)
+
+    return parse
 
 
 def _directory(name: str, value: object) -> str:
@@ -101,10 +104,11 @@ TABLE: Mapping[str, Setting] = {
         Setting("optimizer_states", "auto", _choice("auto", "follow-model", "as-configured")),
         Setting("grad_bucket", "unless-set", _choice("unless-set", "align")),
         Setting("loss_scale_init", 65536.0, _number(0.0, above=True)),
-        Setting("growth_interval", 400, _whole),
+        Setting("growth_interval", 400, _whole(1)),
         Setting("growth_factor", 2.0, _number(1.0, above=True)),
         Setting("backoff_factor", 0.5, _number(0.0, above=True, high=1.0)),
         Setting("audit_dir", "", _directory),
+        Setting("watch_updates", 0, _whole(0)),
         Setting("log", "info", _choice("quiet", "info", "debug")),
     )
 }

@@ -5,17 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import precision_shim
+from precision_shim.auditing import meters
 from precision_shim.scaling import LossScaler
 from precision_shim.testing.measure import measure_bytes
 
 from ..rank_server import Launch
 from . import builds
+from .updates_reference import Reference
 
 
 def prepare() -> None:
@@ -173,4 +176,67 @@ def fsdp(launch: Launch) -> dict[str, Any]:
     return found
 
 
-__all__ = ["differing", "failing", "fsdp", "megatron", "prepare", "run"]
+# -- lost updates ----------------------------------------------------------------------------------
+
+
+def _watched(dtype: torch.dtype, launch: Launch, watched: bool) -> dict[str, Any]:
+    model = _fsdp_model(dtype, launch)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=6e-6)
+    reference = Reference(optimizer)
+    watch = precision_shim.watch_updates(model, optimizer, every=2) if watched else None
+    for step in range(5):
+        data = torch.randn(2, 8, generator=torch.Generator().manual_seed(launch.rank + 2 * step))
+        model(data.to(dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "figures": watch.figures() if watch is not None else [],
+        "shares": reference.shares,
+        "elements": sum(p.to_local().numel() for p in trained),
+        "weights": [p.to_local().detach().float().tolist() for p in trained],
+    }
+
+
+def updates(launch: Launch) -> dict[str, Any]:
+    """The meter on FSDP2's shares, in each dtype; and without it, for the steps' results."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{launch.store}", world_size=launch.world, rank=launch.rank
+    )
+    found: dict[str, Any] = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        one = found[name] = _watched(dtype, launch, True)
+        one["same"] = one.pop("weights") == _watched(dtype, launch, False)["weights"]
+    return found
+
+
+def expert_updates(launch: Launch) -> dict[str, Any]:
+    """The meters of a mixture of experts, whose optimizer has a part for them."""
+    with _megatron(launch, expert_model_parallel_size=2):
+        honest = builds.HONEST["precision-aware"]
+        build = replace(honest, config=honest.config | {"lr": 6e-6}, experts=True)
+        chunks, optimizer = builds.make(build)
+        references = [Reference(one.optimizer) for one in optimizer.chained_optimizers]
+        watch = precision_shim.watch_updates(chunks, optimizer, every=1)
+        for _ in range(3):
+            builds.step_without_forward(chunks, optimizer)
+        return {
+            "figures": watch.figures(),
+            "shares": [one.shares for one in references],
+            "parts": {
+                one.name: one.updates for one in precision_shim.audit(chunks, optimizer).parts
+            },
+            "metrics": [watch.metrics(), meters.metrics(optimizer)],
+        }
+
+
+__all__ = [
+    "differing",
+    "expert_updates",
+    "failing",
+    "fsdp",
+    "megatron",
+    "prepare",
+    "run",
+    "updates",
+]

@@ -15,6 +15,7 @@ LEFT_OUT = (
     "tests/activation/test_ray.py",
     "tests/audit/test_command.py",
     "tests/audit/test_torch.py",
+    "tests/audit/test_updates.py",
     "tests/scaling/hand_written.py",
     "tests/scaling/ranks.py",
     "tests/scaling/saving.py",

@@ -24,6 +24,7 @@ DEFAULTS = {
     "growth_factor": 2.0,
     "backoff_factor": 0.5,
     "audit_dir": "",
+    "watch_updates": 0,
     "log": "info",
 }
 
@@ -48,6 +49,8 @@ def good(name):
         return folders.map(lambda text: (f" {text}\n", text))
     if name == "growth_interval":
         return st.integers(1, 10**9).map(lambda value: (value, value))
+    if name == "watch_updates":
+        return st.integers(0, 10**9).map(lambda value: (str(value), value))
     low, high = {"loss_scale_init": (0, 1e30), "growth_factor": (1, 1e30)}.get(name, (0, 1))
     numbers = st.floats(low, high, exclude_min=True, exclude_max=True)
     return numbers.map(lambda value: (value, value))
@@ -77,6 +80,9 @@ BAD = [
     ("growth_interval", float("inf"), "whole number >= 1"),
     ("growth_interval", 10**400, "whole number >= 1"),
     ("audit_dir", "/dev/null", "a directory"),
+    ("watch_updates", -1, "whole number >= 0"),
+    ("watch_updates", 0.5, "whole number >= 0"),
+    ("watch_updates", True, "whole number >= 0"),
     ("growth_factor", 1.0, "> 1"),
     ("backoff_factor", 1.0, "< 1"),
     ("backoff_factor", 0.0, "> 0"),

@@ -402,6 +402,54 @@ def metrics(job: Job) -> dict[str, Any]:
 
 
 @case
+def lost_updates(job: Job) -> dict[str, Any]:
+    """What a trainer gets where the updates are watched, and the steps without that."""
+    import verl.utils.tensordict_utils as tu
+
+    def train(critic: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        one = support.engine(
+            job.value_model if critic else job.model, critic=critic, param_dtype="bf16"
+        )
+        worker = support.training_worker(one, critic=critic)
+        said = []
+        for step in range(4):
+            worker.set_loss_fn(support.loss_function([1.0] * 9, critic=critic))
+            data = support.batch(step)
+            tu.assign_non_tensor(data, global_token_num=None, update_lr_scheduler=True)
+            metrics = tu.get(worker.train_batch(data), "metrics")
+            said.append({k: v for k, v in metrics.items() if isinstance(v, float)})
+        return said, support.engine_state(one)
+
+    found: dict[str, Any] = {}
+    for subject in ("actor", "critic"):
+        _, plain = train(subject == "critic")
+        install(watch_updates=1)
+        said, watched = train(subject == "critic")
+        (audit,) = precision_shim.status().audit
+        found[subject] = {
+            "metrics": said,
+            "kept": audit.parts[0].updates,
+            "same": plain == watched,
+        }
+        precision_shim.uninstall()
+    return found
+
+
+@case
+def legacy_lost_updates(job: Job) -> dict[str, Any]:
+    """The same of 0.7.1's legacy workers."""
+    install(watch_updates=1)
+    found = {}
+    for role in ("actor", "critic"):
+        one = support.Legacy(job.model if role == "actor" else job.value_model, role)
+        found[role] = [
+            {name: value for name, value in metrics.items() if "updates" in name}
+            for metrics in one.train(range(4))
+        ]
+    return found
+
+
+@case
 def by_hand(job: Job) -> dict[str, Any]:
     """Reported losses and norms are unscaled: held against the same loop written by hand."""
     install(loss_scale_init=2.0**10)

@@ -32,8 +32,11 @@ ADAPTER = Adapter(
         "megatron metrics": "Megatron workers (policy metrics)",
         "megatron value metrics": "Megatron workers (value metrics)",
         "dtensor v1": "DTensor v1",
+        "dtensor v1 metrics": "DTensor v1 (metrics)",
         "dtensor v2": "DTensor v2",
+        "dtensor v2 metrics": "DTensor v2 (metrics)",
         "dtensor value": "DTensor v2 value workers",
+        "dtensor value metrics": "DTensor v2 value workers (metrics)",
     },
     seams=collect(dtensor, wing.SEAMS, megatron, audit),
 )

@@ -1,16 +1,20 @@
-"""NeMo-RL's DTensor workers: where a model and its torch optimizer first stand together."""
+"""NeMo-RL: where in DTensor workers model and optimizer first stand together; and all metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from precision_shim.adapting import Call, in_force, seam
+import torch
+
+from precision_shim.adapting import Call, around, in_force, seam
+from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
 
 from ..fp16 import ScaledTraining
 from ..ray_actors import put_in_front
-from .places import DTENSOR, at_actor_class
+from .dtensor import TRAIN
+from .places import DTENSOR, MEGATRON, at_actor_class
 
 FRAMEWORK = "nemo-rl"
 FEATURE = "audit"
@@ -45,6 +49,11 @@ class AuditedWorker:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         see(self)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, and report the lost updates where there are figures."""
+        method = super().train  # type: ignore[misc]
+        return around(report_lost_updates, method, self, args, kwargs, positional=TRAIN)
 
 
 def _on_each_actor_class(function: _Function) -> _Function:
@@ -92,4 +101,39 @@ def look_at(call: Call) -> Any:
     result = call.proceed()
     if not isinstance(call.instance, AuditedWorker):
         see(call.instance)
+    return result
+
+
+# -- the metrics --------------------------------------------------------------------------------
+
+
+def _on_each_train(function: _Function) -> _Function:
+    for worker in reversed((*DTENSOR, *MEGATRON)):
+        target = f"{worker.beneath}.train"
+        seam(
+            target,
+            FEATURE,
+            group=worker.metrics,
+            why="workers under other names inherit from this class",
+            delete_when="NeMo-RL says which of its updates are lost to rounding",
+            relies_on=("train", "optimizer", "all_mb_metrics", "eval_mode"),
+            optional=True,
+            only_if=(*worker.only_if, target),
+            unless=worker.unless,
+        )(function)
+    return function
+
+
+@_on_each_train
+def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
+    """Put the shares of lost updates among the metrics of a worker's ``train``.
+
+    Once per call and on rank 0: NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums
+    most of them over micro-batches and ranks.
+    """
+    result = call.proceed()
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if not eval_mode and first:
+        for name, value in meters.metrics(getattr(call.instance, "optimizer", None)).items():
+            result["all_mb_metrics"][name] = [value]
     return result

@@ -33,6 +33,7 @@ from precision_shim.rules.dtypes import parse_dtype
 from .. import megatron
 from ..megatron import BUILDING, SCALING, Wishes, building
 from ..ray_actors import put_in_front
+from .audit import report_lost_updates
 from .dtensor import BLOCK, FRAMEWORK, TRAIN
 from .places import INLINE, MEGATRON, POLICIES, SETUP, VALUE, at_actor_class
 
@@ -292,9 +293,13 @@ class ReportingWorker:
     """A mixin in front of a worker's class; importable, so that Ray ships it by reference."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and report the loss scale where there is one."""
-        method = super().train  # type: ignore[misc]
-        return around(report, method, self, args, kwargs, positional=TRAIN)
+        """Train, and report the loss scale and the lost updates where there are figures."""
+        own = super().train  # type: ignore[misc]
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return around(report, own, self, args, kwargs, positional=TRAIN)
+
+        return around(report_lost_updates, method, self, args, kwargs, positional=TRAIN)
 
     def _set_moe_grad_scale_func(self, func: Any) -> None:
         super()._set_moe_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]

@@ -40,6 +40,11 @@ class Worker:
         """The class beneath the actor class, importable from 0.6 on."""
         return f"{self.module}:{self.name}Impl"
 
+    @property
+    def metrics(self) -> str:
+        """The group of the seams that report figures and do nothing else."""
+        return self.group if self.group.endswith("metrics") else f"{self.group} metrics"
+
 
 _CLIP_V1 = "nemo_rl.models.dtensor.parallelize:get_grad_norm"
 _CLIP_V2 = "nemo_automodel.components.training.utils:scale_grads_and_clip_grad_norm"

@@ -34,6 +34,7 @@ ADAPTER = Adapter(
         "megatron": "Megatron workers",
         "megatron weight sync": "Megatron workers (weight sync)",
         "fsdp": "FSDP workers",
+        "metrics": "all workers (metrics)",
         "trainer": "all workers (the trainer's metrics)",
         "tinker": "all workers (Tinker's metrics)",
         "ray": "all workers (their start in Ray)",

@@ -1,13 +1,16 @@
-"""SkyRL on FSDP: where a model and its torch optimizer first stand together."""
+"""SkyRL: where on FSDP a model and its torch optimizer first stand together; and all metrics."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from precision_shim.adapting import Call, seam
+from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
 
 from ..fp16 import ScaledTraining
+from .megatron import WORKER
+from .overflow import BASE, add_figures
 
 
 @seam(
@@ -36,3 +39,37 @@ def train_model(call: Call) -> Any:
             scaler=scaler,
         )
     return model, optimizer, scheduler
+
+
+@seam(
+    f"{WORKER}:MegatronPolicyWorkerBase.forward_backward",
+    "audit",
+    group="metrics",
+    why="returns the metrics that the trainer logs, reduced over the ranks",
+    delete_when="SkyRL says which of its updates are lost to rounding",
+    relies_on=("all_reduce_metrics", "optimizer"),
+    optional=True,
+)
+@seam(
+    f"{BASE}:PolicyWorkerBase.forward_backward",
+    "audit",
+    group="metrics",
+    why="returns the metrics that the trainer logs, reduced over the ranks",
+    delete_when="SkyRL says which of its updates are lost to rounding",
+    relies_on=("all_reduce_metrics", "optimizer"),
+    optional=True,
+)
+@seam(
+    f"{BASE}:CriticWorkerBase.forward_backward",
+    "audit",
+    group="metrics",
+    why="returns the metrics that the trainer logs, reduced over the ranks",
+    delete_when="SkyRL says which of its updates are lost to rounding",
+    relies_on=("all_reduce_metrics", "optimizer"),
+    optional=True,
+)
+def report_lost_updates(call: Call) -> Any:
+    """Put the shares of lost updates beside the loss of a pass."""
+    output = call.proceed()
+    add_figures(output, meters.metrics(getattr(call.instance, "optimizer", None)))
+    return output

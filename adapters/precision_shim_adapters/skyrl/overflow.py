@@ -31,7 +31,7 @@ _scaled: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _log = logging.getLogger("precision_shim")
 
 
-_BASE = f"{TRAIN}.workers.worker"
+BASE = f"{TRAIN}.workers.worker"
 
 
 @seam(
@@ -155,7 +155,7 @@ def _figures_in(output: Any) -> dict[str, Any]:
     delete_when="it has a reduction for the last value",
     aliases=(
         "skyrl.train.trainer:reduce_metrics",
-        f"{_BASE}:reduce_metrics",
+        f"{BASE}:reduce_metrics",
         f"{WORKER}:reduce_metrics",
     ),
 )

@@ -33,6 +33,7 @@ ADAPTER = Adapter(
         "legacy fsdp workers": "legacy FSDP workers",
         "metrics": "all engines (metrics)",
         "tinker metrics": "all engines (Tinker's metrics)",
+        "legacy metrics": "legacy workers (metrics)",
         "veomni engine": "VeOmni engine",
         "fsdp_turbo engine": "FSDP Turbo engine",
         "torchtitan engine": "torchtitan engine",

@@ -1,10 +1,14 @@
-"""verl on FSDP: where a model and its torch optimizer first stand together."""
+"""verl on FSDP: where a model and its torch optimizer first stand together.
+
+And where 0.7.1's legacy workers report; the engines' metrics are in ``metrics``.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from precision_shim.adapting import Call, seam
+from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
 
 FEATURE = "audit"
@@ -70,3 +74,47 @@ def legacy(call: Call) -> Any:
             scaler=lambda: getattr(one, "scaler", None),
         )
     return result
+
+
+@seam(
+    "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
+    FEATURE,
+    group="legacy metrics",
+    why="its dict of metrics",
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("critic_optimizer",),
+    optional=True,
+)
+@seam(
+    "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
+    FEATURE,
+    group="legacy metrics",
+    why="its dict of metrics",
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("actor_optimizer",),
+    optional=True,
+)
+@seam(
+    "verl.workers.critic.dp_critic:DataParallelPPOCritic.update_critic",
+    FEATURE,
+    group="legacy metrics",
+    why="its dict of metrics",
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("critic_optimizer",),
+    optional=True,
+)
+@seam(
+    "verl.workers.actor.dp_actor:DataParallelPPOActor.update_policy",
+    FEATURE,
+    group="legacy metrics",
+    why="its dict of metrics",
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("actor_optimizer",),
+    optional=True,
+)
+def legacy_lost_updates(call: Call) -> Any:
+    """Add the shares of lost updates to what an update of 0.7.1's workers returns."""
+    found = call.proceed()
+    kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
+    found.update(meters.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
+    return found

@@ -1,6 +1,7 @@
-"""verl's metrics in fp16: the loss scale and the skipped steps, whichever engine trains.
+"""verl's metrics: in fp16 the loss scale and the skipped steps, and the share of lost updates.
 
-0.7.1's legacy workers have dicts of their own; theirs are filled beside their steps.
+Whichever engine trains. 0.7.1's legacy workers have dicts of their own; theirs are filled beside
+their steps.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Call, seam
+from precision_shim.auditing import meters
 
 from .. import megatron
 from ..fp16 import FEATURE
@@ -38,14 +40,33 @@ def report(call: Call) -> Any:
     Not earlier: what is among the metrics before is gathered over the data-parallel ranks, and a
     number then becomes a list, over which ``train_mini_batch`` breaks.
     """
+    result = call.proceed()
+    _add(result, of_engine(call.instance.engine))
+    return result
+
+
+@seam(
+    "verl.workers.engine_workers:TrainingWorker._postprocess_output",
+    "audit",
+    group="metrics",
+    why="where verl puts the grad norm, after the metrics of all ranks are gathered",
+    delete_when="verl says which of its updates are lost to rounding",
+    relies_on=("grad_norm", "engine"),
+    optional=True,
+)
+def report_lost_updates(call: Call) -> Any:
+    """Put the shares of lost updates there, where ``PRECISION_SHIM_WATCH_UPDATES`` is set."""
+    result = call.proceed()
+    _add(result, meters.metrics(getattr(call.instance.engine, "optimizer", None)))
+    return result
+
+
+def _add(result: Any, figures: dict[str, float]) -> None:
     import verl.utils.tensordict_utils as tu
 
-    result = call.proceed()
-    figures = of_engine(call.instance.engine)
     found = tu.get(result, "metrics") if figures else {}
     if "grad_norm" in found:  # a step was made: neither evaluation nor a backward pass alone
         tu.assign_non_tensor(result, metrics={**found, **figures})
-    return result
 
 
 @seam(
@@ -62,4 +83,21 @@ def report_step(call: Call) -> Any:
     found = call.proceed()
     if "grad_norm" in found:
         found.update(of_engine(call.instance.engine))
+    return found
+
+
+@seam(
+    "verl.workers.engine_workers_tinker:TinkerTrainingWorker.optimizer_step",
+    "audit",
+    group="tinker metrics",
+    why="steps outside train_batch and has a dict of metrics of its own",
+    delete_when="verl says which of its updates are lost to rounding",
+    relies_on=("grad_norm", "engine"),
+    optional=True,
+)
+def report_lost_updates_of_step(call: Call) -> Any:
+    """Put the shares of lost updates into what a Tinker client's step returns."""
+    found = call.proceed()
+    if "grad_norm" in found:
+        found.update(meters.metrics(getattr(call.instance.engine, "optimizer", None)))
     return found

@@ -32,6 +32,11 @@ def put(of: int, audit: Audit) -> None:
     _audits[of] = audit
 
 
+def of(number: int) -> Audit | None:
+    """An optimizer's newest audit, if there is one."""
+    return _audits.get(number)
+
+
 def at_clear(undo: Callable[[], object]) -> None:
     """Have a function called when everything here is forgotten."""
     _undo.append(undo)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import AuditError
-from . import rules
+from . import meters, rules
 from .counting import Measured, component_of, measure
 from .ranks import shown, signature, unlike
 from .reading import Reading, read
@@ -84,7 +84,7 @@ def look(
         readings = read(model, optimizer, scaler, whole=whole)
         measured, host = measure(readings)
         parts = [_part(*one) for one in zip(readings, measured, strict=True)]
-        where = _where(framework, readings[0].framework)
+        where = where_of(framework, readings[0].framework)
         problems: list[Finding] = []
         notes: list[Finding] = []
         for reading, part in zip(readings, parts, strict=True):
@@ -127,7 +127,14 @@ def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
             )
             for name in COMPONENTS
         },
+        updates=_updates(reading),
     )
+
+
+def _updates(reading: Reading) -> dict[str, Any] | None:
+    """The newest figures of its meter, if it is watched and there are some."""
+    meter = meters.of(reading.steppers[0]) if reading.steppers else None
+    return None if meter is None or meter.figures is None else meter.figures.to_dict()
 
 
 def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, int]:
@@ -142,7 +149,8 @@ def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, 
 
 
 @functools.cache  # the versions are looked up in files
-def _where(framework: str, package: str) -> str:
+def where_of(framework: str, package: str) -> str:
+    """Framework and package with their versions, for messages."""
     names = [name for name in dict.fromkeys((framework, package)) if name]
     return ", ".join(f"{name} {_version(name)}".strip() for name in names)
 

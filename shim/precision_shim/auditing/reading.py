@@ -145,6 +145,7 @@ class Reading:
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
         wanted: what its config says; ``None`` for an optimizer without one.
+        steppers: the torch optimizers; the first is the one whose step is the step.
     """
 
     framework: str
@@ -167,6 +168,7 @@ class Reading:
     copies_later: bool = False
     stateless: bool = False
     wanted: Wanted | None = None
+    steppers: list[Any] = field(default_factory=list)
 
     @property
     def states_unknown(self) -> bool:
@@ -374,6 +376,7 @@ def _read_torch(
 
 def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
     """Note what an optimizer says about its states: betas, scales, dtypes to come."""
+    reading.steppers.append(optimizer)
     groups = [group for group in optimizer.param_groups if group.get("params")]
     reading.betas = tuple(
         dict.fromkeys(

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from . import lost
+
 COMPONENTS = (
     "params",
     "frozen",
@@ -66,6 +68,8 @@ class AuditPart:
         owned: number of those whose states this rank holds.
         scaler: class name of the loss scaler, or ``None``.
         components: by the names of ``COMPONENTS``.
+        updates: shares of its updates that rounding lost, as ``lost.Figures.to_dict`` gives them;
+            ``None`` where nobody watches them, and before the first figures.
     """
 
     name: str
@@ -75,6 +79,7 @@ class AuditPart:
     owned: int
     scaler: str | None
     components: Mapping[str, AuditComponent]
+    updates: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -286,4 +291,5 @@ def _part(part: AuditPart) -> list[str]:
         f"{part.name}: {part.optimizer}, {part.parameters:,} parameters, {part.owned:,} owned, "
         f"data parallel {part.data_parallel_size}, scaler {part.scaler or 'none'}",
         *(f"{_INDENT}{line}".rstrip() for line in table),
+        *(f"{_INDENT}{line}" for line in (lost.lines(part.updates) if part.updates else ())),
     ]

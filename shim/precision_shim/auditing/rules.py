@@ -10,6 +10,7 @@ import torch
 from ..errors import AuditError, DtypeError
 from ..rules.dtypes import accepted_names, name_of, parse_dtype
 from ..rules.optimizer import second_moment_can_decay
+from . import lost, meters
 from .reading import SIXTEEN_BIT, Owned, Reading
 from .record import COMPONENTS, AuditPart, Finding
 
@@ -253,6 +254,12 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
             "updates below half a bit of a weight round away: keep the parameters in fp32 (FSDP's "
             "mixed precision computes in 16 bits all the same) or use an optimizer with masters",
         )
+    if part.updates is not None:
+        for _, fields in lost.findings(part.updates, part.name, where):
+            yield Finding(*fields)
+    meter = meters.of(reading.steppers[0]) if reading.steppers else None
+    if meter is not None and meter.unmeasured:
+        yield tell(lost.UNMEASURED, None, "a rule that is known", NOTHING, meter.unmeasured)
     second = {one.exp_avg_sq.dtype for one in reading.owned if one.exp_avg_sq is not None}
     second |= reading.later("exp_avg_sq")
     stuck = [b for b in reading.betas if len(b) > 1 and not second_moment_can_decay(b[1])]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .. import _journal
 from .._session import current_settings
-from ..errors import InconsistentPrecisionError, PrecisionShimWarning
-from . import files, kept
+from ..errors import InconsistentPrecisionError
+from . import files, kept, lost, updates
 from .looking import look
+from .reading import read
 from .record import Audit, Finding
 
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -34,7 +36,8 @@ def watch(
 
     Its audits are kept for ``status()`` and written to ``PRECISION_SHIM_AUDIT_DIR``. A problem
     warns; under strict it raises, unless the user wrote it. Anything else that goes wrong here
-    costs the audit and nothing more. A second call for an optimizer does nothing.
+    costs the audit and nothing more. A second call for an optimizer does nothing. With
+    ``PRECISION_SHIM_WATCH_UPDATES`` its updates are watched, too.
 
     Args:
         framework: the framework's name; empty where nobody knows.
@@ -60,6 +63,8 @@ def watch(
     watcher = _Watcher(
         (framework, subject), optimizer, model=model, scaler=scaler, by_user=by_user, told=told
     )
+    if stepped is not None and current_settings()["watch_updates"]:
+        watcher.watch_updates(current_settings()["watch_updates"])
     audit = watcher.look()
     if stepped is None or audit is None or audit.complete:
         return
@@ -103,6 +108,7 @@ class _Watcher:
         self._told = told or (lambda _: False)
         self._number = kept.number()
         self._stem = ""
+        self._said_figures = False
 
     def look(self, last: bool = False) -> Audit | None:
         """Audit, keep, write, say; ``None`` where that failed."""
@@ -132,6 +138,44 @@ class _Watcher:
         self._judge(audit)
         return audit
 
+    def watch_updates(self, every: int) -> None:
+        """Have the updates watched as well; what goes wrong here costs that and nothing more."""
+        framework, subject = self._names
+        model = [one for ref in self._model if (one := ref()) is not None] or None
+        try:
+            for one in read(model, self._optimizer(), whole=False):
+                updates.attach(
+                    one,
+                    every,
+                    model=model,
+                    framework=framework,
+                    subject=subject,
+                    on_figures=self.take_figures,
+                )
+        except Exception as error:  # a meter must not end a training
+            self._tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
+
+    def take_figures(self, meter: updates.Meter) -> None:
+        """Put new figures into the audit that is kept, and say the first ones."""
+        figures, audit = meter.figures, kept.of(self._number)
+        if figures is None or audit is None:
+            return
+        part = meter.names[1]
+        parts = [
+            replace(one, updates=figures.to_dict()) if one.name == part else one
+            for one in audit.parts
+        ]
+        notes = [one for one in audit.notes if (one.code, one.part) != (lost.CODE, part)]
+        found = lost.findings(figures.to_dict(), part, meter.names[0])
+        notes += [Finding(*fields) for _, fields in found]
+        audit = replace(audit, parts=tuple(parts), notes=tuple(notes))
+        kept.put(self._number, audit)
+        self._write(audit)
+        if not self._said_figures:
+            self._said_figures = True
+            who = f"{audit.framework} {audit.subject}".strip()
+            _journal.announce(f"{who}: {lost.brief(figures)}")
+
     def _judge(self, audit: Audit) -> None:
         if current_settings().strict:
             wrong = [one.message for one in audit.problems if not self._by_user(one)]
@@ -157,7 +201,4 @@ class _Watcher:
 
     @staticmethod
     def _tell(text: str) -> None:
-        try:
-            _journal.warn(text, stacklevel=None)
-        except PrecisionShimWarning:  # a filter of "error" is for problems
-            _journal.say(text)
+        updates.tell(text)

@@ -1,0 +1,203 @@
+"""Lost updates, as plain data: shares over an optimizer, for metrics, for JSON and for people.
+
+An update is lost where it was not zero and the stored number is the one that was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+CODE = "updates-lost"
+"""Of the note that most of a parameter group's updates are lost."""
+
+UNMEASURED = "updates-not-measured"
+"""Of the note that nothing here knows an optimizer's rule."""
+
+TOO_MANY = 0.5
+"""Share of lost updates of the stored weights from which on an optimizer is as good as idle."""
+
+METRICS = {
+    "weights": "updates_lost",
+    "exp_avg_sq": "updates_lost_exp_avg_sq",
+    "rollout": "updates_lost_rollout",
+}
+"""What is measured, to its name among a framework's metrics."""
+
+_TITLES = {"weights": "stored weights", "exp_avg_sq": "second moment", "rollout": "rollout copies"}
+_SHOWN = 8  # parameter groups in a table; Megatron makes up to six
+
+
+@dataclass(frozen=True)
+class Count:
+    """What became of a group's updates in the sample.
+
+    Attributes:
+        dtype: how the numbers are stored, such as ``"bf16"`` or ``"bf16+int16"``.
+        updates: number of elements whose update was not zero; of ``exp_avg_sq``, of those whose
+            update makes it smaller.
+        lost: number of those whose stored value did not change.
+    """
+
+    dtype: str
+    updates: int
+    lost: int
+
+    @property
+    def share(self) -> float:
+        """Of ``updates``, those that are lost."""
+        return self.lost / self.updates if self.updates else 0.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """One parameter group of an optimizer, on this rank, at one step.
+
+    Attributes:
+        group: its number in the optimizer.
+        lr: learning rate of the step.
+        elements: number of elements that the optimizer steps on this rank.
+        sampled: number of those that were looked at.
+        weights: of the weights that training continues from.
+        exp_avg_sq: of the second moment; ``None`` where the optimizer has none.
+        rollout: of the 16-bit copies that rollout engines get; ``None`` where there is none.
+    """
+
+    group: int
+    lr: float
+    elements: int
+    sampled: int
+    weights: Count
+    exp_avg_sq: Count | None = None
+    rollout: Count | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What became of an optimizer's updates on this rank, at one step.
+
+    Attributes:
+        step: how many steps the optimizer had made since it is watched, this one included.
+        every: every so many steps are looked at.
+        groups: the parameter groups whose updates were not all zero.
+    """
+
+    step: int
+    every: int
+    groups: tuple[Group, ...]
+
+    def share(self, name: str) -> float | None:
+        """The share over all groups, each with the weight of its elements.
+
+        Args:
+            name: ``"weights"``, ``"exp_avg_sq"`` or ``"rollout"``.
+        """
+        return share([self], name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as dicts, lists, strings and numbers, ready for JSON."""
+        return {
+            "step": self.step,
+            "every": self.every,
+            **{name: self.share(name) for name in METRICS},
+            "groups": [asdict(one) for one in self.groups],
+        }
+
+
+def share(figures: Iterable[Figures], name: str) -> float | None:
+    """A share over several optimizers, each group with the weight of its elements.
+
+    Args:
+        figures: theirs.
+        name: see ``Figures.share``.
+    """
+    updates = lost = 0.0
+    for group in (group for one in figures for group in one.groups):
+        count: Count | None = getattr(group, name)
+        if count is not None:
+            weight = group.elements / group.sampled
+            updates += weight * count.updates
+            lost += weight * count.lost
+    return lost / updates if updates else None
+
+
+def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
+    """Shares for a framework's metrics; without those that nothing was measured for."""
+    found = {name: share(figures, name) for name in METRICS}
+    return {f"{prefix}{METRICS[name]}": one for name, one in found.items() if one is not None}
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def lines(updates: Mapping[str, Any]) -> Iterator[str]:
+    """What ``Figures.to_dict`` gave, as text."""
+    yield f"updates lost to rounding, step {updates['step']}:"
+    groups = updates["groups"]
+    for one in groups[:_SHOWN]:
+        shares = ", ".join(
+            f"{name} {_percent(one[name])} ({one[name]['dtype']})"
+            for name in METRICS
+            if one[name] is not None and one[name]["updates"]
+        )
+        yield f"  group {one['group']}, lr {one['lr']:g}: {shares}"
+    if len(groups) > _SHOWN:
+        yield f"  and {len(groups) - _SHOWN} more groups"
+
+
+def brief(figures: Figures) -> str:
+    """The shares over all groups, in one line."""
+    shares = ", ".join(
+        f"{title} {one:.1%}"
+        for name, title in _TITLES.items()
+        if (one := figures.share(name)) is not None
+    )
+    return f"updates lost to rounding at step {figures.step}: {shares}"
+
+
+def _percent(count: Mapping[str, Any]) -> str:
+    return f"{count['lost'] / count['updates']:.1%}"
+
+
+def findings(
+    updates: Mapping[str, Any], part: str, where: str
+) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
+    """The groups most of whose updates are lost, with the fields of a note about each.
+
+    Args:
+        updates: what ``Figures.to_dict`` gave.
+        part: the part's name.
+        where: framework and version, for messages.
+    """
+    for one in updates["groups"]:
+        count = one["weights"]
+        if not count["updates"] or count["lost"] <= TOO_MANY * count["updates"]:
+            continue
+        dtype, percent = count["dtype"], _percent(count)
+        sixteen = dtype in ("bf16", "fp16")
+        message = (
+            f"{where}, {part}, parameter group {one['group']} (lr {one['lr']:g}): {percent} of the "
+            f"updates of the stored weights ({dtype}) were rounded away at step "
+            f"{updates['step']}, expected at most {TOO_MANY:.0%}: {_remedy(sixteen, part)}."
+        )
+        component = "params" if dtype in ("bf16", "fp16", "fp32") else "master"
+        yield (
+            one["group"],
+            (CODE, part, component, f"at most {TOO_MANY:.0%} lost", f"{percent} lost", message),
+        )
+
+
+def _remedy(sixteen: bool, part: str) -> str:
+    if sixteen:
+        return (
+            "such updates are below half a bit of a 16-bit weight. Keep the weights in fp32 "
+            "(FSDP's mixed precision computes in 16 bits all the same; Megatron keeps masters "
+            "where the OptimizerConfig has bf16 or fp16), use an optimizer with masters, or raise "
+            "the learning rate"
+        )
+    return (
+        "such updates are below half a bit of a weight of 32 bits, so that no dtype helps. Raise "
+        "the learning rate, or look for parameters that get no gradient and are moved by their "
+        "weight decay alone"
+    )

@@ -1,0 +1,526 @@
+"""The meter of lost updates on torch's optimizers and FusedAdam, in one process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import precision_shim
+from precision_shim.auditing import lost, meters, sampling
+from precision_shim.auditing.updates import Meter
+from precision_shim.errors import AuditError, PrecisionShimWarning, SettingsError
+from precision_shim.scaling import LossScaler
+from precision_shim.testing import FusedAdam
+
+from .updates_reference import Reference, hold
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SLOW = {"lr": 6e-6, "weight_decay": 0.01}
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def no_warning_is_an_error_here() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecisionShimWarning)
+        yield
+    precision_shim.uninstall()
+
+
+def adamw(**options: Any) -> Make:
+    return lambda params, **more: torch.optim.AdamW(params, **{**SLOW, **options, **more})
+
+
+def fused(**options: Any) -> Make:
+    return lambda params, **more: FusedAdam(params, **{**SLOW, **options, **more})
+
+
+REMAINDERS = fused(
+    master_weights=True, store_param_remainders=True, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16
+)
+TRAININGS: dict[str, tuple[torch.dtype, Make]] = {
+    "pure bf16 AdamW": (BF16, adamw()),
+    "remainders": (BF16, REMAINDERS),
+    "fp32 masters": (BF16, fused(master_weights=True)),
+    "fp32 parameters": (FP32, adamw()),
+    "fp16 masters with a scale": (
+        BF16,
+        fused(master_weights=True, master_weight_dtype=FP16, exp_avg_sq_dtype=FP16),
+    ),
+    "fp8 moments": (
+        BF16,
+        fused(master_weights=True, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8),
+    ),
+}
+
+
+def model_of(dtype: torch.dtype = BF16, width: int = 32) -> Any:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, width), torch.nn.GELU(), torch.nn.Linear(width, 4)
+    ).to(dtype)
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    return [{"params": weights}, {"params": [p for p in model.parameters() if p.ndim == 1]}]
+
+
+def train(
+    model: Any, optimizer: Any, steps: int, *, scaler: Any = None, first: int = 0, size: float = 1.0
+) -> list[float]:
+    losses = []
+    dtype = next(model.parameters()).dtype
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        data = torch.randn(8, 16, generator=generator).to(dtype) * size
+        loss = model(data).float().square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# -- against fp64 --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_against_an_fp64_reference(name: str) -> None:
+    dtype, make = TRAININGS[name]
+    model = model_of(dtype)
+    optimizer = make(groups_of(model))
+    reference = Reference(optimizer)
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    seen = []
+    for step in range(12):
+        train(model, optimizer, 1, first=step)
+        seen += [(one["step"], one) for one in watch.figures()]
+    assert [step for step, _ in seen] == list(range(1, 12))  # one step late
+    for _, figures in seen:
+        hold(figures, reference)
+    (newest,) = watch.figures()
+    assert [one["group"] for one in newest["groups"]] == [0, 1]
+    assert [one["sampled"] for one in newest["groups"]] == [16 * 32 + 32 * 4, 32 + 4]
+    assert all(one["lr"] == 6e-6 for one in newest["groups"])
+
+
+def test_what_it_is_for() -> None:
+    """At a learning rate of RL, pure bf16 loses most; remainders and fp32 lose next to nothing."""
+    shares = {}
+    for name in ("pure bf16 AdamW", "remainders", "fp32 masters", "fp32 parameters"):
+        dtype, make = TRAININGS[name]
+        model = model_of(dtype)
+        optimizer = make(model.parameters())
+        watch = precision_shim.watch_updates(model, optimizer, every=5)
+        train(model, optimizer, 11)
+        shares[name] = watch.metrics()
+    pure = shares.pop("pure bf16 AdamW")
+    assert pure["updates_lost"] == pure["updates_lost_rollout"] > 0.5
+    for one in shares.values():
+        assert one["updates_lost"] < 0.05
+        assert one["updates_lost_rollout"] > 0.5  # told apart: the copies do lag behind
+
+
+@pytest.mark.parametrize(("beta2", "stuck"), [(0.999, True), (0.95, False)])
+def test_a_second_moment_that_cannot_decay(beta2: float, stuck: bool) -> None:
+    model = model_of()
+    optimizer = REMAINDERS(model.parameters(), betas=(0.9, beta2))
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    train(model, optimizer, 5)
+    for step in range(5, 20):  # the gradients have fallen
+        train(model, optimizer, 1, first=step, size=0.1)
+        share = watch.metrics()["updates_lost_exp_avg_sq"]
+        assert share > 0.99 if stuck else share < 0.2
+
+
+def test_the_other_rules_against_their_optimizers_in_fp64() -> None:
+    """In fp64 nothing is rounded that counts: what the rule says is what the optimizer does."""
+    from precision_shim.auditing.update_rules import Rule, Taken
+
+    rate = torch.tensor(0.1, dtype=FP64)
+    cases: list[Make] = [
+        lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.3, amsgrad=True),
+        lambda p: torch.optim.Adam(p, lr=rate, maximize=True, foreach=False),
+        lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, weight_decay=0.3),
+        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    ]
+    for make in cases:
+        model = model_of(FP64)
+        optimizer = make(model.parameters())
+        watch = precision_shim.watch_updates(model, optimizer, every=1)
+        (meter,) = watch._meters
+        rule = Rule(optimizer)
+        (group,) = optimizer.param_groups
+        for step in range(3):
+            model(torch.randn(8, 16, dtype=FP64)).square().mean().backward()
+            tensors = [(p, Taken(None, p.numel())) for p in model.parameters()]
+            before = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+            ideal = rule.ideal(optimizer, group, meter._sampled(optimizer, group, tensors))
+            optimizer.step()
+            after = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            torch.testing.assert_close(after - before, ideal.update, rtol=1e-9, atol=1e-12)
+            assert step == 0 or watch.metrics()["updates_lost"] == 0.0
+
+
+# -- it changes nothing --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["AdamW", "one by one", "fused", "amsgrad", "SGD", "remainders", "fp8 moments"]
+)
+def test_no_step_is_changed(name: str) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        made: dict[str, Make] = {
+            "AdamW": adamw(foreach=True),
+            "one by one": adamw(foreach=False),
+            "fused": adamw(fused=True),
+            "amsgrad": adamw(amsgrad=True),
+            "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+            "remainders": REMAINDERS,
+            "fp8 moments": TRAININGS["fp8 moments"][1],
+        }
+        return made[name](params)
+
+    def run(watched: bool) -> tuple[Any, ...]:
+        model = model_of()
+        optimizer = make(model.parameters())
+        if watched:
+            precision_shim.watch_updates(model, optimizer, every=1)
+        torch.manual_seed(3)
+        losses = train(model, optimizer, 6)
+        states = [one for state in optimizer.state.values() for one in state.values()]
+        tensors = [one for one in states if isinstance(one, torch.Tensor)]
+        tensors += [p.detach() for p in model.parameters()]
+        return losses, [t.clone().flatten().view(torch.uint8) for t in tensors], torch.rand(3)
+
+    (losses, bits, drawn), (losses_with, bits_with, drawn_with) = run(False), run(True)
+    assert losses == losses_with
+    assert len(bits) == len(bits_with)
+    assert all(torch.equal(a, b) for a, b in zip(bits, bits_with, strict=True))
+    assert torch.equal(drawn, drawn_with)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts numbers that are read of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_number_is_read_of_a_tensor_in_a_step() -> None:
+    def run(watched: bool) -> int:
+        model = model_of()
+        optimizer = adamw(fused=True)(model.parameters())
+        if watched:
+            precision_shim.watch_updates(model, optimizer, every=1)
+        reads = _Reads()
+        for step in range(4):
+            model(torch.randn(8, 16, dtype=BF16)).float().sum().backward()
+            if step == 0:
+                optimizer.step()  # the sample is drawn here, on the host
+            else:
+                with reads:
+                    optimizer.step()
+        return reads.count
+
+    assert run(True) == run(False)
+
+
+def test_what_has_not_arrived_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late:
+        there = False
+
+        def query(self) -> bool:
+            return self.there
+
+    event, compare = Late(), Meter._compare
+
+    def on_a_device(self: Any, *args: Any) -> Any:
+        pending = compare(self, *args)
+        pending.arriving[:] = [(counts, event, about) for counts, _, about in pending.arriving]
+        return pending
+
+    monkeypatch.setattr(Meter, "_compare", on_a_device)
+    model = model_of()
+    optimizer = adamw()(model.parameters())
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    train(model, optimizer, 4)
+    assert watch.figures() == []
+    event.there = True
+    train(model, optimizer, 1)
+    (figures,) = watch.figures()
+    assert figures["step"] == 1  # the steps in between were not looked at
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
+@pytest.mark.parametrize("name", ["pure bf16 AdamW", "fp32 parameters"])
+def test_on_a_gpu_the_host_waits_for_nothing(name: str) -> None:
+    dtype, make = TRAININGS[name]
+    model = model_of(dtype).cuda()
+    optimizer = make(groups_of(model), fused=True)
+    reference = Reference(optimizer)
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+
+    def step() -> None:
+        model(torch.randn(8, 16, dtype=dtype, device="cuda")).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+        torch.cuda.synchronize()
+    (figures,) = watch.figures()
+    hold(figures, reference)
+    plain = make(groups_of(model), fused=True)
+    again = precision_shim.watch_updates(model, plain, every=1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.cuda.set_sync_debug_mode("error")  # an operation that waits for the device raises
+    try:
+        for _ in range(4):
+            plain.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again._meters[0].measures
+
+
+# -- skipped steps -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_skipped_step_is_not_counted(is_fused: bool, ours: bool) -> None:
+    """A fused step is called for an overflow too, and skips on the device."""
+    model = model_of(FP32)
+    optimizer = adamw(fused=is_fused)(model.parameters())
+    scaler = LossScaler(device="cpu") if ours else torch.amp.GradScaler("cpu", init_scale=1024.0)
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    train(model, optimizer, 3, scaler=scaler)
+    (before,) = watch.figures()
+    weights = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 3, scaler=scaler, size=float("inf"))
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    called = is_fused and not ours  # ours does not step what it skips
+    (during,) = watch.figures()
+    assert (before["step"], during["step"]) == (2, 3 if called else 2)
+    assert during["weights"] < 0.05
+    train(model, optimizer, 2, scaler=scaler, first=3)
+    (after,) = watch.figures()
+    assert after["step"] == (7 if called else 4)
+    assert after["weights"] < 0.05
+
+
+def test_gradients_that_a_fused_step_unscales_itself() -> None:
+    """At eps of 1 the update goes with the gradient, scaled or not: the counts must not."""
+
+    def shares(scaler: Any) -> Any:
+        model = model_of(BF16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1.0, fused=True)
+        watch = precision_shim.watch_updates(model, optimizer, every=1)
+        train(model, optimizer, 3, scaler=scaler)
+        return watch.metrics()
+
+    assert shares(torch.amp.GradScaler("cpu", init_scale=2.0**10)) == shares(None)
+
+
+def test_a_learning_rate_of_zero_loses_nothing() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    train(model, optimizer, 3)
+    assert watch.metrics() == {}
+
+
+# -- the sample ----------------------------------------------------------------------------------
+
+
+def test_a_sample_of_a_large_model() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(700, 700), torch.nn.Linear(700, 4), torch.nn.Linear(4, 4)
+    ).bfloat16()
+    others = torch.nn.Linear(600, 600).bfloat16()
+    weights = [p for p in model.parameters() if p.numel() > 700]
+    small = [p for p in model.parameters() if p.numel() <= 700]
+    optimizer = torch.optim.AdamW([{"params": weights}, {"params": small}], lr=1e-3)
+    second = torch.optim.AdamW(others.parameters(), lr=1e-3)
+    reference = Reference(optimizer)
+    watches = [precision_shim.watch_updates(None, one, every=1) for one in (optimizer, second)]
+    for step in range(4):
+        torch.manual_seed(step)
+        model(torch.randn(4, 700).bfloat16()).float().square().mean().backward()
+        others(torch.randn(4, 600).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        second.step()
+        optimizer.zero_grad()
+        second.zero_grad()
+    groups = [group for one in watches for figures in one.figures() for group in figures["groups"]]
+    assert sum(group["sampled"] for group in groups) <= sampling.MOST_ELEMENTS
+    (first,) = watches[0].figures()
+    large, little = first["groups"]
+    assert little["sampled"] == little["elements"] == sum(p.numel() for p in small)
+    assert large["sampled"] > sampling.MOST_ELEMENTS / 3
+    # Half a million elements from a sample: five standard deviations of the largest.
+    hold(first, reference, within=5 * 0.5 / large["sampled"] ** 0.5)
+
+
+def test_each_element_at_most_once_and_the_same_ones_every_time() -> None:
+    tensors = [[torch.zeros(n) for n in (7, 100_000, 1, 0, 300_000)], [torch.zeros(50)], []]
+    first, second = (sampling.Sample(tensors, 1000) for _ in range(2))
+    assert first.sizes == [400_008, 50, 0]
+    assert [sum(at.count for at in one.values()) for one in first.taken] == [950, 50, 0]
+    for one, other in zip(first.taken, second.taken, strict=True):
+        assert one.keys() == other.keys()
+        for place, at in one.items():
+            if at.indices is not None:
+                assert torch.equal(at.indices, other[place].indices)
+                assert len(at.indices.unique()) == at.count
+    big = first.taken[0][4].indices
+    assert big is not None
+    assert int(big.min()) < 2000
+    assert int(big.max()) > 298_000
+    assert sampling.allot([5, 100, 100], 65) == [5, 30, 30]
+    many = [[torch.zeros(10) for _ in range(2 * sampling.MOST_TENSORS)]]
+    assert len(sampling.Sample(many, 10**6).taken[0]) == sampling.MOST_TENSORS
+
+
+# -- what it says --------------------------------------------------------------------------------
+
+
+def test_a_warning_names_group_rate_and_remedy_once() -> None:
+    model = model_of()
+    optimizer = adamw(lr=7e-6)(groups_of(model))  # a rate that no other test warns of
+    precision_shim.watch_updates(model, optimizer, every=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, 6)
+    said = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
+    weights = next(one for one in said if "parameter group 0" in one)
+    assert "(lr 7e-06)" in weights
+    assert "stored weights (bf16)" in weights
+    assert "Keep the weights in fp32" in weights
+    assert len(said) == len(set(said)) <= 2
+
+
+def test_it_is_part_of_the_audit() -> None:
+    model = model_of()
+    optimizer = adamw()(model.parameters())
+    precision_shim.watch_updates(model, optimizer, every=2)
+    assert precision_shim.audit(model, optimizer).parts[0].updates is None
+    train(model, optimizer, 3)
+    audit = precision_shim.audit(model, optimizer)
+    (part,) = audit.to_dict()["parts"]
+    assert part["updates"]["step"] == part["updates"]["every"] == 2
+    assert json.loads(json.dumps(audit.to_dict())) == audit.to_dict()
+    assert precision_shim.Audit.from_dict(audit.to_dict()) == audit
+    assert lost.CODE in {one.code for one in audit.notes}
+    assert "group 0, lr 6e-06: weights" in str(audit)
+
+
+def test_an_optimizer_with_a_rule_of_its_own_gets_a_sentence() -> None:
+    class Own(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = model_of()
+    for optimizer in (torch.optim.Adagrad(model.parameters()), Own(model.parameters())):
+        with pytest.warns(PrecisionShimWarning, match="has a rule of its own"):
+            watch = precision_shim.watch_updates(model, optimizer, every=1)
+        train(model, optimizer, 3)
+        assert (watch.figures(), watch.metrics()) == ([], {})
+        audit = precision_shim.audit(model, optimizer)
+        assert lost.UNMEASURED in {one.code for one in audit.notes}
+
+
+def test_what_goes_wrong_costs_the_meter_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    optimizer = adamw()(model.parameters())
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(Meter, "_take", fail)
+    with pytest.warns(PrecisionShimWarning, match="out of luck"):
+        train(model, optimizer, 3)
+    assert watch.metrics() == {}
+
+
+# -- coming and going ----------------------------------------------------------------------------
+
+
+def hooks(optimizer: Any) -> int:
+    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def test_uninstall_and_remove_take_the_hooks_out() -> None:
+    model = model_of()
+    optimizer = adamw()(model.parameters())
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    assert hooks(optimizer) == 2
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    train(model, optimizer, 2)
+    assert len(calls) == 2
+    precision_shim.uninstall()
+    assert hooks(optimizer) == 1
+    newest = watch.figures()
+    train(model, optimizer, 2)
+    assert watch.figures() == newest
+    precision_shim.watch_updates(model, optimizer).remove()
+    assert hooks(optimizer) == 1
+    assert meters.of(optimizer) is None
+
+
+def test_a_second_call_changes_how_often() -> None:
+    model = model_of()
+    optimizer = adamw()(model.parameters())
+    precision_shim.watch_updates(model, optimizer)
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    assert hooks(optimizer) == 2
+    train(model, optimizer, 2)
+    assert [one["every"] for one in watch.figures()] == [1]
+
+
+def test_nothing_keeps_an_optimizer_alive() -> None:
+    model = model_of()
+    optimizer = adamw()(model.parameters())
+    precision_shim.watch_updates(model, optimizer, every=1)
+    train(model, optimizer, 2)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_it_cannot_be_given() -> None:
+    model = model_of()
+    optimizer = adamw()(model.parameters())
+    for every in (0, -1, 1.5, True, "2"):
+        with pytest.raises(SettingsError, match="whole number >= 1"):
+            precision_shim.watch_updates(model, optimizer, every)  # type: ignore[arg-type]
+    with pytest.raises(AuditError, match="no steps to watch"):
+        precision_shim.watch_updates(model, None)
+    with pytest.raises(AuditError):
+        precision_shim.watch_updates(model, 5)
+    assert meters.metrics(None) == {}

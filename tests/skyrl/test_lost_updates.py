@@ -1,0 +1,57 @@
+"""PRECISION_SHIM_WATCH_UPDATES in SkyRL: the shares of lost updates among its workers' metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import precision_shim
+
+from .support import batch, build, fsdp_worker, metrics_of
+
+FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
+
+
+def train(worker: Any) -> list[tuple[dict[str, float], Any]]:
+    """Passes and steps by SkyRL's own methods: metrics and grad norm of each."""
+    said = []
+    for seed in range(4):
+        found = metrics_of(worker.forward_backward(batch(seed)))
+        said.append((found, worker.optim_step()))
+    return said
+
+
+def hold(said: list[tuple[dict[str, float], Any]]) -> None:
+    """A pass comes before its step: the figures of the first step are in the third pass."""
+    for found, _ in said[:2]:
+        assert FIGURES & found.keys() == set()
+    first, newest = said[2][0], said[3][0]
+    # The first step has no second moment that could become smaller.
+    assert FIGURES & first.keys() == FIGURES - {"updates_lost_exp_avg_sq"}
+    assert newest.keys() >= FIGURES
+    assert all(0.0 <= newest[name] <= 1.0 for name in FIGURES)
+    (audit,) = precision_shim.status().audit
+    figures = audit.parts[0].updates
+    assert figures is not None
+    assert figures["step"] == 3
+
+
+def test_megatron_worker(fused_adam: str, checkpoints: dict[str, Path], shim: Any) -> None:
+    rate = "trainer.policy.optimizer_config.lr=6e-6"
+    plain = train(build(checkpoints["bfloat16"], rate))
+    shim(settings={"watch_updates": 1})
+    said = train(build(checkpoints["bfloat16"], rate))
+    hold(said)
+    assert [norm for _, norm in said] == [norm for _, norm in plain]
+    assert said[-1][0]["updates_lost"] < 0.05 < said[-1][0]["updates_lost_rollout"]
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_fsdp_worker(cpu: None, checkpoints: dict[str, Path], shim: Any, role: str) -> None:
+    plain = train(fsdp_worker(role, checkpoints["float32"], None))
+    shim(settings={"watch_updates": 1})
+    said = train(fsdp_worker(role, checkpoints["float32"], None))
+    hold(said)
+    assert [norm for _, norm in said] == [norm for _, norm in plain]

@@ -1,0 +1,83 @@
+"""PRECISION_SHIM_WATCH_UPDATES in verl: the shares of lost updates beside its grad norm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+import precision_shim
+
+from ..rank_server import Ranks, rank_server
+from .conftest import VERL
+from .megatron_fp16_support import Training
+from .support import optim_config
+
+pytestmark = pytest.mark.skipif(
+    Version("0.7") > VERL, reason="verl 0.6's engine: covered whole by test_untested_version"
+)
+
+FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
+
+
+@pytest.fixture(scope="module")
+def launch(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, value_checkpoint: Path
+) -> Iterator[Ranks]:
+    with rank_server(
+        "tests.verl.fsdp_ranks",
+        tmp_path_factory.mktemp("ranks"),
+        MODEL=str(checkpoint),
+        VALUE_MODEL=str(value_checkpoint),
+    ) as ranks:
+        yield ranks
+
+
+def test_megatron_engine(
+    fused_adam: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, shim: Any
+) -> None:
+    def train(**settings: Any) -> tuple[list[dict[str, Any]], Any]:
+        one = Training(checkpoint, monkeypatch, dtype="bfloat16", optim=optim_config(lr=6e-6))
+        return [one.train(seed=seed) for seed in range(4)], one.parameters()
+
+    plain, weights = train()
+    shim(settings={"watch_updates": 1})
+    watched, same = train()
+    assert weights.equal(same)
+    assert [one["grad_norm"] for one in watched] == [one["grad_norm"] for one in plain]
+    assert FIGURES & watched[0].keys() == set()  # one step late
+    for one in watched[1:]:
+        assert one.keys() >= FIGURES - {"updates_lost_exp_avg_sq"}
+        assert 0.0 <= one["updates_lost"] < 0.05 < one["updates_lost_rollout"] <= 1.0
+    # The first step has no second moment that could become smaller.
+    assert ["updates_lost_exp_avg_sq" in one for one in watched] == [False, False, True, True]
+    (audit,) = precision_shim.status().audit
+    figures = audit.parts[0].updates
+    assert figures is not None
+    assert figures["weights"] == watched[-1]["updates_lost"]
+    assert figures["exp_avg_sq"] == watched[-1]["updates_lost_exp_avg_sq"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
+def test_fsdp_engine(launch: Ranks) -> None:
+    for rank in launch("lost_updates"):
+        for subject in ("actor", "critic"):
+            first, _, *later = rank[subject]["metrics"]
+            assert FIGURES & first.keys() == set()
+            assert all(one.keys() >= FIGURES for one in later)
+            assert all(0.0 <= one[name] <= 1.0 for one in later for name in FIGURES)
+            assert rank[subject]["kept"]["weights"] == later[-1]["updates_lost"]
+            assert rank[subject]["same"]
+
+
+@pytest.mark.skipif(Version("0.8") <= VERL, reason="this version has no legacy workers")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
+def test_legacy_workers(launch: Ranks) -> None:
+    for rank in launch("legacy_lost_updates"):
+        for role in ("actor", "critic"):
+            assert f"{role}/updates_lost" not in rank[role][0]
+            assert 0.0 <= rank[role][-1][f"{role}/updates_lost"] <= 1.0
