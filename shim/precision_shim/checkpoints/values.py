@@ -1,0 +1,91 @@
+"""What a sample of a checkpoint's values tells, by the rules that the load seams use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..rules.continuing import NARROWER
+from ..rules.dtypes import parse_dtype
+from ..rules.remainders import looks_like_remainders, rounds_exactly
+from .layout import MASTER, PARAMS, Part
+from .tensors import Tensor, item_size
+
+__all__ = ["are_numbers", "narrower", "samples"]
+
+_LEAST = 64 << 10
+"""Bytes of a piece that are looked at, at least."""
+
+
+_ALIGNED = 64
+"""Megatron begins each parameter of a bucket at a multiple of so many elements, and stores what is
+between them, which is no number of anybody's, as pieces that are smaller."""
+
+
+def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int, torch.Tensor]]:
+    """Values of some tensors: the beginning of each piece, all of it if there are few.
+
+    Args:
+        tensors: in fp32 or a 16-bit dtype; others are left out, and so are small pieces.
+        most: bytes, over all.
+
+    Yields:
+        The tensor, the number of the piece, and its first values.
+    """
+    pieces = sum(len(one.parts) for one in tensors)
+    full = any(one.elements >= _ALIGNED for one in tensors)
+    share = max(_LEAST, most // max(1, pieces))
+    for one in tensors:
+        dtype = parse_dtype(one.dtype)
+        if dtype is None or dtype is torch.uint8:
+            continue
+        for number, part in enumerate(one.parts):
+            content = part(share)
+            content = content[: len(content) - len(content) % item_size(one.dtype)]
+            if content and (len(content) // item_size(one.dtype) >= _ALIGNED or not full):
+                yield one, number, torch.frombuffer(bytearray(content), dtype=dtype)
+
+
+def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
+    """The narrower dtypes that hold every value of a sample as it is."""
+    fits = list(NARROWER)
+    for _, _, value in samples(tensors, most):
+        fits = [name for name in fits if rounds_exactly(value, _dtype(name))]
+        if not fits:
+            break
+    return tuple(fits)
+
+
+def are_numbers(part: Part, most: int) -> bool:
+    """Whether what a checkpoint has for the masters are remainders, stored as numbers."""
+    weights = {one.name.removeprefix("model."): one for one in part.held.get(PARAMS, ())}
+    for one, number, value in samples(part.held[MASTER], most):
+        if one.dtype != "fp32":
+            continue
+
+        def param(one: Tensor = one, number: int = number, value: torch.Tensor = value) -> torch.Tensor:
+            found = next((weights[name] for name in _tails(one.name) if name in weights), None)
+            if found is not None and len(found.parts) == len(one.parts):
+                dtype = parse_dtype(found.dtype)
+                content = found.parts[number](value.numel() * item_size(found.dtype))
+                if dtype is not None and len(content) == value.numel() * item_size(found.dtype):
+                    return torch.frombuffer(bytearray(content), dtype=dtype)
+            # A parameter that is not there to be compared is hardly a whole number beyond 1.
+            return value.clamp(-1.0, 1.0)
+
+        if looks_like_remainders(value, param):
+            return True
+    return False
+
+
+def _tails(name: str) -> Iterator[str]:
+    words = name.split(".")
+    for start in range(len(words)):
+        yield ".".join(words[start:])
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = parse_dtype(name)
+    assert found is not None
+    return found
