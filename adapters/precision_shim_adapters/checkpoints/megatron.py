@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,39 +45,43 @@ def is_master(key: str) -> bool:
 def read(unit: Unit, part: Part) -> None:
     """Take what a distributed checkpoint of Megatron's holds into a part."""
     for key, one in unit.tensors.items():
-        if not is_optimizers(key):
-            weights = "_extra_state" not in key and not key.startswith(_NO_WEIGHTS)
-            part.add(PARAMS if weights else OTHER, one)
-            continue
-        state = _STATE.search(key)
-        # A third form has ".param" at a key's end only.
-        part.add(_COMPONENT[state[1]] if state else MASTER if is_master(key) else OTHER, one)
-        dtypes = DTYPES_IN_KEY.search(key)
+        part.add(_component_of(key), one)
+        dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
         if dtypes is not None:
             _note_dtypes(part, dtypes[1], dtypes[2])
-    trees: list[Any] = []
     for archive in unit.common:
-        trees.append(archive.tree)
-        tree = archive.tree if isinstance(archive.tree, dict) else {}
-        sharding = (tree.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-        if isinstance(sharding, str):
-            part.facts.setdefault("sharding", sharding)
-        for found in _values_of(tree.get("optimizer"), "param_state_sharding_type"):
-            part.facts["sharding"] = found
+        _take_common(archive.tree if isinstance(archive.tree, dict) else {}, part)
+    archives = list(unit.common)
     for key, make in unit.objects.items():
-        if not is_optimizers(key):
-            continue
         last = key.rpartition(".")[2].partition("/")[0]
-        if last == "param_state":
+        if is_optimizers(key) and last == "param_state":
             _take_gathered(make(), part)
-        elif last in ("optimizer", "grad_scaler"):
-            trees.append({last: make().tree})
-    for tree in trees:
-        for betas in _values_of(tree, "betas"):
+        elif is_optimizers(key) and last in ("optimizer", "grad_scaler"):
+            archives.append(make())
+    for archive in archives:
+        for betas in _values_of(archive.tree, "betas"):
             if isinstance(betas, (tuple, list)) and len(betas) == 2:
                 part.facts["adam_beta2"] = float(betas[1])
-        for state in _values_of(tree, "grad_scaler"):
-            part.scalers.append(_scaler(state))
+        for state in _dicts_with(archive.tree, "growth_tracker"):
+            part.scalers.append({**state, "scale": _number(archive, state.get("scale"))})
+
+
+def _component_of(key: str) -> str:
+    if not is_optimizers(key):
+        weights = "_extra_state" not in key and not key.startswith(_NO_WEIGHTS)
+        return PARAMS if weights else OTHER
+    found = _STATE.search(key)
+    if found is not None:
+        return _COMPONENT[found[1]]
+    return MASTER if is_master(key) else OTHER  # a third form has ".param" at a key's end only
+
+
+def _take_common(tree: dict[Any, Any], part: Part) -> None:
+    sharding = (tree.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if isinstance(sharding, str):
+        part.facts.setdefault("sharding", sharding)
+    for found in _values_of(tree.get("optimizer"), "param_state_sharding_type"):
+        part.facts["sharding"] = found
 
 
 def _note_dtypes(part: Part, params: str, bucket: str) -> None:
@@ -98,8 +103,7 @@ def _take_gathered(archive: Archive, part: Part) -> None:
         part.add(component, Tensor(f"param_state.{one.name}", one.dtype, one.elements, one.parts))
 
 
-def _values_of(tree: Any, name: str) -> Iterator[Any]:
-    """What stands under a key, wherever in a tree."""
+def _dicts_in(tree: Any) -> Iterator[dict[Any, Any]]:
     seen: set[int] = set()
     waiting = [tree]
     while waiting:
@@ -108,8 +112,7 @@ def _values_of(tree: Any, name: str) -> Iterator[Any]:
             continue
         seen.add(id(one))
         if isinstance(one, dict):
-            if name in one:
-                yield one[name]
+            yield one
             waiting += one.values()
         elif isinstance(one, Made):
             waiting += [one.state, one.items, *one.arguments]
@@ -117,6 +120,22 @@ def _values_of(tree: Any, name: str) -> Iterator[Any]:
             waiting += one
 
 
-def _scaler(state: Any) -> dict[str, Any]:
-    """Megatron's own record of a scaler, its scale as a number where that can be read."""
-    return dict(state) if isinstance(state, dict) else {"": state}
+def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
+    return (one for one in _dicts_in(tree) if name in one)
+
+
+def _values_of(tree: Any, name: str) -> Iterator[Any]:
+    """What stands under a key, wherever in a tree."""
+    return (one[name] for one in _dicts_with(tree, name))
+
+
+def _number(archive: Archive, value: Any) -> float | None:
+    """A number, also of a tensor that holds one; ``None`` for anything else."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    for _, one in archive.tensors([value]):
+        content = one.parts[0](4) if one.parts and one.dtype == "fp32" else b""
+        if len(content) == 4:
+            found: float = struct.unpack("<f", content)[0]
+            return found
+    return None

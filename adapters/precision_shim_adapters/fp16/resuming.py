@@ -40,14 +40,21 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
                 return Outcome(
                     MISREAD, f"torch would cast its {stored} {name} to the parameters' {params[0]}"
                 )
-    states = Outcome(EXACT, "states are read in the dtypes that they were saved in")
     shimmed = here.in_force(framework, FEATURE, group)
+    return _scaler(framework, part, here, shimmed) or Outcome(
+        EXACT, "states are read in the dtypes that they were saved in"
+    )
+
+
+def _scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | None:
+    """What becomes of the loss scaler; ``None`` where it goes on, or where there is none."""
     scaler = part.scaler
     if scaler.state == "none":
         asked = parse_dtype(str((here.config or {}).get("precision", "")))
-        if asked is not None and asked is parse_dtype("fp16"):
-            return Outcome(FRESH, "it has no loss scaler's state: the scale begins anew")
-        return states
+        lost = asked is not None and asked is parse_dtype("fp16")
+        return (
+            Outcome(FRESH, "it has no loss scaler's state: the scale begins anew") if lost else None
+        )
     if not shimmed:
         return Outcome(
             FRESH,
@@ -57,6 +64,4 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
     if scaler.state == "damaged":
         return Outcome(REFUSED, f"the loss scaler's record is damaged: {scaler.text}")
     _, _, lines = taken_over(scaler.saved, settings_for(shim=here.settings), scaler.where)
-    if lines:
-        return Outcome(FRESH, f"the loss scaler goes on otherwise: {lines[0]}")
-    return states
+    return Outcome(FRESH, f"the loss scaler goes on otherwise: {lines[0]}") if lines else None

@@ -19,6 +19,7 @@ closed, remainders are stored under a name of their own, and the bucket's dtype 
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -403,9 +404,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
             would be cast without a word.
     """
     wanted = [
-        tensor
-        for tensor in _sharded_tensors(sharded_state_dict)
-        if is_optimizers(tensor.key)
+        tensor for tensor in _sharded_tensors(sharded_state_dict) if is_optimizers(tensor.key)
     ]
     if not wanted:
         return call.proceed()

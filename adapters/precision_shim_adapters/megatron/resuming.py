@@ -73,7 +73,7 @@ def assumed(part: Part, here: Here) -> dict[str, Any]:
         fields[PRECISION_AWARE] = True
     if "adam_beta2" in part.facts:
         fields.setdefault("adam_beta2", part.facts["adam_beta2"])
-    return fields
+    return {**fields, **here.instead}
 
 
 def declared(part: Part) -> torch.dtype:
@@ -162,35 +162,42 @@ def _with_shim(part: Part, live: Live) -> Outcome:
 
 def _without(part: Part, live: Live) -> Outcome:
     """As Megatron's ``DistributedOptimizer`` has it by itself."""
-    keeps_dtype = part.facts.get("sharding") in KEEPING
-    remainders = part.masters == REMAINDERS
-    if (
-        live.precision_aware
-        and part.facts.get("sharding") == "dp_reshardable"
-        and "isinstance" not in look(_SETS_STATES).names
-    ):
-        # Up to 0.16 it hands a bool named 'padding' to FusedAdam.
-        return Outcome(FAILS, "this Megatron cannot load a precision-aware optimizer in this form")
-    if live.remainders and not remainders:
-        if keeps_dtype:
-            return Outcome(
-                MISREAD, f"its masters, {part.masters}, would be cast to int16 remainders"
-            )
-        return Outcome(FAILS, "FusedAdam keeps int16 remainders, and takes no fp32 masters for them")
-    if part.masters == NUMBERS:
-        return Outcome(MISREAD, "remainders that were stored as numbers would become the weights")
-    if remainders and not live.remainders:
-        return Outcome(MISREAD, "its int16 remainders would be cast to numbers and become the weights")
+    lost = _masters_without(part, live)
+    if lost is not None:
+        return lost
     rounded, scaled = _moments(part, live)
     if rounded:
         return Outcome(MISREAD, f"its fp32 {' and '.join(rounded)} would be rounded without a word")
     return scaled or Outcome(EXACT, f"{_what(part)} go on in {_kept(live)}")
 
 
+def _masters_without(part: Part, live: Live) -> Outcome | None:
+    sharding, remainders = part.facts.get("sharding"), part.masters == REMAINDERS
+    if (
+        live.precision_aware
+        and sharding == "dp_reshardable"
+        and "isinstance" not in look(_SETS_STATES).names
+    ):
+        # Up to 0.16 it hands a bool named 'padding' to FusedAdam.
+        return Outcome(FAILS, "this Megatron cannot load a precision-aware optimizer in this form")
+    if live.remainders and not remainders:
+        if sharding in KEEPING:
+            return Outcome(
+                MISREAD, f"its masters, {part.masters}, would be cast to int16 remainders"
+            )
+        return Outcome(FAILS, "FusedAdam keeps int16 remainders, and takes no fp32 masters")
+    if part.masters == NUMBERS:
+        return Outcome(MISREAD, "remainders that were stored as numbers would become the weights")
+    if remainders and not live.remainders:
+        return Outcome(MISREAD, "its int16 remainders would be cast, and become the weights")
+    return None
+
+
 def _moments(part: Part, live: Live) -> tuple[list[str], Outcome | None]:
     rounded, scaled = [], None
     for name, kept in live.moments.items():
-        becomes = moment_becomes(kept, lambda n=name, k=kept: k in part.moments.get(n, ()))
+        fits = kept in part.moments.get(name, ())
+        becomes = moment_becomes(kept, partial(bool, fits))
         if becomes == "rounded":
             rounded.append(name)
         elif becomes == "scaled":
@@ -199,7 +206,8 @@ def _moments(part: Part, live: Live) -> tuple[list[str], Outcome | None]:
 
 
 def _what(part: Part) -> str:
-    return "int16 remainders and moments" if part.masters == REMAINDERS else "fp32 masters and moments"
+    masters = "int16 remainders" if part.masters == REMAINDERS else "fp32 masters"
+    return f"{masters} and moments"
 
 
 def _kept(live: Live) -> str:

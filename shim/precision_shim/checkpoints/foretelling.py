@@ -21,6 +21,12 @@ from .._settings import Settings
 from ..errors import PrecisionShimError
 from .layout import EXP_AVG, EXP_AVG_SQ, FAILS, NOT_HERE, Outcome, Part
 
+_BENEATH = {
+    "megatron-core": ("megatron",),
+    "transformer-engine": ("transformer_engine",),
+    "torch": ("torch",),
+}
+
 __all__ = ["Here", "foretell", "remedy"]
 
 
@@ -33,11 +39,13 @@ class Here:
         settings: its settings.
         config: fields of Megatron's OptimizerConfig (and ``grad_reduce_in_fp32`` of its DDP's) that
             the job's own config has; ``None`` where that is not known.
+        instead: fields that it is to have instead, known or not.
     """
 
     on: bool
     settings: Settings
     config: Mapping[str, Any] | None = None
+    instead: Mapping[str, Any] = field(default_factory=dict)
     _refused: dict[str, frozenset[tuple[str, str]]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -73,6 +81,28 @@ class Here:
             and (feature, group) not in self._refused_of(framework)
         )
 
+    def only_framework(self, kind: str) -> str:
+        """The one installed framework that resumes from such files; empty if there are several."""
+        known = entries(third_party=False)
+        found = [
+            name
+            for name, row in CHECKPOINTS.items()
+            if kind in row["resuming"]
+            and _session.version_of(known[name].distribution, known[name].packages) is not None
+        ]
+        return found[0] if len(found) == 1 else ""
+
+    def versions(self, framework: str) -> dict[str, str]:
+        """What is installed here of a framework and of what it builds on."""
+        entry = entries(third_party=False).get(framework)
+        found = {}
+        named = {entry.distribution: entry.packages} if entry else {}
+        for name, packages in {**named, **_BENEATH}.items():
+            version = _session.version_of(name, packages)
+            if version is not None:
+                found[name] = version
+        return found
+
     def _refused_of(self, framework: str) -> frozenset[tuple[str, str]]:
         """Feature and group of the seams that cannot be patched here, told from source."""
         if framework not in self._refused:
@@ -90,7 +120,9 @@ def foretell(part: Part, here: Here) -> Outcome:
     """What becomes of a model's checkpoint when it is resumed here."""
     row = CHECKPOINTS.get(part.framework)
     if row is None:
-        return Outcome(NOT_HERE, "no framework names its directories so; say which with --framework")
+        return Outcome(
+            NOT_HERE, "whose it is does not show in its directories; say so with --framework"
+        )
     if find_spec("torch") is None:
         return Outcome(NOT_HERE, "torch is not installed here")
     entry = entries(third_party=False)[part.framework]
@@ -126,19 +158,18 @@ def _others(part: Part, here: Here) -> Iterator[tuple[str, Here]]:
     on = "" if here.on else "PRECISION_SHIM=1 "
     shimmed = here.but(on=True)
     yield f"{on}{states}=as-configured", shimmed.but(optimizer_states="as-configured")
-    config = dict(here.config or {})
     for names in ((EXP_AVG_SQ,), (EXP_AVG,), (EXP_AVG, EXP_AVG_SQ)):
         fields = {f"{name}_dtype": "fp32" for name in names}
         text = " ".join(f"{key}: fp32" for key in fields)
-        yield f"{on}{text} in the optimizer's config".strip(), shimmed.but(config=config | fields)
+        yield f"{on}{text} in the optimizer's config", shimmed.but(instead=fields)
     aware = "use_precision_aware_optimizer"
     for value in (False, True):
-        other = shimmed.but(config=config | {aware: value})
-        yield f"{on}{aware}: {str(value).lower()} in the optimizer's config".strip(), other
+        text = f"{on}{aware}: {str(value).lower()} in the optimizer's config"
+        yield text, shimmed.but(instead={aware: value})
     for name in ("growth_interval", "growth_factor", "backoff_factor"):
         if here.settings.is_set(name):
             origin = {**here.settings.origin, name: "default"}
             without = dataclasses.replace(here.settings, origin=origin)
-            yield f"{on}no PRECISION_SHIM_{name.upper()}".strip(), shimmed.but(settings=without)
+            yield f"{on}PRECISION_SHIM_{name.upper()} unset", shimmed.but(settings=without)
     if here.on:
         yield "PRECISION_SHIM=0", here.but(on=False)

@@ -7,7 +7,9 @@ by the values that remainders stored as numbers, and moments that were bf16, are
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -103,7 +105,7 @@ def _scaler_of(part: Part) -> Scaler:
                 text = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 return Scaler("damaged", str(file), f"it cannot be read ({error})")
-            return _judge(lambda text=text, file=file: parse(text, str(file)), str(file))
+            return _judge(partial(parse, text, str(file)), str(file))
     for unit in part.units:
         for key, one in unit.tensors.items():
             if key.rpartition(".")[2] == _RECORD_KEY:
@@ -140,7 +142,7 @@ def _judge_tensor(one: Tensor, where: str) -> Scaler:
 
 
 def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
-    judged = [_judge(lambda one=one: one, str(archive.path)) for archive, one in records]
+    judged = [_judge(partial(dict, one), str(archive.path)) for archive, one in records]
     broken = [one for one in judged if one.state != "whole"]
     if broken:
         return broken[0]
@@ -176,18 +178,16 @@ def _judge_native(part: Part) -> Scaler:
     if not part.scalers:
         return Scaler("none")
     where = str(part.path)
-    dynamic = [one for one in part.scalers if one]
-    if not dynamic:
-        return Scaler("whole", where, "a constant scale")
-    for one in dynamic:
-        lacking = [name for name in _NATIVE if name not in one]
+    for one in part.scalers:
+        lacking = [name for name in _NATIVE if one.get(name) is None]
         if lacking:
             return Scaler("damaged", where, f"it has no {lacking[0]}")
-    trackers = {(one["growth_tracker"], one["hysteresis_tracker"]) for one in dynamic}
-    text = "; ".join(f"{good} good steps, hysteresis {left}" for good, left in sorted(trackers))
-    if len(trackers) > 1:
-        part.facts["scalers_differ"] = True
-    return Scaler("whole", where, text)
+        if not (isinstance(one["scale"], float) and 0.0 < one["scale"] < math.inf):
+            return Scaler("damaged", where, f"its scale is {one['scale']!r}")
+    states = {tuple(one[name] for name in _NATIVE) for one in part.scalers}
+    part.facts["scalers_differ"] = len(states) > 1
+    texts = (f"scale {a:g}, {b} good steps, hysteresis {c}" for a, b, c in sorted(states))
+    return Scaler("whole", where, "; ".join(texts))
 
 
 # -- values -------------------------------------------------------------------------------------

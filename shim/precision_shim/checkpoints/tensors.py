@@ -29,7 +29,15 @@ _SHORT = {
     "char": "int8",
     "byte": "uint8",
 }
-_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "float64": 8, "bool": 1, "complex64": 8, "complex128": 16}
+_SIZES = {
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "float64": 8,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
 _STORAGES = {
     "Float": "fp32",
     "BFloat16": "bf16",

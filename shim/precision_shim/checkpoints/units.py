@@ -13,10 +13,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointUnreadableError
-from ..rules.scaler_record import FILE_NAME
 from .pickles import Made, Name, names_in, read_pickle
 from .tensors import Archive, Tensor, dtype_name
 
@@ -72,7 +70,7 @@ def kind_of(path: Path) -> str | None:
         return MEGATRON if names & {"common.pt", "metadata.json"} else DCP
     if any(name.endswith(".distcp") for name in names):
         raise CheckpointUnreadableError(
-            f"{path}: it has .distcp files and no .metadata: saving did not end, or the file is lost."
+            f"{path}: it has .distcp files and no .metadata: saving did not end, or it is lost."
         )
     if names & {"common.pt"}:
         raise CheckpointUnreadableError(
@@ -212,19 +210,19 @@ def _read_shards(unit: Unit) -> None:
                 f"{unit.path}: {what}_world_size_{unit.world_size}_rank_{lacking[0]}.pt is missing."
             )
     for what, by_rank in sorted(files.items()):
-        for rank, path in sorted(by_rank.items()):
+        for _, path in sorted(by_rank.items()):
             archive = Archive(path)
             if what == "extra_state":
                 unit.common.append(archive)
                 continue
             for keys, one in archive.tensors():
                 name = ".".join(map(str, (what, *keys)))
+                # Each rank has a shard of the same tensor.
+                elements, parts = one.elements, one.parts
                 known = unit.tensors.get(name)
-                if known is not None:  # another rank's shard of the same tensor
-                    one = Tensor(
-                        name, known.dtype, known.elements + one.elements, known.parts + one.parts
-                    )
-                unit.tensors[name] = Tensor(name, one.dtype, one.elements, one.parts)
+                if known is not None:
+                    elements, parts = known.elements + elements, known.parts + parts
+                unit.tensors[name] = Tensor(name, one.dtype, elements, parts)
 
 
 # -- safetensors ----------------------------------------------------------------------------------
@@ -273,18 +271,3 @@ class _Range:
         with self.path.open("rb") as file:
             file.seek(self.start)
             return file.read(min(most, self.size))
-
-
-def has_record(path: Path) -> bool:
-    """Whether a directory has a loss scaler's record as a file."""
-    return (path / FILE_NAME).is_file()
-
-
-def read_any(unit: Unit, key: str) -> Any:
-    """An object of a distributed checkpoint as plain data; ``None`` if it is not there.
-
-    Raises:
-        CheckpointUnreadableError: it is damaged.
-    """
-    make = unit.objects.get(key)
-    return None if make is None else make().tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -64,19 +65,23 @@ def are_numbers(part: Part, most: int) -> bool:
         if one.dtype != "fp32":
             continue
 
-        def param(one: Tensor = one, number: int = number, value: torch.Tensor = value) -> torch.Tensor:
-            found = next((weights[name] for name in _tails(one.name) if name in weights), None)
-            if found is not None and len(found.parts) == len(one.parts):
-                dtype = parse_dtype(found.dtype)
-                content = found.parts[number](value.numel() * item_size(found.dtype))
-                if dtype is not None and len(content) == value.numel() * item_size(found.dtype):
-                    return torch.frombuffer(bytearray(content), dtype=dtype)
-            # A parameter that is not there to be compared is hardly a whole number beyond 1.
-            return value.clamp(-1.0, 1.0)
-
-        if looks_like_remainders(value, param):
+        if looks_like_remainders(value, partial(_param_of, weights, one, number, value)):
             return True
     return False
+
+
+def _param_of(
+    weights: dict[str, Tensor], one: Tensor, number: int, value: torch.Tensor
+) -> torch.Tensor:
+    """The parameter's values beside a master's, as far as the checkpoint has them."""
+    found = next((weights[name] for name in _tails(one.name) if name in weights), None)
+    if found is not None and len(found.parts) == len(one.parts):
+        dtype, size = parse_dtype(found.dtype), value.numel() * item_size(found.dtype)
+        content = found.parts[number](size)
+        if dtype is not None and len(content) == size:
+            return torch.frombuffer(bytearray(content), dtype=dtype)
+    # One that is not there to be compared is hardly a whole number beyond 1.
+    return value.clamp(-1.0, 1.0)
 
 
 def _tails(name: str) -> Iterator[str]:
