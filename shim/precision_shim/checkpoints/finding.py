@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from precision_shim_adapters.frameworks import CHECKPOINTS
 
@@ -21,15 +18,6 @@ _DEPTH = 5
 
 _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
 """Of several kinds in one model's directory, the one that has the optimizer's states."""
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A directory of one step."""
-
-    path: Path
-    number: int
-    framework: str
 
 
 def find(path: Path, framework: str | None = None) -> list[Part]:
@@ -49,30 +37,27 @@ def find(path: Path, framework: str | None = None) -> list[Part]:
             f"{path}: a file; give the directory of a checkpoint or of a run."
         )
     step = _last_step(path)
-    notes = [f"the last of the steps there: {step.path.name}"] if step is not None else []
-    top = path if step is None else step.path
+    notes = [f"the last of the steps there: {step.name}"] if step is not None else []
+    top = step or path
     found = _units_in(top, _DEPTH)
     if not found:
         raise CheckpointUnreadableError(f"{path}: {_what_is_there(path)}.")
-    whose = framework or (step.framework if step else None) or _framework_of(top, found)
+    whose = framework or _framework_of(top)
     parts: dict[Path, list[tuple[Path, str]]] = {}
     for directory, kind in found:
         model = _model_of(directory, top)
         parts.setdefault(model or top, []).append((directory, kind))
-    return [_part(whose, one, top, units, notes) for one, units in sorted(parts.items())]
+    return [_part(whose, one, units, notes) for one, units in sorted(parts.items())]
 
 
-def _part(
-    framework: str, path: Path, top: Path, found: list[tuple[Path, str]], notes: list[str]
-) -> Part:
+def _part(framework: str, path: Path, found: list[tuple[Path, str]], notes: list[str]) -> Part:
     kinds = {kind for _, kind in found}
     kind = next(one for one in _ORDER if one in kinds)
-    # Exports for inference lie beside what a resume reads.
-    taken = [one for one in found if one[1] == kind or kind == MEGATRON] if kind != DCP else found
-    units = tuple(read_unit(directory, one) for directory, one in sorted(taken))
+    units = tuple(read_unit(directory, one) for directory, one in sorted(found) if one == kind)
     known = {name for row in CHECKPOINTS.values() for name in row["models"]}
     subject = next((name for name in (path.name, *_names(path)) if name in known), "")
-    return Part(framework, subject, path, units, kind, notes=list(notes))
+    beside = tuple(one for one in sorted(found) if one[1] != kind)
+    return Part(framework, subject, path, units, kind, beside, notes=list(notes))
 
 
 def _names(path: Path) -> list[str]:
@@ -91,42 +76,30 @@ def _units_in(path: Path, depth: int) -> list[tuple[Path, str]]:
     return found
 
 
-def _last_step(path: Path) -> _Step | None:
+def _last_step(path: Path) -> Path | None:
     """The step of a run's directory that the run would resume from."""
-    steps = []
-    for framework, row in CHECKPOINTS.items():
+    steps = {}
+    for row in CHECKPOINTS.values():
         for one in path.iterdir():
             match = re.fullmatch(row["steps"], one.name)
             if match and one.is_dir():
-                steps.append(_Step(one, int(match[1]), framework))
-    if not steps:
-        return None
-    last = max(steps, key=lambda one: one.number)
-    same = {one.framework for one in steps if one.path == last.path}
-    if len(same) > 1:
-        shape = _framework_of(last.path, _units_in(last.path, _DEPTH))
-        last = _Step(last.path, last.number, shape)
-    return last
+                steps[one] = int(match[1])
+    return max(steps, key=lambda one: steps[one], default=None)
 
 
-def _framework_of(path: Path, found: list[tuple[Path, str]]) -> str:
-    """The framework that names directories so; empty where several do, or none."""
-    fits: dict[str, int] = {}
+def _framework_of(path: Path) -> str:
+    """The framework that names a step's directory and its models' so; empty if several do."""
+    fits = {}
+    whole = path.absolute()
     for name, row in CHECKPOINTS.items():
-        inside = {
-            part for directory, _ in found for part in directory.relative_to(path.parent).parts
-        } | set(path.parts)
-        step = any(re.fullmatch(row["steps"], part) for part in inside)
-        model = bool(inside & set(row["models"])) if row["models"] else step
-        own = all(_has(path, found, pattern) for pattern in row.get("has", ()))
-        if model and (step or own):
-            fits[name] = 1 + bool(row.get("has")) * own
-    best = [name for name, points in fits.items() if points == max(fits.values())]
+        for step in (whole, *whole.parents):
+            if re.fullmatch(row["steps"], step.name):
+                models = [one for one in row["models"] if (step / one).is_dir()]
+                if models or not row["models"]:
+                    fits[name] = len(models)
+                break
+    best = [name for name, count in fits.items() if count == max(fits.values())]
     return best[0] if len(best) == 1 else ""
-
-
-def _has(path: Path, found: list[tuple[Path, str]], pattern: str) -> bool:
-    return any(directory.match(pattern) for directory, _ in found)
 
 
 def _model_of(directory: Path, top: Path) -> Path | None:
@@ -149,9 +122,3 @@ def _what_is_there(path: Path) -> str:
         return "the directory is empty"
     shown = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "")
     return f"no checkpoint of a kind that is known here (it has {shown})"
-
-
-def declared(framework: str) -> Mapping[str, Any]:
-    """The row of a framework; empty for none."""
-    row: Mapping[str, Any] = CHECKPOINTS.get(framework, {})
-    return row

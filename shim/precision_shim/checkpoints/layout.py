@@ -51,6 +51,7 @@ class Part:
         path: its directory.
         units: the directories of files in it.
         kind: what wrote the optimizer's states: one of ``units``' kinds.
+        beside: directories of other kinds, and these: exports for inference, or the weights.
         held: its tensors, by component.
         facts: what the doctor's readers found beside: ``sharding``, ``params`` and ``bucket``
             (dtypes), ``adam_beta2``.
@@ -66,6 +67,7 @@ class Part:
     path: Path
     units: tuple[Unit, ...]
     kind: str
+    beside: tuple[tuple[Path, str], ...] = ()
     held: dict[str, list[Tensor]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     scalers: list[dict[str, Any]] = field(default_factory=list)

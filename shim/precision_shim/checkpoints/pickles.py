@@ -8,7 +8,7 @@ made.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -59,12 +59,6 @@ class Made:
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
-class _Mark:
-    pass
-
-
-_MARK = _Mark()
-
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
 _VALUES = frozenset(
@@ -91,7 +85,7 @@ _VALUES = frozenset(
         "BINUNICODE8",
     ]
 )
-_PUT = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
+_PUT = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 _GET = frozenset({"GET", "BINGET", "LONG_BINGET"})
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _NOTHING = frozenset({"PROTO", "FRAME"})
@@ -130,8 +124,11 @@ def read_pickle(source: bytes | IO[bytes], where: str) -> Any:
 
 
 class _Machine:
+    """Carries a pickle's operations out on plain data."""
+
     def __init__(self) -> None:
         self.stack: list[Any] = []
+        self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
     def run(self, source: bytes | IO[bytes]) -> Any:
@@ -151,24 +148,18 @@ class _Machine:
         elif name in _EMPTY:
             stack.append(_EMPTY[name]())
         elif name in _TUPLES:
-            count = _TUPLES[name]
-            stack.append(tuple(self._pop(count)))
-        elif name == "MARK":
-            stack.append(_MARK)
+            stack.append(tuple(self._pop(_TUPLES[name])))
         elif name in _PUT:
-            self.memo[int(argument)] = stack[-1]
-        elif name == "MEMOIZE":
-            self.memo[len(self.memo)] = stack[-1]
+            self.memo[len(self.memo) if argument is None else int(argument)] = stack[-1]
         elif name in _GET:
             stack.append(self.memo[int(argument)])
+        elif name in _OPERATIONS:
+            _OPERATIONS[name](self, argument)
         elif name not in _NOTHING:
-            method = getattr(self, f"_{name.lower()}", None)
-            if method is None:
-                raise ValueError(f"it has the operation {name}, which no checkpoint needs")
-            method(argument)
+            raise ValueError(f"it has the operation {name}, which no checkpoint needs")
 
     def _pop(self, count: int) -> list[Any]:
-        if count > len(self.stack):
+        if count > len(self.stack) - (self.marks[-1] if self.marks else 0):
             raise ValueError("it takes more than it has")
         if not count:
             return []
@@ -176,89 +167,87 @@ class _Machine:
         del self.stack[-count:]
         return taken
 
+    def mark(self, argument: Any) -> None:
+        self.marks.append(len(self.stack))
+
+    def pop(self, argument: Any) -> None:
+        if self.marks and self.marks[-1] == len(self.stack):
+            self.marks.pop()
+        else:
+            self._pop(1)
+
     def _pop_to_mark(self) -> list[Any]:
-        position = (
-            max(i for i, one in enumerate(self.stack) if one is _MARK)
-            if (_MARK in self.stack)
-            else -1
-        )
-        if position < 0:
+        if not self.marks:
             raise ValueError("it has an end without a beginning")
-        taken = self.stack[position + 1 :]
+        position = self.marks.pop()
+        taken = self.stack[position:]
         del self.stack[position:]
         return taken
 
     # -- what is named and would be called --------------------------------------------------------
 
-    def _global(self, argument: str) -> None:
+    def global_(self, argument: str) -> None:
         self.stack.append(Name(str(argument).replace(" ", ".", 1)))
 
-    def _stack_global(self, argument: Any) -> None:
+    def stack_global_(self, argument: Any) -> None:
         module, name = self._pop(2)
         self.stack.append(Name(f"{module}.{name}"))
 
-    def _reduce(self, argument: Any) -> None:
+    def reduce_(self, argument: Any) -> None:
         by, arguments = self._pop(2)
         self.stack.append(_plain(by, arguments))
 
-    _newobj = _reduce
-
-    def _newobj_ex(self, argument: Any) -> None:
+    def newobj_ex_(self, argument: Any) -> None:
         by, arguments, named = self._pop(3)
         self.stack.append(Made(by, tuple(arguments), items=dict(named)))
 
-    def _inst(self, argument: str) -> None:
+    def inst_(self, argument: str) -> None:
         arguments = self._pop_to_mark()
         self.stack.append(Made(Name(str(argument).replace(" ", ".", 1)), tuple(arguments)))
 
-    def _obj(self, argument: Any) -> None:
+    def obj_(self, argument: Any) -> None:
         by, *arguments = self._pop_to_mark()
         self.stack.append(Made(by, tuple(arguments)))
 
-    def _build(self, argument: Any) -> None:
+    def build_(self, argument: Any) -> None:
         (state,) = self._pop(1)
         target = self.stack[-1]
         if isinstance(target, Made):
             target.state = state
 
-    def _persid(self, argument: Any) -> None:
+    def persid_(self, argument: Any) -> None:
         self.stack.append(Persistent(argument))
 
-    def _binpersid(self, argument: Any) -> None:
+    def binpersid_(self, argument: Any) -> None:
         (label,) = self._pop(1)
         self.stack.append(Persistent(label))
 
     # -- containers -------------------------------------------------------------------------------
 
-    def _pop_one(self, argument: Any) -> None:
-        self._pop(1)
-
-    def _pop_mark(self, argument: Any) -> None:
+    def pop_mark_(self, argument: Any) -> None:
         self._pop_to_mark()
 
-    def _dup(self, argument: Any) -> None:
+    def dup_(self, argument: Any) -> None:
         self.stack.append(self.stack[-1])
 
-    def _tuple(self, argument: Any) -> None:
+    def tuple_(self, argument: Any) -> None:
         self.stack.append(tuple(self._pop_to_mark()))
 
-    def _list(self, argument: Any) -> None:
+    def list_(self, argument: Any) -> None:
         self.stack.append(self._pop_to_mark())
 
-    def _frozenset(self, argument: Any) -> None:
+    def frozenset_(self, argument: Any) -> None:
         self.stack.append(frozenset(self._pop_to_mark()))
 
-    def _dict(self, argument: Any) -> None:
+    def dict_(self, argument: Any) -> None:
         flat = self._pop_to_mark()
         self.stack.append(dict(zip(flat[::2], flat[1::2], strict=True)))
 
-    def _append(self, argument: Any) -> None:
+    def append_(self, argument: Any) -> None:
         self._extend(self._pop(1))
 
-    def _appends(self, argument: Any) -> None:
+    def appends_(self, argument: Any) -> None:
         self._extend(self._pop_to_mark())
-
-    _additems = _appends
 
     def _extend(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -269,10 +258,10 @@ class _Machine:
         else:
             target.extend(values)
 
-    def _setitem(self, argument: Any) -> None:
+    def setitem_(self, argument: Any) -> None:
         self._set(self._pop(2))
 
-    def _setitems(self, argument: Any) -> None:
+    def setitems_(self, argument: Any) -> None:
         self._set(self._pop_to_mark())
 
     def _set(self, flat: list[Any]) -> None:
@@ -280,6 +269,34 @@ class _Machine:
         items = target.items if isinstance(target, Made) else target
         for key, value in zip(flat[::2], flat[1::2], strict=True):
             items[key] = value
+
+
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "MARK": _Machine.mark,
+    "POP": _Machine.pop,
+    "POP_MARK": _Machine.pop_mark_,
+    "DUP": _Machine.dup_,
+    "GLOBAL": _Machine.global_,
+    "STACK_GLOBAL": _Machine.stack_global_,
+    "REDUCE": _Machine.reduce_,
+    "NEWOBJ": _Machine.reduce_,
+    "NEWOBJ_EX": _Machine.newobj_ex_,
+    "INST": _Machine.inst_,
+    "OBJ": _Machine.obj_,
+    "BUILD": _Machine.build_,
+    "PERSID": _Machine.persid_,
+    "BINPERSID": _Machine.binpersid_,
+    "TUPLE": _Machine.tuple_,
+    "LIST": _Machine.list_,
+    "FROZENSET": _Machine.frozenset_,
+    "DICT": _Machine.dict_,
+    "APPEND": _Machine.append_,
+    "APPENDS": _Machine.appends_,
+    "ADDITEMS": _Machine.appends_,
+    "SETITEM": _Machine.setitem_,
+    "SETITEMS": _Machine.setitems_,
+}
+"""The operations on what is on the stack; any other is refused."""
 
 
 def _plain(by: Any, arguments: Any) -> Any:

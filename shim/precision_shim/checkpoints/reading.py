@@ -35,7 +35,7 @@ from .layout import (
 )
 from .pickles import Made
 from .tensors import Archive, Tensor
-from .units import Unit
+from .units import Unit, read_unit
 
 __all__ = ["read"]
 
@@ -56,6 +56,9 @@ def read(path: str | Path, framework: str | None = None) -> list[Part]:
             place = CHECKPOINT_READERS.get(unit.kind)
             take = _resolve(place) if place else _take
             take(unit, part)
+        for directory, kind in part.beside:
+            if not part.held.get(PARAMS):
+                _take(read_unit(directory, kind), part)
         part.scaler = _scaler_of(part)
         _look_at_values(part)
     if not any(part.held for part in parts):

@@ -62,7 +62,10 @@ class Examined:
             yield f"  {name.ljust(width)}  {text}"
         yield f"  {'resumed here'.ljust(width)}  {self.outcome.verdict}: {self.outcome.because}"
         if not self.outcome.exact:
-            how = self.remedy or "no setting does; go on from the weights alone, or another one"
+            how = (
+                self.remedy
+                or "no setting: begin from the weights alone, or take another checkpoint"
+            )
             yield f"  {'exact with'.ljust(width)}  {how}"
 
     def _held(self, name: str, dtypes: dict[str, int]) -> str:

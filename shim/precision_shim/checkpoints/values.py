@@ -19,6 +19,9 @@ _LEAST = 64 << 10
 """Bytes of a piece that are looked at, at least."""
 
 
+_PIECES = 512
+"""Pieces that are looked at, at most: each is an archive of its own that has to be opened."""
+
 _ALIGNED = 64
 """Megatron begins each parameter of a bucket at a multiple of so many elements, and stores what is
 between them, which is no number of anybody's, as pieces that are smaller."""
@@ -34,18 +37,20 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
     Yields:
         The tensor, the number of the piece, and its first values.
     """
-    pieces = sum(len(one.parts) for one in tensors)
     full = any(one.elements >= _ALIGNED for one in tensors)
-    share = max(_LEAST, most // max(1, pieces))
-    for one in tensors:
-        dtype = parse_dtype(one.dtype)
-        if dtype is None or dtype is torch.uint8:
-            continue
-        for number, part in enumerate(one.parts):
-            content = part(share)
-            content = content[: len(content) - len(content) % item_size(one.dtype)]
-            if content and (len(content) // item_size(one.dtype) >= _ALIGNED or not full):
-                yield one, number, torch.frombuffer(bytearray(content), dtype=dtype)
+    pieces = [
+        (one, number, dtype)
+        for one in tensors
+        if (dtype := parse_dtype(one.dtype)) in (torch.float32, torch.bfloat16, torch.float16)
+        for number in range(len(one.parts))
+    ]
+    chosen = pieces[:: -(-len(pieces) // _PIECES) or 1]
+    share = max(_LEAST, most // max(1, len(chosen)))
+    for one, number, dtype in chosen:
+        content = one.parts[number](share)
+        content = content[: len(content) - len(content) % item_size(one.dtype)]
+        if content and (len(content) // item_size(one.dtype) >= _ALIGNED or not full):
+            yield one, number, torch.frombuffer(bytearray(content), dtype=dtype)
 
 
 def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
