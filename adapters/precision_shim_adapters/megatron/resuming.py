@@ -24,9 +24,11 @@ from precision_shim.checkpoints.layout import (
     FRESH,
     MASTER,
     MISREAD,
+    NOT_HERE,
     NUMBERS,
     REFUSED,
     REMAINDERS,
+    UNKNOWN,
     Outcome,
     Part,
 )
@@ -92,6 +94,8 @@ def foretell(framework: str, part: Part, here: Here, wishes: Wishes) -> Outcome:
     """
     if not part.has_states:
         return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
+    if part.masters == UNKNOWN:
+        return Outcome(NOT_HERE, "the values of its masters cannot be read, and nothing else tells")
     holds = partial(here.in_force, framework)
     live = _live(wishes, part, here, holds)
     if live.problem:

@@ -52,18 +52,34 @@ def read(path: str | Path, framework: str | None = None) -> list[Part]:
     """
     parts = find(Path(path), framework)
     for part in parts:
-        for unit in part.units:
-            place = CHECKPOINT_READERS.get(unit.kind)
-            take = _resolve(place) if place else _take
-            take(unit, part)
-        for directory, kind in part.beside:
-            if not part.held.get(PARAMS):
-                _take(read_unit(directory, kind), part)
-        part.scaler = _scaler_of(part)
-        _look_at_values(part)
+        _fill(part)
     if not any(part.held for part in parts):
         raise CheckpointUnreadableError(f"{path}: its files hold no tensor.")
     return parts
+
+
+def _fill(part: Part) -> None:
+    try:
+        _sort(part)
+    except CheckpointUnreadableError:
+        raise
+    except Exception as error:  # whatever a damaged or foreign file makes of plain data
+        raise CheckpointUnreadableError(
+            f"{part.path}: a checkpoint in a form that is not known "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:120]})."
+        ) from error
+
+
+def _sort(part: Part) -> None:
+    for unit in part.units:
+        place = CHECKPOINT_READERS.get(unit.kind)
+        take = _resolve(place) if place else _take
+        take(unit, part)
+    for directory, kind in part.beside:
+        if not part.held.get(PARAMS):
+            _take(read_unit(directory, kind), part)
+    part.scaler = _scaler_of(part)
+    _look_at_values(part)
 
 
 def _resolve(place: str) -> Callable[[Unit, Part], None]:
@@ -209,7 +225,8 @@ def _look_at_values(part: Part) -> None:
     else:
         from .values import are_numbers
 
-        part.masters = NUMBERS if are_numbers(part, _SAMPLE) else WHOLE
+        found = are_numbers(part, _SAMPLE)
+        part.masters = UNKNOWN if found is None else NUMBERS if found else WHOLE
     return _look_at_moments(part)
 
 

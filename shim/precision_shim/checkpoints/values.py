@@ -55,24 +55,30 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
 
 def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
     """The narrower dtypes that hold every value of a sample as it is."""
-    fits = list(NARROWER)
+    fits: list[str] | None = None
     for _, _, value in samples(tensors, most):
-        fits = [name for name in fits if rounds_exactly(value, _dtype(name))]
+        left = NARROWER if fits is None else fits
+        fits = [name for name in left if rounds_exactly(value, _dtype(name))]
         if not fits:
             break
-    return tuple(fits)
+    return tuple(fits or ())
 
 
-def are_numbers(part: Part, most: int) -> bool:
-    """Whether what a checkpoint has for the masters are remainders, stored as numbers."""
+def are_numbers(part: Part, most: int) -> bool | None:
+    """Whether what a checkpoint has for the masters are remainders, stored as numbers.
+
+    ``None`` where no value can be read.
+    """
     weights = {one.name.removeprefix("model."): one for one in part.held.get(PARAMS, ())}
+    seen = False
     for one, number, value in samples(part.held[MASTER], most):
         if one.dtype != "fp32":
             continue
 
         if looks_like_remainders(value, partial(_param_of, weights, one, number, value)):
             return True
-    return False
+        seen = True
+    return False if seen else None
 
 
 def _param_of(
