@@ -92,10 +92,11 @@ _NOTHING = frozenset({"PROTO", "FRAME"})
 _PLAIN = {
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.tuple": tuple,
-    "builtins.list": list,
+    **{
+        f"{module}.{one.__name__}": one
+        for module in ("builtins", "__builtin__")  # the second up to protocol 2
+        for one in (set, frozenset, tuple, list, bytes, bytearray)
+    },
 }
 """What plain data stand for. Only these are made, by ``_plain``; nothing is looked up by name."""
 
@@ -301,13 +302,16 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 def _plain(by: Any, arguments: Any) -> Any:
     arguments = tuple(arguments)
-    make = _PLAIN.get(by.path) if isinstance(by, Name) else None
+    path = by.path if isinstance(by, Name) else ""
+    if path == "_codecs.encode" and len(arguments) == 2 and arguments[1] == "latin1":
+        return str(arguments[0]).encode("latin1")  # bytes, up to protocol 2
+    make = _PLAIN.get(path)
     if make is None or len(arguments) > 1:
         return Made(by, arguments)
     given = arguments[0] if arguments else ()
-    if not isinstance(given, (list, tuple, set, frozenset, dict)):
-        return Made(by, arguments)
-    return make(given)
+    if isinstance(given, (list, tuple, set, frozenset, dict, bytes, bytearray)):
+        return make(given)
+    return Made(by, arguments)
 
 
 def names_in(tree: Any) -> Iterator[str]:
