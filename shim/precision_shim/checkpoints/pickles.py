@@ -305,7 +305,7 @@ def _plain(by: Any, arguments: Any) -> Any:
     path = by.path if isinstance(by, Name) else ""
     if path == "_codecs.encode" and len(arguments) == 2 and arguments[1] == "latin1":
         return str(arguments[0]).encode("latin1")  # bytes, up to protocol 2
-    make = _PLAIN.get(path)
+    make: Any = _PLAIN.get(path)
     if make is None or len(arguments) > 1:
         return Made(by, arguments)
     given = arguments[0] if arguments else ()

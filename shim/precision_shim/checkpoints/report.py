@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from .foretelling import Here, foretell, remedy
-from .layout import COMPONENTS, EXP_AVG, EXP_AVG_SQ, MASTER, PARAMS, Outcome, Part
+from .layout import (
+    COMPONENTS,
+    EXACT,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    NOT_HERE,
+    PARAMS,
+    Outcome,
+    Part,
+)
 from .reading import read
 
 __all__ = ["Examined", "examine"]
@@ -30,6 +40,7 @@ class Examined:
         part: what its files hold.
         outcome: what becomes of it here.
         remedy: the setting that makes the resume exact, where it is not; empty if there is none.
+            Where nothing can be resumed here, none is looked for.
     """
 
     part: Part
@@ -57,16 +68,13 @@ class Examined:
         told = f"{scaler.state}: {scaler.text}" if scaler.text else scaler.state
         rows.append(("loss scaler", told))
         rows += [("note", one) for one in part.notes]
+        rows.append(("resumed here", f"{self.outcome.verdict}: {self.outcome.because}"))
+        if self.outcome.verdict not in (EXACT, NOT_HERE):
+            how = self.remedy or "no setting: begin from the weights, or take another checkpoint"
+            rows.append(("exact with", how))
         width = max(len(name) for name, _ in rows)
         for name, text in rows:
             yield f"  {name.ljust(width)}  {text}"
-        yield f"  {'resumed here'.ljust(width)}  {self.outcome.verdict}: {self.outcome.because}"
-        if not self.outcome.exact:
-            how = (
-                self.remedy
-                or "no setting: begin from the weights alone, or take another checkpoint"
-            )
-            yield f"  {'exact with'.ljust(width)}  {how}"
 
     def _held(self, name: str, dtypes: dict[str, int]) -> str:
         part = self.part
@@ -106,7 +114,7 @@ class Examined:
                 "exact": self.outcome.exact,
                 "verdict": self.outcome.verdict,
                 "because": self.outcome.because,
-                "exact_with": None if self.outcome.exact else self.remedy,
+                "exact_with": self.remedy or None,
             },
             "notes": part.notes,
         }
@@ -129,7 +137,11 @@ def examine(path: str | Path, here: Here, framework: str | None = None) -> list[
         if not part.framework:
             part.framework = here.only_framework(part.kind)
         outcome = foretell(part, here)
-        found.append(Examined(part, outcome, "" if outcome.exact else remedy(part, here)))
+        found.append(
+            Examined(
+                part, outcome, "" if outcome.verdict in (EXACT, NOT_HERE) else remedy(part, here)
+            )
+        )
     return found
 
 
