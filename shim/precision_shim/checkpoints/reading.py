@@ -50,24 +50,20 @@ def read(path: str | Path, framework: str | None = None) -> list[Part]:
     Raises:
         CheckpointUnreadableError: there is none, or it is not whole.
     """
-    parts = find(Path(path), framework)
-    for part in parts:
-        _fill(part)
-    if not any(part.held for part in parts):
-        raise CheckpointUnreadableError(f"{path}: its files hold no tensor.")
-    return parts
-
-
-def _fill(part: Part) -> None:
     try:
-        _sort(part)
+        parts = find(Path(path), framework)
+        for part in parts:
+            _sort(part)
     except CheckpointUnreadableError:
         raise
     except Exception as error:  # whatever a damaged or foreign file makes of plain data
+        why = " ".join(str(error).split())[:120]
         raise CheckpointUnreadableError(
-            f"{part.path}: a checkpoint in a form that is not known "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:120]})."
+            f"{path}: a checkpoint in a form that is not known ({type(error).__name__}: {why})."
         ) from error
+    if not any(part.held for part in parts):
+        raise CheckpointUnreadableError(f"{path}: its files hold no tensor.")
+    return parts
 
 
 def _sort(part: Part) -> None:

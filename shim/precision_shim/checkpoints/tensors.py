@@ -7,6 +7,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,27 +166,38 @@ class Archive:
                 self._member(archive, order).strip() == b"little"
             )
 
-    def _open(self) -> zipfile.ZipFile:
+    @contextmanager
+    def _open(self) -> Iterator[zipfile.ZipFile]:
         path, offset, length = self._place
         try:
-            return zipfile.ZipFile(io.BufferedReader(_Slice(path, offset, length)))
+            raw = _Slice(path, offset, length)
         except FileNotFoundError:
-            reason = "it is missing"
+            raise CheckpointUnreadableError(f"{path}: it is missing.") from None
         except EOFError:
             reason = "it ends before its content does"
-        except (zipfile.BadZipFile, NotImplementedError, ValueError):
-            reason = "it is damaged, cut off, or not written by torch.save"
+            raise CheckpointUnreadableError(f"{path}: {reason}.") from None
         except OSError as error:
             reason = f"it cannot be read ({error.strerror or error})"
-        raise CheckpointUnreadableError(f"{path}: {reason}.")
+            raise CheckpointUnreadableError(f"{path}: {reason}.") from None
+        with io.BufferedReader(raw) as file:
+            try:
+                archive = zipfile.ZipFile(file)
+            except Exception:  # what a damaged directory makes of zipfile
+                reason = "it is damaged, cut off, or not written by torch.save"
+                raise CheckpointUnreadableError(f"{path}: {reason}.") from None
+            with archive:
+                yield archive
 
-    def _member(self, archive: zipfile.ZipFile, name: str, most: int | None = None) -> bytes:
+    def _member(self, archive: zipfile.ZipFile, name: str, start: int = 0, most: int = -1) -> bytes:
         try:
             with archive.open(name) as member:
-                return member.read() if most is None else member.read(most)
-        except (zipfile.BadZipFile, EOFError, KeyError, OSError, RuntimeError, ValueError) as error:
+                if start:
+                    member.seek(start)
+                return member.read(most)
+        except Exception as error:  # what a damaged member makes of zipfile
+            why = " ".join(str(error).split())[:120]
             raise CheckpointUnreadableError(
-                f"{self._place[0]}: {name} in it is damaged or missing ({error})."
+                f"{self.path}: {name} in it is damaged or missing ({why})."
             ) from None
 
     def tensors(self, tree: Any = None) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
@@ -241,16 +253,7 @@ class Archive:
     def content(self, key: str, start: int, count: int) -> bytes:
         """Some bytes of one of its storages."""
         with self._open() as archive:
-            name = f"{self._root}data/{key}"
-            try:
-                with archive.open(name) as member:
-                    if start:
-                        member.seek(start)
-                    return member.read(count)
-            except (zipfile.BadZipFile, EOFError, KeyError, OSError, ValueError) as error:
-                raise CheckpointUnreadableError(
-                    f"{self._place[0]}: {name} in it is damaged or missing ({error})."
-                ) from None
+            return self._member(archive, f"{self._root}data/{key}", start, count)
 
 
 @dataclass(frozen=True)

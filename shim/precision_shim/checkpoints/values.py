@@ -85,7 +85,7 @@ def _param_of(
     weights: dict[str, Tensor], one: Tensor, number: int, value: torch.Tensor
 ) -> torch.Tensor:
     """The parameter's values beside a master's, as far as the checkpoint has them."""
-    found = next((weights[name] for name in _tails(one.name) if name in weights), None)
+    found = weights.get(one.name.partition("param.")[2])
     if found is not None and len(found.parts) == len(one.parts):
         dtype, size = parse_dtype(found.dtype), value.numel() * item_size(found.dtype)
         content = found.parts[number](size)
@@ -93,12 +93,6 @@ def _param_of(
             return torch.frombuffer(bytearray(content), dtype=dtype)
     # One that is not there to be compared is hardly a whole number beyond 1.
     return value.clamp(-1.0, 1.0)
-
-
-def _tails(name: str) -> Iterator[str]:
-    words = name.split(".")
-    for start in range(len(words)):
-        yield ".".join(words[start:])
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -94,12 +94,13 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
     Raises:
         SettingsError: one is not FIELD=VALUE.
     """
-    from . import settings_of
+    from ..errors import SettingsError
 
-    if not texts:
-        return None
+    found: dict[str, Any] = {}
     words = {"true": True, "false": False, "none": None}
-    return {
-        name: words.get(str(value).strip().lower(), value)
-        for name, value in settings_of(texts).items()
-    }
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise SettingsError(f"--config {text!r} is not FIELD=VALUE.")
+        found[name.strip()] = words.get(value.strip().lower(), value.strip())
+    return found or None

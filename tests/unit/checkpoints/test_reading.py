@@ -231,7 +231,7 @@ def test_options_that_make_no_sense(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path, "--framework", "other") == 2
     assert "allowed: nemo-rl, skyrl, torchtitan, verl" in capsys.readouterr().err
     assert run(tmp_path, "--config", "adam_beta2") == 2
-    assert "NAME=VALUE" in capsys.readouterr().err
+    assert "FIELD=VALUE" in capsys.readouterr().err
 
 
 # -- what cannot be read ------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_bytes_of_chance(tmp_path: Path, capsys: Any, kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for file in sorted(folder.iterdir()):
         whole = file.read_bytes()
-        for _ in range(60):
+        for _ in range(25):
             broken = bytearray(whole)
             for at in torch.randint(0, len(whole), (4,), generator=generator).tolist():
                 broken[at] = int(torch.randint(0, 256, (1,), generator=generator))
@@ -359,6 +359,7 @@ def test_other_files_that_would_run_code(tmp_path: Path, capsys: Any, protocol: 
     harm = Harm(tmp_path / "done")
     folder = megatrons(tmp_path / "saved", extra=harm)  # an object within a .distcp file
     torch.save({"content_metadata": harm, "optimizer": [harm]}, folder / "common.pt")
+    (tmp_path / "done").unlink(missing_ok=True)  # whoever copied the object has run it
     run(folder)
     ranks = of_ranks(tmp_path / "ranks", 1)
     for file in ranks.iterdir():
