@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import look
+from precision_shim.adapting import version_of
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import (
     EXACT,
@@ -34,17 +34,17 @@ from precision_shim.checkpoints.layout import (
 )
 from precision_shim.rules.continuing import how_read, master_is_lost, moment_becomes
 from precision_shim.rules.dtypes import name_of, parse_dtype
-from precision_shim.rules.legality import REMAINDERS_SINCE
+from precision_shim.rules.legality import REMAINDERS_SINCE, release
 from precision_shim.rules.model import TrainableDtypes
 
 from ..checkpoints.megatron import KEEPING, KEYED
 from .checkpoint import KEYS, STATES
 from .wishes import DISPATCH, PRECISION_AWARE, Wishes, plan, what_is_in_force
 
-_SETS_STATES = (
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-    "._set_main_param_and_optimizer_states"
-)
+_TAKES_PADDING = (0, 17)
+"""The megatron-core whose ``_set_main_param_and_optimizer_states`` first leaves out what is no
+tensor."""
+
 BUCKET = "grad_reduce_in_fp32"
 """A field of Megatron's DDP, among those that a job's config may have."""
 
@@ -180,9 +180,9 @@ def _masters_without(part: Part, live: Live) -> Outcome | None:
     if (
         live.precision_aware
         and sharding == "dp_reshardable"
-        and "isinstance" not in look(_SETS_STATES).names
+        and release(version_of("megatron-core", ("megatron",)) or "") < _TAKES_PADDING
     ):
-        # Up to 0.16 it hands a bool named 'padding' to FusedAdam.
+        # Before, it hands a bool named 'padding' to FusedAdam.
         return Outcome(FAILS, "this Megatron cannot load a precision-aware optimizer in this form")
     if live.remainders and not remainders:
         if sharding in KEEPING:
