@@ -93,3 +93,41 @@ SHARED = {
 
 AUDIT_READERS = {"megatron": "precision_shim_adapters.megatron.reader:read"}
 """Top-level package of an optimizer's class, to what reads such optimizers for the audit."""
+
+CHECKPOINT_READERS = {"megatron": "precision_shim_adapters.checkpoints.megatron:read"}
+"""Kind of a checkpoint's files, to what sorts their tensors; others are sorted as torch's own."""
+
+CHECKPOINTS: "dict[str, dict[str, Any]]" = {
+    "verl": {
+        "steps": r"global_step_(\d+)",
+        "models": ("actor", "critic"),
+        "resuming": {
+            "megatron": "precision_shim_adapters.verl.resuming:megatron",
+            "shards": "precision_shim_adapters.verl.resuming:fsdp",
+        },
+    },
+    "skyrl": {
+        "steps": r"global_step_(\d+)",
+        "models": ("policy", "critic"),
+        "resuming": {
+            "megatron": "precision_shim_adapters.skyrl.resuming:megatron",
+            "shards": "precision_shim_adapters.skyrl.resuming:fsdp",
+        },
+    },
+    "nemo-rl": {
+        "steps": r"step_(\d+)",
+        "models": ("policy", "value"),
+        "resuming": {
+            "megatron": "precision_shim_adapters.nemo_rl.resuming:megatron",
+            "dcp": "precision_shim_adapters.nemo_rl.resuming:dtensor",
+            "safetensors": "precision_shim_adapters.nemo_rl.resuming:dtensor",
+        },
+    },
+    "torchtitan": {
+        "steps": r"step-(\d+)",
+        "models": (),
+        "resuming": {"dcp": "precision_shim_adapters.torchtitan.resuming:dcp"},
+    },
+}
+"""By framework: how its directories of steps and of models are called, and by kind of files, what
+foretells a resume."""

@@ -26,6 +26,7 @@ _WHERE = {
     "InconsistentPrecisionError": "errors",
     "UnsupportedPrecisionError": "errors",
     "CheckpointLayoutError": "errors",
+    "CheckpointUnreadableError": "errors",
     "LossScaleError": "errors",
     "ScalerCheckpointError": "errors",
     "AuditError": "errors",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .auditing.updates import watch_updates as watch_updates
     from .errors import AuditError as AuditError
     from .errors import CheckpointLayoutError as CheckpointLayoutError
+    from .errors import CheckpointUnreadableError as CheckpointUnreadableError
     from .errors import DtypeError as DtypeError
     from .errors import InconsistentPrecisionError as InconsistentPrecisionError
     from .errors import LossScaleError as LossScaleError

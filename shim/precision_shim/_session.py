@@ -284,6 +284,11 @@ def in_force(framework: str, feature: str, group: str) -> bool:
     )
 
 
+def is_installed() -> bool:
+    """Whether ``install()`` is in force in this process."""
+    return _current is not None
+
+
 def current_settings() -> Settings:
     """The settings in force; the defaults where nothing is installed."""
     session = _current

@@ -39,6 +39,10 @@ class CheckpointLayoutError(PrecisionShimError, RuntimeError):
     """A checkpoint's optimizer states cannot be continued exactly by the live optimizer."""
 
 
+class CheckpointUnreadableError(PrecisionShimError, ValueError):
+    """A path holds no checkpoint, or one that is damaged; says so in one sentence."""
+
+
 class LossScaleError(PrecisionShimError, RuntimeError):
     """Gradients stayed non-finite over many steps in a row, whatever the loss scale."""
 

@@ -13,6 +13,8 @@ import torch
 from precision_shim.errors import PrecisionShimWarning, ScalerCheckpointError
 from precision_shim.scaling import FILE_NAME
 
+from ..checkpoint_doctor import FP16 as FP16_JOB
+from ..checkpoint_doctor import verdict
 from .support import KINDS, batch, loss_for, parameters, save, scaler_of
 from .test_training import Times, figures, same
 
@@ -40,6 +42,7 @@ def test_a_resumed_run_continues_bit_for_bit(kind, worker, shim, tmp_path: Path)
         save(one, tmp_path)
         assert train(one, kind, range(2, 5)) == [([32768.0], [1.0])] + [([65536.0], [1.0])] * 2
         expected, states = parameters(one), moments(one)
+    assert verdict(tmp_path, "nemo-rl") == "exact"
     with worker(kind, "float16", paths=tmp_path) as one:
         scaler = scaler_of(one)
         assert (scaler.get_scale(), scaler._get_growth_tracker()) == (32768.0, 2)
@@ -93,6 +96,7 @@ def test_a_checkpoint_without_scaler_state_loads_with_one_warning(
         save(one, tmp_path)
         states = moments(one)
     shim()
+    assert verdict(tmp_path, "nemo-rl", FP16_JOB) == "starts anew"
     stack = contextlib.ExitStack()
     with pytest.warns(PrecisionShimWarning, match="no loss scaler state at") as caught:
         one = stack.enter_context(worker(kind, "float16", tmp_path))
@@ -112,6 +116,7 @@ def test_a_checkpoint_of_the_shim_loads_without_it(kind, worker, shim, tmp_path:
         save(one, tmp_path)
         expected, states = parameters(one), moments(one)
     precision_shim.uninstall()
+    assert verdict(tmp_path, "nemo-rl") == "starts anew"
     with worker(kind, "float16", tmp_path) as one:
         assert same(expected, parameters(one))
         assert all(torch.equal(*pair) for pair in zip(states, moments(one), strict=True))
@@ -125,6 +130,7 @@ def test_a_damaged_file_is_an_error_that_names_it(kind, worker, shim, tmp_path: 
     record = json.loads(file.read_text())
     record["state"]["scale"] = 1.0
     file.write_text(json.dumps(record))
+    assert verdict(tmp_path, "nemo-rl") == "refused"
     with (
         pytest.raises(ScalerCheckpointError, match=f"{FILE_NAME}: .*damaged"),
         worker(kind, "float16", tmp_path),

@@ -14,6 +14,8 @@ import torch
 import precision_shim
 from precision_shim.errors import LossScaleError, PrecisionShimWarning, ScalerCheckpointError
 
+from ..checkpoint_doctor import FP16 as FP16_JOB
+from ..checkpoint_doctor import ask, verdict
 from .support import batch, fsdp_worker, metrics_of, scaler_of
 
 ROLES = ("policy", "critic")
@@ -259,6 +261,7 @@ def test_resume_is_exact_over_an_overflow(make: Any, shim: Any, tmp_path: Path, 
     path = save(worker, tmp_path)
     plan = [1.0, 1e9, 1.0, 1.0, 1.0, 1.0]
     straight = [train(worker, 50 + i, advantage) for i, advantage in enumerate(plan)]
+    assert verdict(path, "skyrl") == "exact"
     again = make(role)
     again.load_checkpoint(path)
     resumed = [train(again, 50 + i, advantage) for i, advantage in enumerate(plan)]
@@ -309,6 +312,7 @@ def test_a_checkpoint_of_unpatched_skyrl_loads(make: Any, shim: Any, tmp_path: P
     train(plain, 0)
     path = save(plain, tmp_path)
     shim()
+    assert verdict(path, "skyrl", FP16_JOB) == "starts anew"
     worker = make()
     with pytest.warns(PrecisionShimWarning, match="no loss scaler state at .*extra_state"):
         worker.load_checkpoint(path)
@@ -322,6 +326,8 @@ def test_unpatched_skyrl_loads_ours(make: Any, shim: Any, tmp_path: Path) -> Non
     settle(worker)
     path = save(worker, tmp_path)
     precision_shim.uninstall()
+    told = ask(path, "skyrl")
+    assert (told.outcome.verdict, told.remedy) == ("starts anew", "PRECISION_SHIM=1")
     plain = make()
     plain.load_checkpoint(path)
     assert torch.equal(parameters(plain), parameters(worker))
@@ -336,6 +342,7 @@ def test_a_damaged_state_is_an_error(make: Any, shim: Any, tmp_path: Path) -> No
     content = torch.load(file, weights_only=False)
     content["client_state"]["precision_shim_scaler"]["state"]["scale"] *= 2
     torch.save(content, file)
+    assert verdict(path, "skyrl") == "refused"
     with pytest.raises(ScalerCheckpointError, match=r"extra_state_.*does not match its digest"):
         make().load_checkpoint(path)
 

@@ -11,12 +11,14 @@ import torch
 
 import precision_shim
 
+from ..checkpoint_doctor import ask, told_by
 from ..optimizer_states import live_states, reads_remainders
 from .support import batch, build, metrics_of
 
 KWARGS = "trainer.policy.megatron_config.optimizer_config_kwargs"
 BETA = f"{KWARGS}.adam_beta2=0.95"
-OWN = f"{KWARGS}.use_precision_aware_optimizer=true"
+PRECISION_AWARE = "use_precision_aware_optimizer"
+OWN = f"{KWARGS}.{PRECISION_AWARE}=true"
 
 
 def train(worker: Any, seeds: range) -> list[Any]:
@@ -58,13 +60,20 @@ def go_on(
         straight = train(first, range(3, 6))
         turn(second_on, states_by)
         second = build(checkpoints["bfloat16"], BETA, *overrides)
-        try:
-            second.load_checkpoint(folder)
-        except Exception as error:  # Megatron's own, whatever it is
-            return type(error).__name__
-        if not same(saved, states(second)):
-            return "other weights"
-        return "exact" if train(second, range(3, 6)) == straight else "exact until it trains"
+        foretold = ask(folder, "skyrl", {PRECISION_AWARE: True} if OWN in overrides else {})
+
+        def load() -> str:
+            try:
+                second.load_checkpoint(folder)
+            except Exception as error:  # Megatron's own, whatever it is
+                return type(error).__name__
+            if not same(saved, states(second)):
+                return "other weights"
+            return "exact" if train(second, range(3, 6)) == straight else "exact until it trains"
+
+        done = load()
+        assert foretold.outcome.verdict == told_by(done), foretold.outcome
+        return done
 
     return go
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ..checkpoint_doctor import FP16, verdict
 from ..rank_server import Ranks
 
 CASES = ("policy", "pretrain")
@@ -43,6 +44,7 @@ def test_a_resume_is_exact(ranks: Ranks, tmp_path: Path, case: str, skips: str) 
     overflows = SKIPS[skips]
     whole = one(ranks, case, tmp_path / "whole", first=0, last=4, overflows=overflows, save=True)
     one(ranks, case, tmp_path / "parts", first=0, last=2, overflows=overflows, save=True)
+    assert verdict(tmp_path / "parts" / "checkpoint", "torchtitan", on=True) == "exact"
     resumed = one(ranks, case, tmp_path / "parts", first=2, last=4, load=True, save=True)
     same(resumed, whole)
     assert whole["scaler"][3] == len(overflows)
@@ -68,6 +70,8 @@ def test_a_resume_of_experts_is_exact(ranks: Ranks, tmp_path: Path, case: str, s
 def test_off_then_on(ranks: Ranks, tmp_path: Path, case: str) -> None:
     """A checkpoint without a record: one warning, a fresh scaler."""
     one(ranks, case, tmp_path, first=0, last=2, save=True, on=False)
+    told = verdict(tmp_path / "checkpoint", "torchtitan", FP16, on=True)
+    assert told == "starts anew"
     resumed = one(ranks, case, tmp_path, first=2, last=3, load=True)
     (warning,) = resumed["warned"]
     assert "no loss scaler state" in warning
@@ -81,6 +85,7 @@ def test_off_then_on(ranks: Ranks, tmp_path: Path, case: str) -> None:
 def test_on_then_off(ranks: Ranks, tmp_path: Path, case: str) -> None:
     """torchtitan does not see the record."""
     before = one(ranks, case, tmp_path, first=0, last=2, save=True)
+    assert verdict(tmp_path / "checkpoint", "torchtitan", on=False) == "starts anew"
     resumed = one(ranks, case, tmp_path, first=2, last=2, load=True, on=False)
     assert resumed["values"] == before["values"]
     assert resumed["state"] == before["state"]
@@ -111,6 +116,7 @@ def test_a_damaged_record(ranks: Ranks, tmp_path: Path, case: str) -> None:
             file.write_bytes(content[:at] + b"9" + content[at + 1 :])
             damaged += 1
     assert damaged == 1
+    assert verdict(tmp_path / "checkpoint", "torchtitan", on=True) == "refused"
     found = one(ranks, case, tmp_path, first=2, last=3, load=True)
     assert "ScalerCheckpointError" in found["error"]
     assert "does not match its digest" in found["error"]

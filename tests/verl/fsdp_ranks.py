@@ -21,6 +21,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import precision_shim
 
+from ..checkpoint_doctor import FP16, verdict
 from ..rank_server import Launch
 from . import fsdp_support as support
 
@@ -182,12 +183,14 @@ def resumed(job: Job) -> dict[str, Any]:
         one.load_checkpoint(job.path("shim"), del_local_after_load=False)
     support.train(one, range(10, 20), OVERFLOWS)
     end = support.engine_state(one)
+    foretold = [verdict(job.path(name), "verl", FP16) for name in ("shim", "plain")]
     two = support.engine(job.model)
     with ours() as without:
         two.load_checkpoint(job.path("plain"), del_local_after_load=False)
         two.load_checkpoint(job.path("plain"), del_local_after_load=False)
     return {
         "end": end,
+        "foretold": foretold,
         "said": said,
         "said_without": without,
         "fresh": support.engine_state(two)["scale"],
@@ -222,6 +225,7 @@ def plain(job: Job) -> dict[str, Any]:
     verls_own(four)
     four.load_checkpoint(job.path("shim"), del_local_after_load=False)
     found["of_the_shim"] = support.engine_state(four)
+    found["foretold"] = [verdict(job.path(name), "verl", FP16) for name in ("shim", "plain")]
     return found
 
 

@@ -19,6 +19,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.errors import CheckpointLayoutError
 
+from ..checkpoint_doctor import ask
 from ..optimizer_states import live_states, reads_remainders
 from ..rank_server import Ranks
 from .conftest import VERL
@@ -322,6 +323,7 @@ def test_through_the_engine(
         saved = Job(first.module, first.optimizer).states()
         first.save_checkpoint(str(tmp_path / "saved"), global_step=1)
         second = build()
+        assert ask(tmp_path / "saved", "verl").outcome.exact
         second.load_checkpoint(str(tmp_path / "saved"), del_local_after_load=False)
         assert same(saved, Job(second.module, second.optimizer).states())
 

@@ -71,6 +71,7 @@ def test_resumed_in_a_new_process_is_bit_identical(with_shim: Any, resumed: Any)
     for straight, second in zip(with_shim, resumed, strict=True):
         assert second["end"] == straight["straight"]
         assert second["said"] == []
+        assert second["foretold"] == ["exact", "starts anew"]
 
 
 def test_resumed_in_the_same_process_is_bit_identical(with_shim: Any) -> None:
@@ -111,6 +112,7 @@ def test_without_the_shim_the_resumed_training_is_another(
         assert plain["skipped"] == [4, 15]
         assert plain["skipped_resumed"] == []
         assert plain["resumed"]["scale"] == 2.0 * 8 * 8 * 8
+        assert plain["foretold"] == ["starts anew"] * 2
         for key in ("parameters", "moments"):
             assert plain["resumed"][key] != plain["straight"][key]
         assert FILE not in plain["files"]

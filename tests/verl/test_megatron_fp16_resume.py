@@ -17,6 +17,7 @@ from packaging.version import Version
 
 import precision_shim
 
+from ..checkpoint_doctor import verdict
 from ..rank_server import Ranks
 from .conftest import VERL
 from .support import optim_config
@@ -117,6 +118,7 @@ def test_resume_is_exact(
     # Neither tracker is where a fresh scaler has it.
     assert (scale, growth, hysteresis) == {4: (2.0**14, 1, 2), 9: (2.0**15, 0, 2)}[stop]
     first.save(tmp_path / "saved", sharding)
+    assert verdict(tmp_path / "saved", "verl") == "exact"
 
     second = fp16_job(seed=1)
     second.load(tmp_path / "saved", sharding)
@@ -145,11 +147,14 @@ def test_switched_in_between(
     one.save(tmp_path / "saved", sharding)
     switch(not on_first)
     other = fp16_job(seed=1)
+    told = verdict(tmp_path / "saved", "verl")
     if on_first and sharding == "dp_reshardable" and Version(version("megatron-core")).minor < 18:
         # Its own: 0.16 cannot load a precision-aware optimizer in this form, whoever saved it.
         with pytest.raises(AttributeError, match="'bool'"):
             other.load(tmp_path / "saved", sharding)
+        assert told == "fails"
         return
+    assert told == "exact"
     other.load(tmp_path / "saved", sharding)
     assert other.scalers() == one.scalers() == [(2.0**14, 1, 2) if on_first else (2.0**15, 0, 3)]
     assert other.train(1, first=steps) == one.train(1, first=steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precision_shim.adapting import current_settings
+from precision_shim.adapting import Settings, current_settings
 from precision_shim.scaling import ScalerSettings
 
 SETTINGS = {
@@ -18,7 +18,9 @@ SETTINGS = {
 
 
 def settings_for(
-    configured: Mapping[str, Any] | None = None, framework_default: ScalerSettings | None = None
+    configured: Mapping[str, Any] | None = None,
+    framework_default: ScalerSettings | None = None,
+    shim: Settings | None = None,
 ) -> ScalerSettings:
     """Bring together what the user wrote, the variables and the framework's own values.
 
@@ -27,8 +29,9 @@ def settings_for(
             ``ScalerSettings``; it wins over variables.
         framework_default: what the framework's own scaler has; ``None`` where the scaler is the
             shim's alone, whose defaults are those of the variables.
+        shim: the shim's settings; ``None`` for those in force.
     """
-    shim = current_settings()
+    shim = current_settings() if shim is None else shim
     values: dict[str, Any] = {}
     chosen: set[str] = set()
     for name, variable in SETTINGS.items():

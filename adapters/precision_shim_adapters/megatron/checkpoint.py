@@ -23,12 +23,14 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from precision_shim.adapting import Call, seam, warn
 from precision_shim.errors import CheckpointLayoutError
+from precision_shim.rules.continuing import how_read, master_is_lost, moment_becomes
 from precision_shim.rules.dtypes import name_of
 from precision_shim.rules.remainders import (
     join_master,
@@ -37,11 +39,11 @@ from precision_shim.rules.remainders import (
     split_master,
 )
 
+from ..checkpoints.megatron import DTYPES_IN_KEY, is_master, is_optimizers
+
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _ISSUE = "https://github.com/NVIDIA/Megatron-LM/issues/4222"
 _Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
-_DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
-_MASTER = re.compile(r"\.param$|\.fp32_param\.")
 _REMEDY = (
     "PRECISION_SHIM_OPTIMIZER_STATES=as-configured to continue with fp32 states (and leave low-"
     "precision dtypes out of the config), or start from the model's weights without the "
@@ -189,10 +191,15 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
 def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:
     value = tensors["param"]
     aware = _precision_aware(optimizer)
-    lost = (
-        model_shard(optimizer, model_param).dtype is not torch.bfloat16 and not aware
-        if value.dtype is torch.int16
-        else looks_like_remainders(value, lambda: model_shard(optimizer, model_param))
+
+    def live() -> torch.Tensor:
+        return model_shard(optimizer, model_param)
+
+    lost = master_is_lost(
+        name_of(value.dtype),
+        lambda: looks_like_remainders(value, live),
+        precision_aware=aware,
+        params=name_of(model_param.dtype),
     )
     if lost:
         raise CheckpointLayoutError(
@@ -208,17 +215,19 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
         return
     state = optimizer.optimizer.state[_shard_of(optimizer, model_param)]
     for name in ("exp_avg", "exp_avg_sq"):
-        live = state[name].dtype if name in state else torch.float32
-        if live is torch.bfloat16 and not rounds_exactly(tensors[name], live):
+        kept = state[name].dtype if name in state else torch.float32
+        fits = partial(rounds_exactly, tensors[name], kept)
+        becomes = moment_becomes(name_of(kept), fits)
+        if becomes == "rounded":
             raise CheckpointLayoutError(
                 f"Megatron optimizer checkpoint: its {name} holds fp32 values, the live optimizer "
-                f"keeps {name_of(live)}: continuing would round them, and training would not be "
+                f"keeps {name_of(kept)}: continuing would round them, and training would not be "
                 f"the one that was saved. Set override_optimizer_config.{name}_dtype to fp32, or "
                 f"{_REMEDY}"
             )
-        if live not in (torch.float32, torch.bfloat16):
+        if becomes == "scaled":
             warn(
-                f"Megatron optimizer checkpoint: {name} is kept in {name_of(live)} with a scale "
+                f"Megatron optimizer checkpoint: {name} is kept in {name_of(kept)} with a scale "
                 "that is computed anew on load; training may differ in the last bits."
             )
 
@@ -304,7 +313,7 @@ def _keyed_as_unpatched(optimizer: Any, state: Any) -> Any:
             if name in state:
                 state[name].data = [rekeyed(one) for one in state[name].data]
         for tensor in _sharded_tensors(state):
-            tensor.key = _DTYPES_IN_KEY.sub(renamed, tensor.key)
+            tensor.key = DTYPES_IN_KEY.sub(renamed, tensor.key)
     elif getattr(state, "data", None) is not None:  # the gathered form is one object
         state.data = {
             name: rekeyed(value) if isinstance(value, dict) else value
@@ -409,9 +418,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
             would be cast without a word.
     """
     wanted = [
-        tensor
-        for tensor in _sharded_tensors(sharded_state_dict)
-        if tensor.key.startswith("optimizer.") or ".optimizer." in tensor.key
+        tensor for tensor in _sharded_tensors(sharded_state_dict) if is_optimizers(tensor.key)
     ]
     if not wanted:
         return call.proceed()
@@ -430,11 +437,14 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
         if tensor.key not in stored:
             tensor.key = _stored_key(tensor.key, stored)
         wants = tensor.data.dtype if hasattr(tensor, "build_fn") else tensor.dtype
-        if tensor.key not in stored or stored[tensor.key].dtype == wants:
+        if tensor.key not in stored:
             continue
         there = stored[tensor.key].dtype
-        if there is torch.int16 and _MASTER.search(tensor.key):
-            # Remainders that an unpatched Megatron wrote: read them as remainders.
+        read = how_read(name_of(there), name_of(wants), master=is_master(tensor.key))
+        if read == "as it is":
+            continue
+        if read == "as remainders":
+            # Remainders that an unpatched Megatron wrote: read them as such.
             tensor.data = torch.empty(tensor.data.shape, dtype=there, device=tensor.data.device)
             if not hasattr(tensor, "build_fn"):
                 tensor.dtype = there
@@ -449,10 +459,10 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 
 def _stored_key(key: str, stored: Any) -> str:
     """The key of the same tensor under another bucket dtype, if the checkpoint has it so."""
-    match = _DTYPES_IN_KEY.search(key)
+    match = DTYPES_IN_KEY.search(key)
     if match is not None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            other = _DTYPES_IN_KEY.sub(f"dtype_({match[1]}, {dtype})", key)
+            other = DTYPES_IN_KEY.sub(f"dtype_({match[1]}, {dtype})", key)
             if other in stored:
                 return other
     return key

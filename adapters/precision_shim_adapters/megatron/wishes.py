@@ -8,13 +8,14 @@ the rules: the same wishes give the same plan, whichever framework they come fro
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import current_settings, in_force
+from precision_shim.adapting import Settings, current_settings, in_force
 from precision_shim.rules.dtypes import coerce_dtypes
 from precision_shim.rules.legality import FusedAdamSupport, check_dtypes, release
 from precision_shim.rules.model import TrainableDtypes
@@ -149,17 +150,26 @@ def plan_for(
     Raises:
         DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
     """
-    settings = current_settings()
-    now = InForce(
+    now = what_is_in_force(current_settings(), partial(in_force, framework))
+    return plan(wishes, model, now, distributed=distributed)
+
+
+def what_is_in_force(settings: Settings, holds: Callable[[str, str], bool]) -> InForce:
+    """What a plan depends on.
+
+    Args:
+        settings: the shim's.
+        holds: tells whether a feature is in force, and a group of it.
+    """
+    return InForce(
         states=str(settings["optimizer_states"]),
         coerces="dtype-coercion" in settings.features,
-        dispatches=in_force(framework, DISPATCH, GROUP),
-        aligns=in_force(framework, ALIGNMENT, GROUP),
+        dispatches=holds(DISPATCH, GROUP),
+        aligns=holds(ALIGNMENT, GROUP),
         over_user=settings["grad_bucket"] == "align",
-        whole_masters=in_force(framework, DISPATCH, STATES),
+        whole_masters=holds(DISPATCH, STATES),
         support=fused_adam_support(),
     )
-    return plan(wishes, model, now, distributed=distributed)
 
 
 def plan(

@@ -5,9 +5,10 @@ These are rules (torch only): they know no framework and patch nothing.
 
 from __future__ import annotations
 
+from ..rules.scaler_record import ScalerSettings
 from .checkpoint import FILE_NAME, agree, load, save
 from .record import FORMAT, ScalerRecord, from_tensor, read_record, record_of, restore, to_tensor
-from .scaler import LossScaler, ScalerSettings
+from .scaler import LossScaler
 from .skips import MAX_SKIPS, SkipCounter
 
 __all__ = [

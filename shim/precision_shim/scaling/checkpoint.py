@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from ..errors import ScalerCheckpointError
-from .record import parse, record_of, restore
+from ..rules.scaler_record import FILE_NAME, parse
+from .record import record_of, restore
 
-FILE_NAME = "precision_shim_scaler.json"
+__all__ = ["FILE_NAME", "agree", "load", "save"]
 
 
 def save(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,37 +13,13 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-from .skips import MAX_SKIPS, SkipCounter
+from ..rules.scaler_record import ScalerSettings
+from .skips import SkipCounter
 
 MAX_SCALE = 2.0**126
 """The largest scale: its reciprocal is float32's smallest normal number. Gradients that are all
 zero (GRPO without a reward difference) never overflow, so that without a bound the scale ends at
 inf, and 0 x inf is NaN for good."""
-
-
-@dataclass(frozen=True)
-class ScalerSettings:
-    """What a scaler is made with; see ``torch.amp.GradScaler`` for the first four.
-
-    Attributes:
-        init_scale: first loss scale.
-        growth_interval: steps without overflow before the scale grows. 400 is what verl takes
-            (PyTorch's default is 2000): an RL run has some hundred steps, not some ten thousand.
-        growth_factor: factor by which it grows, above 1.
-        backoff_factor: factor at an overflow, between 0 and 1.
-        min_scale: the scale never falls below; ShardedGradScaler itself has no minimum.
-        max_skips: skipped steps in a row that are an error.
-        chosen: names of the values that this process's user set. They win over the values of a
-            checkpoint.
-    """
-
-    init_scale: float = 65536.0
-    growth_interval: int = 400
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    min_scale: float = 1.0
-    max_skips: int = MAX_SKIPS
-    chosen: frozenset[str] = frozenset()
 
 
 @contextmanager

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import LossScaleError
+from ..rules.scaler_record import MAX_SKIPS
 
-MAX_SKIPS = 25
-"""Skips in a row that end a job. Halving brings the usual first scale, 65536, to 1 in sixteen; what
-is still non-finite then does not come from the scale."""
+__all__ = ["MAX_SKIPS", "SkipCounter"]
 
 
 @dataclass

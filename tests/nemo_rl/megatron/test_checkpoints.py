@@ -12,17 +12,19 @@ import torch
 
 import precision_shim
 
+from ...checkpoint_doctor import ask, told_by
 from ...optimizer_states import live_states, reads_remainders
 from ..support import batch, nll_loss
 from .support import FP16
 
 Make = Callable[..., AbstractContextManager[Any]]
 
-OWN = {"optimizer": {"use_precision_aware_optimizer": True}}
+PRECISION_AWARE = "use_precision_aware_optimizer"
+OWN = {"optimizer": {PRECISION_AWARE: True}}
 """What NeMo-RL's YAML files ask for."""
 
 LEFT_OPEN = {
-    "drop": ("use_precision_aware_optimizer",),
+    "drop": (PRECISION_AWARE,),
     "optimizer": {"adam_beta2": 0.95},
     "ddp": {"grad_reduce_in_fp32": False},
 }
@@ -73,6 +75,12 @@ class Switch:
             self._train(made, range(4, 7))
             straight = states(made)
         self._turn(second_on)
+        foretold = ask(folder / "weights", "nemo-rl", self._asked()).outcome
+        done = self._resume(paths, saved, straight)
+        assert foretold.verdict == told_by(done), foretold
+        return done
+
+    def _resume(self, paths: dict[str, str], saved: Any, straight: Any) -> str:
         try:
             with self.worker(self.precision, options=paths, **self.config) as made:
                 if not same(saved, states(made)):
@@ -81,6 +89,12 @@ class Switch:
                 return "exact" if same(straight, states(made)) else "exact until it trains"
         except Exception as error:  # Megatron's own, whatever it is
             return type(error).__name__
+
+    def _asked(self) -> dict[str, Any]:
+        """What the policy's config says of optimizer and bucket."""
+        left_out = self.config.get("drop", ())
+        default = {} if PRECISION_AWARE in left_out else {PRECISION_AWARE: False}
+        return {**default, **self.config.get("optimizer", {}), **self.config.get("ddp", {})}
 
     def _turn(self, on: bool) -> None:
         precision_shim.uninstall()

@@ -1,0 +1,141 @@
+"""Megatron's distributed checkpoints: what their keys mean, for the seams and for the doctor."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from precision_shim.checkpoints.layout import EXP_AVG, EXP_AVG_SQ, MASTER, OTHER, PARAMS, Part
+from precision_shim.checkpoints.pickles import Made, Name
+from precision_shim.checkpoints.tensors import Archive, Tensor, dtype_name
+from precision_shim.checkpoints.units import Unit
+
+DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
+"""The dtypes of parameters and gradient bucket in an optimizer's key."""
+
+_MASTER = re.compile(r"\.param$|\.fp32_param\.")
+_STATE = re.compile(r"(?:^|\.)(?:state\.|bucket_idx_\d+\.)(param|fp32_param|exp_avg_sq|exp_avg)\b")
+_COMPONENT = {
+    "param": MASTER,
+    "fp32_param": MASTER,
+    "exp_avg": EXP_AVG,
+    "exp_avg_sq": EXP_AVG_SQ,
+}
+_NO_WEIGHTS = ("rng_state", "rerun_state", "opt_param_scheduler", "iteration")
+
+KEEPING = ("dp_reshardable", "fully_sharded_model_space")
+"""Sharding types that keep a dtype for each state."""
+
+KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
+"""Sharding types that name the bucket's dtype."""
+
+
+def is_optimizers(key: str) -> bool:
+    """Whether a key of a sharded state is an optimizer's."""
+    return key.startswith("optimizer.") or ".optimizer." in key
+
+
+def is_master(key: str) -> bool:
+    """Whether an optimizer's key is that of a master, or of what is stored under its name."""
+    return _MASTER.search(key) is not None
+
+
+def read(unit: Unit, part: Part) -> None:
+    """Take what a distributed checkpoint of Megatron's holds into a part."""
+    for key, one in unit.tensors.items():
+        part.add(_component_of(key), one)
+        dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
+        if dtypes is not None:
+            _note_dtypes(part, dtypes[1], dtypes[2])
+    for archive in unit.common:
+        _take_common(archive.tree if isinstance(archive.tree, dict) else {}, part)
+    archives = list(unit.common)
+    for key, make in unit.objects.items():
+        last = key.rpartition(".")[2].partition("/")[0]
+        if is_optimizers(key) and last == "param_state":
+            _take_gathered(make(), part)
+        elif is_optimizers(key) and last in ("optimizer", "grad_scaler"):
+            archives.append(make())
+    for archive in archives:
+        for betas in _values_of(archive.tree, "betas"):
+            if isinstance(betas, (tuple, list)) and len(betas) == 2:
+                part.facts["adam_beta2"] = float(betas[1])
+        for state in _dicts_with(archive.tree, "growth_tracker"):
+            part.scalers.append({**state, "scale": _number(archive, state.get("scale"))})
+
+
+def _component_of(key: str) -> str:
+    if not is_optimizers(key):
+        weights = "_extra_state" not in key and not key.startswith(_NO_WEIGHTS)
+        return PARAMS if weights else OTHER
+    found = _STATE.search(key)
+    if found is not None:
+        return _COMPONENT[found[1]]
+    return MASTER if is_master(key) else OTHER  # a third form has ".param" at a key's end only
+
+
+def _take_common(tree: dict[Any, Any], part: Part) -> None:
+    sharding = (tree.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if isinstance(sharding, str):
+        part.facts.setdefault("sharding", sharding)
+    for found in _values_of(tree.get("optimizer"), "param_state_sharding_type"):
+        part.facts["sharding"] = found
+
+
+def _note_dtypes(part: Part, params: str, bucket: str) -> None:
+    part.facts["params"] = dtype_name(params)
+    part.facts["bucket"] = dtype_name(bucket)
+
+
+def _take_gathered(archive: Archive, part: Part) -> None:
+    """The states of all ranks in one object: ``{index: {dtypes: {state: tensor}}}``."""
+    for keys, one in archive.tensors():
+        for key in keys:
+            if (
+                isinstance(key, tuple)
+                and len(key) == 2
+                and all(isinstance(name, Name) for name in key)
+            ):
+                _note_dtypes(part, key[0].path, key[1].path)
+        component = _COMPONENT.get(str(keys[-1]) if keys else "", OTHER)
+        part.add(component, Tensor(f"param_state.{one.name}", one.dtype, one.elements, one.parts))
+
+
+def _dicts_in(tree: Any) -> Iterator[dict[Any, Any]]:
+    seen: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, (dict, list, tuple, Made)) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            yield one
+            waiting += one.values()
+        elif isinstance(one, Made):
+            waiting += [one.state, one.items, *one.arguments]
+        else:
+            waiting += one
+
+
+def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
+    return (one for one in _dicts_in(tree) if name in one)
+
+
+def _values_of(tree: Any, name: str) -> Iterator[Any]:
+    """What stands under a key, wherever in a tree."""
+    return (one[name] for one in _dicts_with(tree, name))
+
+
+def _number(archive: Archive, value: Any) -> float | None:
+    """A number, also of a tensor that holds one; ``None`` for anything else."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    for _, one in archive.tensors([value]):
+        content = one.parts[0](4) if one.parts and one.dtype == "fp32" else b""
+        if len(content) == 4:
+            found: float = struct.unpack("<f", content)[0]
+            return found
+    return None

@@ -1,0 +1,67 @@
+"""What a resume makes of a checkpoint of a torch optimizer: its states, and the loss scaler's."""
+
+from __future__ import annotations
+
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.layout import (
+    EXACT,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    FRESH,
+    MISREAD,
+    PARAMS,
+    REFUSED,
+    Outcome,
+    Part,
+)
+from precision_shim.rules.dtypes import parse_dtype
+from precision_shim.rules.scaler_record import taken_over
+
+from .settings import settings_for
+from .training import FEATURE
+
+
+def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
+    """What becomes of a checkpoint.
+
+    Args:
+        framework: whose job it is.
+        part: the checkpoint.
+        here: the environment.
+        group: of the seams that load it.
+    """
+    if not part.has_states:
+        return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
+    params = list(part.dtypes(PARAMS))
+    for name in (EXP_AVG, EXP_AVG_SQ):
+        for stored in part.dtypes(name):
+            # torch's Optimizer.load_state_dict casts a state to its parameter's dtype.
+            if part.kind == "shards" and len(params) == 1 and stored != params[0]:
+                return Outcome(
+                    MISREAD, f"torch would cast its {stored} {name} to the parameters' {params[0]}"
+                )
+    shimmed = here.in_force(framework, FEATURE, group)
+    return _scaler(framework, part, here, shimmed) or Outcome(
+        EXACT, "states are read in the dtypes that they were saved in"
+    )
+
+
+def _scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | None:
+    """What becomes of the loss scaler; ``None`` where it goes on, or where there is none."""
+    scaler = part.scaler
+    if scaler.state == "none":
+        asked = parse_dtype(str((here.config or {}).get("precision", "")))
+        lost = asked is not None and asked is parse_dtype("fp16")
+        return (
+            Outcome(FRESH, "it has no loss scaler's state: the scale begins anew") if lost else None
+        )
+    if not shimmed:
+        return Outcome(
+            FRESH,
+            f"{framework} by itself reads no loss scaler's state: the scale begins anew, or the "
+            "loss is not scaled",
+        )
+    if scaler.state == "damaged":
+        return Outcome(REFUSED, f"the loss scaler's record is damaged: {scaler.text}")
+    _, _, lines = taken_over(scaler.saved, settings_for(shim=here.settings), scaler.where)
+    return Outcome(FRESH, f"the loss scaler goes on otherwise: {lines[0]}") if lines else None

@@ -1,0 +1,29 @@
+"""What a resume makes of NeMo-RL's checkpoints."""
+
+from __future__ import annotations
+
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.layout import Outcome, Part
+from precision_shim.rules.dtypes import name_of
+
+from ..fp16 import resuming as torchs
+from ..megatron import resuming as megatrons
+from .dtensor import FRAMEWORK
+from .megatron import read_wishes
+
+
+def megatron(part: Part, here: Here) -> Outcome:
+    """On Megatron; the config's fields are those of ``megatron_cfg.optimizer``."""
+    fields = megatrons.assumed(part, here)
+    ddp = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
+    config = {
+        "precision": name_of(megatrons.declared(part)),
+        "megatron_cfg": {"optimizer": fields, "distributed_data_parallel_config": ddp},
+    }
+    wishes = read_wishes(config, part.subject or "policy", False, True)
+    return megatrons.foretell(FRAMEWORK, part, here, wishes)
+
+
+def dtensor(part: Part, here: Here) -> Outcome:
+    """On DTensor."""
+    return torchs.foretell(FRAMEWORK, part, here, "dtensor v2")

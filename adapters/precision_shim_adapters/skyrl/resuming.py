@@ -1,0 +1,30 @@
+"""What a resume makes of SkyRL's checkpoints."""
+
+from __future__ import annotations
+
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.layout import Outcome, Part
+
+from ..fp16 import resuming as torchs
+from ..megatron import resuming as megatrons
+from ..megatron.wishes import Wishes
+from .config import KWARGS
+
+
+def megatron(part: Part, here: Here) -> Outcome:
+    """On Megatron; the config's fields are those of ``optimizer_config_kwargs``."""
+    fields = megatrons.assumed(part, here)
+    bucket = fields.pop(megatrons.BUCKET, None)
+    wishes = Wishes(
+        where=f"skyrl, {KWARGS}",
+        subject=part.subject or "policy",
+        asked=fields,
+        declared=megatrons.declared(part),
+        bucket_in_fp32=None if bucket is None else bool(bucket),
+    )
+    return megatrons.foretell("skyrl", part, here, wishes)
+
+
+def fsdp(part: Part, here: Here) -> Outcome:
+    """On FSDP."""
+    return torchs.foretell("skyrl", part, here, "fsdp")

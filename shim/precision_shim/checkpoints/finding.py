@@ -1,0 +1,124 @@
+"""Which checkpoints a path holds: of which framework, of which models. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from precision_shim_adapters.frameworks import CHECKPOINTS
+
+from ..errors import CheckpointUnreadableError
+from .layout import Part
+from .units import DCP, MEGATRON, SAFETENSORS, SHARDS, kind_of, read_unit
+
+__all__ = ["find"]
+
+_DEPTH = 5
+"""How many directories deep a model's files may lie."""
+
+_ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
+"""Of several kinds in one model's directory, the one that has the optimizer's states."""
+
+
+def find(path: Path, framework: str | None = None) -> list[Part]:
+    """The models of a checkpoint, with what is in their files; of a run's directory, the last step.
+
+    Args:
+        path: a run's directory, a step's, a model's, or that of the files themselves.
+        framework: whose directory it is; ``None`` to tell by its shape.
+
+    Raises:
+        CheckpointUnreadableError: there is no checkpoint, or one that is not whole.
+    """
+    if not path.exists():
+        raise CheckpointUnreadableError(f"{path}: there is no such directory.")
+    if not path.is_dir():
+        raise CheckpointUnreadableError(
+            f"{path}: a file; give the directory of a checkpoint or of a run."
+        )
+    step = _last_step(path)
+    notes = [f"the last of the steps there: {step.name}"] if step is not None else []
+    top = step or path
+    found = _units_in(top, _DEPTH)
+    if not found:
+        raise CheckpointUnreadableError(f"{path}: {_what_is_there(path)}.")
+    whose = framework or _framework_of(top)
+    parts: dict[Path, list[tuple[Path, str]]] = {}
+    for directory, kind in found:
+        model = _model_of(directory, top)
+        parts.setdefault(model or top, []).append((directory, kind))
+    return [_part(whose, one, units, notes) for one, units in sorted(parts.items())]
+
+
+def _part(framework: str, path: Path, found: list[tuple[Path, str]], notes: list[str]) -> Part:
+    kinds = {kind for _, kind in found}
+    kind = next(one for one in _ORDER if one in kinds)
+    units = tuple(read_unit(directory, one) for directory, one in sorted(found) if one == kind)
+    known = {name for row in CHECKPOINTS.values() for name in row["models"]}
+    subject = next((name for name in (path.name, *_names(path)) if name in known), "")
+    beside = tuple(one for one in sorted(found) if one[1] != kind)
+    return Part(framework, subject, path, units, kind, beside, notes=list(notes))
+
+
+def _names(path: Path) -> list[str]:
+    return [one.name for one in path.parents][:_DEPTH]
+
+
+def _units_in(path: Path, depth: int) -> list[tuple[Path, str]]:
+    kind = kind_of(path)
+    if kind is not None:
+        return [(path, kind)]
+    found = []
+    if depth:
+        for one in sorted(path.iterdir()):
+            if one.is_dir() and not one.name.startswith("."):
+                found += _units_in(one, depth - 1)
+    return found
+
+
+def _last_step(path: Path) -> Path | None:
+    """The step of a run's directory that the run would resume from."""
+    steps = {}
+    for row in CHECKPOINTS.values():
+        for one in path.iterdir():
+            match = re.fullmatch(row["steps"], one.name)
+            if match and one.is_dir():
+                steps[one] = int(match[1])
+    return max(steps, key=lambda one: steps[one], default=None)
+
+
+def _framework_of(path: Path) -> str:
+    """The framework that names a step's directory and its models' so; empty if several do."""
+    fits = {}
+    whole = path.absolute()
+    for name, row in CHECKPOINTS.items():
+        for step in (whole, *whole.parents):
+            if re.fullmatch(row["steps"], step.name):
+                models = [one for one in row["models"] if (step / one).is_dir()]
+                if models or not row["models"]:
+                    fits[name] = len(models)
+                break
+    best = [name for name, count in fits.items() if count == max(fits.values())]
+    return best[0] if len(best) == 1 else ""
+
+
+def _model_of(directory: Path, top: Path) -> Path | None:
+    """The directory of the model that files belong to, by its name."""
+    known = {name for row in CHECKPOINTS.values() for name in row["models"]}
+    for one in (directory, *directory.parents):
+        if one.name in known:
+            return one
+        if one == top:
+            break
+    return None
+
+
+def _what_is_there(path: Path) -> str:
+    try:
+        inside: list[str] = sorted(one.name for one in path.iterdir())
+    except OSError as error:
+        return f"it cannot be read ({error.strerror or error})"
+    if not inside:
+        return "the directory is empty"
+    shown = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "")
+    return f"no checkpoint of a kind that is known here (it has {shown})"

@@ -1,0 +1,175 @@
+"""What a resume in this environment makes of a checkpoint, and the setting that makes it exact.
+
+The rules are those of the load seams: each kind of checkpoint is foretold by the adapter whose
+seams load it (``precision_shim_adapters.frameworks.CHECKPOINTS``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from precision_shim_adapters.frameworks import CHECKPOINTS
+
+from .. import _session, _settings
+from .._registry import entries
+from .._settings import Settings
+from ..errors import PrecisionShimError
+from .layout import EXP_AVG, EXP_AVG_SQ, FAILS, NOT_HERE, Outcome, Part
+
+_BENEATH = {
+    "megatron-core": ("megatron",),
+    "transformer-engine": ("transformer_engine",),
+    "torch": ("torch",),
+}
+
+__all__ = ["Here", "foretell", "remedy"]
+
+
+@dataclass(frozen=True)
+class Here:
+    """The environment of a resume.
+
+    Attributes:
+        on: whether the shim is.
+        settings: its settings.
+        config: fields of Megatron's OptimizerConfig (and ``grad_reduce_in_fp32`` of its DDP's) that
+            the job's own config has; ``None`` where that is not known.
+        instead: fields that it is to have instead, known or not.
+    """
+
+    on: bool
+    settings: Settings
+    config: Mapping[str, Any] | None = None
+    instead: Mapping[str, Any] = field(default_factory=dict)
+    _refused: dict[str, frozenset[tuple[str, str]]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @classmethod
+    def now(cls, config: Mapping[str, Any] | None = None) -> Here:
+        """What a load in this process would meet, or in one that is started from here.
+
+        Raises:
+            SettingsError: a variable makes no sense.
+        """
+        if _session.is_installed():
+            return cls(True, _session.current_settings(), config)
+        on = _settings.switch() in ("on", "strict")
+        return cls(on, _settings.resolve(), config)
+
+    def but(self, **changes: Any) -> Here:
+        """The same with other settings, ``on`` or ``config``."""
+        settings = {k: changes.pop(k) for k in list(changes) if k in _settings.TABLE}
+        if settings:
+            values = {**self.settings.values, **settings}
+            origin = {**self.settings.origin, **dict.fromkeys(settings, "argument")}
+            changes["settings"] = dataclasses.replace(self.settings, values=values, origin=origin)
+        return dataclasses.replace(self, **changes)
+
+    def in_force(self, framework: str, feature: str, group: str) -> bool:
+        """Whether a feature would be in force for a framework, and one of its groups patched."""
+        named = self.settings.frameworks
+        return (
+            self.on
+            and (named is None or framework in named)
+            and feature in self.settings.features
+            and (feature, group) not in self._refused_of(framework)
+        )
+
+    def only_framework(self, kind: str) -> str:
+        """The one installed framework that resumes from such files; empty if there are several."""
+        known = entries(third_party=False)
+        found = [
+            name
+            for name, row in CHECKPOINTS.items()
+            if kind in row["resuming"]
+            and _session.version_of(known[name].distribution, known[name].packages) is not None
+        ]
+        return found[0] if len(found) == 1 else ""
+
+    def versions(self, framework: str) -> dict[str, str]:
+        """What is installed here of a framework and of what it builds on."""
+        entry = entries(third_party=False).get(framework)
+        found = {}
+        named = {entry.distribution: entry.packages} if entry else {}
+        for name, packages in {**named, **_BENEATH}.items():
+            version = _session.version_of(name, packages)
+            if version is not None:
+                found[name] = version
+        return found
+
+    def _refused_of(self, framework: str) -> frozenset[tuple[str, str]]:
+        """Feature and group of the seams that cannot be patched here, told from source."""
+        if framework not in self._refused:
+            adapter = entries(third_party=False)[framework].load()
+            labels = {label: group for group, label in adapter.paths.items()}
+            self._refused[framework] = frozenset(
+                (one.feature, labels.get(one.path, one.path))
+                for one in _session.preview(adapter, self.settings)
+                if one.state == "refused" and not one.refusal
+            )
+        return self._refused[framework]
+
+
+def foretell(part: Part, here: Here) -> Outcome:
+    """What becomes of a model's checkpoint when it is resumed here."""
+    row = CHECKPOINTS.get(part.framework)
+    if row is None:
+        return Outcome(
+            NOT_HERE, "whose it is does not show in its directories; say so with --framework"
+        )
+    if find_spec("torch") is None:
+        return Outcome(NOT_HERE, "torch is not installed here")
+    entry = entries(third_party=False)[part.framework]
+    version = _session.version_of(entry.distribution, entry.packages)
+    if version is None:
+        return Outcome(NOT_HERE, f"{part.framework} is not installed here")
+    place = row["resuming"].get(part.kind)
+    if place is None:
+        return Outcome(NOT_HERE, f"{part.framework} resumes from no such files")
+    module, _, name = place.partition(":")
+    try:
+        found: Outcome = getattr(importlib.import_module(module), name)(part, here)
+    except PrecisionShimError as error:  # the config asks for what there is not
+        return Outcome(FAILS, str(error).rstrip("."))
+    return found
+
+
+def remedy(part: Part, here: Here) -> str:
+    """The setting with which a resume is exact; empty where there is none.
+
+    It is found by foretelling the resume with each.
+    """
+    for text, other in _others(part, here):
+        if foretell(part, other).exact:
+            return text
+    return ""
+
+
+def _others(part: Part, here: Here) -> Iterator[tuple[str, Here]]:
+    states = "PRECISION_SHIM_OPTIMIZER_STATES"
+    if not here.on:
+        yield "PRECISION_SHIM=1", here.but(on=True)
+    on = "" if here.on else "PRECISION_SHIM=1 "
+    shimmed = here.but(on=True)
+    yield f"{on}{states}=as-configured", shimmed.but(optimizer_states="as-configured")
+    for names in ((EXP_AVG_SQ,), (EXP_AVG,), (EXP_AVG, EXP_AVG_SQ)):
+        fields = {f"{name}_dtype": "fp32" for name in names}
+        text = " ".join(f"{key}: fp32" for key in fields)
+        yield f"{on}{text} in the optimizer's config", shimmed.but(instead=fields)
+    aware = "use_precision_aware_optimizer"
+    for value in (False, True):
+        text = f"{on}{aware}: {str(value).lower()} in the optimizer's config"
+        yield text, shimmed.but(instead={aware: value})
+    for name in ("growth_interval", "growth_factor", "backoff_factor"):
+        if here.settings.is_set(name):
+            origin = {**here.settings.origin, name: "default"}
+            without = dataclasses.replace(here.settings, origin=origin)
+            yield f"{on}PRECISION_SHIM_{name.upper()} unset", shimmed.but(settings=without)
+    if here.on:
+        yield "PRECISION_SHIM=0", here.but(on=False)

@@ -1,0 +1,337 @@
+"""What a pickle describes, as plain data: nothing is imported, nothing is called.
+
+``pickletools`` tells the operations of a pickle apart; here they are carried out on plain data
+alone. What a pickle names becomes a ``Name``, what it would call becomes a ``Made`` that was not
+made.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from ..errors import CheckpointUnreadableError
+
+__all__ = ["Made", "Name", "Persistent", "names_in", "read_pickle"]
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a pickle would import: ``"torch.float32"``."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Persistent:
+    """What lies outside the pickle, by the label that the pickle has for it."""
+
+    label: Any
+
+
+@dataclass(eq=False)
+class Made:
+    """An object that a pickle would make.
+
+    Attributes:
+        by: what it would call.
+        arguments: with what.
+        state: what it would then set: a class's fields, for one that has them.
+        items: what it would put in by key.
+        members: what it would append.
+    """
+
+    by: Any
+    arguments: tuple[Any, ...]
+    state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)
+    members: list[Any] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """The path of what it would call; empty where that is no name."""
+        return self.by.path if isinstance(self.by, Name) else ""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field of its state."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
+_VALUES = frozenset(
+    [
+        "INT",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG",
+        "LONG1",
+        "LONG4",
+        "FLOAT",
+        "BINFLOAT",
+        "STRING",
+        "BINSTRING",
+        "SHORT_BINSTRING",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "BINBYTES8",
+        "BYTEARRAY8",
+        "UNICODE",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE8",
+    ]
+)
+_PUT = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
+_GET = frozenset({"GET", "BINGET", "LONG_BINGET"})
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_NOTHING = frozenset({"PROTO", "FRAME"})
+_PLAIN = {
+    "torch.Size": tuple,
+    "collections.OrderedDict": dict,
+    **{
+        f"{module}.{one.__name__}": one
+        for module in ("builtins", "__builtin__")  # the second up to protocol 2
+        for one in (set, frozenset, tuple, list, bytes, bytearray)
+    },
+}
+"""What plain data stand for. Only these are made, by ``_plain``; nothing is looked up by name."""
+
+
+def read_pickle(source: bytes | IO[bytes], where: str) -> Any:
+    """Read the first pickle of a file.
+
+    Args:
+        source: its bytes, or an open file.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointUnreadableError: it is no whole pickle.
+    """
+    try:
+        return _Machine().run(source)
+    except CheckpointUnreadableError:
+        raise
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except MemoryError:
+        reason = "it asks for more memory than there is"
+    except Exception as error:  # whatever a damaged file makes of plain data
+        reason = " ".join(str(error).split()) or type(error).__name__
+    raise CheckpointUnreadableError(f"{where}: no whole pickle ({reason[:120]}).")
+
+
+class _Machine:
+    """Carries a pickle's operations out on plain data."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self, source: bytes | IO[bytes]) -> Any:
+        for operation, argument, _ in pickletools.genops(source):
+            if operation.name == "STOP":
+                (result,) = self.stack
+                return result
+            self._do(operation.name, argument)
+        raise ValueError("it has no end")
+
+    def _do(self, name: str, argument: Any) -> None:
+        stack = self.stack
+        if name in _VALUES:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _EMPTY:
+            stack.append(_EMPTY[name]())
+        elif name in _TUPLES:
+            stack.append(tuple(self._pop(_TUPLES[name])))
+        elif name in _PUT:
+            self.memo[len(self.memo) if argument is None else int(argument)] = stack[-1]
+        elif name in _GET:
+            stack.append(self.memo[int(argument)])
+        elif name in _OPERATIONS:
+            _OPERATIONS[name](self, argument)
+        elif name not in _NOTHING:
+            raise ValueError(f"it has the operation {name}, which no checkpoint needs")
+
+    def _pop(self, count: int) -> list[Any]:
+        if count > len(self.stack) - (self.marks[-1] if self.marks else 0):
+            raise ValueError("it takes more than it has")
+        if not count:
+            return []
+        taken = self.stack[-count:]
+        del self.stack[-count:]
+        return taken
+
+    def mark(self, argument: Any) -> None:
+        self.marks.append(len(self.stack))
+
+    def pop(self, argument: Any) -> None:
+        if self.marks and self.marks[-1] == len(self.stack):
+            self.marks.pop()
+        else:
+            self._pop(1)
+
+    def _pop_to_mark(self) -> list[Any]:
+        if not self.marks:
+            raise ValueError("it has an end without a beginning")
+        position = self.marks.pop()
+        taken = self.stack[position:]
+        del self.stack[position:]
+        return taken
+
+    # -- what is named and would be called --------------------------------------------------------
+
+    def global_(self, argument: str) -> None:
+        self.stack.append(Name(str(argument).replace(" ", ".", 1)))
+
+    def stack_global_(self, argument: Any) -> None:
+        module, name = self._pop(2)
+        self.stack.append(Name(f"{module}.{name}"))
+
+    def reduce_(self, argument: Any) -> None:
+        by, arguments = self._pop(2)
+        self.stack.append(_plain(by, arguments))
+
+    def newobj_ex_(self, argument: Any) -> None:
+        by, arguments, named = self._pop(3)
+        self.stack.append(Made(by, tuple(arguments), items=dict(named)))
+
+    def inst_(self, argument: str) -> None:
+        arguments = self._pop_to_mark()
+        self.stack.append(Made(Name(str(argument).replace(" ", ".", 1)), tuple(arguments)))
+
+    def obj_(self, argument: Any) -> None:
+        by, *arguments = self._pop_to_mark()
+        self.stack.append(Made(by, tuple(arguments)))
+
+    def build_(self, argument: Any) -> None:
+        (state,) = self._pop(1)
+        target = self.stack[-1]
+        if isinstance(target, Made):
+            target.state = state
+
+    def persid_(self, argument: Any) -> None:
+        self.stack.append(Persistent(argument))
+
+    def binpersid_(self, argument: Any) -> None:
+        (label,) = self._pop(1)
+        self.stack.append(Persistent(label))
+
+    # -- containers -------------------------------------------------------------------------------
+
+    def pop_mark_(self, argument: Any) -> None:
+        self._pop_to_mark()
+
+    def dup_(self, argument: Any) -> None:
+        self.stack.append(self.stack[-1])
+
+    def tuple_(self, argument: Any) -> None:
+        self.stack.append(tuple(self._pop_to_mark()))
+
+    def list_(self, argument: Any) -> None:
+        self.stack.append(self._pop_to_mark())
+
+    def frozenset_(self, argument: Any) -> None:
+        self.stack.append(frozenset(self._pop_to_mark()))
+
+    def dict_(self, argument: Any) -> None:
+        flat = self._pop_to_mark()
+        self.stack.append(dict(zip(flat[::2], flat[1::2], strict=True)))
+
+    def append_(self, argument: Any) -> None:
+        self._extend(self._pop(1))
+
+    def appends_(self, argument: Any) -> None:
+        self._extend(self._pop_to_mark())
+
+    def _extend(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, Made):
+            target.members.extend(values)
+        elif isinstance(target, set):
+            target.update(values)
+        else:
+            target.extend(values)
+
+    def setitem_(self, argument: Any) -> None:
+        self._set(self._pop(2))
+
+    def setitems_(self, argument: Any) -> None:
+        self._set(self._pop_to_mark())
+
+    def _set(self, flat: list[Any]) -> None:
+        target = self.stack[-1]
+        items = target.items if isinstance(target, Made) else target
+        for key, value in zip(flat[::2], flat[1::2], strict=True):
+            items[key] = value
+
+
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "MARK": _Machine.mark,
+    "POP": _Machine.pop,
+    "POP_MARK": _Machine.pop_mark_,
+    "DUP": _Machine.dup_,
+    "GLOBAL": _Machine.global_,
+    "STACK_GLOBAL": _Machine.stack_global_,
+    "REDUCE": _Machine.reduce_,
+    "NEWOBJ": _Machine.reduce_,
+    "NEWOBJ_EX": _Machine.newobj_ex_,
+    "INST": _Machine.inst_,
+    "OBJ": _Machine.obj_,
+    "BUILD": _Machine.build_,
+    "PERSID": _Machine.persid_,
+    "BINPERSID": _Machine.binpersid_,
+    "TUPLE": _Machine.tuple_,
+    "LIST": _Machine.list_,
+    "FROZENSET": _Machine.frozenset_,
+    "DICT": _Machine.dict_,
+    "APPEND": _Machine.append_,
+    "APPENDS": _Machine.appends_,
+    "ADDITEMS": _Machine.appends_,
+    "SETITEM": _Machine.setitem_,
+    "SETITEMS": _Machine.setitems_,
+}
+"""The operations on what is on the stack; any other is refused."""
+
+
+def _plain(by: Any, arguments: Any) -> Any:
+    arguments = tuple(arguments)
+    path = by.path if isinstance(by, Name) else ""
+    if path == "_codecs.encode" and len(arguments) == 2 and arguments[1] == "latin1":
+        return str(arguments[0]).encode("latin1")  # bytes, up to protocol 2
+    make: Any = _PLAIN.get(path)
+    if make is None or len(arguments) > 1:
+        return Made(by, arguments)
+    given = arguments[0] if arguments else ()
+    if isinstance(given, (list, tuple, set, frozenset, dict, bytes, bytearray)):
+        return make(given)
+    return Made(by, arguments)
+
+
+def names_in(tree: Any) -> Iterator[str]:
+    """The names that would be called for what was read, each as often as it would be."""
+    seen: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (str, bytes, bytearray, int, float, type(None), Name)):
+            continue
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, Made):
+            if one.kind:
+                yield one.kind
+            waiting += [one.by, *one.arguments, one.state, *one.members, one.items]
+        elif isinstance(one, dict):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            waiting += one
+        elif isinstance(one, Persistent):
+            waiting.append(one.label)

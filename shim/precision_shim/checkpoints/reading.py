@@ -1,0 +1,238 @@
+"""What a checkpoint holds of each model, told from its files.
+
+The values of masters and moments are looked at, a sample of each, only where torch is there: it is
+by the values that remainders stored as numbers, and moments that were bf16, are known.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from precision_shim_adapters.frameworks import CHECKPOINT_READERS
+
+from ..errors import CheckpointUnreadableError, ScalerCheckpointError
+from ..rules.scaler_record import FILE_NAME, KIND, parse, parse_bytes, read_record
+from .finding import find
+from .layout import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    NONE,
+    NUMBERS,
+    OTHER,
+    PARAMS,
+    REMAINDERS,
+    UNKNOWN,
+    WHOLE,
+    Part,
+    Scaler,
+)
+from .pickles import Made
+from .tensors import Archive, Tensor
+from .units import Unit, read_unit
+
+__all__ = ["read"]
+
+_RECORD_KEY = "precision_shim_scaler"
+_SAMPLE = 64 << 20
+"""Bytes of a component that are looked at, at most; a smaller one is looked at whole."""
+
+
+def read(path: str | Path, framework: str | None = None) -> list[Part]:
+    """Read a checkpoint's models.
+
+    Raises:
+        CheckpointUnreadableError: there is none, or it is not whole.
+    """
+    try:
+        parts = find(Path(path), framework)
+        for part in parts:
+            _sort(part)
+    except CheckpointUnreadableError:
+        raise
+    except Exception as error:  # whatever a damaged or foreign file makes of plain data
+        why = " ".join(str(error).split())[:120]
+        raise CheckpointUnreadableError(
+            f"{path}: a checkpoint in a form that is not known ({type(error).__name__}: {why})."
+        ) from error
+    if not any(part.held for part in parts):
+        raise CheckpointUnreadableError(f"{path}: its files hold no tensor.")
+    return parts
+
+
+def _sort(part: Part) -> None:
+    for unit in part.units:
+        place = CHECKPOINT_READERS.get(unit.kind)
+        take = _resolve(place) if place else _take
+        take(unit, part)
+    for directory, kind in part.beside:
+        if not part.held.get(PARAMS):
+            _take(read_unit(directory, kind), part)
+    part.scaler = _scaler_of(part)
+    _look_at_values(part)
+
+
+def _resolve(place: str) -> Callable[[Unit, Part], None]:
+    module, _, name = place.partition(":")
+    found: Callable[[Unit, Part], None] = getattr(importlib.import_module(module), name)
+    return found
+
+
+# -- torch's optimizers -------------------------------------------------------------------------
+
+_OPTIMIZERS = ("optim", "optimizer", "optimizers")
+
+
+def _take(unit: Unit, part: Part) -> None:
+    """Sort what torch's own optimizers leave: their states carry the names of the states."""
+    for key, one in unit.tensors.items():
+        words = key.split(".")
+        if words[-1] == _RECORD_KEY:
+            continue
+        if words[-1] in (EXP_AVG, EXP_AVG_SQ):
+            part.add(words[-1], one)
+        elif words[-1] in ("master_param", "master_weight"):
+            part.add(MASTER, one)
+        elif words[0] in _OPTIMIZERS or unit.path.name in _OPTIMIZERS:
+            part.add(OTHER, one)
+        else:
+            weights = one.dtype[:2] in ("fp", "bf", "fl") and not words[-1].startswith("_")
+            part.add(PARAMS if weights and "train_state" not in words else OTHER, one)
+
+
+# -- the loss scaler's record -------------------------------------------------------------------
+
+
+def _scaler_of(part: Part) -> Scaler:
+    directories = {unit.path for unit in part.units} | {part.path}
+    directories |= {unit.path / "optimizer" for unit in part.units}
+    directories |= {unit.path.parent for unit in part.units} | {part.path / "optimizer"}
+    for directory in sorted(directories):
+        file = directory / FILE_NAME
+        if file.is_file():
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                return Scaler("damaged", str(file), f"it cannot be read ({error})")
+            return _judge(partial(parse, text, str(file)), str(file))
+    for unit in part.units:
+        for key, one in unit.tensors.items():
+            if key.rpartition(".")[2] == _RECORD_KEY:
+                return _judge_tensor(one, f"{unit.path} ({key})")
+        for key in unit.objects:
+            if key.rpartition(".")[2] == _RECORD_KEY:
+                where = f"{unit.path} ({key})"
+                return Scaler("damaged", where, "an object where a tensor of bytes was expected")
+    records = [
+        (archive, one)
+        for unit in part.units
+        for archive in unit.common
+        for one in _records_in(archive.tree)
+    ]
+    if records:
+        return _judge_all(records)
+    return _judge_native(part)
+
+
+def _judge(make: Callable[[], object], where: str) -> Scaler:
+    try:
+        saved = read_record(make(), where)
+    except ScalerCheckpointError as error:
+        return Scaler("damaged", where, str(error).removeprefix(f"{where}: ").partition(". ")[0])
+    text = f"scale {saved.scale:g}, {saved.growth_tracker} good steps, {saved.skipped} skipped"
+    return Scaler("whole", where, text, saved)
+
+
+def _judge_tensor(one: Tensor, where: str) -> Scaler:
+    if one.dtype != "uint8":
+        return Scaler("damaged", where, f"a tensor of {one.dtype} where bytes were expected")
+    content = b"".join(part(one.elements) for part in one.parts)
+    return _judge(lambda: parse_bytes(content, where), where)
+
+
+def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
+    judged = [_judge(partial(dict, one), str(archive.path)) for archive, one in records]
+    broken = [one for one in judged if one.state != "whole"]
+    if broken:
+        return broken[0]
+    if len({one.get("digest") for _, one in records}) > 1:
+        return Scaler("damaged", judged[0].where, "the ranks' files hold different states")
+    return judged[0]
+
+
+def _records_in(tree: Any) -> Iterator[dict[str, Any]]:
+    waiting, seen = [tree], set()
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, (dict, list, tuple, Made)) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            if one.get("kind") == KIND or _RECORD_KEY in one:
+                record = one if one.get("kind") == KIND else one[_RECORD_KEY]
+                yield record if isinstance(record, dict) else {"": record}
+                continue
+            waiting += one.values()
+        elif isinstance(one, Made):
+            waiting += [one.state, one.items]
+        else:
+            waiting += one
+
+
+_NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")
+
+
+def _judge_native(part: Part) -> Scaler:
+    """A scaler that the framework keeps itself, one for each of its chained optimizers."""
+    if not part.scalers:
+        return Scaler("none")
+    where = str(part.path)
+    for one in part.scalers:
+        lacking = [name for name in _NATIVE if one.get(name) is None]
+        if lacking:
+            return Scaler("damaged", where, f"it has no {lacking[0]}")
+        if not (isinstance(one["scale"], float) and 0.0 < one["scale"] < math.inf):
+            return Scaler("damaged", where, f"its scale is {one['scale']!r}")
+    states = {tuple(one[name] for name in _NATIVE) for one in part.scalers}
+    part.facts["scalers_differ"] = len(states) > 1
+    texts = (f"scale {a:g}, {b} good steps, hysteresis {c}" for a, b, c in sorted(states))
+    return Scaler("whole", where, "; ".join(texts))
+
+
+# -- values -------------------------------------------------------------------------------------
+
+
+def _look_at_values(part: Part) -> None:
+    masters = set(part.dtypes(MASTER))
+    if not masters:
+        part.masters = NONE
+        return _look_at_moments(part)
+    if masters == {"int16"}:
+        part.masters = REMAINDERS
+    elif find_spec("torch") is None:
+        part.masters = UNKNOWN
+        part.notes.append("torch is not installed here: no values were looked at")
+    else:
+        from .values import are_numbers
+
+        found = are_numbers(part, _SAMPLE)
+        part.masters = UNKNOWN if found is None else NUMBERS if found else WHOLE
+    return _look_at_moments(part)
+
+
+def _look_at_moments(part: Part) -> None:
+    if find_spec("torch") is None:
+        return
+    from .values import narrower
+
+    part.moments = {
+        name: narrower(part.held[name], _SAMPLE)
+        for name in (EXP_AVG, EXP_AVG_SQ)
+        if part.held.get(name)
+    }

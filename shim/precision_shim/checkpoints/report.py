@@ -1,0 +1,154 @@
+"""What the checkpoint doctor found: as text, and ready for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .foretelling import Here, foretell, remedy
+from .layout import (
+    COMPONENTS,
+    EXACT,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MASTER,
+    NOT_HERE,
+    PARAMS,
+    Outcome,
+    Part,
+)
+from .reading import read
+
+__all__ = ["Examined", "examine"]
+
+_KINDS = {
+    "megatron": "Megatron's distributed checkpoint",
+    "dcp": "torch's distributed checkpoint",
+    "shards": "a file of each rank",
+    "safetensors": "safetensors",
+}
+_LABELS = {PARAMS: "parameters", MASTER: "masters"}
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One model of a checkpoint, and what a resume makes of it.
+
+    Attributes:
+        part: what its files hold.
+        outcome: what becomes of it here.
+        remedy: the setting that makes the resume exact, where it is not; empty if there is none.
+            Where nothing can be resumed here, none is looked for.
+    """
+
+    part: Part
+    outcome: Outcome
+    remedy: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """The text, line by line."""
+        part = self.part
+        whose = " ".join(one for one in (part.framework, part.subject) if one)
+        yield f"{part.path}" + (f": {whose}" if whose else "")
+        rows: list[tuple[str, str]] = []
+        sharding = part.facts.get("sharding")
+        ranks = part.units[0].world_size
+        written = _KINDS[part.kind]
+        written += f", {sharding}" if sharding else f", {ranks} ranks" if ranks else ""
+        rows.append(("written as", written))
+        for name in COMPONENTS:
+            dtypes = part.dtypes(name)
+            if dtypes:
+                rows.append((_LABELS.get(name, name), self._held(name, dtypes)))
+            elif name == MASTER:
+                rows.append((_LABELS[name], "none: the parameters are all there is"))
+        scaler = part.scaler
+        told = f"{scaler.state}: {scaler.text}" if scaler.text else scaler.state
+        rows.append(("loss scaler", told))
+        rows += [("note", one) for one in part.notes]
+        rows.append(("resumed here", f"{self.outcome.verdict}: {self.outcome.because}"))
+        if self.outcome.verdict not in (EXACT, NOT_HERE):
+            how = self.remedy or "no setting: begin from the weights, or take another checkpoint"
+            rows.append(("exact with", how))
+        width = max(len(name) for name, _ in rows)
+        for name, text in rows:
+            yield f"  {name.ljust(width)}  {text}"
+
+    def _held(self, name: str, dtypes: dict[str, int]) -> str:
+        part = self.part
+        what = ", ".join(dtypes)
+        if name == MASTER:
+            what = part.masters
+        elif name in (EXP_AVG, EXP_AVG_SQ) and part.moments.get(name):
+            what += f", every value a {part.moments[name][0]} number"
+        return f"{what}: {sum(dtypes.values()):,} elements, {_size(part.bytes(name))}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        part = self.part
+        return {
+            "framework": part.framework,
+            "subject": part.subject,
+            "path": str(part.path),
+            "kind": part.kind,
+            "sharding": part.facts.get("sharding"),
+            "components": {
+                name: {
+                    "dtypes": part.dtypes(name),
+                    "elements": sum(part.dtypes(name).values()),
+                    "bytes": part.bytes(name),
+                }
+                for name in COMPONENTS
+                if part.held.get(name)
+            },
+            "masters": part.masters,
+            "fits": {name: list(dtypes) for name, dtypes in part.moments.items()},
+            "scaler": {
+                "state": part.scaler.state,
+                "where": part.scaler.where,
+                "found": part.scaler.text,
+            },
+            "resume": {
+                "exact": self.outcome.exact,
+                "verdict": self.outcome.verdict,
+                "because": self.outcome.because,
+                "exact_with": self.remedy or None,
+            },
+            "notes": part.notes,
+        }
+
+
+def examine(path: str | Path, here: Here, framework: str | None = None) -> list[Examined]:
+    """Look at a checkpoint, and foretell its resume.
+
+    Args:
+        path: a run's directory, a step's, a model's, or that of the files themselves.
+        here: the environment of the resume.
+        framework: whose checkpoint it is; ``None`` to tell by the directories, else the one that
+            is installed.
+
+    Raises:
+        CheckpointUnreadableError: there is none, or it is not whole.
+    """
+    found = []
+    for part in read(path, framework):
+        if not part.framework:
+            part.framework = here.only_framework(part.kind)
+        outcome = foretell(part, here)
+        found.append(
+            Examined(
+                part, outcome, "" if outcome.verdict in (EXACT, NOT_HERE) else remedy(part, here)
+            )
+        )
+    return found
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,278 @@
+"""What is known of a tensor in a file, and how its bytes are found there. Needs no torch."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointUnreadableError
+from .pickles import Made, Name, Persistent, read_pickle
+
+__all__ = ["Archive", "Tensor", "dtype_name", "item_size"]
+
+_SHORT = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float": "fp32",
+    "half": "fp16",
+    "double": "float64",
+    "long": "int64",
+    "int": "int32",
+    "short": "int16",
+    "char": "int8",
+    "byte": "uint8",
+}
+_SIZES = {
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "float64": 8,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+_STORAGES = {
+    "Float": "fp32",
+    "BFloat16": "bf16",
+    "Half": "fp16",
+    "Double": "float64",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
+
+
+def dtype_name(path: str) -> str:
+    """A dtype's name as this project writes it: ``"torch.float32"`` is ``"fp32"``."""
+    bare = path.removeprefix("torch.")
+    return _SHORT.get(bare, bare)
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of one element; 1 for a dtype of eight bits, whichever."""
+    if dtype in _SIZES:
+        return _SIZES[dtype]
+    bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
+    return max(1, int(bits) // 8) if bits else 1
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint, over all ranks.
+
+    Attributes:
+        name: its key.
+        dtype: as this project writes it.
+        elements: how many it has.
+        parts: read its bytes: each takes a number of bytes and gives at most so many, the first of
+            one piece of the tensor. Empty where they cannot be read without torch.
+    """
+
+    name: str
+    dtype: str
+    elements: int
+    parts: tuple[Callable[[int], bytes], ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def bytes(self) -> int:
+        """The size of its elements."""
+        return self.elements * item_size(self.dtype)
+
+
+_NO_DATA = ("_spec", "_mesh", "mesh")
+"""Fields of a DTensor that hold tensors and none of its data."""
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, path: Path, offset: int, length: int | None) -> None:
+        self._file = path.open("rb")
+        size = os.fstat(self._file.fileno()).st_size
+        self._start = offset
+        self._size = size - offset if length is None else length
+        self._at = 0
+        if self._size < 0 or offset + self._size > size:
+            self._file.close()
+            raise EOFError
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._size - self._at))
+        self._file.seek(self._start + self._at)
+        read = self._file.read(count)
+        buffer[: len(read)] = read
+        self._at += len(read)
+        return len(read)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class Archive:
+    """What ``torch.save`` wrote: a zip file whose pickle is read as plain data.
+
+    Attributes:
+        path: the file.
+        tree: what the pickle describes.
+
+    Args:
+        path: the file.
+        offset: where in it the archive begins.
+        length: its size there; ``None`` for the rest of the file.
+
+    Raises:
+        CheckpointUnreadableError: it is no such archive, or not whole.
+    """
+
+    def __init__(self, path: Path, offset: int = 0, length: int | None = None) -> None:
+        self.path = path
+        self._place = path, offset, length
+        self._root = ""
+        self.tree: Any = None
+        with self._open() as archive:
+            pickles = [one for one in archive.namelist() if one.endswith("data.pkl")]
+            if len(pickles) != 1:
+                raise CheckpointUnreadableError(f"{path}: a zip file that torch did not write.")
+            self._root = pickles[0].removesuffix("data.pkl")
+            self.tree = read_pickle(self._member(archive, pickles[0]), str(path))
+            order = f"{self._root}byteorder"
+            self._little = order not in archive.namelist() or (
+                self._member(archive, order).strip() == b"little"
+            )
+
+    @contextmanager
+    def _open(self) -> Iterator[zipfile.ZipFile]:
+        path, offset, length = self._place
+        try:
+            raw = _Slice(path, offset, length)
+        except FileNotFoundError:
+            raise CheckpointUnreadableError(f"{path}: it is missing.") from None
+        except EOFError:
+            reason = "it ends before its content does"
+            raise CheckpointUnreadableError(f"{path}: {reason}.") from None
+        except OSError as error:
+            reason = f"it cannot be read ({error.strerror or error})"
+            raise CheckpointUnreadableError(f"{path}: {reason}.") from None
+        with io.BufferedReader(raw) as file:
+            try:
+                archive = zipfile.ZipFile(file)
+            except Exception:  # what a damaged directory makes of zipfile
+                reason = "it is damaged, cut off, or not written by torch.save"
+                raise CheckpointUnreadableError(f"{path}: {reason}.") from None
+            with archive:
+                yield archive
+
+    def _member(self, archive: zipfile.ZipFile, name: str, start: int = 0, most: int = -1) -> bytes:
+        try:
+            with archive.open(name) as member:
+                if start:
+                    member.seek(start)
+                return member.read(most)
+        except Exception as error:  # what a damaged member makes of zipfile
+            why = " ".join(str(error).split())[:120]
+            raise CheckpointUnreadableError(
+                f"{self.path}: {name} in it is damaged or missing ({why})."
+            ) from None
+
+    def tensors(self, tree: Any = None) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+        """The tensors in its tree, or in a part of it, each with the keys on the way to it."""
+        seen: set[int] = set()
+        waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
+        inside: set[int] = set()  # what belongs to an object: the way to it stays the object's
+        while waiting:
+            keys, one = waiting.pop()
+            if isinstance(one, Made):
+                found = self._tensor(keys, one)
+                if found is not None:
+                    yield keys, found
+                    continue
+            if isinstance(one, (Made, dict, list, tuple)):
+                if id(one) in seen:
+                    continue
+                seen.add(id(one))
+            if isinstance(one, Made):
+                inner = [*one.arguments, one.state, one.items, *one.members]
+                inside.update(map(id, inner))
+                waiting += [(keys, value) for value in reversed(inner)]
+                continue
+            if not isinstance(one, (dict, list, tuple)):
+                continue
+            named = one.items() if isinstance(one, dict) else enumerate(one)
+            own = id(one) in inside
+            for key, value in reversed(list(named)):
+                if own and key in _NO_DATA:
+                    continue
+                if own:
+                    inside.add(id(value))
+                waiting.append((keys if own else (*keys, key), value))
+
+    def _tensor(self, keys: tuple[Any, ...], made: Made) -> Tensor | None:
+        if made.kind != "torch._utils._rebuild_tensor_v2" or len(made.arguments) < 4:
+            return None
+        storage, start, shape, stride = made.arguments[:4]
+        label = storage.label if isinstance(storage, Persistent) else None
+        if not isinstance(label, tuple) or len(label) < 3 or not isinstance(shape, tuple):
+            return None
+        kind = label[1].path if isinstance(label[1], Name) else ""
+        bare = kind.rpartition(".")[2]
+        dtype = _STORAGES.get(bare.removesuffix("Storage"), dtype_name(kind))
+        whole = all(isinstance(one, int) and one >= 0 for one in (start, *shape))
+        elements = math.prod(shape) if whole else 0
+        parts: tuple[Callable[[int], bytes], ...] = ()
+        if whole and self._little and _is_contiguous(shape, stride):
+            size = item_size(dtype)
+            parts = (_Piece(self, str(label[2]), start * size, elements * size),)
+        return Tensor(".".join(map(str, keys)), dtype, elements, parts)
+
+    def content(self, key: str, start: int, count: int) -> bytes:
+        """Some bytes of one of its storages."""
+        with self._open() as archive:
+            return self._member(archive, f"{self._root}data/{key}", start, count)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    archive: Archive
+    key: str
+    start: int
+    size: int
+
+    def __call__(self, most: int) -> bytes:
+        return self.archive.content(self.key, self.start, min(most, self.size))
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: Any) -> bool:
+    if not isinstance(stride, tuple) or len(stride) != len(shape):
+        return False
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,273 @@
+"""The kinds of files that hold a checkpoint's tensors, each read without torch.
+
+torch's distributed checkpoints, which Megatron's are, too: ``.metadata`` and ``*.distcp``.
+What each rank saved by ``torch.save``: ``model_world_size_N_rank_I.pt`` and the like.
+``*.safetensors``, by their headers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import CheckpointUnreadableError
+from .pickles import Made, Name, names_in, read_pickle
+from .tensors import Archive, Tensor, dtype_name
+
+__all__ = ["DCP", "MEGATRON", "SAFETENSORS", "SHARDS", "Unit", "kind_of", "read_unit"]
+
+MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
+
+_RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
+_METADATA = "torch.distributed.checkpoint.metadata"
+_HARMLESS = (
+    "torch.",
+    "collections.OrderedDict",
+    "pathlib.",
+    "megatron.core.dist_checkpointing.",
+)
+"""What the metadata of a distributed checkpoint is made of, by the beginnings of the names."""
+
+
+@dataclass
+class Unit:
+    """One directory of files that were written together.
+
+    Attributes:
+        kind: one of the kinds above.
+        path: the directory.
+        tensors: what is in it, by key; of ranks' files the shards of all ranks.
+        objects: what is no tensor, by key: gives it as plain data (``pickles``).
+        common: what Megatron keeps beside the tensors (``common.pt``), or a rank's extra state.
+        world_size: number of ranks that wrote files of their own; ``None`` where it does not show.
+    """
+
+    kind: str
+    path: Path
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    objects: dict[str, Callable[[], Archive]] = field(default_factory=dict)
+    common: list[Archive] = field(default_factory=list)
+    world_size: int | None = None
+
+
+def kind_of(path: Path) -> str | None:
+    """The kind of files in a directory, by their names; ``None`` where there are none.
+
+    Raises:
+        CheckpointUnreadableError: a checkpoint was begun there and is not whole.
+    """
+    try:
+        names = {one.name for one in path.iterdir()}
+    except OSError as error:
+        raise CheckpointUnreadableError(
+            f"{path}: it cannot be read ({error.strerror or error})."
+        ) from None
+    if ".metadata" in names:
+        return MEGATRON if names & {"common.pt", "metadata.json"} else DCP
+    if any(name.endswith(".distcp") for name in names):
+        raise CheckpointUnreadableError(
+            f"{path}: it has .distcp files and no .metadata: saving did not end, or it is lost."
+        )
+    if names & {"common.pt"}:
+        raise CheckpointUnreadableError(
+            f"{path}: it has common.pt and no .metadata: saving did not end, or the file is lost."
+        )
+    if any(_RANK_FILE.fullmatch(name) for name in names):
+        return SHARDS
+    if any(name.endswith(".safetensors") for name in names):
+        return SAFETENSORS
+    return None
+
+
+def read_unit(path: Path, kind: str) -> Unit:
+    """Read what a directory holds.
+
+    Raises:
+        CheckpointUnreadableError: it is damaged or not whole.
+    """
+    readers = {
+        MEGATRON: _read_distributed,
+        DCP: _read_distributed,
+        SHARDS: _read_shards,
+        SAFETENSORS: _read_safetensors,
+    }
+    unit = Unit(kind, path)
+    try:
+        readers[kind](unit)
+    except OSError as error:
+        raise CheckpointUnreadableError(
+            f"{error.filename or path}: it cannot be read ({error.strerror or error})."
+        ) from None
+    return unit
+
+
+# -- torch's distributed checkpoints ------------------------------------------------------------
+
+
+def _read_distributed(unit: Unit) -> None:
+    path = unit.path / ".metadata"
+    with path.open("rb") as file:
+        metadata = read_pickle(file, str(path))
+    if not isinstance(metadata, Made) or metadata.kind != f"{_METADATA}.Metadata":
+        raise CheckpointUnreadableError(
+            f"{path}: a pickle, but not the metadata of a distributed checkpoint."
+        )
+    foreign = sorted({name for name in names_in(metadata) if not name.startswith(_HARMLESS)})
+    if foreign:
+        raise CheckpointUnreadableError(
+            f"{path}: it would call {', '.join(foreign[:3])}, which no metadata of torch's does; "
+            "do not load it."
+        )
+    try:
+        _take(unit, metadata)
+    except CheckpointUnreadableError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointUnreadableError(
+            f"{path}: the metadata of a distributed checkpoint in a form that is not known "
+            f"({type(error).__name__}: {error})."
+        ) from None
+    common = unit.path / "common.pt"
+    if common.exists():
+        unit.common.append(Archive(common))
+
+
+def _take(unit: Unit, metadata: Made) -> None:
+    places: dict[str, list[_Place]] = {}
+    ends: dict[Path, int] = {}
+    for index, info in (metadata.get("storage_data") or {}).items():
+        file = unit.path / str(info.get("relative_path"))
+        place = _Place(
+            file,
+            int(info.get("offset")),
+            int(info.get("length")),
+            bool(info.get("transform_descriptors")),
+        )
+        places.setdefault(index.get("fqn"), []).append(place)
+        ends[file] = max(ends.get(file, 0), place.offset + place.length)
+    for file, end in ends.items():
+        size = file.stat().st_size if file.is_file() else None
+        if size is None or size < end:
+            found = "is missing" if size is None else f"has {size} bytes of {end}"
+            raise CheckpointUnreadableError(f"{file}: it {found}.")
+    for key, one in metadata.get("state_dict_metadata").items():
+        there = places.get(key, [])
+        if one.kind == f"{_METADATA}.TensorStorageMetadata":
+            properties = one.get("properties")
+            state = properties.state
+            dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+            size = one.get("size")
+            if not isinstance(dtype, Name) or not isinstance(size, tuple):
+                raise ValueError(f"{key} has no dtype or size")
+            unit.tensors[key] = Tensor(key, dtype_name(dtype.path), math.prod(size), tuple(there))
+        elif there:
+            unit.objects[key] = there[0].archive
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One piece of a tensor, or an object: an archive within a file."""
+
+    path: Path
+    offset: int
+    length: int
+    transformed: bool
+
+    def archive(self) -> Archive:
+        return Archive(self.path, self.offset, self.length)
+
+    def __call__(self, most: int) -> bytes:
+        if self.transformed:  # compressed by an extension of torch's
+            return b""
+        found = [one for _, one in self.archive().tensors()]
+        return found[0].parts[0](most) if len(found) == 1 and found[0].parts else b""
+
+
+# -- files of ranks -------------------------------------------------------------------------------
+
+
+def _read_shards(unit: Unit) -> None:
+    files: dict[str, dict[int, Path]] = {}
+    worlds: set[int] = set()
+    for path in sorted(unit.path.iterdir()):
+        match = _RANK_FILE.fullmatch(path.name)
+        if match:
+            worlds.add(int(match["world"]))
+            files.setdefault(match["what"], {})[int(match["rank"])] = path
+    if len(worlds) > 1:
+        raise CheckpointUnreadableError(
+            f"{unit.path}: it has files of jobs of {' and '.join(map(str, sorted(worlds)))} ranks."
+        )
+    (unit.world_size,) = worlds
+    for what, by_rank in files.items():
+        lacking = [rank for rank in range(unit.world_size) if rank not in by_rank]
+        if lacking:
+            raise CheckpointUnreadableError(
+                f"{unit.path}: {what}_world_size_{unit.world_size}_rank_{lacking[0]}.pt is missing."
+            )
+    for what, by_rank in sorted(files.items()):
+        for _, path in sorted(by_rank.items()):
+            archive = Archive(path)
+            if what == "extra_state":
+                unit.common.append(archive)
+                continue
+            for keys, one in archive.tensors():
+                name = ".".join(map(str, (what, *keys)))
+                # Each rank has a shard of the same tensor.
+                elements, parts = one.elements, one.parts
+                known = unit.tensors.get(name)
+                if known is not None:
+                    elements, parts = known.elements + elements, known.parts + parts
+                unit.tensors[name] = Tensor(name, one.dtype, elements, parts)
+
+
+# -- safetensors ----------------------------------------------------------------------------------
+
+_SAFETENSORS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "float64", "BOOL": "bool"}
+
+
+def _read_safetensors(unit: Unit) -> None:
+    for path in sorted(unit.path.glob("*.safetensors")):
+        unit.tensors.update(_read_header(path))
+
+
+def _read_header(path: Path) -> dict[str, Tensor]:
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= size - 8:
+                raise ValueError("its header is not whole")
+            header = json.loads(file.read(length))
+        found, end = {}, 0
+        for name, one in header.items():
+            if name == "__metadata__":
+                continue
+            code, (start, stop) = str(one["dtype"]), one["data_offsets"]
+            dtype = _SAFETENSORS.get(code) or code.lower().replace("i", "int", 1).replace(
+                "u", "uint", 1
+            ).replace("uintint", "uint")
+            at = _Range(path, 8 + length + start, stop - start)
+            found[name] = Tensor(name, dtype, math.prod(one["shape"]), (at,))
+            end = max(end, stop)
+        if 8 + length + end > size:
+            raise ValueError(f"it has {size} bytes of {8 + length + end}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointUnreadableError(f"{path}: no whole safetensors file ({error}).") from None
+    return found
+
+
+@dataclass(frozen=True)
+class _Range:
+    path: Path
+    start: int
+    size: int
+
+    def __call__(self, most: int) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return file.read(min(most, self.size))

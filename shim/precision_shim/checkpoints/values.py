@@ -1,0 +1,101 @@
+"""What a sample of a checkpoint's values tells, by the rules that the load seams use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from ..rules.continuing import NARROWER
+from ..rules.dtypes import parse_dtype
+from ..rules.remainders import looks_like_remainders, rounds_exactly
+from .layout import MASTER, PARAMS, Part
+from .tensors import Tensor, item_size
+
+__all__ = ["are_numbers", "narrower", "samples"]
+
+_LEAST = 64 << 10
+"""Bytes of a piece that are looked at, at least."""
+
+
+_PIECES = 512
+"""Pieces that are looked at, at most: each is an archive of its own that has to be opened."""
+
+_ALIGNED = 64
+"""Megatron begins each parameter of a bucket at a multiple of so many elements, and stores what is
+between them, which is no number of anybody's, as pieces that are smaller."""
+
+
+def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int, torch.Tensor]]:
+    """Values of some tensors: the beginning of each piece, all of it if there are few.
+
+    Args:
+        tensors: in fp32 or a 16-bit dtype; others are left out, and so are small pieces.
+        most: bytes, over all.
+
+    Yields:
+        The tensor, the number of the piece, and its first values.
+    """
+    full = any(one.elements >= _ALIGNED for one in tensors)
+    pieces = [
+        (one, number, dtype)
+        for one in tensors
+        if (dtype := parse_dtype(one.dtype)) in (torch.float32, torch.bfloat16, torch.float16)
+        for number in range(len(one.parts))
+    ]
+    chosen = pieces[:: -(-len(pieces) // _PIECES) or 1]
+    share = max(_LEAST, most // max(1, len(chosen)))
+    for one, number, dtype in chosen:
+        content = one.parts[number](share)
+        content = content[: len(content) - len(content) % item_size(one.dtype)]
+        if content and (len(content) // item_size(one.dtype) >= _ALIGNED or not full):
+            yield one, number, torch.frombuffer(bytearray(content), dtype=dtype)
+
+
+def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
+    """The narrower dtypes that hold every value of a sample as it is."""
+    fits: list[str] | None = None
+    for _, _, value in samples(tensors, most):
+        left = NARROWER if fits is None else fits
+        fits = [name for name in left if rounds_exactly(value, _dtype(name))]
+        if not fits:
+            break
+    return tuple(fits or ())
+
+
+def are_numbers(part: Part, most: int) -> bool | None:
+    """Whether what a checkpoint has for the masters are remainders, stored as numbers.
+
+    ``None`` where no value can be read.
+    """
+    weights = {one.name.removeprefix("model."): one for one in part.held.get(PARAMS, ())}
+    seen = False
+    for one, number, value in samples(part.held[MASTER], most):
+        if one.dtype != "fp32":
+            continue
+
+        if looks_like_remainders(value, partial(_param_of, weights, one, number, value)):
+            return True
+        seen = True
+    return False if seen else None
+
+
+def _param_of(
+    weights: dict[str, Tensor], one: Tensor, number: int, value: torch.Tensor
+) -> torch.Tensor:
+    """The parameter's values beside a master's, as far as the checkpoint has them."""
+    found = weights.get(one.name.partition("param.")[2])
+    if found is not None and len(found.parts) == len(one.parts):
+        dtype, size = parse_dtype(found.dtype), value.numel() * item_size(found.dtype)
+        content = found.parts[number](size)
+        if dtype is not None and len(content) == size:
+            return torch.frombuffer(bytearray(content), dtype=dtype)
+    # One that is not there to be compared is hardly a whole number beyond 1.
+    return value.clamp(-1.0, 1.0)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = parse_dtype(name)
+    assert found is not None
+    return found

@@ -1,0 +1,236 @@
+"""A loss scaler's state as data: what it holds, and whether it is whole. Needs no torch.
+
+``precision_shim.scaling`` makes such records and takes scalers back to them; the checkpoint doctor
+reads them where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import __version__
+from ..errors import ScalerCheckpointError
+
+KIND = "precision_shim.loss_scaler"
+FORMAT = 1
+"""Version of the format. A reader takes its own and older ones."""
+
+FILE_NAME = "precision_shim_scaler.json"
+"""The file of a record, where a framework's checkpoint is a directory."""
+
+MAX_SKIPS = 25
+"""Skips in a row that end a job. Halving brings the usual first scale, 65536, to 1 in sixteen; what
+is still non-finite then does not come from the scale."""
+
+_LARGEST = (2.0 - 2.0**-23) * 2.0**127
+"""The largest finite float32."""
+
+
+@dataclass(frozen=True)
+class ScalerSettings:
+    """What a scaler is made with; see ``torch.amp.GradScaler`` for the first four.
+
+    Attributes:
+        init_scale: first loss scale.
+        growth_interval: steps without overflow before the scale grows. 400 is what verl takes
+            (PyTorch's default is 2000): an RL run has some hundred steps, not some ten thousand.
+        growth_factor: factor by which it grows, above 1.
+        backoff_factor: factor at an overflow, between 0 and 1.
+        min_scale: the scale never falls below; ShardedGradScaler itself has no minimum.
+        max_skips: skipped steps in a row that are an error.
+        chosen: names of the values that this process's user set. They win over the values of a
+            checkpoint.
+    """
+
+    init_scale: float = 65536.0
+    growth_interval: int = 400
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_skips: int = MAX_SKIPS
+    chosen: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class ScalerRecord:
+    """The validated content of a record.
+
+    Attributes:
+        scale: loss scale, finite and above 0.
+        growth_tracker: steps without overflow since the scale last changed.
+        settings: what the scaler was made with.
+        steps: optimizer steps tried so far.
+        skipped: how many of them were skipped.
+        skipped_in_row: skips since the last step that was taken.
+        world_size: ranks of the job that wrote it.
+    """
+
+    scale: float
+    growth_tracker: int
+    settings: ScalerSettings
+    steps: int
+    skipped: int
+    skipped_in_row: int
+    world_size: int
+
+
+def read_record(record: object, where: str) -> ScalerRecord:
+    """Validate a record.
+
+    Args:
+        record: what ``record_of`` gave, after a way through JSON or through a framework's file.
+        where: the file, for messages.
+
+    Raises:
+        ScalerCheckpointError: it is none, is damaged, of a newer format, or holds a value that
+            cannot be.
+    """
+    if not isinstance(record, Mapping) or record.get("kind") != KIND:
+        raise bad_record(where, "it holds no loss scaler state")
+    version = record.get("format")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise bad_record(where, f"its format is {version!r}; a whole number was expected")
+    if version > FORMAT:
+        raise ScalerCheckpointError(
+            f"{where}: written in format {version} by a newer precision_shim; this one "
+            f"({__version__}) reads formats up to {FORMAT}. Upgrade precision_shim, or delete "
+            "the file to continue with a fresh scaler."
+        )
+    if record.get("digest") != digest_of(record):
+        raise bad_record(where, "its content does not match its digest: the file is damaged")
+    positive, whole = _number(above=0.0), _count(0)
+    read = _Reader(record, where)
+    interval = read("settings", "growth_interval", _count(1), "a whole number >= 1")
+    steps = read("counters", "steps", whole, "a whole number >= 0")
+    skipped = read("counters", "skipped", _count(0, steps), "a whole number, at most steps")
+    return ScalerRecord(
+        scale=read("state", "scale", positive, "a finite float32 > 0"),
+        growth_tracker=read("state", "growth_tracker", whole, "a whole number >= 0"),
+        settings=ScalerSettings(
+            init_scale=read("settings", "init_scale", positive, "a finite float32 > 0"),
+            growth_interval=interval,
+            growth_factor=read("settings", "growth_factor", _number(above=1.0), "a number > 1"),
+            backoff_factor=read(
+                "settings", "backoff_factor", _number(above=0.0, below=1.0), "between 0 and 1"
+            ),
+            min_scale=read("settings", "min_scale", _number(above=0.0), "a finite float32 > 0"),
+        ),
+        steps=steps,
+        skipped=skipped,
+        skipped_in_row=read(
+            "counters", "skipped_in_row", _count(0, skipped), "a whole number, at most skipped"
+        ),
+        world_size=read("", "world_size", _count(1), "a whole number >= 1"),
+    )
+
+
+def parse(text: str, where: str) -> object:
+    """Read the JSON text of a record, which is yet to be validated.
+
+    Raises:
+        ScalerCheckpointError: it is not whole JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ScalerCheckpointError(
+            f"{where}: not whole JSON ({error}): the file is damaged or truncated. Take another "
+            "checkpoint, or delete the file to continue with a fresh scaler."
+        ) from None
+
+
+def parse_bytes(content: bytes, where: str) -> object:
+    """The record in bytes that end in zeros, as a tensor holds it; it is yet to be validated.
+
+    Raises:
+        ScalerCheckpointError: the bytes are no record.
+    """
+    text = content.rstrip(b"\0")
+    if not text:
+        raise bad_record(where, "it holds no loss scaler state")
+    return parse(text.decode(errors="replace"), where)
+
+
+def taken_over(
+    saved: ScalerRecord, mine: ScalerSettings, where: str
+) -> tuple[dict[str, Any], int, tuple[str, ...]]:
+    """What a scaler is restored to: the record's values, but for what this process's user chose.
+
+    Args:
+        saved: the record.
+        mine: what the scaler was made with in this process.
+        where: the file, for messages.
+
+    Returns:
+        Growth interval and both factors; the growth tracker; and a line for each value that is not
+        taken over as it stands there.
+    """
+    lines: list[str] = []
+    values: dict[str, Any] = {}
+    for name in ("growth_interval", "growth_factor", "backoff_factor"):
+        values[name] = getattr(saved.settings, name)
+        if name in mine.chosen and getattr(mine, name) != values[name]:
+            lines.append(
+                f"{name} {getattr(mine, name):g}, as set here, and not {values[name]:g} of {where}"
+            )
+            values[name] = getattr(mine, name)
+    # torch tests tracker == interval: a tracker above the interval would never let the scale grow.
+    tracker = min(saved.growth_tracker, values["growth_interval"] - 1)
+    if tracker != saved.growth_tracker:
+        lines.append(f"growth tracker {tracker} and not {saved.growth_tracker}: it grows next step")
+    return values, tracker, tuple(lines)
+
+
+class _Reader:
+    """Takes values out of a record, each checked."""
+
+    def __init__(self, record: Mapping[str, Any], where: str) -> None:
+        self._record, self._where = record, where
+
+    def __call__(self, part: str, name: str, check: Any, allowed: str) -> Any:
+        inner = self._record.get(part) if part else self._record
+        value = inner.get(name) if isinstance(inner, Mapping) else None
+        if not check(value):
+            full = f"{part}.{name}" if part else name
+            raise bad_record(self._where, f"{full} is {value!r}; allowed: {allowed}")
+        return value
+
+
+def _number(above: float, below: float = math.inf) -> Any:
+    def check(value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        return above < value < below and value <= _LARGEST
+
+    return check
+
+
+def _count(low: int, high: float = math.inf) -> Any:
+    def check(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+    return check
+
+
+def digest_of(record: Mapping[str, Any]) -> str:
+    """The digest that a record is to carry; empty for one that is no JSON."""
+    # JSON text of a float reads back as the same float, so the digest of the text covers the bits.
+    content = {str(name): value for name, value in record.items() if name != "digest"}
+    try:
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError):
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def bad_record(where: str, found: str) -> ScalerCheckpointError:
+    """The error of a record that is not taken, and how to go on."""
+    return ScalerCheckpointError(
+        f"{where}: {found}. The loss scaler is not restored from it; take another checkpoint, or "
+        "delete the file to continue with a fresh scaler."
+    )

@@ -1,0 +1,1 @@
+"""The checkpoint doctor's readers, on files that torch itself wrote."""

@@ -1,0 +1,377 @@
+"""What the files hold: dtypes, bytes, masters, moments, the loss scaler's record."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precision_shim.checkpoints.pickles import read_pickle
+from precision_shim.checkpoints.reading import read
+from precision_shim.cli import main
+from precision_shim.scaling import FILE_NAME, save
+
+from .written import (
+    ELEMENTS,
+    KINDS,
+    distributed,
+    megatrons,
+    of_ranks,
+    safetensors,
+    scaler,
+    state,
+    with_record,
+)
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.frozensets(st.integers())
+        | st.sets(st.text())
+    ),
+    max_leaves=20,
+)
+
+
+@given(plain, st.integers(0, pickle.HIGHEST_PROTOCOL))
+def test_plain_data_comes_back(value: Any, protocol: int) -> None:
+    assert read_pickle(pickle.dumps(value, protocol), "here") == value
+    again = OrderedDict(one=value, two=[value, value])
+    assert read_pickle(pickle.dumps(again, protocol), "here") == dict(again)
+
+
+def test_what_is_shared_stays_shared() -> None:
+    inner = [1]
+    found = read_pickle(pickle.dumps([inner, inner]), "here")
+    assert found[0] is found[1]
+
+
+def test_a_distributed_checkpoint(tmp_path: Path) -> None:
+    (part,) = read(distributed(tmp_path / "saved"))
+    assert (part.kind, part.masters, part.scaler.state) == ("dcp", "none", "none")
+    assert part.dtypes("params") == {"bf16": ELEMENTS}
+    assert part.bytes("params") == 2 * ELEMENTS
+    assert part.dtypes("exp_avg") == part.dtypes("exp_avg_sq") == {"fp32": ELEMENTS}
+    assert part.bytes("exp_avg") == 4 * ELEMENTS
+
+
+def test_moments_that_were_bf16_are_told_by_their_values(tmp_path: Path) -> None:
+    (part,) = read(distributed(tmp_path / "saved", **state(torch.bfloat16)))
+    assert part.moments == {"exp_avg": ("bf16",), "exp_avg_sq": ()}
+
+
+@pytest.mark.parametrize(
+    ("master", "told"),
+    [
+        (torch.randn(6, 4), "fp32"),
+        (torch.arange(ELEMENTS).reshape(6, 4).short() - 9, "int16 remainders"),
+        (
+            torch.arange(ELEMENTS).reshape(6, 4).float() * 100 - 900,
+            "int16 remainders, stored as fp32 numbers",
+        ),
+        (torch.ones(6, 4), "fp32"),  # as those of a norm are
+    ],
+)
+def test_masters_are_told_by_dtype_and_values(
+    tmp_path: Path, master: torch.Tensor, told: str
+) -> None:
+    key = "optimizer.state.param.other.weight"
+    (part,) = read(megatrons(tmp_path / "saved", **{key: master}))
+    assert part.masters == told
+    assert part.facts["sharding"] == "fully_reshardable"
+
+
+def test_files_of_ranks(tmp_path: Path) -> None:
+    (part,) = read(of_ranks(tmp_path / "saved"))
+    assert part.kind == "shards"
+    assert part.units[0].world_size == 2
+    assert part.dtypes("params") == part.dtypes("exp_avg") == {"fp32": 2 * 12}
+    assert part.scaler.state == "whole"
+    assert "scale 1024" in part.scaler.text
+
+
+def test_dtensors_count_once(tmp_path: Path) -> None:
+    """A rank's file holds a DTensor's shard, and a mesh that is no data."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1
+    )
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        shard = torch.distributed.tensor.distribute_tensor(torch.randn(8, 4), mesh)
+        folder = tmp_path / "saved"
+        folder.mkdir()
+        torch.save({"weight": shard}, folder / "model_world_size_1_rank_0.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+    (part,) = read(folder)
+    assert part.dtypes("params") == {"fp32": 32}
+    assert not part.held.get("other")
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    (part,) = read(safetensors(tmp_path / "saved"))
+    assert part.dtypes("params") == {"bf16": ELEMENTS, "fp32": 4}
+
+
+def test_a_record_in_a_tensor(tmp_path: Path) -> None:
+    (part,) = read(with_record(tmp_path / "saved"))
+    assert part.scaler.state == "whole"
+
+
+@pytest.mark.parametrize("damage", [None, ("1024", "2048"), ("{", "")])
+def test_a_record_in_a_file(tmp_path: Path, damage: tuple[str, str] | None) -> None:
+    folder = distributed(tmp_path / "saved")
+    file = save(folder, scaler())
+    assert file.name == FILE_NAME
+    if damage:
+        file.write_text(file.read_text().replace(*damage))
+    (part,) = read(folder)
+    assert part.scaler.state == ("damaged" if damage else "whole")
+
+
+def test_the_models_of_the_last_step(tmp_path: Path) -> None:
+    for step in (2, 10):
+        for model in ("actor", "critic"):
+            of_ranks(tmp_path / f"global_step_{step}" / model, 1)
+    parts = read(tmp_path)
+    assert [(one.framework, one.subject) for one in parts] == [
+        ("verl", "actor"),
+        ("verl", "critic"),
+    ]
+    assert {one.path.parent.name for one in parts} == {"global_step_10"}
+    (one,) = read(tmp_path / "global_step_2" / "critic")
+    assert (one.framework, one.subject) == ("verl", "critic")
+
+
+@pytest.mark.parametrize(
+    ("names", "framework"),
+    [
+        (("global_step_7", "policy"), "skyrl"),
+        (("step_7", "policy", "weights", "iter_0000000"), "nemo-rl"),
+        (("step-7",), "torchtitan"),
+        (("somewhere",), ""),
+    ],
+)
+def test_whose_it_is(tmp_path: Path, names: tuple[str, ...], framework: str) -> None:
+    distributed(tmp_path.joinpath(*names))
+    for depth in range(1, len(names) + 1):
+        (part,) = read(tmp_path.joinpath(*names[:depth]))
+        assert part.framework == framework
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+_WITHOUT_TORCH = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "numpy", "rich"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+import importlib.util
+own = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else own(name, *rest)
+from precision_shim.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_torch(tmp_path: Path, kind: str) -> None:
+    """The base install tells what is there, and that nothing can be resumed."""
+    folder = KINDS[kind](tmp_path / "saved")
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH, "checkpoint", "--json", "--framework=verl", folder],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    (part,) = found["parts"]
+    assert part["components"]["params"]["elements"] > 0
+    assert part["resume"]["verdict"] == "not here"
+    assert done.returncode == 1
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", *map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+def test_the_text(tmp_path: Path, capsys: Any) -> None:
+    assert run(of_ranks(tmp_path / "step-3")) == 1
+    text = capsys.readouterr().out
+    assert "a file of each rank, 2 ranks" in text
+    assert "whole: scale 1024" in text
+    assert "resumed here  not here: " in text
+
+
+def test_options_that_make_no_sense(tmp_path: Path, capsys: Any) -> None:
+    assert run(tmp_path, "--framework", "other") == 2
+    assert "allowed: nemo-rl, skyrl, torchtitan, verl" in capsys.readouterr().err
+    assert run(tmp_path, "--config", "adam_beta2") == 2
+    assert "FIELD=VALUE" in capsys.readouterr().err
+
+
+# -- what cannot be read ------------------------------------------------------------------------
+
+
+def one_sentence(capsys: Any) -> str:
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert line.endswith(".")
+    return line
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cut_off_anywhere(tmp_path: Path, capsys: Any, kind: str) -> None:
+    folder = KINDS[kind](tmp_path / "saved")
+    for file in sorted(folder.iterdir()):
+        whole = file.read_bytes()
+        if file.name == "metadata.json":
+            continue
+        for length in {0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 1}:
+            file.write_bytes(whole[:length])
+            assert run(folder) == 2, (file.name, length)
+            assert str(tmp_path) in one_sentence(capsys)
+        file.write_bytes(whole)
+    assert run(folder) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_chance(tmp_path: Path, capsys: Any, kind: str) -> None:
+    """Whatever a damaged file makes of itself: an answer or one sentence, and never a traceback."""
+    folder = KINDS[kind](tmp_path / "saved")
+    generator = torch.Generator().manual_seed(0)
+    for file in sorted(folder.iterdir()):
+        whole = file.read_bytes()
+        for _ in range(25):
+            broken = bytearray(whole)
+            for at in torch.randint(0, len(whole), (4,), generator=generator).tolist():
+                broken[at] = int(torch.randint(0, 256, (1,), generator=generator))
+            file.write_bytes(broken)
+            if run(folder) == 2:
+                one_sentence(capsys)
+            capsys.readouterr()
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("lost", [".metadata", "__0_0.distcp"])
+def test_a_file_is_missing(tmp_path: Path, capsys: Any, lost: str) -> None:
+    folder = megatrons(tmp_path / "saved")
+    (folder / lost).unlink()
+    assert run(folder) == 2
+    assert lost in one_sentence(capsys)
+
+
+def test_a_ranks_file_is_missing(tmp_path: Path, capsys: Any) -> None:
+    folder = of_ranks(tmp_path / "saved")
+    (folder / "optim_world_size_2_rank_1.pt").unlink()
+    assert run(folder) == 2
+    assert "optim_world_size_2_rank_1.pt is missing" in one_sentence(capsys)
+
+
+def test_files_of_two_jobs(tmp_path: Path, capsys: Any) -> None:
+    folder = of_ranks(tmp_path / "saved")
+    (folder / "model_world_size_1_rank_0.pt").write_bytes(b"")
+    assert run(folder) == 2
+    assert "1 and 2 ranks" in one_sentence(capsys)
+
+
+def test_nothing_there(tmp_path: Path, capsys: Any) -> None:
+    assert run(tmp_path / "nowhere") == 2
+    assert "no such directory" in one_sentence(capsys)
+    assert run(tmp_path) == 2
+    assert "empty" in one_sentence(capsys)
+    file = tmp_path / "notes.txt"
+    file.write_text("no checkpoint")
+    assert run(file) == 2
+    assert "a file" in one_sentence(capsys)
+    assert run(tmp_path) == 2
+    assert "notes.txt" in one_sentence(capsys)
+    assert run(tmp_path, "--json") == 2
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+def test_another_programs_pickle(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    (tmp_path / "__0_0.distcp").write_bytes(b"")
+    assert run(tmp_path) == 2
+    assert "not the metadata" in one_sentence(capsys)
+
+
+# -- pickles that would run code ------------------------------------------------------------------
+
+
+class Harm:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+def test_the_harm_is_real(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Harm(tmp_path / "done")))
+    assert (tmp_path / "done").exists()
+
+
+def test_metadata_that_would_run_code(tmp_path: Path, capsys: Any) -> None:
+    folder = distributed(tmp_path / "saved")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = Harm(tmp_path / "done")
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert run(folder) == 2
+    line = one_sentence(capsys)
+    assert "system" in line
+    assert "do not load it" in line
+    (folder / ".metadata").write_bytes(pickle.dumps(Harm(tmp_path / "done")))
+    assert run(folder) == 2
+    assert not (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_other_files_that_would_run_code(tmp_path: Path, capsys: Any, protocol: int) -> None:
+    harm = Harm(tmp_path / "done")
+    folder = megatrons(tmp_path / "saved", extra=harm)  # an object within a .distcp file
+    torch.save({"content_metadata": harm, "optimizer": [harm]}, folder / "common.pt")
+    (tmp_path / "done").unlink(missing_ok=True)  # whoever copied the object has run it
+    run(folder)
+    ranks = of_ranks(tmp_path / "ranks", 1)
+    for file in ranks.iterdir():
+        content = {"state": {0: {"exp_avg": torch.ones(2), "harm": harm}}}
+        torch.save(content, file, pickle_protocol=protocol)
+    run(ranks)
+    assert "Error" not in capsys.readouterr().err
+    assert not (tmp_path / "done").exists()
+
+
+def test_a_pickle_alone(tmp_path: Path) -> None:
+    stream = io.BytesIO(pickle.dumps(Harm(tmp_path / "done")) + b"more")
+    found = read_pickle(stream, "here")
+    assert found.kind.endswith(".system")
+    assert not (tmp_path / "done").exists()

@@ -1,0 +1,92 @@
+"""Small checkpoints of each kind, written by torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from precision_shim.scaling import LossScaler, ScalerSettings, record_of, to_tensor
+
+ELEMENTS = 6 * 4
+
+
+def state(moments: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """A model's weights and its optimizer's states, by the keys that torch makes."""
+    torch.manual_seed(0)
+    values = torch.randn(6, 4)
+    return {
+        "model.weight": values.bfloat16(),
+        "optimizer.state.weight.exp_avg": (values / 3).to(moments).float(),
+        "optimizer.state.weight.exp_avg_sq": values.square(),
+        "optimizer.state.weight.step": torch.tensor(3.0),
+    }
+
+
+def scaler() -> LossScaler:
+    return LossScaler(ScalerSettings(init_scale=1024.0), device="cpu")
+
+
+def distributed(folder: Path, **more: object) -> Path:
+    """torch's distributed checkpoint, as torchtitan writes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no process group
+        dcp.save({**state(), **more}, checkpoint_id=folder)
+    return folder
+
+
+def megatrons(folder: Path, **more: object) -> Path:
+    """The same with the files that Megatron adds."""
+    distributed(folder, **more)
+    torch.save(
+        {"content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"}},
+        folder / "common.pt",
+    )
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    return folder
+
+
+def of_ranks(folder: Path, ranks: int = 2) -> Path:
+    """A file of each rank, as verl's and SkyRL's FSDP workers write them."""
+    folder.mkdir(parents=True)
+    values = torch.randn(3, 4)
+    for rank in range(ranks):
+        end = f"world_size_{ranks}_rank_{rank}.pt"
+        torch.save({"weight": values}, folder / f"model_{end}")
+        moments = {"step": torch.tensor(3.0), "exp_avg": values, "exp_avg_sq": values.square()}
+        torch.save({"state": {0: moments}, "param_groups": []}, folder / f"optim_{end}")
+        client = {"client_state": {"precision_shim_scaler": record_of(scaler())}}
+        torch.save({"lr_scheduler": {}, **client}, folder / f"extra_state_{end}")
+    return folder
+
+
+def safetensors(folder: Path) -> Path:
+    """Weights alone, in the format of Hugging Face."""
+    folder.mkdir(parents=True)
+    header = {
+        "__metadata__": {"format": "pt"},
+        "weight": {"dtype": "BF16", "shape": [6, 4], "data_offsets": [0, 48]},
+        "norm": {"dtype": "F32", "shape": [4], "data_offsets": [48, 64]},
+    }
+    text = json.dumps(header).encode()
+    content = struct.pack("<Q", len(text)) + text + bytes(64)
+    (folder / "model.safetensors").write_bytes(content)
+    return folder
+
+
+def with_record(folder: Path) -> Path:
+    """A distributed checkpoint with a loss scaler's record in it, as torchtitan's has."""
+    record = to_tensor(record_of(scaler()))
+    return distributed(folder, **{"train_state.precision_shim_scaler": record})
+
+
+KINDS = {
+    "dcp": distributed,
+    "megatron": megatrons,
+    "shards": of_ranks,
+    "safetensors": safetensors,
+}

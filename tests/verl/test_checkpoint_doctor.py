@@ -1,0 +1,83 @@
+"""The checkpoint doctor foretells what the load then does: each writer, each resume, each sharding.
+
+The loads are real, by verl's own functions. A writer's checkpoint is written once for all resumes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ..checkpoint_doctor import ask, told_by
+from .conftest import VERL
+from .test_checkpoints import SHARDINGS, STEPS, job, same, shim
+
+pytestmark = pytest.mark.skipif(
+    Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+)
+
+OWN = {"use_precision_aware_optimizer": True}
+WHOLE = {**OWN, "store_param_remainders": False}
+BF16 = {**OWN, "exp_avg_dtype": "bf16"}
+
+WRITERS: dict[str, tuple[bool | None, str, dict[str, Any]]] = {
+    "off": (False, "", {}),
+    "on": (True, "follow-model", {}),
+    "on, as configured": (True, "as-configured", {}),
+    "own, off": (False, "", OWN),
+    "own, on": (True, "as-configured", OWN),
+    "own whole masters, off": (False, "", WHOLE),
+    "the shim's, saved without it": (None, "follow-model", {}),
+}
+"""Whether the shim is on, by which policy, and what the user's own config asks for."""
+
+RESUMES: dict[str, tuple[bool, str, dict[str, Any]]] = {
+    "off": (False, "", {}),
+    "own, off": (False, "", OWN),
+    "own whole masters, off": (False, "", WHOLE),
+    "on": (True, "follow-model", {}),
+    "on, another beta2": (True, "auto", {"adam_beta2": 0.999}),
+    "on, as configured": (True, "as-configured", {}),
+    "own, on": (True, "as-configured", OWN),
+    "own bf16 moment, on": (True, "as-configured", BF16),
+}
+
+
+def outcome(folder: Path, sharding: str, saved: Any, config: dict[str, Any]) -> str:
+    """What a real load does: ``exact``, ``other weights``, or the name of an error."""
+    try:
+        resumed = job(seed=1, **config)
+        resumed.load(folder, sharding)
+    except (Exception, CheckpointException) as error:  # Megatron's own, whatever it is
+        return type(error).__name__
+    return "exact" if same(saved, resumed.states()) else "other weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_the_verdict_is_what_the_load_does(
+    fused_adam: str, tmp_path: Path, sharding: str, writer: str
+) -> None:
+    on, policy, own = WRITERS[writer]
+    with shim(on is not False, policy or "auto"):
+        first = job(**own)
+        if on:
+            first.train(STEPS)
+            first.save(tmp_path / "saved", sharding)
+    if not on:
+        first.train(STEPS)
+        first.save(tmp_path / "saved", sharding)
+    saved = first.states()
+    told, done = {}, {}
+    for resume, (again, policy, config) in RESUMES.items():
+        with shim(again, policy or "auto"):
+            # The tests' DDP has verl's default bucket.
+            known = {"adam_beta2": 0.95, "grad_reduce_in_fp32": True, **config}
+            told[resume] = ask(tmp_path / "saved", "verl", known).outcome.verdict
+            done[resume] = told_by(outcome(tmp_path / "saved", sharding, saved, config))
+    assert told == done
