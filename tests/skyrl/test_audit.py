@@ -41,7 +41,8 @@ def test_flags_that_the_user_wrote(
     fused_adam: str, checkpoints: dict[str, Path], shim: Any
 ) -> None:
     shim(features=["audit", "dtype-coercion"], strict=True)
-    build(checkpoints["bfloat16"], *FLAGS)
+    with pytest.warns(PrecisionShimWarning, match="params-dtype"):
+        build(checkpoints["bfloat16"], *FLAGS)
     (audit,) = precision_shim.status().audit
     assert "params-dtype" in [one.code for one in audit.problems]
 
