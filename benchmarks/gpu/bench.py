@@ -1,0 +1,65 @@
+"""What a part is given: the place that it runs in, and where its results go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from .place import Place, enter
+
+Tell = Callable[..., None]
+
+
+class Bench:
+    """One part's view of the run.
+
+    Attributes:
+        dry: a dry run: a CPU, the stand-in for TransformerEngine, tiny models.
+        folder: an empty folder, removed at the end.
+    """
+
+    def __init__(
+        self, part: str, *, dry: bool, ends_at: float, folder: Path, tell: Tell, stack: ExitStack
+    ) -> None:
+        self.part = part
+        self.dry = dry
+        self.folder = folder
+        self._ends_at = ends_at
+        self._tell = tell
+        self._stack = stack
+
+    @property
+    def place(self) -> Place:
+        """The device with Megatron's parallel state on it; entered when it is first asked for."""
+        return enter(self.dry, self._stack, self._tell)
+
+    def seconds_left(self) -> float:
+        """Until the run has to be over."""
+        return self._ends_at - time.time()
+
+    def record(self, what: str, shows: str, **figures: Any) -> None:
+        """Keep a result: what was measured, what it shows in few words, and all its figures."""
+        self._tell(kind="result", part=self.part, what=what, shows=shows, figures=figures)
+
+    def check(self, says: str, holds: bool | None, why: str = "", **figures: Any) -> None:
+        """Keep whether a sentence holds; ``None`` with the reason where nothing can be said."""
+        if holds is None and not why:
+            raise ValueError(f"{self.part}: {says!r} is not judged, and nothing says why")
+        self._tell(
+            kind="check",
+            part=self.part,
+            says=says,
+            holds=None if holds is None else bool(holds),
+            why=why,
+            figures=figures,
+        )
+
+    def check_on_gpu(self, says: str, holds: bool, why: str, **figures: Any) -> None:
+        """As ``check``, for a sentence that a dry run cannot judge; ``why`` it cannot."""
+        if self.dry:
+            self.check(says, None, why, **figures)
+        else:
+            self.check(says, holds, **figures)
