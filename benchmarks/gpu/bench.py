@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,16 @@ class Bench:
     def seconds_left(self) -> float:
         """Until the run has to be over."""
         return self._ends_at - time.time()
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Something whose error is kept as a check that does not hold; what follows is begun."""
+        try:
+            yield
+        except Exception as error:  # whatever it is
+            traceback.print_exc()
+            text = str(error).strip()[:1000] or "(no message)"
+            self.check(f"{what}: runs to its end", False, f"{type(error).__name__}: {text}")
 
     def record(self, what: str, shows: str, **figures: Any) -> None:
         """Keep a result: what was measured, what it shows in few words, and all its figures."""

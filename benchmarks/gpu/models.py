@@ -37,6 +37,7 @@ class Size:
 
 TINY = Size(layers=1, hidden=32, heads=2, vocabulary=256, length=16, batch=4)
 SMALL = Size(layers=8, hidden=512, heads=8, vocabulary=256, length=256, batch=32)
+MIDDLE = Size(layers=2, hidden=256, heads=4, vocabulary=256, length=64, batch=8)
 BILLION = Size(layers=24, hidden=2048, heads=16, vocabulary=32768, length=512, batch=4)
 SEVEN = Size(layers=32, hidden=4096, heads=32, vocabulary=32768, length=256, batch=1)
 

@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+ENGINE = "transformer_engine"
 SYNCHRONISING = "synchronizing CUDA operation"
 """What torch's sync debug mode says at each."""
 NOT_COUNTED = "torch counts host synchronisations on a GPU only (torch.cuda.set_sync_debug_mode)"
@@ -183,8 +185,17 @@ def on_cpu() -> Iterator[str]:
     )
 
     torch.set_num_threads(1)
-    with stand_in_transformer_engine() as stand_in, megatron_on_cpu(), model_parallel():
-        yield f"{stand_in.version} (the stand-in of precision_shim.testing)"
+    # Where TransformerEngine is installed, Megatron would call its kernels, which need a GPU.
+    own = {name: sys.modules[name] for name in list(sys.modules) if name.startswith(ENGINE)}
+    for name in own:
+        del sys.modules[name]
+    sys.modules[ENGINE] = None  # type: ignore[assignment]
+    try:
+        with stand_in_transformer_engine() as stand_in, megatron_on_cpu(), model_parallel():
+            yield f"{stand_in.version} (the stand-in of precision_shim.testing)"
+    finally:
+        del sys.modules[ENGINE]
+        sys.modules.update(own)
 
 
 @contextmanager

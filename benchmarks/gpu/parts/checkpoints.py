@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..bench import Bench
-from ..models import SMALL, TINY, WHOLE_TABLE, held, same, shim, trainer
+from ..models import MIDDLE, TINY, WHOLE_TABLE, held, same, shim, trainer
 from ..text import Batches, corpus
 
 STEPS = 2
@@ -95,7 +95,8 @@ def run(bench: Bench) -> None:
         repeatable = control(bench)
         for sharding in SHARDINGS:
             for row in ROWS:
-                one_row(bench, row, sharding, repeatable)
+                with bench.attempt(f"{row.name}, {sharding}"):
+                    one_row(bench, row, sharding, repeatable)
 
 
 def control(bench: Bench) -> bool:
@@ -122,7 +123,7 @@ class Job:
         self, bench: Bench, sharding: str, fields: Mapping[str, Any], seed: int = 0
     ) -> None:
         place = bench.place
-        self._size = TINY if bench.dry else SMALL
+        self._size = TINY if bench.dry else MIDDLE
         self._device = place.device
         self._taken = 0
         self.made = trainer(place, self._size, seed=seed, sharding=sharding, optimizer=fields)

@@ -97,14 +97,13 @@ def fits(bench: Bench, variant: Variant) -> bool:
 
 def measure(bench: Bench, variant: Variant, size: Size, name: str) -> None:
     """Build, take the steps, measure; a model that does not fit is a result."""
-    try:
-        _measure(bench, variant, size, name)
-    except torch.OutOfMemoryError as error:
-        bench.record(
-            f"{name}, {variant.name}", "did not fit: out of memory", error=str(error)[:500]
-        )
-    finally:
-        bench.place.tidy()
+    what = f"{name}, {variant.name}"
+    with bench.attempt(what):
+        try:
+            _measure(bench, variant, size, name)
+        except torch.OutOfMemoryError as error:
+            bench.record(what, "did not fit: out of memory", error=str(error)[:500])
+    bench.place.tidy()
 
 
 def _measure(bench: Bench, variant: Variant, size: Size, name: str) -> None:
