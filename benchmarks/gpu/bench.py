@@ -7,9 +7,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .place import Place, enter
+if TYPE_CHECKING:
+    from .place import Place
 
 Tell = Callable[..., None]
 
@@ -35,6 +36,8 @@ class Bench:
     @property
     def place(self) -> Place:
         """The device with Megatron's parallel state on it; entered when it is first asked for."""
+        from .place import enter
+
         return enter(self.dry, self._stack, self._tell)
 
     def seconds_left(self) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -91,14 +91,14 @@ class Loop:
     def save(self, folder: Path) -> None:
         """Write torch's distributed checkpoint, and the scaler's state beside it."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder))
+        state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(folder))
         scaling.save(folder, self.scaler)
 
     def load(self, folder: Path) -> None:
         """Read both."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=str(folder))
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        state_dict_loader.load(state, checkpoint_id=str(folder))
         set_state_dict(
             self.model,
             self.optimizer,

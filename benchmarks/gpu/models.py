@@ -74,7 +74,7 @@ def trainer(
 ) -> Any:
     """Build one; with the shim where that is installed."""
     from megatron.core import tensor_parallel
-    from proof_trainer.trainer import Config, Trainer
+    from proof_trainer.trainer import Config, Trainer  # type: ignore[import-not-found]
 
     from precision_shim.testing import tiny_gpt
 

@@ -256,7 +256,7 @@ def machine(dry: bool) -> dict[str, Any]:
 def installed(distribution: str) -> str | None:
     """The version of a distribution; None where it is not installed."""
     try:
-        return version(distribution)
+        return str(version(distribution))  # type: ignore[no-untyped-call]
     except PackageNotFoundError:
         return None
 

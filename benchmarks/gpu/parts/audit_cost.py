@@ -53,9 +53,7 @@ def run(bench: Bench) -> None:
     bench.check_on_gpu(
         "an audit never waits for the device", syncs.count == 0, NOT_COUNTED, found=syncs.count
     )
-    bench.check_on_gpu(
-        "an audit leaves nothing on the device", after == at_rest, NO_ALLOCATOR
-    )
+    bench.check_on_gpu("an audit leaves nothing on the device", after == at_rest, NO_ALLOCATOR)
     bench.check_on_gpu(
         f"the audit's bytes are the allocator's, but for {SHARE:.0%}",
         held is not None and abs(held - counted) <= SHARE * counted,

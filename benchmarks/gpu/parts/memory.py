@@ -151,13 +151,15 @@ def _measure(bench: Bench, variant: Variant, size: Size, name: str) -> None:
         peak_in_step_per_parameter=in_step,
         temporary_in_step_per_parameter=per_parameter(peaks[f"optimizer, step {STEPS}"], at_rest),
     )
-    checks(bench, variant, name, together, audit.totals["allocated"] / count, resident)
+    allocated = audit.totals["allocated"] / count
+    checks(bench, variant, name, together=together, allocated=allocated, resident=resident)
 
 
 def checks(
     bench: Bench,
     variant: Variant,
     name: str,
+    *,
     together: float,
     allocated: float,
     resident: float | None,

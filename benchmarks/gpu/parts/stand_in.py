@@ -29,6 +29,7 @@ BF16, FP16, FP32, FP8, INT16 = (
     torch.uint8,
     torch.int16,
 )
+STATES = ("exp_avg", "exp_avg_sq", "master_param")
 MOMENTS = (FP32, BF16, FP16, FP8)
 STEPS, DRY_STEPS = 8, 2
 SHAPES = ((17, 33), (257,), (1,))
@@ -232,7 +233,7 @@ def _params(place: Place, dtype: torch.dtype) -> list[torch.nn.Parameter]:
 
 
 def _names(optimizer: Any, param: Any) -> list[str]:
-    return [key for key in optimizer.state[param] if key in ("exp_avg", "exp_avg_sq", "master_param")]
+    return [key for key in optimizer.state[param] if key in STATES]
 
 
 def _take_over(mine: Any, a: Any, its: Any, b: Any) -> None:
@@ -268,7 +269,8 @@ def _hold(
         from precision_shim.rules.remainders import join_master
 
         left, right, _ = values["master_param"]
-        values["master_param"] = (join_master(a.detach(), left), join_master(b.detach(), right), FP32)
+        whole = join_master(a.detach(), left), join_master(b.detach(), right)
+        values["master_param"] = (*whole, FP32)
     for name, (left, right, dtype) in values.items():
         magnitude = torch.maximum(left.float().abs(), right.float().abs())
         if name == "exp_avg" and old is not None:

@@ -60,9 +60,7 @@ class Times:
 def run(bench: Bench) -> None:
     copied = bench.place.copy_bandwidth()
     bandwidth = copied["per_second"]
-    bench.record(
-        "a copy on the device", f"{bandwidth / 1e12:.3f} TB/s, read and written", **copied
-    )
+    bench.record("a copy on the device", f"{bandwidth / 1e12:.3f} TB/s, read and written", **copied)
     times: dict[str, Times] = {}
     for variant in (WITHOUT, WITH, VARIANTS[2], FP32_MOMENTS):
         with bench.attempt(variant.name):

@@ -85,9 +85,7 @@ def one_precision(bench: Bench, precision: str) -> dict[str, float]:
     return {layout: figures["kl"] for layout, figures in found.items()}
 
 
-def compare(
-    made: Any, tokens: torch.Tensor, size: Size
-) -> Iterator[tuple[str, dict[str, float]]]:
+def compare(made: Any, tokens: torch.Tensor, size: Size) -> Iterator[tuple[str, dict[str, float]]]:
     """Each layout beside the reference, over the same predictions."""
     inputs, taken = tokens[:, :-1].contiguous(), tokens[:, 1:]
     reference = log_probabilities(made, inputs)
@@ -106,9 +104,7 @@ def compare(
         )
 
 
-def layouts(
-    made: Any, inputs: torch.Tensor, size: Size
-) -> Iterator[tuple[str, torch.Tensor]]:
+def layouts(made: Any, inputs: torch.Tensor, size: Size) -> Iterator[tuple[str, torch.Tensor]]:
     """The same predictions, computed otherwise; exact arithmetic would give the same numbers."""
     alone = [log_probabilities(made, row.unsqueeze(0)) for row in inputs]
     yield "each sequence alone", torch.cat(alone)
@@ -146,9 +142,9 @@ def _fused(scale: float) -> Callable[..., torch.Tensor]:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any
     ) -> torch.Tensor:
         # Megatron has [position, batch, head, width], torch [batch, head, position, width].
-        own = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        q, k, v = (one.permute(1, 2, 0, 3) for one in (query, key, value))
         context = torch.nn.functional.scaled_dot_product_attention(
-            *own, is_causal=True, scale=scale
+            q, k, v, is_causal=True, scale=scale
         )
         return context.permute(2, 0, 1, 3).flatten(2)
 

@@ -55,7 +55,8 @@ class Trainer:
         loss = self.model(inputs, *positions_and_mask(inputs), labels=labels).float().mean()
         self.optimizer.scale_loss(loss * weight).backward()
         self.model.finish_grad_sync()
-        return loss.detach()
+        value: torch.Tensor = loss.detach()
+        return value
 
     def update(self) -> dict[str, float]:
         """Take the optimizer's step; its figures."""
