@@ -246,7 +246,7 @@ def machine(dry: bool) -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "capability": list(torch.cuda.get_device_capability(0)),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "driver": _output(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
         ),
@@ -256,7 +256,7 @@ def machine(dry: bool) -> dict[str, Any]:
 def installed(distribution: str) -> str | None:
     """The version of a distribution; None where it is not installed."""
     try:
-        return str(version(distribution))  # type: ignore[no-untyped-call]
+        return str(version(distribution))
     except PackageNotFoundError:
         return None
 
