@@ -15,8 +15,6 @@ LEFT_OUT = (
     "tests/activation/test_ray.py",
     "tests/audit/test_command.py",
     "tests/audit/test_torch.py",
-    "tests/gpu/test_dry_run.py",
-    "tests/gpu/test_on_gpu.py",
     "tests/scaling/hand_written.py",
     "tests/scaling/ranks.py",
     "tests/scaling/saving.py",

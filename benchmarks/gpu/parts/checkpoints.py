@@ -73,13 +73,7 @@ ROWS = (
     Row("on, off", ON, OFF, {"": STATES}),
     Row("off, on", OFF, ON, {"": REFUSED}),
     Row("off, on as configured", OFF, ON_AS_CONFIGURED, {"": EXACT}),
-    Row(
-        "own config, on, off",
-        ON_AS_CONFIGURED,
-        OFF,
-        {"dp_reshardable": EXACT, "": LIKE_OFF},
-        OWN,
-    ),
+    Row("own config, on, off", ON_AS_CONFIGURED, OFF, {"": LIKE_OFF}, OWN),
     Row("own config, on, on", ON_AS_CONFIGURED, ON_AS_CONFIGURED, {"": EXACT}, OWN),
     Row(
         "remainders written without the shim, on",
