@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 from pathlib import Path
 
@@ -42,7 +44,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"python -m benchmarks.gpu: {missing}", file=sys.stderr)
             return plan.NO_GPU
     store = Store(options.out, parts, dry_run=options.dry_run, minutes=options.minutes)
-    Runner(store, parts, dry=options.dry_run, minutes=options.minutes).run()
+    # What ends a run from outside, ends it with what it has.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        Runner(store, parts, dry=options.dry_run, minutes=options.minutes).run()
     print(table(store.values))
     print(f"\n{store.path}")
     return exit_status(store.values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -56,6 +57,7 @@ class Bench:
 
     def record(self, what: str, shows: str, **figures: Any) -> None:
         """Keep a result: what was measured, what it shows in few words, and all its figures."""
+        figures = plain(figures)
         self._tell(kind="result", part=self.part, what=what, shows=shows, figures=figures)
 
     def check(self, says: str, holds: bool | None, why: str = "", **figures: Any) -> None:
@@ -68,7 +70,7 @@ class Bench:
             says=says,
             holds=None if holds is None else bool(holds),
             why=why,
-            figures=figures,
+            figures=plain(figures),
         )
 
     def check_on_gpu(self, says: str, holds: bool, why: str, **figures: Any) -> None:
@@ -77,3 +79,14 @@ class Bench:
             self.check(says, None, why, **figures)
         else:
             self.check(says, holds, **figures)
+
+
+def plain(value: Any) -> Any:
+    """Figures as JSON has them: a number that is none, such as a skipped step's norm, by name."""
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

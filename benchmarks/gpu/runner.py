@@ -17,6 +17,7 @@ from .store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_NAME = "proof.log"
+ENDED = "the run was ended from outside"
 GRACE_S = 5.0
 """A worker that is over its time is asked to end, and is killed so much later."""
 
@@ -52,7 +53,11 @@ class Runner:
                     self._work(batch)
         finally:
             for part in self._waiting:
-                self._state(part.name, "not run", "the run was ended before it")
+                begun = self.store.part(part.name)["state"]
+                if begun == "running":
+                    self._state(part.name, "cut short", ENDED)
+                elif begun == "waiting":
+                    self._state(part.name, "not run", ENDED)
             self.store.close()
 
     def _state(self, part: str, state: str, reason: str) -> None:
@@ -101,7 +106,10 @@ class Runner:
                     return True
                 *lines, pending = (pending + chunk).split(b"\n")
                 for line in lines:
-                    self.store.take(json.loads(line))
+                    message = json.loads(line)
+                    if message["kind"] == "state":
+                        print(f"{message['part']}: {message['state']}", file=sys.stderr, flush=True)
+                    self.store.take(message)
 
     def _settle(self, batch: list[Part], in_time: bool, ended: int | None) -> None:
         begun = [part for part in batch if self.store.part(part.name)["state"] != "waiting"]

@@ -74,7 +74,7 @@ class Store:
         """Write the file whole: a run that is killed leaves the one before."""
         beside = self.path.with_suffix(".json.new")
         with beside.open("w", encoding="utf-8") as file:
-            json.dump(self.values, file, indent=1)
+            json.dump(self.values, file, indent=1, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(self.path)

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     with os.fdopen(int(argv[1]), "w", buffering=1, encoding="utf-8") as pipe, ExitStack() as stack:
 
         def tell(**message: Any) -> None:
-            print(json.dumps(message), file=pipe, flush=True)
+            print(json.dumps(message, allow_nan=False), file=pipe, flush=True)
 
         for values in spec["parts"]:
             one_part(Part(**values), spec["dry"], spec["ends_at"], tell, stack)
