@@ -93,6 +93,7 @@ def measure(bench: Bench, variant: Variant, bandwidth: float) -> Times:
         made.forward_backward(Batches(corpus()[0], size, place.device, seed=0).next())
         whole = timed(bench, made.update, repeat)
         adams = inner(made)
+        require_gradients(adams)
 
         def adam_alone() -> None:
             for one in adams:
@@ -125,6 +126,19 @@ def measure(bench: Bench, variant: Variant, bandwidth: float) -> Times:
         tight=tight,
     )
     return whole
+
+
+def require_gradients(adams: list[Any]) -> None:
+    """Stop where Megatron has taken the gradients away: FusedAdam would step nothing, in no time.
+
+    Raises:
+        RuntimeError: a parameter has none.
+    """
+    for adam in adams:
+        name = "decoupled_grad" if adam.use_decoupled_grad else "grad"
+        for group in adam.param_groups:
+            if any(getattr(param, name, None) is None for param in group["params"]):
+                raise RuntimeError(f"a parameter has no {name} after Megatron's step")
 
 
 def timed(bench: Bench, function: Any, repeat: int) -> Times:
