@@ -17,7 +17,8 @@ from ..bench import Bench
 from ..models import MIDDLE, TINY, WHOLE_TABLE, held, same, shim, trainer
 from ..text import Batches, corpus
 
-STEPS = 2
+STEPS, DRY_STEPS = 2, 1
+"""Before a checkpoint, and after it."""
 SHARDINGS = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter")
 AS_CONFIGURED = "as-configured"
 OWN = {"use_precision_aware_optimizer": True}
@@ -99,7 +100,8 @@ def control(bench: Bench) -> bool:
     for _ in range(2):
         with shim():
             job = Job(bench, SHARDINGS[0], {})
-            job.train(2 * STEPS)
+            job.train()
+            job.train()
             ends.append(job.held())
     repeatable = same(*ends)
     bench.record(
@@ -119,19 +121,19 @@ class Job:
         place = bench.place
         self._size = TINY if bench.dry else MIDDLE
         self._device = place.device
-        self._taken = 0
+        self._steps = DRY_STEPS if bench.dry else STEPS
         self.made = trainer(place, self._size, seed=seed, sharding=sharding, optimizer=fields)
         self._batches = Batches(corpus()[0], self._size, place.device, seed=0)
 
-    def train(self, steps: int) -> list[float]:
+    def train(self) -> list[float]:
         """Some steps; their losses."""
-        return [self.made.train_step(self._batches.next())["loss"] for _ in range(steps)]
+        return [self.made.train_step(self._batches.next())["loss"] for _ in range(self._steps)]
 
-    def go_on(self, steps: int) -> list[float]:
-        """Some steps after those that were saved."""
-        for _ in range(STEPS):
+    def go_on(self) -> list[float]:
+        """As many after those that were saved."""
+        for _ in range(self._steps):
             self._batches.next()
-        return self.train(steps)
+        return self.train()
 
     def held(self) -> dict[str, torch.Tensor]:
         """What is trained and what the optimizer holds."""
@@ -174,13 +176,13 @@ def outcome(bench: Bench, row: Row, sharding: str, folder: Path) -> tuple[str, s
 
     with shim(row.saved.on, row.saved.states):
         first = Job(bench, sharding, row.fields)
-        first.train(STEPS)
+        first.train()
         if row.saved.save_on:
             first.made.save(str(folder))
     if not row.saved.save_on:
         first.made.save(str(folder))
     saved = first.held()
-    straight = first.train(STEPS)
+    straight = first.train()
     with shim(row.resumed.on, row.resumed.states):
         second = Job(bench, sharding, row.fields, seed=1)
         try:
@@ -191,7 +193,7 @@ def outcome(bench: Bench, row: Row, sharding: str, folder: Path) -> tuple[str, s
             return type(error).__name__, str(error)[:500]
         if not _same_states(saved, second.held()):
             return "other weights", ""
-        return (EXACT if second.go_on(STEPS) == straight else STATES), ""
+        return (EXACT if second.go_on() == straight else STATES), ""
 
 
 def _same_states(saved: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> bool:
