@@ -1,0 +1,276 @@
+"""Where the parts run: one GPU, or a CPU that stands for it in a dry run.
+
+Everything that is asked of a device is asked here, so that the parts themselves are the same code
+in both. What a CPU cannot answer is ``None``, never a made-up number.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+ENGINE = "transformer_engine"
+SYNCHRONISING = "synchronizing CUDA operation"
+"""What torch's sync debug mode says at each."""
+NOT_COUNTED = "torch counts host synchronisations on a GPU only (torch.cuda.set_sync_debug_mode)"
+NO_ALLOCATOR = "a CPU has no torch.cuda allocator to ask"
+NO_TIMES = "times of a CPU with a stand-in say nothing about a GPU"
+
+
+@dataclass
+class Syncs:
+    """How often the host waited for the device; ``None`` where nothing counts it."""
+
+    count: int | None = None
+
+
+class Place:
+    """The device that a part runs on.
+
+    Attributes:
+        dry: a CPU stands for the GPU.
+        device: ``"cuda"`` or ``"cpu"``.
+    """
+
+    def __init__(self, dry: bool) -> None:
+        self.dry = dry
+        self.device = "cpu" if dry else "cuda"
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def allocated(self) -> int | None:
+        """Bytes that torch's allocator has handed out on the GPU."""
+        self.synchronize()
+        return None if self.dry else torch.cuda.memory_allocated()
+
+    def free(self) -> int | None:
+        """Bytes that are free on the GPU, with what torch keeps for itself given back."""
+        self.tidy()
+        return None if self.dry else int(torch.cuda.mem_get_info()[0])
+
+    def peak_in(self, function: Callable[[], Any]) -> int | None:
+        """The highest ``allocated()`` while a function runs."""
+        if not self.dry:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        function()
+        self.synchronize()
+        return None if self.dry else torch.cuda.max_memory_allocated()
+
+    def allocator(self) -> dict[str, int] | None:
+        """How often torch's allocator asked the driver so far, and how often it had to retry."""
+        if self.dry:
+            return None
+        known = torch.cuda.memory_stats()
+        return {key: int(known.get(key, 0)) for key in ("num_device_alloc", "num_alloc_retries")}
+
+    def tidy(self) -> None:
+        """Drop what nobody holds, and give torch's cache back to the driver."""
+        gc.collect()
+        if not self.dry:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    # -- time --------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def milliseconds(self, function: Callable[[], Any], repeat: int) -> list[float]:
+        """How long each of some calls took, from an idle device to an idle device."""
+        taken = []
+        for _ in range(repeat):
+            self.synchronize()
+            began = time.perf_counter()
+            function()
+            self.synchronize()
+            taken.append((time.perf_counter() - began) * 1e3)
+        return taken
+
+    def copy_bandwidth(self) -> dict[str, float]:
+        """Bytes read and written per second by a copy on the device, measured now.
+
+        The buffers are several times the cache, whose size is read from the device.
+        """
+        cache = 1 << 18 if self.dry else torch.cuda.get_device_properties(0).L2_cache_size
+        size = 16 * max(cache, 1 << 18)
+        source = torch.ones(size, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        taken = self.milliseconds(lambda: target.copy_(source), 3 if self.dry else 30)
+        typical = statistics.median(taken[len(taken) // 5 :])
+        return {"bytes": size, "milliseconds": typical, "per_second": 2 * size / typical * 1e3}
+
+    @contextmanager
+    def host_syncs(self) -> Iterator[Syncs]:
+        """Count how often the host waits for the device inside."""
+        seen = Syncs()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with self._sync_debug_mode():
+                yield seen
+        if not self.dry:
+            seen.count = sum(SYNCHRONISING in str(one.message) for one in caught)
+
+    @contextmanager
+    def _sync_debug_mode(self) -> Iterator[None]:
+        if self.dry:
+            yield
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    # -- the same bits each time -------------------------------------------------------------
+
+    @contextmanager
+    def repeatable(self) -> Iterator[None]:
+        """Have torch choose kernels that give the same bits each time, where it has them."""
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+    # -- TransformerEngine -------------------------------------------------------------------
+
+    def fused_adam(self) -> Any:
+        """The class FusedAdam that Megatron uses here."""
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        return FusedAdam
+
+
+_place: Place | None = None
+"""This process's place: written by ``enter``."""
+
+
+def enter(dry: bool, stack: ExitStack, tell: Callable[..., None]) -> Place:
+    """The place of this process; set up at the first call, and left with the stack."""
+    global _place
+    if _place is None:
+        engine = stack.enter_context(on_cpu() if dry else on_gpu())
+        _place = Place(dry)
+        tell(kind="machine", **machine(dry), transformer_engine=engine)
+    return _place
+
+
+@contextmanager
+def on_cpu() -> Iterator[str]:
+    """Megatron on a CPU, with the stand-in for FusedAdam; yields the version that it stands for."""
+    from precision_shim.testing import (
+        megatron_on_cpu,
+        model_parallel,
+        stand_in_transformer_engine,
+    )
+
+    torch.set_num_threads(1)
+    # Where TransformerEngine is installed, Megatron would call its kernels, which need a GPU.
+    own = {name: sys.modules[name] for name in list(sys.modules) if name.startswith(ENGINE)}
+    for name in own:
+        del sys.modules[name]
+    sys.modules[ENGINE] = None  # type: ignore[assignment]
+    try:
+        with stand_in_transformer_engine() as stand_in, megatron_on_cpu(), model_parallel():
+            yield f"{stand_in.version} (the stand-in of precision_shim.testing)"
+    finally:
+        del sys.modules[ENGINE]
+        sys.modules.update(own)
+
+
+@contextmanager
+def on_gpu() -> Iterator[str]:
+    """Megatron's parallel state of one rank on one GPU; yields TransformerEngine's version."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from precision_shim.testing import real_transformer_engine
+
+    real = real_transformer_engine()
+    if real is None:
+        raise RuntimeError("TransformerEngine cannot be imported; see requirements.txt")
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+    torch.cuda.set_device(0)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl",
+            init_method=f"file://{folder}/rendezvous",
+            world_size=1,
+            rank=0,
+        )
+        try:
+            parallel_state.initialize_model_parallel()
+            tensor_parallel.model_parallel_cuda_manual_seed(1234)
+            yield real[0]
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
+def machine(dry: bool) -> dict[str, Any]:
+    """What the run is on, all of it read here."""
+    known: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron_core": installed("megatron-core"),
+        "precision_shim": _shim_version(),
+        "commit": _output("git", "rev-parse", "--short=12", "HEAD"),
+    }
+    if dry:
+        return {**known, "device": f"a CPU ({platform.machine()})"}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        **known,
+        "device": properties.name,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": list(torch.cuda.get_device_capability(0)),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "driver": _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
+        ),
+    }
+
+
+def installed(distribution: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
+    try:
+        return str(version(distribution))
+    except PackageNotFoundError:
+        return None
+
+
+def _shim_version() -> str:
+    import precision_shim
+
+    return precision_shim.__version__
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None where there is no such command, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,80 @@
+"""The parts of the proof, in the order of their worth."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+EVERYTHING_HELD, SOMETHING_FAILED, NO_GPU, SOMETHING_NOT_RUN = 0, 1, 2, 3
+"""Exit statuses."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Attributes:
+        number: its place in the order.
+        name: what ``--parts`` calls it.
+        title: what the page calls it.
+        module: its module; ``run(bench)`` does it.
+        least_s: it is not begun on a GPU with less time left. A guess: it decides nothing else.
+        least_dry_s: the same for a dry run.
+        repeatable: wants kernels that give the same bits each time.
+    """
+
+    number: int
+    name: str
+    title: str
+    module: str
+    least_s: float
+    least_dry_s: float = 3.0
+    repeatable: bool = False
+
+    def too_late(self, left_s: float, dry: bool) -> str:
+        """Why it is not begun with so much time left; empty if it is."""
+        least = self.least_dry_s if dry else self.least_s
+        if left_s >= least:
+            return ""
+        return f"wants at least {least:.0f} s, {max(left_s, 0.0):.0f} s were left of --minutes"
+
+    def to_dict(self) -> dict[str, object]:
+        """For the worker's arguments."""
+        return asdict(self)
+
+
+def _part(number: int, name: str, title: str, least_s: float, repeatable: bool = False) -> Part:
+    module = f"benchmarks.gpu.parts.{name.replace('-', '_')}"
+    return Part(number, name, title, module, least_s, repeatable=repeatable)
+
+
+PARTS = (
+    _part(1, "memory", "Memory: bytes per parameter, resident and peak", 60),
+    _part(2, "step-time", "Time of the optimizer's step", 45),
+    _part(3, "parity", "Parity of the loss on real text", 60),
+    _part(4, "fp16", "fp16: overflow, resume, host synchronisations", 40, repeatable=True),
+    _part(5, "checkpoints", "Checkpoints: on and off in each order", 40, repeatable=True),
+    _part(6, "stand-in", "The stand-in against TransformerEngine's FusedAdam", 30),
+    _part(7, "audit-cost", "The audit's cost in a real step", 30),
+    _part(8, "why-fp16", "Why fp16: one model, two batch layouts", 40),
+)
+"""All of them."""
+
+
+def named(names: str | None) -> tuple[Part, ...]:
+    """The parts of a comma list of names or numbers, in their own order; all of them for None.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    if names is None:
+        return PARTS
+    wanted = {one.strip() for one in names.split(",") if one.strip()}
+    known = {key: part for part in PARTS for key in (part.name, str(part.number))}
+    unknown = sorted(wanted - set(known))
+    if unknown or not wanted:
+        raise ValueError(
+            f"--parts {names}: no part {', '.join(unknown) or 'named'}; "
+            f"allowed: {', '.join(part.name for part in PARTS)}, or their numbers"
+        )
+    chosen = {known[one] for one in wanted}
+    return tuple(part for part in PARTS if part in chosen)

@@ -1,0 +1,75 @@
+"""precision_shim for proof_trainer: dtype names, states and bucket by the model's dtype, fp16.
+
+Entered around the whole build, because the bucket is made before the OptimizerConfig. Megatron's
+own classes are entered by the wing's seams.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Adapter, Call, collect, seam
+from precision_shim_adapters import megatron
+from precision_shim_adapters.megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+
+NAME = "proof-trainer"
+TRAINER = "proof_trainer.trainer"
+
+
+def read(config: Any) -> Wishes:
+    """What a user of the trainer asks for."""
+    return Wishes(
+        where=f"{NAME}, optimizer",
+        subject="model",
+        asked=config.optimizer,
+        declared=getattr(torch, config.precision),
+        native={torch.float16: {"fp16": True}},  # the trainer itself sets the flag
+        bucket_in_fp32=config.ddp.get("grad_reduce_in_fp32"),
+        nan_check_written="check_for_nan_in_grad" in config.ddp,
+    )
+
+
+@seam(f"{TRAINER}:Trainer.build", BUILDING, group=GROUP, why="makes the bucket and the optimizer")
+def build(call: Call) -> None:
+    """Say that a model is being built, and how to read its config."""
+    config = call.instance.config
+    with megatron.building(NAME, lambda: read(config)):
+        call.proceed()
+
+
+@seam(f"{TRAINER}:optimizer_config", SETTLING, group=GROUP, why="makes every OptimizerConfig")
+def configure(call: Call, config: Any) -> Any:
+    """Put what was settled into the config; what the user wrote is part of it."""
+    around = megatron.current_build(NAME) or megatron.Build(NAME, lambda: read(config))
+    settled = megatron.settle(around)
+    call.arguments["config"] = replace(config, optimizer=settled.fields)
+    made = call.proceed()
+    settled.keep_layout(made)
+    return made
+
+
+@seam(f"{TRAINER}:make_optimizer", ALIGNMENT, group=GROUP, why="has config and buckets in hand")
+def check(call: Call, config: Any, model: Any) -> Any:
+    """Hold the config against the live model before the optimizer is made."""
+    megatron.check(NAME, config, model)
+    return call.proceed()
+
+
+@seam(f"{TRAINER}:Trainer.update", SCALING, group=GROUP, why="takes a skipped step for a failure")
+def step(call: Call) -> dict[str, float]:
+    """Let an overflow be a skipped step, and report both figures."""
+    with megatron.skipping(succeeds=True):
+        found = call.proceed()
+    return {**found, **megatron.metrics(call.instance.optimizer)}
+
+
+ADAPTER = Adapter(
+    NAME,
+    NAME,
+    packages=("proof_trainer",),
+    tested=("1.0",),
+    effects=megatron.EFFECTS,
+    seams=collect(*megatron.SEAMS, build, configure, check, step),
+    paths={**megatron.PATHS, GROUP: "trainer"},
+)

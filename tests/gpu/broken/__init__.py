@@ -1,0 +1,1 @@
+"""Parts of a proof that go wrong, each in its own way."""
