@@ -6,12 +6,14 @@ the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from precision_shim.planning.counting import Precision, Share, part
+from precision_shim.planning.command import Job
+from precision_shim.planning.counting import SIZES, Precision, Share, part
 from precision_shim.planning.record import Decided, Held, ModelPlan, Part, Problem, Stage
+from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 
 from ..megatron.layout import Sizes, rank_numel
@@ -57,6 +59,18 @@ class Asked:
     keys: Mapping[str, str] = field(default_factory=dict)
     decisions: tuple[Decided, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
+        """See ``Plannable``."""
+        return plan_model(self)
+
+    def on(self, world: int) -> Asked:
+        """See ``Plannable``."""
+        return replace(self, world=world)
+
+    def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
+        """See ``Plannable``; the shim has none for torch's optimizers."""
+        return ()
 
 
 def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
@@ -134,10 +148,9 @@ def _shards(asked: Asked) -> int:
 
 def _share(asked: Asked) -> Share:
     sizes = Sizes(asked.world, tensor=asked.tensor)
-    groups = asked.model.number("num_key_value_heads")
     split = asked.tensor > 1 and bool(asked.model.config)
     numel = sum(
-        rank_numel(one, sizes, groups) if split else -(-one.numel // asked.tensor)
+        rank_numel(one, sizes) if split else -(-one.numel // asked.tensor)
         for one in asked.model.weights
         if not (asked.value_head and one.name.endswith("lm_head.weight"))
     )
@@ -157,9 +170,7 @@ def _share(asked: Asked) -> Share:
 def _precision(asked: Asked) -> Precision:
     if not asked.optimizer:
         return Precision(asked.dtype, buckets=False)
-    return Precision(
-        asked.dtype, asked.dtype, "", asked.dtype, asked.dtype, buckets=False
-    )
+    return Precision(asked.dtype, asked.dtype, "", asked.dtype, asked.dtype, buckets=False)
 
 
 def _on_host(whole: Part) -> Part:
@@ -182,8 +193,6 @@ def _on_host(whole: Part) -> Part:
 
 
 def _traffic(asked: Asked) -> dict[str, int]:
-    from precision_shim.planning.counting import SIZES
-
     share = _share(asked)
     numel = share.trainable + share.frozen
     around = numel * (share.group - 1) // share.group

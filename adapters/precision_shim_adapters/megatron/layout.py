@@ -333,39 +333,42 @@ def _by_layout(sizes: Sizes, layers: int) -> list[list[int]]:
 # -- parameters by ranks ---------------------------------------------------------------------------
 
 
-_COLUMN = frozenset(
-    "q_proj k_proj v_proj qkv_proj query_key_value qkv q_b_proj kv_b_proj gate_proj up_proj "
-    "gate_up_proj fc1 w1 w3 c_attn c_fc in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z "
-    "in_proj_b in_proj_a conv1d A_log dt_bias D sinks gate_up_proj_bias g_proj".split()
+_COLUMN = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "qkv", "c_attn", "g_proj"),
+    *("q_b_proj", "kv_b_proj", "sinks", "A_log", "dt_bias", "D", "conv1d"),
+    *("gate_proj", "up_proj", "gate_up_proj", "gate_up_proj_bias", "fc1", "w1", "w3", "c_fc"),
+    *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "in_proj_z"),
+    *("in_proj_a", "in_proj_b"),
 )
-_ROW = frozenset("o_proj down_proj fc2 w2 c_proj out_proj dense".split())
+"""Split by their outputs, biases too."""
+
+_ROW = ("o_proj", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
+"""Split by their inputs; biases are whole."""
+
 _VOCABULARY = ("embed_tokens", "wte", "lm_head", "word_embeddings", "embed_out")
 
 
-def rank_numel(weight: Weight, sizes: Sizes, groups: int) -> int:
+def rank_numel(weight: Weight, sizes: Sizes) -> int:
     """Elements of a parameter that one rank of its stage holds.
 
     Args:
         weight: the parameter.
         sizes: the groups.
-        groups: key-value heads; more ranks than these keep copies.
     """
     if is_expert(weight.name):
         ways = 1 if weight.name.endswith("down_proj_bias") else sizes.experts_tensor
         return weight.numel // (sizes.expert * ways)
-    if _OTHER_MODEL.search(weight.name):
-        return weight.numel
+    return weight.numel // _ways(weight, sizes.tensor)
+
+
+def _ways(weight: Weight, tensor: int) -> int:
+    """Among how many ranks a parameter that is no expert's is split."""
     words = [one for one in weight.name.split(".") if one not in ("weight", "bias")]
     word = words[-1] if words else ""
-    if word in _VOCABULARY:
-        return weight.numel // sizes.tensor
-    if word in ("k_proj", "v_proj") and groups and groups < sizes.tensor:
-        return weight.numel // groups
-    if word in _COLUMN:
-        return weight.numel // sizes.tensor
-    if word in _ROW and len(weight.shape) > 1:
-        return weight.numel // sizes.tensor
-    return weight.numel
+    if _OTHER_MODEL.search(weight.name):
+        return 1
+    split = word in _VOCABULARY or word in _COLUMN or (word in _ROW and len(weight.shape) > 1)
+    return tensor if split else 1
 
 
 def is_expert(name: str) -> bool:
@@ -411,12 +414,11 @@ def count(
         for stage, numbers in enumerate(layers_of_stages(sizes, layers))
         for layer in numbers
     }
-    groups = model.number("num_key_value_heads")
     dense, experts, still = ([0] * sizes.pipeline for _ in range(3))
     last = sizes.pipeline - 1
 
     def add(stage: int, weight: Weight) -> None:
-        numel = rank_numel(weight, sizes, groups)
+        numel = rank_numel(weight, sizes)
         if is_expert(weight.name) and sizes.expert > 1:
             experts[stage] += numel
         elif frozen(weight.name):

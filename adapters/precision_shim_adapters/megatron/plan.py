@@ -7,7 +7,7 @@ Megatron then keeps: the functions that decide and audit in a worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 
 from precision_shim.adapting import Settings
 from precision_shim.errors import DtypeError
+from precision_shim.planning.command import Job
 from precision_shim.planning.counting import Precision, Share, part, ring
 from precision_shim.planning.record import Decided, ModelPlan, Problem, Stage
+from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 from precision_shim.rules.bucket import BucketChoice, choose_bucket
 from precision_shim.rules.dtypes import name_of
@@ -29,6 +31,7 @@ from precision_shim.rules.legality import (
     release,
 )
 from precision_shim.rules.model import TrainableDtypes
+from precision_shim.rules.optimizer import MEGATRON_BETA2, second_moment_can_decay
 
 from . import layout, reader
 from .layout import Sizes, StageCount
@@ -52,6 +55,7 @@ class Asked:
         frozen: whether a parameter is not trained, by its name.
         value_head: whether the output layer is one value.
         key: where the config has a field of the optimizer, for messages; ``{}`` is the field.
+        bucket_key: where it has the bucket's.
     """
 
     wishes: Wishes
@@ -62,6 +66,24 @@ class Asked:
     frozen: Callable[[str], bool] = lambda name: False
     value_head: bool = False
     key: str = "{}"
+    bucket_key: str = "grad_reduce_in_fp32"
+
+    @property
+    def subject(self) -> str:
+        """Which model."""
+        return self.wishes.subject
+
+    def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
+        """See ``Plannable``."""
+        return plan_model(self, job.settings, support_of(rules.transformer_engine))
+
+    def on(self, world: int) -> Asked:
+        """See ``Plannable``."""
+        return replace(self, sizes=replace(self.sizes, world=world))
+
+    def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
+        """See ``Plannable``."""
+        return variants(self, job.settings, support_of(rules.transformer_engine))
 
 
 @dataclass(frozen=True)
@@ -144,7 +166,10 @@ def precision(asked: Asked, one: Side, support: FusedAdamSupport) -> Precision:
     aware = bool(fields.get(PRECISION_AWARE))
     bucket = torch.float32 if one.bucket.grad_reduce_in_fp32 else dtype
     master = wanted.masters.get(dtype)
-    moments = {"exp_avg": wanted.exp_avg, "exp_avg_sq": wanted.exp_avg_sq}
+    moments = {
+        "exp_avg": wanted.exp_avg or torch.float32,
+        "exp_avg_sq": wanted.exp_avg_sq or torch.float32,
+    }
     offloaded = 0.0
     if fields.get("optimizer_cpu_offload"):
         offloaded = float(fields.get("optimizer_offload_fraction", 0.0) or 0.0)
@@ -347,6 +372,99 @@ def _notes(asked: Asked, one: Side) -> list[str]:
     if lacking and asked.sizes.tensor > 1:
         found.append(f"counted whole on each GPU, not known how they split: {', '.join(lacking)}")
     return found
+
+
+# -- cheaper settings ------------------------------------------------------------------------------
+
+
+_STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    (
+        "nothing: the masters are kept as remainders, whole in checkpoints",
+        {PRECISION_AWARE: True, "store_param_remainders": True},
+    ),
+    (
+        "precision of the gradients' sum: they are reduced in the model's dtype",
+        {PRECISION_AWARE: True, "main_grads_dtype": "model", "grad_reduce_in_fp32": False},
+    ),
+    (
+        "precision of the first moment",
+        {
+            PRECISION_AWARE: True,
+            "main_grads_dtype": "model",
+            "grad_reduce_in_fp32": False,
+            "exp_avg_dtype": "bf16",
+        },
+    ),
+    (
+        "precision of both moments",
+        {
+            PRECISION_AWARE: True,
+            "main_grads_dtype": "model",
+            "grad_reduce_in_fp32": False,
+            "exp_avg_dtype": "bf16",
+            "exp_avg_sq_dtype": "bf16",
+        },
+    ),
+    (
+        "speed: the host steps the optimizer, in fp32",
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+    ),
+    (
+        "speed, and precision of the gradients' sum",
+        {
+            PRECISION_AWARE: True,
+            "main_grads_dtype": "model",
+            "grad_reduce_in_fp32": False,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+        },
+    ),
+)
+"""What can be given up, the least first, and the settings that do it."""
+
+
+def variants(asked: Asked, settings: Settings, support: FusedAdamSupport) -> list[Variant]:
+    """The same model with cheaper settings; only those that are legal here."""
+    if not asked.wishes.trains:
+        return []
+    found = []
+    for gives_up, step in _STEPS:
+        fields = {
+            key: name_of(asked.dtype) if value == "model" else value for key, value in step.items()
+        }
+        if not _makes_sense(asked, fields, support):
+            continue
+        other = changed(asked, **fields)
+        try:
+            made = side(other, with_shim(settings, support))
+        except DtypeError:
+            continue
+        if problems_of(other, made, support):
+            continue
+        lines = tuple(f"{_key(asked, key)}={_text(value)}" for key, value in fields.items())
+        found.append(Variant(gives_up, lines, other))
+    return found
+
+
+def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupport) -> bool:
+    """Whether the settings can do what they are for with this model."""
+    bf16 = asked.dtype is torch.bfloat16
+    if fields.get("store_param_remainders") and (support.version or ()) < REMAINDERS_SINCE:
+        return False
+    if not bf16 and {"main_grads_dtype", "store_param_remainders"} & fields.keys():
+        return False
+    if fields.get("exp_avg_sq_dtype") == "bf16":
+        beta2 = float(asked.wishes.asked.get("adam_beta2", MEGATRON_BETA2))
+        return second_moment_can_decay(beta2)
+    return True
+
+
+def _key(asked: Asked, field: str) -> str:
+    return asked.bucket_key if field == "grad_reduce_in_fp32" else asked.key.format(field)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def changed(asked: Asked, **fields: Any) -> Asked:

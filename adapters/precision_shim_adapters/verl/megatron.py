@@ -9,14 +9,22 @@ engines.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import wrapt
 
-from precision_shim.adapting import Call, Seam, Settings, Symbol, current_settings, seam, version_of
+from precision_shim.adapting import (
+    Call,
+    Seam,
+    Settings,
+    Symbol,
+    current_settings,
+    look,
+    seam,
+    version_of,
+)
 from precision_shim.rules.dtypes import coerce_dtype, name_of, parse_dtype
 from precision_shim.rules.optimizer import PRECISION_AWARE_FIELDS, ROWS
 
@@ -98,9 +106,7 @@ def _overrides(optim_config: Any) -> dict[str, Any]:
 
 def _has_fields() -> bool:
     """Whether this verl's own function reads the opt-in's fields."""
-    import verl.utils.megatron.optimizer as module
-
-    return "bf16" in inspect.signature(module.init_megatron_optim_config).parameters
+    return "bf16" in look(CONFIG).parameters
 
 
 def _opt_in(optim_config: Any, has_fields: bool) -> dict[str, Any]:

@@ -101,9 +101,7 @@ class Job:
         return None
 
 
-def read(
-    words: Sequence[str], known: Iterable[Known], settings: Settings, options: Options
-) -> Job:
+def read(words: Sequence[str], known: Iterable[Known], settings: Settings, options: Options) -> Job:
     """Find the framework in a launch line.
 
     Args:
