@@ -74,6 +74,7 @@ TORCHTITAN: "dict[str, Any]" = {
     "tested": ("0.3.0",),
     "effects": ("torchtitan.components.optimizer.optimizer:OptimizersContainer.__init__",),
     "probes": ("precision_shim_adapters.fp16.probes",),
+    "plan": "precision_shim_adapters.torchtitan.plan:plan",
 }
 
 FRAMEWORKS = {

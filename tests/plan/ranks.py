@@ -19,10 +19,7 @@ def prepare() -> None:
     """Import what the ranks need; the unit environments have no Megatron."""
     warnings.simplefilter("ignore")
     try:
-        import megatron.core.models.gpt
-        import megatron.core.optimizer
-        import megatron.core.transformer.multi_latent_attention
-        import transformers  # noqa: F401
+        import megatron.core.models.gpt  # noqa: F401
     except ImportError:
         return
 
@@ -107,6 +104,7 @@ _PLAIN: dict[str, Any] = {
     "use_cpu_initialization": True,
     "perform_initialization": False,
     "params_dtype": torch.bfloat16,
+    "pipeline_dtype": torch.bfloat16,
     "bf16": True,
     "gradient_accumulation_fusion": False,
     "bias_dropout_fusion": False,

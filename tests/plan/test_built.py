@@ -151,7 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
             "expert_model_parallel_size": 8,
             "expert_tensor_parallel_size": 2,
         },
-        "fields": {"qk_layernorm": True, "sequence_parallel": True},
+        "fields": {"qk_layernorm": True},
     },
     "DeepSeek-V3": {
         "world": 512,

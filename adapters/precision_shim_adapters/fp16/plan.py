@@ -148,7 +148,7 @@ def _shards(asked: Asked) -> int:
 
 def _share(asked: Asked) -> Share:
     sizes = Sizes(asked.world, tensor=asked.tensor)
-    split = asked.tensor > 1 and bool(asked.model.config)
+    split = bool(asked.model.config)
     numel = sum(
         rank_numel(one, sizes) if split else -(-one.numel // asked.tensor)
         for one in asked.model.weights

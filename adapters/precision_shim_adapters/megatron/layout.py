@@ -337,15 +337,19 @@ _COLUMN = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "qkv", "c_attn", "g_proj"),
     *("q_b_proj", "kv_b_proj", "sinks", "A_log", "dt_bias", "D", "conv1d"),
     *("gate_proj", "up_proj", "gate_up_proj", "gate_up_proj_bias", "fc1", "w1", "w3", "c_fc"),
+    *("wq", "wk", "wv"),
     *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "in_proj_z"),
     *("in_proj_a", "in_proj_b"),
 )
 """Split by their outputs, biases too."""
 
-_ROW = ("o_proj", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
+_ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
 """Split by their inputs; biases are whole."""
 
-_VOCABULARY = ("embed_tokens", "wte", "lm_head", "word_embeddings", "embed_out")
+_VOCABULARY = (
+    *("embed_tokens", "wte", "tok_embeddings", "word_embeddings"),
+    *("lm_head", "embed_out", "output"),
+)
 
 
 def rank_numel(weight: Weight, sizes: Sizes) -> int:
