@@ -18,8 +18,10 @@ from precision_shim.planning import shapes
 from precision_shim.planning.counting import Precision, Share, part
 from precision_shim.planning.record import ModelPlan, Stage
 from precision_shim.rules.legality import NEWEST
+from precision_shim_adapters.megatron.cheaper import changed
 from precision_shim_adapters.megatron.layout import Sizes, count, layers_of_stages, problems
-from precision_shim_adapters.megatron.plan import Asked, changed, plan_model, support_of
+from precision_shim_adapters.megatron.layout import rank_numel as count_of
+from precision_shim_adapters.megatron.plan import Asked, plan_model, support_of
 from precision_shim_adapters.megatron.wishes import Wishes
 
 from .models import DEEPSEEK_V3, QWEN3_30B_A3B, mixture
@@ -286,9 +288,6 @@ def test_a_trillion_parameters_on_1024_gpus_are_planned_without_listing_experts(
             assert made.parameters > 10**12
     assert work[0] == work[1] == len(mixture(config).weights)
     assert peaks[0] < 2 * peaks[1]
-
-
-from precision_shim_adapters.megatron.layout import rank_numel as count_of  # noqa: E402
 
 
 def test_the_fewest_experts_that_a_config_allows() -> None:

@@ -31,7 +31,6 @@ from precision_shim.rules.legality import (
     release,
 )
 from precision_shim.rules.model import TrainableDtypes
-from precision_shim.rules.optimizer import MEGATRON_BETA2, second_moment_can_decay
 
 from . import layout, reader
 from .layout import Sizes, StageCount
@@ -56,6 +55,7 @@ class Asked:
         value_head: whether the output layer is one value.
         key: where the config has a field of the optimizer, for messages; ``{}`` is the field.
         bucket_key: where it has the bucket's.
+        prefix: what stands before a key that is set on the command line.
     """
 
     wishes: Wishes
@@ -67,6 +67,7 @@ class Asked:
     value_head: bool = False
     key: str = "{}"
     bucket_key: str = "grad_reduce_in_fp32"
+    prefix: str = ""
 
     @property
     def subject(self) -> str:
@@ -83,6 +84,8 @@ class Asked:
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """See ``Plannable``."""
+        from .cheaper import variants  # which builds on this module
+
         return variants(self, job.settings, support_of(rules.transformer_engine))
 
 
@@ -283,7 +286,7 @@ def plan_model(
     counts = layout.count(
         asked.model,
         asked.sizes,
-        frozen=asked.frozen if asked.wishes.trains else lambda name: True,
+        frozen=asked.frozen,
         value_head=asked.value_head,
     )
     before, after = (stages(asked, one, counts, support) for one in sides)
@@ -315,9 +318,10 @@ def stages(
     name = str(one.fields.get("optimizer", wishes.optimizer)) if wishes.trains else ""
     found = []
     for number, count in enumerate(counts):
+        every = count.dense + count.experts + count.frozen
         dense = Share(
-            count.dense,
-            count.frozen + (0 if wishes.trains else count.experts),
+            count.dense if wishes.trains else 0,
+            count.frozen if wishes.trains else every,
             group=sizes.shared_by,
             groups=sizes.tensor,
             states_sharded=distributed,
@@ -372,103 +376,3 @@ def _notes(asked: Asked, one: Side) -> list[str]:
     if lacking and asked.sizes.tensor > 1:
         found.append(f"counted whole on each GPU, not known how they split: {', '.join(lacking)}")
     return found
-
-
-# -- cheaper settings ------------------------------------------------------------------------------
-
-
-_STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    (
-        "nothing: the masters are kept as remainders, whole in checkpoints",
-        {PRECISION_AWARE: True, "store_param_remainders": True},
-    ),
-    (
-        "precision of the gradients' sum: they are reduced in the model's dtype",
-        {PRECISION_AWARE: True, "main_grads_dtype": "model", "grad_reduce_in_fp32": False},
-    ),
-    (
-        "precision of the first moment",
-        {
-            PRECISION_AWARE: True,
-            "main_grads_dtype": "model",
-            "grad_reduce_in_fp32": False,
-            "exp_avg_dtype": "bf16",
-        },
-    ),
-    (
-        "precision of both moments",
-        {
-            PRECISION_AWARE: True,
-            "main_grads_dtype": "model",
-            "grad_reduce_in_fp32": False,
-            "exp_avg_dtype": "bf16",
-            "exp_avg_sq_dtype": "bf16",
-        },
-    ),
-    (
-        "speed: the host steps the optimizer, in fp32",
-        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
-    ),
-    (
-        "speed, and precision of the gradients' sum",
-        {
-            PRECISION_AWARE: True,
-            "main_grads_dtype": "model",
-            "grad_reduce_in_fp32": False,
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": 1.0,
-        },
-    ),
-)
-"""What can be given up, the least first, and the settings that do it."""
-
-
-def variants(asked: Asked, settings: Settings, support: FusedAdamSupport) -> list[Variant]:
-    """The same model with cheaper settings; only those that are legal here."""
-    if not asked.wishes.trains:
-        return []
-    found = []
-    for gives_up, step in _STEPS:
-        fields = {
-            key: name_of(asked.dtype) if value == "model" else value for key, value in step.items()
-        }
-        if not _makes_sense(asked, fields, support):
-            continue
-        other = changed(asked, **fields)
-        try:
-            made = side(other, with_shim(settings, support))
-        except DtypeError:
-            continue
-        if problems_of(other, made, support):
-            continue
-        lines = tuple(f"{_key(asked, key)}={_text(value)}" for key, value in fields.items())
-        found.append(Variant(gives_up, lines, other))
-    return found
-
-
-def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupport) -> bool:
-    """Whether the settings can do what they are for with this model."""
-    bf16 = asked.dtype is torch.bfloat16
-    if fields.get("store_param_remainders") and (support.version or ()) < REMAINDERS_SINCE:
-        return False
-    if not bf16 and {"main_grads_dtype", "store_param_remainders"} & fields.keys():
-        return False
-    if fields.get("exp_avg_sq_dtype") == "bf16":
-        beta2 = float(asked.wishes.asked.get("adam_beta2", MEGATRON_BETA2))
-        return second_moment_can_decay(beta2)
-    return True
-
-
-def _key(asked: Asked, field: str) -> str:
-    return asked.bucket_key if field == "grad_reduce_in_fp32" else asked.key.format(field)
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def changed(asked: Asked, **fields: Any) -> Asked:
-    """The same model with other fields of the optimizer's config, as if the user wrote them."""
-    bucket = fields.pop("grad_reduce_in_fp32", asked.wishes.bucket_in_fp32)
-    written = {**asked.wishes.asked, **fields}
-    return replace(asked, wishes=replace(asked.wishes, asked=written, bucket_in_fp32=bucket))

@@ -233,6 +233,7 @@ def _on_megatron(job: Job, section: Mapping[str, Any], key: str, subject: str, w
         value_head=subject == "value",
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
+        prefix="++",
     )
 
 

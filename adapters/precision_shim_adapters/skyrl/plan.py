@@ -6,6 +6,7 @@ worker.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 
 from precision_shim.adapting import version_of
 from precision_shim.errors import PlanError
-from precision_shim.planning.command import Job
+from precision_shim.planning.command import Job, imported
 from precision_shim.planning.request import Plannable, Request
 from precision_shim.planning.shapes import Model, is_router
 from precision_shim.rules.dtypes import name_of, parse_dtype
@@ -49,7 +50,8 @@ def plan(job: Job) -> Request:
     Raises:
         PlanError: the config or a model cannot be read.
     """
-    trainer = load(job).trainer
+    config, passed_over = load(job)
+    trainer = config.trainer
     place = trainer.placement
     world = int(place.policy_num_nodes) * int(place.policy_num_gpus_per_node)
     models = tuple(_models(job, trainer, world))
@@ -59,6 +61,10 @@ def plan(job: Job) -> Request:
         world,
         models,
         megatron=any(isinstance(one, Asked) for one in models),
+        notes=tuple(
+            f"SkyRL itself does not know these, which {job.target} may: {', '.join(passed_over)}"
+            for _ in passed_over[:1]
+        ),
     )
 
 
@@ -66,27 +72,56 @@ def _where() -> str:
     return f"skyrl {version_of('skyrl', ('skyrl',))}"
 
 
-def load(job: Job) -> Any:
-    """The config of a job, with what the user wrote marked in it.
+def load(job: Job) -> tuple[Any, list[str]]:
+    """The config of a job with what the user wrote marked in it, and the keys passed over.
+
+    An entry point of the user's own may add keys to SkyRL's.
 
     Raises:
         PlanError: it cannot be read.
     """
     try:
-        from skyrl.train.config import SkyRLTrainConfig
+        import skyrl.train.config as configs
     except ImportError as error:
         raise PlanError(
             f"{_where()}: its config cannot be imported ({error}). Install SkyRL here."
         ) from error
-    words = [word for word in job.arguments if "=" in word]
-    try:
-        config = SkyRLTrainConfig.from_cli_overrides(words)
-    except Exception as error:  # omegaconf's, and SkyRL's own of several kinds
-        text = " ".join(str(error).split())[:400]
-        raise PlanError(
-            f"{_where()}, {job.target}: {type(error).__name__}: {text}. Correct the command line; "
-            "keys that an entry point of your own adds are not known here."
-        ) from error
+    words, passed_over = [word for word in job.arguments if "=" in word], []
+    while True:
+        try:
+            return _loaded(configs, job, words), passed_over
+        except Exception as error:  # omegaconf's, and SkyRL's own of several kinds
+            text = " ".join(str(error).split())
+            unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
+            if not unknown:
+                raise PlanError(
+                    f"{_where()}, {job.target}: {type(error).__name__}: {text[:400]}. Correct the "
+                    "command line."
+                ) from error
+        words = [word for word in words if word not in unknown]
+        passed_over += [word.partition("=")[0] for word in unknown]
+
+
+def _unknown(message: str, words: list[str]) -> list[str]:
+    """The overrides that SkyRL's "Invalid fields" is about."""
+    found = re.search(r"Invalid fields \{(.*?)\}", message)
+    names = set(re.findall(r"'([^']+)'", found.group(1))) if found else set()
+    return [word for word in words if names & set(word.partition("=")[0].split("."))]
+
+
+def _loaded(configs: Any, job: Job, words: list[str]) -> Any:
+    """A training's config; that of fine-tuning is made into one by SkyRL's own function."""
+    modules = imported(job.source) if job.source is not None else []
+    tunes = any("sft_config" in one or "sft_trainer" in one for one in modules)
+    if tunes or job.target.endswith("main_sft"):
+        from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
+
+        tuned = SFTConfig.from_cli_overrides(words)
+        prefixed = [f"trainer.policy.{word}" for word in words]
+        config = build_skyrl_config_for_sft(tuned)
+        note_command_line(config, prefixed)
+        return config
+    config = configs.SkyRLTrainConfig.from_cli_overrides(words)
     note_command_line(config, words)
     return config
 

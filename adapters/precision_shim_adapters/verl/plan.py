@@ -320,6 +320,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Asked:
         value_head=value,
         key=f"{section.optim_key}.override_optimizer_config.{{}}",
         bucket_key=f"{section.engine_key}.override_ddp_config.grad_reduce_in_fp32",
+        prefix="++",  # Hydra's, for keys that are there and for those that are not
     )
 
 

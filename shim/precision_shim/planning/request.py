@@ -95,8 +95,17 @@ def make(job: Job, request: Request, rules: Rules) -> Plan:
         request.world_size,
         tuple(_unique(problems)),
         tuple(models),
-        (*request.notes, NOT_COUNTED),
+        (*request.notes, *_assumed(request, rules), NOT_COUNTED),
     )
+
+
+def _assumed(request: Request, rules: Rules) -> list[str]:
+    if not request.megatron or rules.transformer_engine is not None:
+        return []
+    return [
+        "TransformerEngine is not installed here: the newest known rules hold; "
+        "--transformer-engine names another version"
+    ]
 
 
 def _unique(problems: Iterable[Problem]) -> list[Problem]:

@@ -9,6 +9,7 @@ from itertools import product
 from .command import Job
 from .record import Plan
 from .request import Plannable, Request, Rules, Variant, make
+from .text import folded
 
 _MOST_DOUBLINGS = 20
 
@@ -104,8 +105,9 @@ def render(found: Found, memory: float, request: Request) -> str:
         lines = [f"search: it fits {gigabytes:g} GB as it is"]
     else:
         lines = [
-            f"search: it fits {gigabytes:g} GB with these lines, and gives up {found.gives_up}",
+            f"search: it fits {gigabytes:g} GB with these lines",
             *(f"    {line}" for line in found.lines),
+            *folded(f"which give up {found.gives_up}"),
         ]
     if found.fewest is not None:
         lines.append(f"  the smallest number of GPUs found: {found.fewest}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from .record import COMPONENTS, ModelPlan, Part, Plan, Stage
 
 GB = 1 << 30
-_WIDTH = 100
+_WIDTH = 99
 _TITLES = ("GB per GPU", "", "without", "", "with")
 
 
@@ -25,10 +25,10 @@ def render(plan: Plan, memory: float | None = None) -> str:
         lines = ["illegal"]
         for one in plan.problems:
             subject = f"{one.subject}: " if one.subject else ""
-            lines += _folded(f"{subject}{one.key}: {one.message}. {one.remedy}".strip())
+            lines += folded(f"{subject}{one.key}: {one.message}. {one.remedy}".strip())
         blocks.append("\n".join(lines))
     if plan.notes:
-        blocks.append("\n".join(line for note in plan.notes for line in _folded(f"note: {note}")))
+        blocks.append("\n".join(line for note in plan.notes for line in folded(f"note: {note}")))
     return "\n\n".join(blocks)
 
 
@@ -60,25 +60,23 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
         side: ", ".join(f"{kind} {gigabytes(number)}" for kind, number in one.items())
         for side, one in model.traffic.items()
     }
-    lines.append(f"  GB that a GPU sends in a step: without {sent['before']}; with {sent['after']}")
+    if any(number for one in model.traffic.values() for number in one.values()):
+        words = f"without {sent['before']}; with {sent['after']}"
+        lines += folded(f"GB that a GPU sends in a step: {words}")
     for one in model.decisions:
-        lines += _folded(f"{one.feature}: {one.chosen} ({one.because})")
+        lines += folded(f"{one.feature}: {one.chosen} ({one.because})")
     for note in model.notes:
-        lines += _folded(f"note: {note}")
+        lines += folded(f"note: {note}")
     return lines
 
 
 def grouped(model: ModelPlan) -> list[tuple[list[int], Stage, Stage]]:
-    """Pipeline stages that are alike, together."""
-    found: list[tuple[list[int], Stage, Stage]] = []
+    """Pipeline stages that are shown alike, together; the first of them stands for all."""
+    found: dict[str, tuple[list[int], Stage, Stage]] = {}
     for before, after in zip(model.before, model.after, strict=True):
-        for numbers, first, second in found:
-            if first.parts == before.parts and second.parts == after.parts:
-                numbers.append(before.stage)
-                break
-        else:
-            found.append(([before.stage], before, after))
-    return found
+        shown = str(_stage([], before, after, 1, None))
+        found.setdefault(shown, ([], before, after))[0].append(before.stage)
+    return list(found.values())
 
 
 def _stage(
@@ -145,7 +143,8 @@ def _table(rows: Iterable[Sequence[str]]) -> list[str]:
     ]
 
 
-def _folded(text: str) -> list[str]:
+def folded(text: str) -> list[str]:
+    """A text in lines that are not too long, indented."""
     return textwrap.wrap(
         text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )
