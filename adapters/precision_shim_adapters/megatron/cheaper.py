@@ -85,9 +85,7 @@ def variants(asked: Asked, settings: Settings, support: FusedAdamSupport) -> lis
             continue
         if problems_of(other, made, support):
             continue
-        lines = tuple(
-            f"{asked.prefix}{_key(asked, key)}={_text(value)}" for key, value in fields.items()
-        )
+        lines = tuple(_line(asked, key, value) for key, value in fields.items())
         found.append(Variant(gives_up, lines, other))
     return found
 

@@ -86,7 +86,8 @@ def load(job: Job) -> tuple[Any, list[str]]:
         raise PlanError(
             f"{_where()}: its config cannot be imported ({error}). Install SkyRL here."
         ) from error
-    words, passed_over = [word for word in job.arguments if "=" in word], []
+    words = [word for word in job.arguments if "=" in word]
+    passed_over: list[str] = []
     while True:
         try:
             return _loaded(configs, job, words), passed_over
