@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import io
+import json
 import os
 import shlex
 import subprocess
@@ -93,13 +94,17 @@ def commands(framework: str, checkout: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def planned(words: list[str]) -> tuple[int, str]:
-    """Exit status and the sentence of a refusal; -1 for a traceback."""
-    said = io.StringIO()
+    """Exit status, and what is illegal or why it was refused; -1 for a traceback."""
+    said, printed = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
             main(["plan", "--parameters", SIZE, "--json", "--", *words])
     except SystemExit as end:
-        return int(end.code or 0), said.getvalue().strip().splitlines()[-1:] and said.getvalue()
+        status = int(end.code or 0)
+        if status == 1:
+            problems = json.loads(printed.getvalue())["problems"]
+            return status, "; ".join(f"{one['key']}: {one['message']}" for one in problems)
+        return status, said.getvalue()
     except BaseException:
         return -1, traceback.format_exc()
     return -1, "no exit status"
@@ -112,7 +117,7 @@ def run(framework: str, checkout: Path) -> int:
         status, text = planned(words)
         kind = {0: "legal", 1: "illegal", 2: "refused"}.get(status, "traceback")
         counts[kind] += 1
-        if status not in (0, 1):
+        if status:
             print(f"{kind}: {name}: {' '.join(text.split())[:400]}", flush=True)
     print(f"{framework}: {sum(counts.values())} commands: {dict(counts)}")
     return int(bool(counts["traceback"]) or not counts["legal"])

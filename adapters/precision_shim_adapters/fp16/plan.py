@@ -15,6 +15,7 @@ from precision_shim.planning.counting import SIZES, Precision, Share, part
 from precision_shim.planning.record import Decided, Held, ModelPlan, Part, Problem, Stage
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
+from precision_shim.planning.text import parked
 
 from ..megatron.layout import Sizes, rank_numel
 
@@ -41,7 +42,7 @@ class Asked:
         value_head: whether the output layer is one value.
         keys: where the config has ``world``, ``shards``, ``tensor``, ``optimizer``, for messages.
         decisions: what the shim would choose.
-        notes: what is worth knowing.
+        parked: the config's keys to the components that they move to the host between phases.
     """
 
     subject: str
@@ -58,7 +59,7 @@ class Asked:
     value_head: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     decisions: tuple[Decided, ...] = ()
-    notes: tuple[str, ...] = ()
+    parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``."""
@@ -92,7 +93,7 @@ def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
             {"before": traffic, "after": traffic},
             stages,
             stages,
-            asked.notes,
+            tuple(parked(stages, asked.parked)),
             asked.model.source,
         ),
         found,

@@ -8,7 +8,7 @@ Megatron then keeps: the functions that decide and audit in a worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from precision_shim.planning.counting import Precision, Share, part, ring
 from precision_shim.planning.record import Decided, ModelPlan, Problem, Stage
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
+from precision_shim.planning.text import parked
 from precision_shim.rules.bucket import BucketChoice, choose_bucket
 from precision_shim.rules.dtypes import name_of
 from precision_shim.rules.legality import (
@@ -56,6 +57,7 @@ class Asked:
         key: where the config has a field of the optimizer, for messages; ``{}`` is the field.
         bucket_key: where it has the bucket's.
         prefix: what stands before a key that is set on the command line.
+        parked: the config's keys to the components that they move to the host between phases.
     """
 
     wishes: Wishes
@@ -68,6 +70,7 @@ class Asked:
     key: str = "{}"
     bucket_key: str = "grad_reduce_in_fp32"
     prefix: str = ""
+    parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def subject(self) -> str:
@@ -229,16 +232,16 @@ def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Prob
     if aware and support.problem:
         report("precision-aware", PRECISION_AWARE, support.problem, "Leave it out.")
     low = [
-        field
-        for field in _LOW
-        if isinstance(fields.get(field), torch.dtype) and fields[field] is not torch.float32
+        name
+        for name in _LOW
+        if isinstance(fields.get(name), torch.dtype) and fields[name] is not torch.float32
     ]
-    for field in () if aware else low:
+    for name in () if aware else low:
         report(
             "dtype",
-            field,
-            f"{name_of(fields[field])} without {PRECISION_AWARE}: Megatron takes fp32 only",
-            f"Write {PRECISION_AWARE}: true, or leave {field} out.",
+            name,
+            f"{name_of(fields[name])} without {PRECISION_AWARE}: Megatron takes fp32 only",
+            f"Write {PRECISION_AWARE}: true, or leave {name} out.",
         )
     narrow = asked.dtype is torch.float16 and not one.bucket.grad_reduce_in_fp32
     if aware and narrow and fields.get("clip_grad", 1.0):
@@ -299,7 +302,7 @@ def plan_model(
             {"before": _traffic(before), "after": _traffic(after)},
             before,
             after,
-            tuple(_notes(asked, sides[1])),
+            (*_notes(asked, sides[1]), *parked(after, asked.parked)),
             asked.model.source,
         ),
         found,

@@ -23,6 +23,7 @@ from precision_shim.rules.dtypes import name_of, parse_dtype
 from ..fp16.plan import Asked as Sharded
 from ..megatron.layout import Sizes
 from ..megatron.plan import Asked
+from ..resolving import plain
 from . import megatron
 from .dtensor import FRAMEWORK
 
@@ -96,7 +97,7 @@ def load(job: Job) -> dict[str, Any]:
         made = loader.load_config(path)
         if overrides:
             made = loader.parse_hydra_overrides(made, overrides)
-        found = OmegaConf.to_container(made, resolve=True)
+        found = plain(made)
     except Exception as error:  # files, YAML, hydra and omegaconf each have their own
         text = " ".join(str(error).split())[:400]
         raise PlanError(
@@ -234,7 +235,15 @@ def _on_megatron(job: Job, section: Mapping[str, Any], key: str, subject: str, w
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
         prefix="++",
+        parked=_parked(section, key),
     )
+
+
+def _parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
+    """What NeMo-RL moves to the host's memory while the rollout has the GPU."""
+    shared = (section.get("generation") or {}).get("colocated") or {}
+    everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
+    return {f"{key}.generation.colocated.enabled": everything} if shared.get("enabled") else {}
 
 
 def _on_dtensor(
@@ -266,4 +275,5 @@ def _on_dtensor(
             "shards": "cluster.gpus_per_node x cluster.num_nodes",
             "optimizer": f"{key}.optimizer.name",
         },
+        parked={} if cfg.get("cpu_offload") else _parked(section, key),
     )

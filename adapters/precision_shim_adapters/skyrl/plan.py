@@ -213,7 +213,14 @@ def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> Asked:
         frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
         key=f"{where}.optimizer_config_kwargs.{{}}",
         bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
+        parked=_parked(trainer),
     )
+
+
+def _parked(trainer: Any) -> dict[str, tuple[str, ...]]:
+    """What SkyRL moves to the host's memory while the rollout has the GPU."""
+    everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
+    return {"trainer.placement.colocate_all": everything} if trainer.placement.colocate_all else {}
 
 
 def _on_fsdp(trainer: Any, role: str, model: Model, world: int) -> Sharded:
@@ -237,6 +244,7 @@ def _on_fsdp(trainer: Any, role: str, model: Model, world: int) -> Sharded:
             "world": f"trainer.placement.{role}_num_gpus_per_node",
             "shards": f"trainer.{role}.fsdp_config.fsdp_size",
         },
+        parked={} if config.cpu_offload else _parked(trainer),
     )
 
 

@@ -27,6 +27,7 @@ from ..fp16.plan import Asked as Sharded
 from ..megatron import PRECISION_AWARE, Wishes
 from ..megatron.layout import Sizes
 from ..megatron.plan import Asked
+from ..resolving import plain
 from . import megatron
 
 _ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
@@ -104,7 +105,7 @@ def compose(job: Job) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(directory.resolve()), version_base=None):
-            found: dict[str, Any] = _resolved(compose(name, overrides))
+            found: dict[str, Any] = plain(compose(name, overrides))
     except Exception as error:  # hydra and omegaconf have many of their own
         text = " ".join(str(error).split())[:400]
         raise PlanError(
@@ -112,28 +113,6 @@ def compose(job: Job) -> dict[str, Any]:
             "override or the file."
         ) from error
     return found
-
-
-def _resolved(made: Any) -> Any:
-    """The config with its references resolved; what cannot be is ``None``."""
-    from omegaconf import DictConfig, ListConfig
-
-    if isinstance(made, ListConfig):
-        return [] if made._is_none() else [_resolved(one) for one in made]
-    if not isinstance(made, DictConfig):
-        return made
-    if made._is_none() or made._is_missing():
-        return None
-    return {str(key): _resolved_at(made, key) for key in made}
-
-
-def _resolved_at(made: Any, key: Any) -> Any:
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return _resolved(made[key])
-    except (OmegaConfBaseException, ValueError, TypeError):
-        return None
 
 
 def _named(job: Job) -> tuple[Path, str, list[str]]:
@@ -321,6 +300,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Asked:
         key=f"{section.optim_key}.override_optimizer_config.{{}}",
         bucket_key=f"{section.engine_key}.override_ddp_config.grad_reduce_in_fp32",
         prefix="++",  # Hydra's, for keys that are there and for those that are not
+        parked=_parked(section),
     )
 
 
@@ -373,6 +353,18 @@ def _bucket(section: _Section, wishes: Wishes) -> bool:
     return not (engine.get("use_mbridge") and engine.get("vanilla_mbridge") is False)
 
 
+def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
+    """What verl moves to the host's memory while the model is not used."""
+    return {
+        f"{section.engine_key}.{key}": components
+        for key, components in (
+            ("param_offload", ("params", "frozen")),
+            ("optimizer_offload", ("master", "exp_avg", "exp_avg_sq")),
+        )
+        if section.engine.get(key)
+    }
+
+
 def _on_fsdp(section: _Section, model: Model, value: bool) -> Sharded:
     engine, optim = section.engine, section.optim
     trains = optim is not None
@@ -382,13 +374,6 @@ def _on_fsdp(section: _Section, model: Model, value: bool) -> Sharded:
     compute = _dtype(mixed.get("param_dtype") or engine.get("dtype") or "bf16", section)
     reduce = _dtype(mixed.get("reduce_dtype") or "fp32", section)
     on_host = engine.get("offload_policy") if trains else engine.get("param_offload")
-    notes = []
-    kinds = [kind for kind in ("param_offload", "optimizer_offload") if engine.get(kind)]
-    if kinds:
-        notes.append(
-            f"{' and '.join(kinds)}: between the phases of a step the host holds them; while the "
-            "model trains the GPU does"
-        )
     return Sharded(
         section.at.subject,
         model,
@@ -405,5 +390,5 @@ def _on_fsdp(section: _Section, model: Model, value: bool) -> Sharded:
             "shards": f"{section.engine_key}.fsdp_size",
             "optimizer": f"{section.optim_key}.optimizer",
         },
-        notes=tuple(notes),
+        parked={} if on_host else _parked(section),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from .record import COMPONENTS, ModelPlan, Part, Plan, Stage
 
@@ -46,6 +46,32 @@ def _head(plan: Plan) -> list[str]:
 def gigabytes(number: int) -> str:
     """Bytes in GB of 2^30 bytes, to two places."""
     return f"{number / GB:.2f}"
+
+
+def parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list[str]:
+    """Notes on what a framework moves to the host's memory between the phases of a step.
+
+    Args:
+        stages: the pipeline stages.
+        by_key: the config's key to the components that it moves.
+    """
+    found = []
+    for key, components in by_key.items():
+        most = max(
+            sum(
+                held.bytes - held.host
+                for part in stage.parts
+                for name, held in part.components.items()
+                if name in components
+            )
+            for stage in stages
+        )
+        if most:
+            found.append(
+                f"{key}: between the phases of a step the host holds {gigabytes(most)} GB for "
+                f"each GPU ({', '.join(components)}), beside what else it has to"
+            )
+    return found
 
 
 def _model(model: ModelPlan, memory: float | None) -> list[str]:
