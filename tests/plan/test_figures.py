@@ -146,6 +146,13 @@ def test_what_megatron_refuses_has_key_and_remedy(sizes: Sizes, code: str) -> No
     assert all(one.key and one.message and one.remedy for one in found)
 
 
+def test_key_value_heads_are_shared_from_megatron_core_0_16() -> None:
+    sizes, model = Sizes(64, tensor=8, sequence_parallel=True), mixture(QWEN3_30B_A3B)
+    assert problems(sizes, model, "", (0, 16, 1)) == problems(sizes, model, "") == []
+    (found,) = problems(sizes, model, "", (0, 15))
+    assert (found.code, "0.16" in found.message) == ("heads", True)
+
+
 def test_dtypes_are_refused_by_the_rules_of_run_time() -> None:
     made, found = plan_model(qwen3(asked={"exp_avg_dtype": "bf17"}), SETTINGS, NEWEST)
     assert made is None

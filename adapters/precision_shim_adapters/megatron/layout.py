@@ -91,8 +91,21 @@ class Sizes:
 # -- is it legal -----------------------------------------------------------------------------------
 
 
-def problems(sizes: Sizes, model: Model, subject: str) -> list[Problem]:
-    """What Megatron refuses of a model on these groups."""
+SHARED_HEADS_SINCE = (0, 16)
+"""Megatron-core's release that first lets several ranks share a key-value head."""
+
+
+def problems(
+    sizes: Sizes, model: Model, subject: str, megatron: tuple[int, ...] | None = None
+) -> list[Problem]:
+    """What Megatron refuses of a model on these groups.
+
+    Args:
+        sizes: the groups.
+        model: names and shapes.
+        subject: which model, for messages.
+        megatron: megatron-core's release; ``None``: the newest known.
+    """
     found: list[Problem] = []
 
     def report(code: str, key: str, message: str, remedy: str) -> None:
@@ -109,7 +122,7 @@ def problems(sizes: Sizes, model: Model, subject: str) -> list[Problem]:
     if wrong:
         return found
     _check_world(sizes, report)
-    _check_heads(sizes, model, report)
+    _check_heads(sizes, model, megatron, report)
     _check_widths(sizes, model, report)
     _check_layers(sizes, model, report)
     return found
@@ -136,7 +149,10 @@ def _check_world(sizes: Sizes, report: Report) -> None:
         )
 
 
-def _check_heads(sizes: Sizes, model: Model, report: Report) -> None:
+def _check_heads(
+    sizes: Sizes, model: Model, megatron: tuple[int, ...] | None, report: Report
+) -> None:
+    shared = megatron is None or megatron >= SHARED_HEADS_SINCE
     heads = model.number("num_attention_heads", "n_head")
     groups = model.number("num_key_value_heads") or heads
     if heads % sizes.tensor:
@@ -146,12 +162,14 @@ def _check_heads(sizes: Sizes, model: Model, report: Report) -> None:
             f"{heads} attention heads cannot be split {sizes.tensor} ways",
             f"Take one of {_divisors(heads)}.",
         )
-    elif groups % sizes.tensor and sizes.tensor % groups:
+    elif groups % sizes.tensor and (sizes.tensor % groups or not shared):
+        since = ".".join(map(str, SHARED_HEADS_SINCE))
         report(
             "heads",
             "tensor",
-            f"{groups} key-value heads cannot be split {sizes.tensor} ways, nor shared evenly",
-            f"Take a divisor or a multiple of {groups} that divides {heads}.",
+            f"{groups} key-value heads cannot be split {sizes.tensor} ways"
+            + (", nor shared evenly" if shared else f", nor shared before megatron-core {since}"),
+            f"Take a divisor{' or a multiple' if shared else ''} of {groups} that divides {heads}.",
         )
 
 

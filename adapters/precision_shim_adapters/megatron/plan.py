@@ -79,7 +79,10 @@ class Asked:
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``."""
-        return plan_model(self, job.settings, support_of(rules.transformer_engine))
+        core = release(rules.megatron_core) if rules.megatron_core else None
+        return plan_model(
+            self, job.settings, support_of(rules.transformer_engine), megatron=core or None
+        )
 
     def on(self, world: int) -> Asked:
         """See ``Plannable``."""
@@ -267,7 +270,11 @@ def dtype_problem(asked: Asked, error: DtypeError) -> Problem:
 
 
 def plan_model(
-    asked: Asked, settings: Settings, support: FusedAdamSupport
+    asked: Asked,
+    settings: Settings,
+    support: FusedAdamSupport,
+    *,
+    megatron: tuple[int, ...] | None = None,
 ) -> tuple[ModelPlan | None, list[Problem]]:
     """Plan a model; ``None`` where what is illegal leaves nothing to count.
 
@@ -275,9 +282,10 @@ def plan_model(
         asked: the model.
         settings: the shim's.
         support: TransformerEngine's FusedAdam.
+        megatron: megatron-core's release; ``None``: the newest known.
     """
     subject = asked.wishes.subject
-    found = layout.problems(asked.sizes, asked.model, subject)
+    found = layout.problems(asked.sizes, asked.model, subject, megatron)
     try:
         sides = [side(asked, without_shim(support)), side(asked, with_shim(settings, support))]
     except DtypeError as error:
