@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,20 @@ def test_settings_that_are_not_legal_here_are_not_offered() -> None:
     late = asked(asked={"adam_beta2": 0.95})
     lines = [line for one in late.variants(job(LINE), RULES) for line in one.lines]
     assert "optim.exp_avg_sq_dtype=bf16" in lines
+
+
+def test_models_are_together_unless_the_framework_moves_them() -> None:
+    one = plan().peak()
+    both = plan(asked(), asked())
+    assert both.peak() == 2 * one
+    everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
+    away = replace(asked(), parked={"offload": everything})
+    apart = plan(asked(), away)
+    assert apart.models[1].stays == {"before": 0, "after": 0}
+    assert apart.peak() == 2 * one  # the other's step, and this one beside it
+    assert plan(away, away).peak() == one
+    assert "offload: between the phases of a step the host holds" in apart.models[1].notes[-1]
+    assert "all models" in render(both, 20.0)
 
 
 # -- the command -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import SIZES, Precision, Share, part
-from precision_shim.planning.record import Decided, Held, ModelPlan, Part, Problem, Stage
+from precision_shim.planning.record import Decided, Held, ModelPlan, Part, Problem, Stage, staying
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.text import parked
@@ -84,6 +84,7 @@ def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
         whole = _on_host(whole)
     stages = (Stage(0, (whole,)),)
     traffic = _traffic(asked)
+    moved = [name for components in asked.parked.values() for name in components]
     return (
         ModelPlan(
             asked.subject,
@@ -95,6 +96,7 @@ def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
             stages,
             tuple(parked(stages, asked.parked)),
             asked.model.source,
+            dict.fromkeys(("before", "after"), staying(stages, moved)),
         ),
         found,
     )

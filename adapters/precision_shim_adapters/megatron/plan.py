@@ -18,7 +18,7 @@ from precision_shim.adapting import Settings
 from precision_shim.errors import DtypeError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import Precision, Share, part, ring
-from precision_shim.planning.record import Decided, ModelPlan, Problem, Stage
+from precision_shim.planning.record import Decided, ModelPlan, Problem, Stage, staying
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.text import parked
@@ -312,6 +312,7 @@ def plan_model(
             after,
             (*_notes(asked, sides[1]), *parked(after, asked.parked)),
             asked.model.source,
+            _stays(asked, before, after),
         ),
         found,
     )
@@ -349,6 +350,11 @@ def stages(
             parts.append(part("experts", experts, made, name))
         found.append(Stage(number, tuple(parts)))
     return tuple(found)
+
+
+def _stays(asked: Asked, before: tuple[Stage, ...], after: tuple[Stage, ...]) -> dict[str, int]:
+    moved = [name for components in asked.parked.values() for name in components]
+    return {"before": staying(before, moved), "after": staying(after, moved)}
 
 
 def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:

@@ -6,7 +6,7 @@ the audits of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -82,6 +82,27 @@ class Stage:
         return {"bytes": every, "host": host, "gpu": every - host, "peak": every - host + top}
 
 
+def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
+    """Bytes of a GPU that stay there while some components are moved to the host.
+
+    Args:
+        stages: the pipeline stages.
+        moved: the components; gradients are released with the parameters.
+    """
+    gone = set(moved)
+    if "params" in gone:
+        gone |= {"grad_buckets", "grad_copies"}
+    return max(
+        sum(
+            held.bytes - held.host
+            for part in stage.parts
+            for name, held in part.components.items()
+            if name not in gone
+        )
+        for stage in stages
+    )
+
+
 @dataclass(frozen=True)
 class Decided:
     """What the shim would choose, and why."""
@@ -125,6 +146,8 @@ class ModelPlan:
         after: the same with it.
         notes: what is legal and worth knowing.
         source: where names and shapes are from.
+        stays: ``before`` and ``after``: what of a GPU it keeps while another model of the job is at
+            work.
     """
 
     subject: str
@@ -136,6 +159,7 @@ class ModelPlan:
     after: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
     source: str = ""
+    stays: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,12 +197,11 @@ class Plan:
         return found
 
     def peak(self, side: str = "after") -> int:
-        """The most that one GPU holds at a time of training one model."""
+        """The most that one GPU holds: one model steps, of the others is there what stays."""
+        tops = [
+            max(stage.totals["peak"] for stage in getattr(model, side)) for model in self.models
+        ]
+        stays = [model.stays.get(side, 0) for model in self.models]
         return max(
-            (
-                stage.totals["peak"]
-                for model in self.models
-                for stage in (model.after if side == "after" else model.before)
-            ),
-            default=0,
+            (top + sum(stays) - own for top, own in zip(tops, stays, strict=True)), default=0
         )

@@ -9,6 +9,7 @@ from .record import COMPONENTS, ModelPlan, Part, Plan, Stage
 
 GB = 1 << 30
 _WIDTH = 99
+_SIDES = (("without", "before"), ("with", "after"))
 _TITLES = ("GB per GPU", "", "without", "", "with")
 
 
@@ -21,6 +22,8 @@ def render(plan: Plan, memory: float | None = None) -> str:
     """
     blocks = ["\n".join(_head(plan))]
     blocks += ["\n".join(_model(one, memory)) for one in plan.models]
+    if len(plan.models) > 1:
+        blocks.append("\n".join(_together(plan, memory)))
     if plan.problems:
         lines = ["illegal"]
         for one in plan.problems:
@@ -41,6 +44,22 @@ def _head(plan: Plan) -> list[str]:
     count = len(plan.problems)
     verdict = f"{count} problem{'s' if count > 1 else ''}" if count else "legal"
     return [f"plan of {', '.join(words)}: {verdict}"]
+
+
+def _together(plan: Plan, memory: float | None) -> list[str]:
+    words = [f"{side} {gigabytes(plan.peak(key))}" for side, key in _SIDES]
+    lines = folded(
+        f"at most at a time, one model at its step and of the others what stays: "
+        f"{', '.join(words)} GB"
+    )
+    if memory is not None:
+        left = [memory - plan.peak(key) / GB for _, key in _SIDES]
+        lines += folded(f"left of {memory:g}: {', '.join(map(_left, left))}")
+    return ["all models", *lines]
+
+
+def _left(number: float) -> str:
+    return f"{number:.2f}" if number >= 0 else f"{-number:.2f} over"
 
 
 def gigabytes(number: int) -> str:
@@ -122,8 +141,7 @@ def _stage(
         host = (gigabytes(first["host"]), gigabytes(second["host"]))
         rows.append(("in the host's memory", "", host[0], "", host[1]))
     if memory is not None:
-        left = [memory - one["peak"] / GB for one in (first, second)]
-        words = [f"{one:.2f}" if one >= 0 else f"{-one:.2f} over" for one in left]
+        words = [_left(memory - one["peak"] / GB) for one in (first, second)]
         rows.append((f"left of {memory:g}", "", words[0], "", words[1]))
     return rows
 
