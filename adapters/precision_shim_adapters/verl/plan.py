@@ -237,11 +237,14 @@ def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Planna
 
 def _section(at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _Section:
     strategy = str(role.get("strategy") or "fsdp")
-    name = "megatron" if strategy == "megatron" else "fsdp_config"
     inner = role.get("model")
-    engine = role.get(name) or {}
-    if not engine and isinstance(inner, Mapping):  # the critic's, up to 0.8
-        engine = inner.get(name) or {}
+    # The critic's FSDP section moved twice.
+    names = ("megatron",) if strategy == "megatron" else ("fsdp_config", "fsdp")
+    places = {name: role.get(name) for name in names}
+    if isinstance(inner, Mapping):
+        places["model.fsdp_config"] = inner.get("fsdp_config")
+    name = next((name for name, found in places.items() if found), names[0])
+    engine = places[name] or {}
     optim = None if at.subject == "ref" else role.get("optim") or {}
     return _Section(at, f"{at.key}.{name}", strategy, engine, optim, model)
 
