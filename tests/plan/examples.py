@@ -29,8 +29,18 @@ HARMLESS = (
 )
 NOTED = ("python", "python3", "torchrun", "uv", "ray", "accelerate")
 SIZE = "30B,experts=28B"
-TRAINS = ("main_ppo", "sft_trainer", "skyrl.train", "run_", "main_", "train.py")
+TRAINS = (
+    "main_ppo",
+    "async_main",
+    "entrypoint",
+    "sft_trainer",
+    "skyrl.train",
+    "run_",
+    "main_",
+    "train.py",
+)
 _STUB = """#!/bin/bash
+[ "$1" = -c ] && exit 1  # no device, no package
 { printf '%s\\0' "$NAME" "$@"; printf '\\n\\0'; } >> "$NOTES"
 """
 
@@ -52,15 +62,18 @@ def lines_of(script: Path, checkout: Path) -> list[list[str]]:
             stub = place / name
             stub.write_text(_STUB.replace("$NAME", name))
             stub.chmod(0o755)
-        notes = place / "notes"
+        notes, quoted = place / "notes", shlex.quote(str(script))
         handler = "command_not_found_handle() { return 0; }; export -f command_not_found_handle\n"
+        handler += "ulimit() { return 0; }\n"
         environ = {
             **{"PATH": folder, "HOME": folder, "NOTES": str(notes), "USER": "nobody"},
             **{"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "localhost", "NNODES": "1"},
+            # What some ask for and have no default of.
+            **{"HDFS_ROOT": folder, "INFER_BACKEND": "vllm", "LORA_ADAPTER_PATH": folder},
         }
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                ["/bin/bash", "-c", f"{handler} set +e; source {shlex.quote(str(script))}"],
+                ["/bin/bash", "-c", f"{handler} set +e; source {quoted} 8 out"],
                 cwd=checkout,
                 env=environ,
                 stdin=subprocess.DEVNULL,
@@ -89,7 +102,7 @@ def commands(framework: str, checkout: Path) -> Iterator[tuple[str, list[str]]]:
     for script in scripts(checkout):
         name = str(script.relative_to(checkout))
         for line in lines_of(script, checkout):
-            if any(part in " ".join(line[:12]) for part in TRAINS):
+            if any(part in word for word in line if "=" not in word for part in TRAINS):
                 yield name, line
 
 
