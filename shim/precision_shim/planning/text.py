@@ -76,19 +76,19 @@ def parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list
     """
     found = []
     for key, components in by_key.items():
-        most = max(
-            sum(
-                held.bytes - held.host
-                for part in stage.parts
-                for name, held in part.components.items()
-                if name in components
-            )
-            for stage in stages
-        )
-        if most:
+        sums = [dict.fromkeys(components, 0) for _ in stages]
+        for stage, counts in zip(stages, sums, strict=True):
+            for part in stage.parts:
+                for name in counts.keys() & part.components.keys():
+                    held = part.components[name]
+                    counts[name] += held.bytes - held.host
+        most = max(sums, key=lambda one: sum(one.values()))
+        moved = [name for name in components if most[name]]
+        if moved:
             found.append(
-                f"{key}: between the phases of a step the host holds {gigabytes(most)} GB for "
-                f"each GPU ({', '.join(components)}), beside what else it has to"
+                f"{key}: between the phases of a step the host holds "
+                f"{gigabytes(sum(most.values()))} GB for each GPU ({', '.join(moved)}), beside "
+                "what else it has to"
             )
     return found
 
