@@ -283,6 +283,13 @@ def test_fsdp_is_planned_too() -> None:
     assert stage.totals["bytes"] == 8 * 10**9 * 16 // 64
     on_host = plan(Sharded("policy", model, 64, "fp32", offload=True))
     assert on_host.models[0].after[0].totals["gpu"] == 0
-    found = plan(Sharded("policy", model, 64, "fp32", shards=7, optimizer="Muon"))
-    assert {one.code for one in found.problems} == {"world-size", "optimizer"}
+    found = plan(Sharded("policy", model, 64, "fp32", shards=7))
+    assert {one.code for one in found.problems} == {"world-size"}
     assert found.models == ()
+
+
+def test_an_optimizer_whose_states_are_not_known_is_refused() -> None:
+    model = shapes.of_size("8B")
+    for one in (Sharded("policy", model, 64, "fp32", optimizer="Muon"), asked(optimizer="muon")):
+        with pytest.raises(PlanError, match=r"[Mm]uon.*upper bound"):
+            plan(one)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import SIZES, Precision, Share, part
 from precision_shim.planning.record import Decided, Held, ModelPlan, Part, Problem, Stage, staying
@@ -75,7 +76,18 @@ class Asked:
 
 
 def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
-    """Plan a model; ``None`` where what is illegal leaves nothing to count."""
+    """Plan a model; ``None`` where what is illegal leaves nothing to count.
+
+    Raises:
+        PlanError: the states of its optimizer are not known.
+    """
+    name = asked.optimizer
+    if name and name.rpartition(".")[2].lower() not in LIKE_PARAMETERS:
+        raise PlanError(
+            f"{asked.subject}: {asked.keys.get('optimizer', 'optimizer')}={name!r}: its states are "
+            "not known here; planned are torch's Adam and AdamW. Plan the job with AdamW for an "
+            "upper bound."
+        )
     found = problems(asked)
     if found:
         return None, found
@@ -125,14 +137,6 @@ def problems(asked: Asked) -> list[Problem]:
             "tensor",
             f"{heads} attention heads cannot be split {asked.tensor} ways",
             f"Take a divisor of {heads}.",
-        )
-    name = asked.optimizer.rpartition(".")[2].lower()
-    if name and name not in LIKE_PARAMETERS:
-        report(
-            "optimizer",
-            "optimizer",
-            f"the states of {asked.optimizer} are not known; planned are those of Adam and AdamW",
-            "Plan the same job with AdamW, whose states take no less.",
         )
     return found
 

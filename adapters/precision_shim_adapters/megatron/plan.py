@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Settings
-from precision_shim.errors import DtypeError
+from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import Precision, Share, part, ring
 from precision_shim.planning.record import Decided, ModelPlan, Problem, Stage, staying
@@ -209,7 +209,11 @@ def _unpacked(moments: Mapping[str, torch.dtype], support: FusedAdamSupport) -> 
 
 
 def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Problem]:
-    """What Megatron refuses of an optimizer's config and its bucket."""
+    """What Megatron refuses of an optimizer's config and its bucket.
+
+    Raises:
+        PlanError: the optimizer is not Adam.
+    """
     fields, found = one.fields, []
     subject = asked.wishes.subject
 
@@ -217,15 +221,8 @@ def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Prob
         found.append(Problem(code, subject, asked.key.format(field), message, remedy))
 
     aware = bool(fields.get(PRECISION_AWARE))
-    optimizer = str(fields.get("optimizer", asked.wishes.optimizer))
-    if optimizer not in _ADAM:
-        report(
-            "optimizer",
-            "optimizer",
-            f"optimizer is {optimizer!r}; planned are those of Adam",
-            "Plan the same job with adam, whose states take no less.",
-        )
-    elif aware and not fields.get("use_distributed_optimizer", asked.wishes.distributed):
+    _refuse_others(asked, fields)
+    if aware and not fields.get("use_distributed_optimizer", asked.wishes.distributed):
         report(
             "precision-aware",
             PRECISION_AWARE,
@@ -255,6 +252,15 @@ def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Prob
             "Write grad_reduce_in_fp32: true, or clip_grad: 0.",
         )
     return found
+
+
+def _refuse_others(asked: Asked, fields: Mapping[str, Any]) -> None:
+    name = str(fields.get("optimizer", asked.wishes.optimizer))
+    if name not in _ADAM:
+        raise PlanError(
+            f"{asked.wishes.where}: {asked.subject}: optimizer={name!r}: its states are not known "
+            "here; planned are those of adam. Plan the job with adam for an upper bound."
+        )
 
 
 def dtype_problem(asked: Asked, error: DtypeError) -> Problem:
@@ -292,7 +298,7 @@ def plan_model(
         return None, [*found, dtype_problem(asked, error)]
     if asked.wishes.trains:
         found += problems_of(asked, sides[1], support)
-    if any(one.code in ("size", "world-size", "layers", "optimizer") for one in found):
+    if any(one.code in ("size", "world-size", "layers") for one in found):
         return None, found
     counts = layout.count(
         asked.model,
