@@ -142,6 +142,7 @@ def _config(hf: dict[str, Any], fields: dict[str, Any]) -> Any:
     return MLATransformerConfig(
         **values,
         multi_latent_attention=True,
+        rope_type="rope",  # the other kind asks torch for the device 0
         q_lora_rank=hf["q_lora_rank"],
         kv_lora_rank=hf["kv_lora_rank"],
         qk_head_dim=hf["qk_nope_head_dim"],
