@@ -9,6 +9,7 @@ The keys of a declaration:
     effects: places where a DDP or an optimizer is built, on each path through the framework. Under
         strict a fault is raised there and nowhere earlier. A place that a version lacks is skipped.
     probes: modules whose functions ask whether what the rules assume still holds.
+    plan: ``"module:function"``, from a launch line to the models of its job.
 """
 
 TYPE_CHECKING = False
@@ -36,6 +37,7 @@ VERL: "dict[str, Any]" = {
         "verl.workers.config.optimizer:build_optimizer",
     ),
     "probes": (*PROBES, "precision_shim_adapters.verl.probes"),
+    "plan": "precision_shim_adapters.verl.plan:plan",
 }
 
 SKYRL: "dict[str, Any]" = {
@@ -48,6 +50,7 @@ SKYRL: "dict[str, Any]" = {
         "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
     ),
     "probes": (*PROBES, "precision_shim_adapters.skyrl.probes"),
+    "plan": "precision_shim_adapters.skyrl.plan:plan",
 }
 
 NEMO_RL: "dict[str, Any]" = {
@@ -61,6 +64,7 @@ NEMO_RL: "dict[str, Any]" = {
         "nemo_rl.models.automodel.setup:setup_model_and_optimizer",
     ),
     "probes": (*PROBES, "precision_shim_adapters.nemo_rl.probes"),
+    "plan": "precision_shim_adapters.nemo_rl.plan:plan",
 }
 
 TORCHTITAN: "dict[str, Any]" = {
@@ -73,6 +77,7 @@ TORCHTITAN: "dict[str, Any]" = {
         "precision_shim_adapters.fp16.probes",
         "precision_shim_adapters.torchtitan.probes",
     ),
+    "plan": "precision_shim_adapters.torchtitan.plan:plan",
 }
 
 FRAMEWORKS = {

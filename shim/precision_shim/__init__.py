@@ -30,6 +30,7 @@ _WHERE = {
     "LossScaleError": "errors",
     "ScalerCheckpointError": "errors",
     "AuditError": "errors",
+    "PlanError": "errors",
     "PrecisionShimWarning": "errors",
 }
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from .errors import DtypeError as DtypeError
     from .errors import InconsistentPrecisionError as InconsistentPrecisionError
     from .errors import LossScaleError as LossScaleError
+    from .errors import PlanError as PlanError
     from .errors import PrecisionShimError as PrecisionShimError
     from .errors import PrecisionShimWarning as PrecisionShimWarning
     from .errors import ScalerCheckpointError as ScalerCheckpointError

@@ -30,6 +30,8 @@ class Entry:
         adapter: ``"module:attribute"`` of the ``Adapter``.
         effects: where a feature first takes effect, should the adapter itself be broken.
         probes: see ``Adapter``.
+        plan: ``"module:function"``, from a launch line to the models of its job; empty where the
+            adapter plans none.
     """
 
     framework: str
@@ -39,6 +41,7 @@ class Entry:
     tested: tuple[str, ...] = ()
     effects: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()
+    plan: str = ""
 
     def load(self) -> Adapter:
         """Import the adapter.

@@ -55,5 +55,9 @@ class AuditError(PrecisionShimError, ValueError):
     """``audit()`` was given what it cannot read, or a component that there is not."""
 
 
+class PlanError(PrecisionShimError, ValueError):
+    """A command, a config or a model cannot be read, so that nothing can be planned."""
+
+
 class PrecisionShimWarning(UserWarning):
     """Category of every warning that this package emits, so that users can filter it as one."""

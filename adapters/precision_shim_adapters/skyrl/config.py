@@ -105,6 +105,20 @@ def note_overrides(call: Call, args: Any) -> Any:
         _old_style.reset(token)
 
 
+def note_command_line(config: Any, words: list[str]) -> None:
+    """Note in a config what a command line wrote, where no seam did while it was built.
+
+    Args:
+        config: what ``from_cli_overrides`` made of the words.
+        words: the overrides.
+    """
+    for role in ("policy", "ref"):
+        megatron = getattr(getattr(config.trainer, role), "megatron_config", None)
+        if megatron is not None:
+            vars(megatron).setdefault(_WRITTEN, ())
+    _keep_overrides(config, words)
+
+
 def _keep_overrides(config: Any, given: Any) -> None:
     from omegaconf import OmegaConf
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS", "add_command", "build_parser", "main", "settings_of"]
 
-COMMANDS = ("run", "doctor", "audit", "checkpoint", "demo")
+COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
 """The modules of this package that hold a command, in the order of ``--help``."""
 
 

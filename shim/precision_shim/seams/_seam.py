@@ -173,6 +173,8 @@ class Adapter:
             ``str(status())`` shows it where it was refused, and else leaves it to ``details()``.
         probes: names of modules whose functions ask whether what the rules assume of the
             framework still holds; imported when somebody asks.
+        plan: ``"module:function"`` from a launch line to the models of its job, for
+            ``precision-shim plan``; empty where the adapter plans none.
     """
 
     framework: str
@@ -183,6 +185,7 @@ class Adapter:
     effects: tuple[str, ...] = ()
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
     probes: tuple[str, ...] = ()
+    plan: str = ""
 
     def check(self, features: Iterable[str]) -> None:
         """Hold the table against the names of the features that there are.

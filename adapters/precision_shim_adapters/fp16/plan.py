@@ -1,0 +1,207 @@
+"""What models on FSDP or DTensor cost: parameters, gradients and states of torch's optimizers.
+
+The shim changes none of their bytes: an fp16 model's scaler is a few numbers. So both sides are
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import Job
+from precision_shim.planning.counting import SIZES, Precision, Share, part
+from precision_shim.planning.record import Decided, Held, ModelPlan, Part, Problem, Stage, staying
+from precision_shim.planning.request import Rules, Variant
+from precision_shim.planning.shapes import Model
+from precision_shim.planning.text import parked
+
+from ..megatron.layout import Sizes, rank_numel
+
+LIKE_PARAMETERS = ("adamw", "adam", "_adamw", "_adam")
+"""Optimizers whose two moments have the parameters' dtype."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One model of a job on FSDP or DTensor.
+
+    Attributes:
+        subject: which model.
+        model: names and shapes.
+        world: number of GPUs.
+        dtype: of the parameters as they are kept, canonical.
+        shards: ranks over which a parameter is sharded; the others have copies.
+        tensor: tensor parallel.
+        compute: dtype of the parameters while a layer computes.
+        reduce: dtype of the gradients while they are reduced.
+        optimizer: class name of the optimizer; empty for a model that is not trained.
+        offload: whether parameters, gradients and states are in the host's memory.
+        gathers: how often a step gathers the parameters.
+        value_head: whether the output layer is one value.
+        keys: where the config has ``world``, ``shards``, ``tensor``, ``optimizer``, for messages.
+        decisions: what the shim would choose.
+        parked: the config's keys to the components that they move to the host between phases.
+    """
+
+    subject: str
+    model: Model
+    world: int
+    dtype: str
+    shards: int = 0
+    tensor: int = 1
+    compute: str = "bf16"
+    reduce: str = "fp32"
+    optimizer: str = "AdamW"
+    offload: bool = False
+    gathers: int = 2
+    value_head: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    decisions: tuple[Decided, ...] = ()
+    parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
+        """See ``Plannable``."""
+        return plan_model(self)
+
+    def on(self, world: int) -> Asked:
+        """See ``Plannable``."""
+        return replace(self, world=world)
+
+    def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
+        """See ``Plannable``; the shim has none for torch's optimizers."""
+        return ()
+
+
+def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
+    """Plan a model; ``None`` where what is illegal leaves nothing to count.
+
+    Raises:
+        PlanError: the states of its optimizer are not known.
+    """
+    name = asked.optimizer
+    if name and name.rpartition(".")[2].lower() not in LIKE_PARAMETERS:
+        raise PlanError(
+            f"{asked.subject}: {asked.keys.get('optimizer', 'optimizer')}={name!r}: its states are "
+            "not known here; planned are torch's Adam and AdamW. Plan the job with AdamW for an "
+            "upper bound."
+        )
+    found = problems(asked)
+    if found:
+        return None, found
+    whole = part("model", _share(asked), _precision(asked), asked.optimizer)
+    if asked.offload:
+        whole = _on_host(whole)
+    stages = (Stage(0, (whole,)),)
+    traffic = _traffic(asked)
+    moved = [name for components in asked.parked.values() for name in components]
+    return (
+        ModelPlan(
+            asked.subject,
+            asked.model.parameters,
+            layout(asked),
+            asked.decisions,
+            {"before": traffic, "after": traffic},
+            stages,
+            stages,
+            tuple(parked(stages, asked.parked)),
+            asked.model.source,
+            dict.fromkeys(("before", "after"), staying(stages, moved)),
+        ),
+        found,
+    )
+
+
+def problems(asked: Asked) -> list[Problem]:
+    """What cannot be built, or is not planned."""
+    found = []
+
+    def report(code: str, key: str, message: str, remedy: str) -> None:
+        found.append(Problem(code, asked.subject, asked.keys.get(key, key), message, remedy))
+
+    ways = asked.tensor * _shards(asked)
+    if min(asked.world, ways) < 1 or asked.world % ways:
+        report(
+            "world-size",
+            "shards",
+            f"{asked.world} GPUs are not a multiple of {ways}, which is {_shards(asked)} shards x "
+            f"tensor {asked.tensor}",
+            "Take a divisor of the number of GPUs.",
+        )
+    heads = asked.model.number("num_attention_heads")
+    if heads % max(asked.tensor, 1):
+        report(
+            "heads",
+            "tensor",
+            f"{heads} attention heads cannot be split {asked.tensor} ways",
+            f"Take a divisor of {heads}.",
+        )
+    return found
+
+
+def layout(asked: Asked) -> dict[str, Any]:
+    """How the model is spread, by the usual letters."""
+    shards = _shards(asked)
+    replicas = asked.world // (shards * asked.tensor)
+    return {"fsdp": shards, "replicas": replicas, "tp": asked.tensor}
+
+
+def _shards(asked: Asked) -> int:
+    most = max(asked.world // max(asked.tensor, 1), 1)
+    return asked.shards if 0 < asked.shards < most else most
+
+
+def _share(asked: Asked) -> Share:
+    sizes = Sizes(asked.world, tensor=asked.tensor)
+    split = bool(asked.model.config)
+    numel = sum(
+        rank_numel(one, sizes) if split else -(-one.numel // asked.tensor)
+        for one in asked.model.weights
+        if not (asked.value_head and one.name.endswith("lm_head.weight"))
+    )
+    if asked.value_head:
+        numel += asked.model.number("hidden_size", "n_embd")
+    shards = _shards(asked)
+    return Share(
+        numel if asked.optimizer else 0,
+        0 if asked.optimizer else numel,
+        group=shards,
+        groups=asked.world // shards,
+        params_sharded=shards > 1,
+        states_sharded=shards > 1,
+    )
+
+
+def _precision(asked: Asked) -> Precision:
+    if not asked.optimizer:
+        return Precision(asked.dtype, buckets=False)
+    return Precision(asked.dtype, asked.dtype, "", asked.dtype, asked.dtype, buckets=False)
+
+
+def _on_host(whole: Part) -> Part:
+    """The same with everything in the host's memory."""
+    components = {
+        name: Held(
+            one.dtypes, one.bytes, one.group_bytes, one.bytes, one.bytes_per_parameter, one.sharded
+        )
+        for name, one in whole.components.items()
+    }
+    return Part(
+        whole.name,
+        whole.optimizer,
+        whole.data_parallel_size,
+        whole.groups,
+        whole.parameters,
+        whole.owned,
+        components,
+    )
+
+
+def _traffic(asked: Asked) -> dict[str, int]:
+    share = _share(asked)
+    numel = share.trainable + share.frozen
+    around = numel * (share.group - 1) // share.group
+    reduced = around * SIZES[asked.reduce] if asked.optimizer else 0
+    return {"reduce_scatter": reduced, "all_gather": around * SIZES[asked.compute] * asked.gathers}

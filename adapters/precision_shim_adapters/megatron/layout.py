@@ -1,0 +1,500 @@
+"""How Megatron spreads a model over GPUs: pure, from names, shapes and sizes of groups.
+
+Experts by expert and expert-tensor parallelism; matrices and column biases by tensor parallelism;
+norms, routers and the down-projections of latent attention whole; layers by pipeline stages, uneven
+ends and interleaved chunks as Megatron's ``get_num_layers_to_build`` and
+``get_transformer_layer_offset`` have them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from precision_shim.planning.record import Problem
+from precision_shim.planning.shapes import Model, Weight, is_router
+
+Report = Callable[[str, str, str, str], None]
+"""What is illegal: code, key, what is there and what is allowed, remedy."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a job's groups.
+
+    Attributes:
+        world: number of GPUs.
+        tensor: tensor parallel.
+        pipeline: pipeline parallel.
+        context: context parallel.
+        expert: expert parallel.
+        expert_tensor: expert tensor parallel; ``None``: as ``tensor``.
+        virtual: chunks of a pipeline stage; ``None``: one.
+        first: layers of the first stage, where the config says so.
+        last: layers of the last stage, where the config says so.
+        count_embedding: whether the embedding counts as a layer.
+        count_loss: whether the output layer does.
+        stages: a pipeline layout as Megatron's ``pipeline_model_parallel_layout`` has it.
+        sequence_parallel: whether it is on; ``None`` where it is not known.
+        keys: where the config has these, by their names here, for messages.
+    """
+
+    world: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    virtual: int | None = None
+    first: int | None = None
+    last: int | None = None
+    count_embedding: bool = False
+    count_loss: bool = False
+    stages: str | None = None
+    sequence_parallel: bool | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def experts_tensor(self) -> int:
+        """Tensor parallelism of the experts."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def shared_by(self) -> int:
+        """Ranks over which the states of a rank's dense parameters are shared."""
+        return max(self.world // (self.tensor * self.pipeline), 1)
+
+    @property
+    def experts_shared_by(self) -> int:
+        """Ranks over which the states of a rank's experts are shared."""
+        return max(self.world // (self.experts_tensor * self.expert * self.pipeline), 1)
+
+    def key(self, name: str) -> str:
+        """The config's key of a size."""
+        return self.keys.get(name, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For people and JSON, by the usual letters."""
+        return {
+            "tp": self.tensor,
+            "pp": self.pipeline,
+            "cp": self.context,
+            "ep": self.expert,
+            "etp": self.experts_tensor,
+            "dp": self.shared_by // self.context,
+            "edp": self.experts_shared_by,
+        }
+
+
+# -- is it legal -----------------------------------------------------------------------------------
+
+
+SHARED_HEADS_SINCE = (0, 16)
+"""Megatron-core's release that first lets several ranks share a key-value head."""
+
+
+def problems(
+    sizes: Sizes, model: Model, subject: str, megatron: tuple[int, ...] | None = None
+) -> list[Problem]:
+    """What Megatron refuses of a model on these groups.
+
+    Args:
+        sizes: the groups.
+        model: names and shapes.
+        subject: which model, for messages.
+        megatron: megatron-core's release; ``None``: the newest known.
+    """
+    found: list[Problem] = []
+
+    def report(code: str, key: str, message: str, remedy: str) -> None:
+        found.append(Problem(code, subject, sizes.key(key), message, remedy))
+
+    wrong = [
+        name
+        for name in ("world", "tensor", "pipeline", "context", "expert", "experts_tensor")
+        if getattr(sizes, name) < 1
+    ]
+    for name in wrong:
+        size = getattr(sizes, name)
+        report("size", name, f"{sizes.key(name)}={size}: at least 1 is needed", "Write 1 or more.")
+    if wrong:
+        return found
+    _check_world(sizes, report)
+    _check_heads(sizes, model, megatron, report)
+    _check_widths(sizes, model, report)
+    _check_layers(sizes, model, report)
+    return found
+
+
+def _check_world(sizes: Sizes, report: Report) -> None:
+    product = sizes.tensor * sizes.pipeline * sizes.context
+    if sizes.world % product:
+        report(
+            "world-size",
+            "world",
+            f"{sizes.world} GPUs are not a multiple of {product}, which is tensor {sizes.tensor} "
+            f"x pipeline {sizes.pipeline} x context {sizes.context}",
+            f"Take a multiple of {product} GPUs, or smaller groups.",
+        )
+    product = sizes.experts_tensor * sizes.expert * sizes.pipeline
+    if sizes.world % product:
+        report(
+            "world-size",
+            "expert",
+            f"{sizes.world} GPUs are not a multiple of {product}, which is expert tensor "
+            f"{sizes.experts_tensor} x expert {sizes.expert} x pipeline {sizes.pipeline}",
+            f"Take a multiple of {product} GPUs, or smaller groups.",
+        )
+
+
+def _check_heads(
+    sizes: Sizes, model: Model, megatron: tuple[int, ...] | None, report: Report
+) -> None:
+    shared = megatron is None or megatron >= SHARED_HEADS_SINCE
+    heads = model.number("num_attention_heads", "n_head")
+    groups = model.number("num_key_value_heads") or heads
+    if heads % sizes.tensor:
+        report(
+            "heads",
+            "tensor",
+            f"{heads} attention heads cannot be split {sizes.tensor} ways",
+            f"Take one of {_divisors(heads)}.",
+        )
+    elif groups % sizes.tensor and (sizes.tensor % groups or not shared):
+        since = ".".join(map(str, SHARED_HEADS_SINCE))
+        report(
+            "heads",
+            "tensor",
+            f"{groups} key-value heads cannot be split {sizes.tensor} ways"
+            + (", nor shared evenly" if shared else f", nor shared before megatron-core {since}"),
+            f"Take a divisor{' or a multiple' if shared else ''} of {groups} that divides {heads}.",
+        )
+
+
+def _check_widths(sizes: Sizes, model: Model, report: Report) -> None:
+    experts = model.experts
+    if sizes.expert > 1 and not experts and model.config:
+        report(
+            "experts",
+            "expert",
+            f"{sizes.key('expert')}={sizes.expert}, and the model has no experts",
+            "Write 1.",
+        )
+    elif experts % sizes.expert:
+        report(
+            "experts",
+            "expert",
+            f"{experts} experts cannot be split {sizes.expert} ways",
+            f"Take one of {_divisors(experts)}.",
+        )
+    if experts and sizes.tensor > 1 and sizes.sequence_parallel is False:
+        report(
+            "sequence-parallel",
+            "sequence_parallel",
+            f"experts with tensor parallelism of {sizes.tensor} need sequence parallelism",
+            f"Write {sizes.key('sequence_parallel')}: true.",
+        )
+    for keys, ways, name in (
+        (("intermediate_size",), sizes.tensor, "tensor"),
+        (("moe_intermediate_size",), sizes.experts_tensor, "expert_tensor"),
+        (("vocab_size",), sizes.tensor, "tensor"),
+    ):
+        width = model.number(*keys)
+        if width % ways:
+            report(
+                "width",
+                name,
+                f"{keys[0]} of {width} cannot be split {ways} ways",
+                "Take a divisor of it.",
+            )
+
+
+def _check_layers(sizes: Sizes, model: Model, report: Report) -> None:
+    if not model.config:
+        return
+    layers = number_of_layers(model)
+    try:
+        layers_of_stages(sizes, layers)
+    except ValueError as error:
+        key = "pipeline"
+        if sizes.stages:
+            key = "stages"
+        elif sizes.virtual:
+            key = "virtual"
+        report("layers", key, str(error), _pipeline_remedy(sizes, layers))
+
+
+def _pipeline_remedy(sizes: Sizes, layers: int) -> str:
+    if sizes.stages:
+        return f"Correct {sizes.key('stages')}, or leave it out."
+    rest = layers % sizes.pipeline
+    ends = ""
+    if rest and sizes.pipeline > 1:
+        each = layers // (sizes.pipeline - 1)
+        last = layers - each * (sizes.pipeline - 1)
+        if last > 0:
+            ends = f", or {sizes.key('last')}: {last}"
+    return f"Take a divisor of {layers}{ends}."
+
+
+def _divisors(number: int) -> str:
+    found = [one for one in range(1, min(number, 512) + 1) if number % one == 0]
+    return ", ".join(map(str, found))
+
+
+# -- layers by stages ------------------------------------------------------------------------------
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_OTHER_MODEL = re.compile(
+    r"(^|\.)(visual|vision_tower|vision_model|vision|audio_tower|audio|multi_modal_projector"
+    r"|mm_projector|embed_vision)\."
+)
+
+
+def layer_of(name: str) -> int | None:
+    """The number of a parameter's layer; ``None`` outside of the layers of the text model."""
+    found = None if _OTHER_MODEL.search(name) else _LAYER.search(name)
+    return int(found.group(1)) if found else None
+
+
+def number_of_layers(model: Model) -> int:
+    """Number of layers of the text model, those for several tokens at a time left out."""
+    told = model.number("num_hidden_layers", "n_layer")
+    return told or 1 + max((layer_of(one.name) or 0 for one in model.weights), default=0)
+
+
+def layers_of_stages(sizes: Sizes, layers: int) -> list[list[int]]:
+    """The numbers of the layers of each pipeline stage.
+
+    Raises:
+        ValueError: they cannot be spread so; the message says what is wrong.
+    """
+    if sizes.stages:
+        return _by_layout(sizes, layers)
+    chunks = sizes.virtual or 1
+    if chunks > 1 and sizes.pipeline == 1:
+        chunks = 1
+    numbers = _numbers(sizes, layers, chunks)
+    if min(min(one) for one in numbers) < 0 or sum(map(sum, numbers)) != layers:
+        raise ValueError(f"{layers} layers do not come out over {sizes.pipeline} stages")
+    found: list[list[int]] = [[] for _ in range(sizes.pipeline)]
+    first = 0
+    for chunk in range(chunks):
+        for stage in range(sizes.pipeline):
+            count = numbers[stage][chunk]
+            found[stage] += range(first, first + count)
+            first += count
+    return found
+
+
+def _numbers(sizes: Sizes, layers: int, chunks: int) -> list[list[int]]:
+    """Number of layers by stage and chunk."""
+    per_stage = _per_stage(sizes, layers)
+    found = []
+    for stage, number in enumerate(per_stage):
+        if number % chunks:
+            raise ValueError(f"{number} layers of stage {stage} are not a multiple of {chunks}")
+        found.append([number // chunks] * chunks)
+    if sizes.count_embedding:
+        found[0][0] -= 1
+    if sizes.count_loss:
+        found[-1][-1] -= 1
+    return found
+
+
+def _per_stage(sizes: Sizes, layers: int) -> list[int]:
+    ends = (sizes.first, sizes.last)
+    if any(one is not None for one in ends):
+        if sizes.count_embedding or sizes.count_loss:
+            raise ValueError(
+                "layers of the first or last stage do not go with counting embedding or loss"
+            )
+        middle = sizes.pipeline - sum(one is not None for one in ends)
+        left = layers - sum(one or 0 for one in ends)
+        if middle < 0 or left < 0 or (middle and left % middle) or (not middle and left):
+            raise ValueError(f"{left} layers cannot be spread evenly over {middle} stages between")
+        found = [left // middle if middle else 0] * sizes.pipeline
+        if sizes.first is not None:
+            found[0] = sizes.first
+        if sizes.last is not None:
+            found[-1] = sizes.last
+        return found
+    counted = layers + sizes.count_embedding + sizes.count_loss
+    if counted % sizes.pipeline:
+        raise ValueError(f"{counted} layers cannot be spread evenly over {sizes.pipeline} stages")
+    return [counted // sizes.pipeline] * sizes.pipeline
+
+
+def _by_layout(sizes: Sizes, layers: int) -> list[list[int]]:
+    text = (sizes.stages or "").replace(",", "")
+    text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found.group(1) * int(found.group(2)), text)
+    text = re.sub(r"(.)\*(\d+)", lambda found: found.group(1) * int(found.group(2)), text)
+    if set(text) - set("Etm L|"):
+        raise ValueError(f"{sizes.stages!r}: a layout has the letters E, t, m, L and | only")
+    places = text.split("|")
+    if len(places) % sizes.pipeline:
+        raise ValueError(f"{len(places)} places are not a multiple of {sizes.pipeline} stages")
+    if text.count("t") != layers:
+        raise ValueError(f"{text.count('t')} layers in the layout, {layers} in the model")
+    found: list[list[int]] = [[] for _ in range(sizes.pipeline)]
+    first = 0
+    for number, place in enumerate(places):
+        count = place.count("t")
+        found[number % sizes.pipeline] += range(first, first + count)
+        first += count
+    return found
+
+
+# -- parameters by ranks ---------------------------------------------------------------------------
+
+
+_COLUMN = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "qkv", "c_attn", "g_proj"),
+    *("q_b_proj", "kv_b_proj", "sinks", "A_log", "dt_bias", "D", "conv1d"),
+    *("gate_proj", "up_proj", "gate_up_proj", "gate_up_proj_bias", "fc1", "w1", "w3", "c_fc"),
+    *("wq", "wk", "wv"),
+    *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "in_proj_z"),
+    *("in_proj_a", "in_proj_b"),
+)
+"""Split by their outputs, biases too."""
+
+_ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
+"""Split by their inputs; biases are whole."""
+
+_VOCABULARY = (
+    *("embed_tokens", "wte", "tok_embeddings", "word_embeddings"),
+    *("lm_head", "embed_out", "output"),
+)
+
+
+def rank_numel(weight: Weight, sizes: Sizes) -> int:
+    """Elements of a parameter that one rank of its stage holds.
+
+    Args:
+        weight: the parameter.
+        sizes: the groups.
+    """
+    if is_expert(weight.name):
+        ways = 1 if weight.name.endswith("down_proj_bias") else sizes.experts_tensor
+        return weight.numel // (sizes.expert * ways)
+    return weight.numel // _ways(weight, sizes.tensor)
+
+
+def _ways(weight: Weight, tensor: int) -> int:
+    """Among how many ranks a parameter that is no expert's is split."""
+    words = [one for one in weight.name.split(".") if one not in ("weight", "bias")]
+    word = words[-1] if words else ""
+    if _OTHER_MODEL.search(weight.name):
+        return 1
+    split = word in _VOCABULARY or word in _COLUMN or (word in _ROW and len(weight.shape) > 1)
+    return tensor if split else 1
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is a routed expert's, by its name."""
+    return ".experts." in name or name.startswith("experts.")
+
+
+@dataclass(frozen=True)
+class StageCount:
+    """Parameters of a rank of one pipeline stage.
+
+    Attributes:
+        dense: number of those whose group is the data-parallel one.
+        experts: number of those of experts with a group of their own.
+        frozen: of ``dense``, those that are not trained.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    frozen: int = 0
+
+
+def count(
+    model: Model,
+    sizes: Sizes,
+    *,
+    frozen: Callable[[str], bool] = lambda name: False,
+    value_head: bool = False,
+) -> list[StageCount]:
+    """Count the parameters of a rank of each pipeline stage.
+
+    Args:
+        model: names and shapes.
+        sizes: the groups, which are legal.
+        frozen: whether a parameter is not trained, by its name.
+        value_head: whether the output layer is one value.
+    """
+    if not model.config:
+        return _evenly(model, sizes)
+    layers = number_of_layers(model)
+    stage_of = {
+        layer: stage
+        for stage, numbers in enumerate(layers_of_stages(sizes, layers))
+        for layer in numbers
+    }
+    dense, experts, still = ([0] * sizes.pipeline for _ in range(3))
+    last = sizes.pipeline - 1
+
+    def add(stage: int, weight: Weight) -> None:
+        numel = rank_numel(weight, sizes)
+        if is_expert(weight.name) and sizes.expert > 1:
+            experts[stage] += numel
+        elif frozen(weight.name):
+            still[stage] += numel
+        else:
+            dense[stage] += numel
+
+    for weight in model.weights:
+        layer = layer_of(weight.name)
+        if layer is not None:
+            if layer in stage_of:  # heads for several tokens at a time come after the layers
+                add(stage_of[layer], weight)
+            continue
+        if value_head and _word(weight.name) in ("lm_head", "score", "v_head"):
+            continue
+        add(_stage_outside(weight.name, last), weight)
+        embedding = _word(weight.name) in ("embed_tokens", "wte", "word_embeddings")
+        if embedding and model.tied and last and not value_head:
+            add(last, weight)  # the last stage has its own copy
+    if value_head:
+        dense[last] += model.number("hidden_size", "n_embd")
+    return [StageCount(*one) for one in zip(dense, experts, still, strict=True)]
+
+
+def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
+    """A model of which only its size is known."""
+    dense = sum(one.numel for one in model.weights if not is_expert(one.name))
+    experts = sum(one.numel for one in model.weights if is_expert(one.name))
+    own = -(-dense // (sizes.tensor * sizes.pipeline))
+    theirs = -(-experts // (sizes.experts_tensor * sizes.expert * sizes.pipeline))
+    apart = sizes.expert > 1
+    one = StageCount(own if apart else own + theirs, theirs if apart else 0)
+    return [one] * sizes.pipeline
+
+
+def _word(name: str) -> str:
+    return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+
+
+def _stage_outside(name: str, last: int) -> int:
+    """The stage of what belongs to no layer: the embeddings, or the last norm and the output."""
+    if _OTHER_MODEL.search(name):
+        return 0
+    return last if _word(name) in ("norm", "ln_f", "lm_head", "final_layernorm", "score") else 0
+
+
+def unknown(model: Model) -> list[str]:
+    """Matrices in layers that no rule names; they are counted whole."""
+    found = []
+    for weight in model.weights:
+        word = _word(weight.name)
+        known = word in _COLUMN or word in _ROW or is_router(weight.name)
+        whole = "norm" in word or re.search(r"(_a_proj|with_mqa|shared_expert_gate|^gate$)$", word)
+        inside = layer_of(weight.name) is not None and not is_expert(weight.name)
+        if inside and len(weight.shape) > 1 and not known and not whole:
+            found.append(_LAYER.sub(".layers.N.", weight.name))
+    return sorted(set(found))

@@ -1,0 +1,279 @@
+"""NeMo-RL's jobs, planned: its YAML with what it inherits and its overrides.
+
+Read by NeMo-RL's own loader, which needs hydra and no torch. What Megatron's optimizer becomes is
+read by ``nemo_rl.megatron``, as in a worker.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import version_of
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import Job
+from precision_shim.planning.request import Plannable, Request
+from precision_shim.planning.shapes import is_router
+from precision_shim.rules.dtypes import name_of, parse_dtype
+
+from ..fp16.plan import Asked as Sharded
+from ..megatron.layout import Sizes
+from ..megatron.plan import Asked
+from ..resolving import plain
+from . import megatron
+from .dtensor import FRAMEWORK
+
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+    "virtual": "virtual_pipeline_model_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+    "count_embedding": "account_for_embedding_in_pipeline_split",
+    "count_loss": "account_for_loss_in_pipeline_split",
+    "stages": "pipeline_model_parallel_layout",
+}
+_ROLES = {"policy": "policy", "value": "value", "teacher": "teacher"}
+_DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
+
+
+def plan(job: Job) -> Request:
+    """Read a launch line of NeMo-RL's.
+
+    Raises:
+        PlanError: the config or a model cannot be read.
+    """
+    config = load(job)
+    if "policy" not in config or "cluster" not in config:
+        raise PlanError(
+            f"{_where()}, {job.target}: its config trains no model: expected policy and cluster. "
+            "Plan the job that trains."
+        )
+    world = _gpus(config)
+    models = tuple(_models(job, config, world))
+    return Request(
+        FRAMEWORK,
+        version_of(FRAMEWORK, ("nemo_rl",)),
+        world,
+        models,
+        megatron=any(isinstance(one, Asked) for one in models),
+    )
+
+
+def _where() -> str:
+    return f"nemo-rl {version_of(FRAMEWORK, ('nemo_rl',))}"
+
+
+# -- the config ------------------------------------------------------------------------------------
+
+
+def load(job: Job) -> dict[str, Any]:
+    """The config of a job, overrides and all.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
+    try:
+        from nemo_rl.utils import config as loader
+        from omegaconf import OmegaConf
+    except ImportError as error:
+        raise PlanError(
+            f"{_where()}: its loader of configs cannot be imported ({error}). Install NeMo-RL here."
+        ) from error
+    path, overrides = _named(job)
+    register = getattr(loader, "register_omegaconf_resolvers", None)
+    if register is not None:
+        register()
+    else:  # up to 0.5 each example registers it
+        OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
+    try:
+        made = loader.load_config(path)
+        if overrides:
+            made = loader.parse_hydra_overrides(made, overrides)
+        found = plain(made)
+    except Exception as error:  # files, YAML, hydra and omegaconf each have their own
+        text = " ".join(str(error).split())[:400]
+        raise PlanError(
+            f"{_where()}, {path}: {type(error).__name__}: {text}. Correct the override or the file."
+        ) from error
+    if not isinstance(found, dict):
+        raise PlanError(f"{_where()}, {path}: expected a mapping of keys. Correct the file.")
+    return {str(key): value for key, value in found.items()}
+
+
+def _named(job: Job) -> tuple[Path, list[str]]:
+    """The file of the config, and the overrides."""
+    given, overrides = "", []
+    words = iter(job.arguments)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key == "--config":
+            given = value if equals else next(words, "")
+        elif not word.startswith("--"):
+            overrides.append(word)
+    path = Path(given) if given else _default(job)
+    if not path.is_file():
+        raise PlanError(
+            f"{_where()}, {path}: there is no such file; expected the YAML of --config. Start from "
+            "the directory that the job starts in."
+        )
+    return path, overrides
+
+
+def _default(job: Job) -> Path:
+    """The file that an example takes without ``--config``, read from its source."""
+    if job.source is None:
+        raise PlanError(
+            f"{_where()}, {job.target}: there is no such file, and no --config. Start from the "
+            "directory that the job starts in, or name the YAML with --config."
+        )
+    for name in _DEFAULT.findall(job.source.read_text(encoding="utf-8")):
+        for folder in ("configs", "."):
+            path = Path(job.source.parent, folder, name)
+            if path.is_file():
+                return path
+    raise PlanError(f"{_where()}, {job.source}: names no config. Name the YAML with --config.")
+
+
+def _gpus(config: Mapping[str, Any]) -> int:
+    """GPUs that train: those of the cluster without those that only generate."""
+    cluster = config["cluster"]
+    each, nodes = _number(cluster, "gpus_per_node"), _number(cluster, "num_nodes")
+    generation = (config["policy"].get("generation") or {}).get("colocated") or {}
+    if generation and not generation.get("enabled", True):
+        theirs = generation.get("resources") or {}
+        if nodes == 1 or not theirs.get("num_nodes"):
+            each -= int(theirs.get("gpus_per_node") or 0)
+        else:
+            nodes -= int(theirs["num_nodes"])
+    return each * nodes
+
+
+def _number(section: Mapping[str, Any], key: str) -> int:
+    value = section.get(key, 1)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise PlanError(f"{_where()}, cluster.{key}={value!r}: expected a number.") from None
+
+
+# -- the models ------------------------------------------------------------------------------------
+
+
+def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannable]:
+    for key, subject in _ROLES.items():
+        section = config.get(key)
+        if isinstance(section, Mapping) and section.get("model_name"):
+            yield _model(job, section, key, subject, world)
+
+
+def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: int) -> Plannable:
+    on_megatron = bool((section.get("megatron_cfg") or {}).get("enabled"))
+    if on_megatron:
+        return _on_megatron(job, section, key, subject, world)
+    cfg = section.get("dtensor_cfg") or {}
+    if not cfg.get("enabled"):
+        raise PlanError(
+            f"{_where()}, {key}: neither megatron_cfg.enabled nor dtensor_cfg.enabled is true. "
+            "Write one of them."
+        )
+    return _on_dtensor(job, section, key, subject, world)
+
+
+def _refuse_adapters(key: str, switch: object) -> None:
+    if switch:
+        raise PlanError(
+            f"{_where()}, {key}.enabled=true: LoRA adapters are not planned: their states are "
+            "small, and the frozen model takes 2 bytes a parameter. Plan the job without them for "
+            f"an upper bound ({key}.enabled=false)."
+        )
+
+
+def _on_megatron(job: Job, section: Mapping[str, Any], key: str, subject: str, world: int) -> Asked:
+    cfg = section["megatron_cfg"]
+    where = f"{key}.megatron_cfg"
+    _refuse_adapters(f"{where}.peft", (cfg.get("peft") or {}).get("enabled"))
+    trains = subject != "teacher"
+    ddp = cfg.get("distributed_data_parallel_config") or {}
+    fsdp = bool(ddp.get("use_custom_fsdp") or ddp.get("use_megatron_fsdp"))
+    if fsdp:
+        raise PlanError(
+            f"{_where()}, {where}.distributed_data_parallel_config: Megatron-FSDP is not planned. "
+            "Plan the job without it."
+        )
+    complete = {**cfg, "optimizer": cfg.get("optimizer") or {}}
+    complete["distributed_data_parallel_config"] = ddp
+    wishes = megatron.read_wishes(
+        {**section, "megatron_cfg": complete}, subject, megatron_fsdp=fsdp, trains=trains
+    )
+    frozen = is_router if cfg.get("freeze_moe_router") else (lambda name: False)
+    values = {name: cfg.get(its) for name, its in _SIZES.items()}
+    return Asked(
+        wishes,
+        job.model(section["model_name"], section.get("hf_config_overrides")),
+        Sizes(
+            world,
+            sequence_parallel=bool(cfg.get("sequence_parallel")),
+            keys={
+                "world": "cluster.gpus_per_node x cluster.num_nodes",
+                "sequence_parallel": f"{where}.sequence_parallel",
+                **{name: f"{where}.{its}" for name, its in _SIZES.items()},
+            },
+            **{name: value for name, value in values.items() if value is not None},
+        ),
+        wishes.declared or torch.bfloat16,
+        bucket_in_fp32=bool(ddp.get("grad_reduce_in_fp32", False)),
+        frozen=frozen,
+        value_head=subject == "value",
+        key=f"{where}.optimizer.{{}}",
+        bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
+        prefix="++",
+        parked=_parked(section, key),
+    )
+
+
+def _parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
+    """What NeMo-RL moves to the host's memory while the rollout has the GPU."""
+    shared = (section.get("generation") or {}).get("colocated") or {}
+    everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
+    return {f"{key}.generation.colocated.enabled": everything} if shared.get("enabled") else {}
+
+
+def _on_dtensor(
+    job: Job, section: Mapping[str, Any], key: str, subject: str, world: int
+) -> Sharded:
+    cfg = section["dtensor_cfg"]
+    _refuse_adapters(f"{key}.dtensor_cfg.lora_cfg", (cfg.get("lora_cfg") or {}).get("enabled"))
+    precision = parse_dtype(str(section.get("precision", "bfloat16")))
+    if precision is None:
+        raise PlanError(
+            f"{_where()}, {key}.precision={section.get('precision')!r}: expected bfloat16, float16 "
+            "or float32. Correct it."
+        )
+    trains = subject != "teacher"
+    name = str((section.get("optimizer") or {}).get("name") or "torch.optim.AdamW")
+    return Sharded(
+        subject,
+        job.model(section["model_name"], section.get("hf_config_overrides")),
+        world,
+        "fp32",  # NeMo-RL always loads in float32, and computes in policy.precision
+        tensor=int(cfg.get("tensor_parallel_size") or 1),
+        compute=name_of(precision),
+        optimizer=name if trains else "",
+        offload=bool(cfg.get("cpu_offload")),
+        value_head=subject == "value",
+        keys={
+            "world": "cluster.gpus_per_node x cluster.num_nodes",
+            "tensor": f"{key}.dtensor_cfg.tensor_parallel_size",
+            "shards": "cluster.gpus_per_node x cluster.num_nodes",
+            "optimizer": f"{key}.optimizer.name",
+        },
+        parked={} if cfg.get("cpu_offload") else _parked(section, key),
+    )

@@ -1,0 +1,258 @@
+"""SkyRL's jobs, planned: its dataclasses and command line, by its own loader.
+
+The loader needs no torch. What Megatron's optimizer becomes is read by ``skyrl.megatron``, as in a
+worker.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import version_of
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import Job, imported
+from precision_shim.planning.request import Plannable, Request
+from precision_shim.planning.shapes import Model, is_router
+from precision_shim.rules.dtypes import name_of, parse_dtype
+
+from ..fp16.plan import Asked as Sharded
+from ..megatron.layout import Sizes
+from ..megatron.plan import Asked
+from . import megatron
+from .config import note_command_line
+
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+}
+_UNEVEN = {
+    "virtual": "virtual_pipeline_model_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+    "count_embedding": "account_for_embedding_in_pipeline_split",
+    "count_loss": "account_for_loss_in_pipeline_split",
+    "stages": "pipeline_model_parallel_layout",
+}
+
+
+def plan(job: Job) -> Request:
+    """Read a launch line of SkyRL's.
+
+    Raises:
+        PlanError: the config or a model cannot be read.
+    """
+    config, passed_over = load(job)
+    trainer = config.trainer
+    place = trainer.placement
+    world = int(place.policy_num_nodes) * int(place.policy_num_gpus_per_node)
+    models = tuple(_models(job, trainer, world))
+    return Request(
+        "skyrl",
+        version_of("skyrl", ("skyrl",)),
+        world,
+        models,
+        megatron=any(isinstance(one, Asked) for one in models),
+        notes=tuple(
+            f"SkyRL itself does not know these, which {job.target} may: {', '.join(passed_over)}"
+            for _ in passed_over[:1]
+        ),
+    )
+
+
+def _where() -> str:
+    return f"skyrl {version_of('skyrl', ('skyrl',))}"
+
+
+def load(job: Job) -> tuple[Any, list[str]]:
+    """The config of a job with what the user wrote marked in it, and the keys passed over.
+
+    An entry point of the user's own may add keys to SkyRL's.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
+    try:
+        import skyrl.train.config as configs
+    except ImportError as error:
+        raise PlanError(
+            f"{_where()}: its config cannot be imported ({error}). Install SkyRL here."
+        ) from error
+    words = [word for word in job.arguments if "=" in word]
+    passed_over: list[str] = []
+    while True:
+        try:
+            return _loaded(configs, job, words), passed_over
+        except Exception as error:  # omegaconf's, and SkyRL's own of several kinds
+            text = " ".join(str(error).split())
+            unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
+            if not unknown:
+                raise PlanError(
+                    f"{_where()}, {job.target}: {type(error).__name__}: {text[:400]}. Correct the "
+                    "command line."
+                ) from error
+        words = [word for word in words if word not in unknown]
+        passed_over += [word.partition("=")[0] for word in unknown]
+
+
+def _unknown(message: str, words: list[str]) -> list[str]:
+    """The overrides that SkyRL's "Invalid fields" is about."""
+    found = re.search(r"Invalid fields \{(.*?)\}", message)
+    names = set(re.findall(r"'([^']+)'", found.group(1))) if found else set()
+    return [word for word in words if names & set(word.partition("=")[0].split("."))]
+
+
+def _loaded(configs: Any, job: Job, words: list[str]) -> Any:
+    """A training's config; that of fine-tuning is made into one by SkyRL's own function."""
+    modules = imported(job.source) if job.source is not None else []
+    tunes = any("sft_config" in one or "sft_trainer" in one for one in modules)
+    if tunes or job.target.endswith("main_sft"):
+        from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
+
+        tuned = SFTConfig.from_cli_overrides(words)
+        prefixed = [f"trainer.policy.{word}" for word in words]
+        config = build_skyrl_config_for_sft(tuned)
+        note_command_line(config, prefixed)
+        return config
+    config = configs.SkyRLTrainConfig.from_cli_overrides(words)
+    note_command_line(config, words)
+    return config
+
+
+# -- the models ------------------------------------------------------------------------------------
+
+
+def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
+    strategy = str(trainer.strategy)
+    if strategy not in ("megatron", "fsdp", "fsdp2"):
+        raise PlanError(
+            f"{_where()}, trainer.strategy={strategy!r}: planned are megatron, fsdp and fsdp2. "
+            "Write one of them."
+        )
+    for role in _roles(trainer):
+        section = getattr(trainer, role)
+        rank = getattr(getattr(section.model, "lora", None), "rank", 0)
+        if role != "ref" and rank:
+            raise PlanError(
+                f"{_where()}, trainer.{role}.model.lora.rank={rank}: LoRA adapters are not "
+                "planned: their states are small, and the frozen model takes 2 bytes a parameter. "
+                f"Plan the job without them for an upper bound (trainer.{role}.model.lora.rank=0)."
+            )
+        path = section.model.path or trainer.policy.model.path
+        model = job.model(path)
+        gpus = _gpus(trainer, role, world)
+        if strategy == "megatron" and role != "critic":
+            yield _on_megatron(trainer, role, model, gpus)
+        else:
+            yield _on_fsdp(trainer, role, model, gpus)
+
+
+def _roles(trainer: Any) -> list[str]:
+    found = ["policy"]
+    algorithm = trainer.algorithm
+    if getattr(algorithm, "use_kl_loss", False) or getattr(algorithm, "use_kl_in_reward", False):
+        found.append("ref")
+    if trainer.critic.model.path:
+        found.append("critic")
+    return found
+
+
+def _gpus(trainer: Any, role: str, world: int) -> int:
+    place = trainer.placement
+    if place.colocate_all or role == "policy":
+        return world
+    nodes = getattr(place, f"{role}_num_nodes", 1)
+    return int(nodes) * int(getattr(place, f"{role}_num_gpus_per_node", 1))
+
+
+def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> Asked:
+    section = getattr(trainer, role)
+    config = section.megatron_config
+    kwargs = dict(config.transformer_config_kwargs or {})
+    heads = getattr(config, "mtp_num_layers", None)
+    if heads is None:
+        heads = model.number("num_nextn_predict_layers")
+    worker = SimpleNamespace(
+        cfg=trainer, provider=SimpleNamespace(mtp_num_layers=heads), adapter_store=None
+    )
+    wishes = replace(
+        megatron.of_worker(worker, trainer.policy.megatron_config.ddp_config),
+        subject=role,
+        trains=role == "policy",
+    )
+    where = f"trainer.{role}.megatron_config"
+    dtype = torch.float16 if kwargs.get("fp16") else wishes.declared or torch.bfloat16
+    values = {name: getattr(config, key, None) for name, key in _SIZES.items()}
+    values.update({name: kwargs.get(key) for name, key in _UNEVEN.items()})
+    return Asked(
+        wishes,
+        model,
+        Sizes(
+            world,
+            sequence_parallel=True,  # SkyRL turns it on with tensor parallelism
+            keys={
+                "world": f"trainer.placement.{role}_num_gpus_per_node",
+                **{name: f"{where}.{key}" for name, key in _SIZES.items()},
+                **{
+                    name: f"{where}.transformer_config_kwargs.{key}"
+                    for name, key in _UNEVEN.items()
+                },
+            },
+            **{name: value for name, value in values.items() if value is not None},
+        ),
+        dtype,
+        bucket_in_fp32=bool(config.ddp_config.grad_reduce_in_fp32),
+        frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
+        key=f"{where}.optimizer_config_kwargs.{{}}",
+        bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
+        parked=_parked(trainer),
+    )
+
+
+def _parked(trainer: Any) -> dict[str, tuple[str, ...]]:
+    """What SkyRL moves to the host's memory while the rollout has the GPU."""
+    everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
+    return {"trainer.placement.colocate_all": everything} if trainer.placement.colocate_all else {}
+
+
+def _on_fsdp(trainer: Any, role: str, model: Model, world: int) -> Sharded:
+    section = getattr(trainer, role)
+    config = section.fsdp_config
+    mixed = config.mixed_precision
+    trains = role != "ref" and not getattr(section, "inference_only_init", False)
+    low = (role == "ref" and trainer.bf16) or (role == "policy" and not trains)
+    return Sharded(
+        role,
+        model,
+        world,
+        "bf16" if low else "fp32",  # what trains is loaded in fp32, whatever trainer.bf16 says
+        shards=int(config.fsdp_size),
+        compute=_name(getattr(mixed, "param_dtype", None) or "bf16"),
+        reduce=_name(getattr(mixed, "reduce_dtype", None) or "fp32"),
+        optimizer="AdamW" if trains else "",
+        offload=bool(config.cpu_offload),
+        value_head=role == "critic",
+        keys={
+            "world": f"trainer.placement.{role}_num_gpus_per_node",
+            "shards": f"trainer.{role}.fsdp_config.fsdp_size",
+        },
+        parked={} if config.cpu_offload else _parked(trainer),
+    )
+
+
+def _name(value: object) -> str:
+    dtype = parse_dtype(str(value))
+    if dtype is None:
+        raise PlanError(
+            f"{_where()}, fsdp_config.mixed_precision: {value!r} is no dtype; expected bf16, fp16 "
+            "or fp32. Correct it."
+        )
+    return name_of(dtype)

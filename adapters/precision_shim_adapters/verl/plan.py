@@ -1,0 +1,397 @@
+"""verl's jobs, planned: its Hydra YAML with overrides, read as verl reads it.
+
+Hydra composes the config that the entry point's decorator names; no module of verl is imported for
+it. What the optimizer becomes is read by ``verl.megatron``, as in a worker.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import look, version_of
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import Job
+from precision_shim.planning.request import Plannable, Request
+from precision_shim.planning.shapes import Model
+from precision_shim.rules.dtypes import name_of, parse_dtype
+
+from ..fp16.plan import Asked as Sharded
+from ..megatron import PRECISION_AWARE, Wishes
+from ..megatron.layout import Sizes
+from ..megatron.plan import Asked
+from ..resolving import plain
+from . import megatron
+
+_ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
+_FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
+_PARALLEL = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+    "virtual": "virtual_pipeline_model_parallel_size",
+}
+_UNEVEN = {
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+    "count_embedding": "account_for_embedding_in_pipeline_split",
+    "count_loss": "account_for_loss_in_pipeline_split",
+    "stages": "pipeline_model_parallel_layout",
+}
+
+
+def plan(job: Job) -> Request:
+    """Read a launch line of verl's.
+
+    Raises:
+        PlanError: the config or a model cannot be read.
+    """
+    config = compose(job)
+    if "actor_rollout_ref" in config:
+        world, key = _gpus(config), "trainer.n_gpus_per_node x trainer.nnodes"
+        models = tuple(_of_ppo(job, config, world, key))
+    elif "engine" in config and "optim" in config:
+        world, key = _processes(job, config)
+        models = (_of_sft(job, config, world, key),)
+    else:
+        raise PlanError(
+            f"{_where()}, {job.target}: its config trains no model: expected actor_rollout_ref, or "
+            "model, engine and optim. Plan the job that trains."
+        )
+    return Request(
+        "verl",
+        version_of("verl", ("verl",)),
+        world,
+        models,
+        megatron=any(isinstance(one, Asked) for one in models),
+    )
+
+
+def _where() -> str:
+    return f"verl {version_of('verl', ('verl',))}"
+
+
+# -- the config ------------------------------------------------------------------------------------
+
+
+def compose(job: Job) -> dict[str, Any]:
+    """The config of a job, overrides and all.
+
+    Raises:
+        PlanError: it cannot be composed.
+    """
+    try:
+        from hydra import compose, initialize_config_dir
+        from hydra.core.global_hydra import GlobalHydra
+    except ImportError as error:
+        raise PlanError(
+            f"{_where()}: its configs need hydra ({error}). Install verl's requirements."
+        ) from error
+    directory, name, overrides = _named(job)
+    if not directory.is_dir():
+        raise PlanError(
+            f"{_where()}: {directory}: there is no such directory of configs; expected the one "
+            f"that {job.target} names. Start from the directory that the job starts in."
+        )
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(directory.resolve()), version_base=None):
+            found: dict[str, Any] = plain(compose(name, overrides))
+    except Exception as error:  # hydra and omegaconf have many of their own
+        text = " ".join(str(error).split())[:400]
+        raise PlanError(
+            f"{_where()}, {directory / name}.yaml: {type(error).__name__}: {text}. Correct the "
+            "override or the file."
+        ) from error
+    return found
+
+
+def _named(job: Job) -> tuple[Path, str, list[str]]:
+    """Directory and name of the config, and the overrides."""
+    flags: dict[str, str] = {}
+    overrides = []
+    words = iter(job.arguments)
+    for word in words:
+        found = _FLAG.match(word)
+        if found:
+            value = found.group(2) if found.group(2) is not None else next(words, "")
+            short = {"cn": "config-name", "cp": "config-path", "cd": "config-dir"}
+            flags[short.get(found.group(1), found.group(1))] = value
+        elif "=" in word or word.startswith("~"):
+            overrides.append(word)
+    path, name = _decorated(job.source)
+    beside = job.source.parent if job.source is not None else Path.cwd()
+    directory = beside / flags.get("config-path", path)
+    if "config-dir" in flags:
+        given = Path(flags["config-dir"])
+        wanted = flags.get("config-name", name).removesuffix(".yaml")
+        if (given / f"{wanted}.yaml").is_file():
+            directory = given
+    return directory, flags.get("config-name", name).removesuffix(".yaml"), overrides
+
+
+def _decorated(source: Path | None) -> tuple[str, str]:
+    """What ``@hydra.main`` of an entry point says, read from its source."""
+    found = {"config_path": "config", "config_name": "ppo_trainer"}
+    if source is None:
+        return found["config_path"], found["config_name"]
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise PlanError(
+            f"{source}: cannot be read: {error}; expected Python. Repair it."
+        ) from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
+            for keyword in node.keywords:
+                if keyword.arg in found and isinstance(keyword.value, ast.Constant):
+                    found[keyword.arg] = str(keyword.value.value)
+    return found["config_path"], found["config_name"]
+
+
+def _gpus(config: Mapping[str, Any]) -> int:
+    trainer = config.get("trainer") or {}
+    return _number(trainer, "trainer.n_gpus_per_node") * _number(trainer, "trainer.nnodes")
+
+
+def _number(section: Mapping[str, Any], key: str) -> int:
+    value = section.get(key.rpartition(".")[2], 1)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise PlanError(f"{_where()}, {key}={value!r}: expected a number. Write one.") from None
+
+
+def _processes(job: Job, config: Mapping[str, Any]) -> tuple[int, str]:
+    """The GPUs of a job that torchrun starts."""
+    each = job.launched("nproc-per-node")
+    nodes = job.launched("nnodes")
+    if each is not None:
+        return each * (nodes or 1), "--nproc-per-node x --nnodes"
+    return _gpus(config), "trainer.n_gpus_per_node x trainer.nnodes"
+
+
+# -- the models ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which model, where the config has it, and on how many GPUs."""
+
+    subject: str
+    key: str
+    world: int
+    world_key: str
+
+
+@dataclass(frozen=True)
+class _Section:
+    """One model's sections of the config; a model without an optimizer is not trained."""
+
+    at: _Place
+    engine_key: str
+    strategy: str
+    engine: Mapping[str, Any]
+    optim: Mapping[str, Any] | None
+    model: Mapping[str, Any]
+
+    @property
+    def optim_key(self) -> str:
+        return f"{self.at.key}.optim" if self.at.key else "optim"
+
+
+def _of_ppo(job: Job, config: Mapping[str, Any], world: int, key: str) -> Iterator[Plannable]:
+    shared = config["actor_rollout_ref"]
+    actor, ref = shared["actor"], shared.get("ref") or {}
+    algorithm, critic = config.get("algorithm") or {}, config.get("critic") or {}
+    model = shared["model"]
+    at = _Place("actor", "actor_rollout_ref.actor", world, key)
+    yield _model(job, _section(at, actor, model))
+    if algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss"):
+        merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
+        at = _Place("ref", "actor_rollout_ref.ref", world, key)
+        yield _model(job, _section(at, merged, model))
+    enabled = critic.get("enable")
+    if enabled or (enabled is None and algorithm.get("adv_estimator") == "gae"):
+        at = _Place("critic", "critic", world, key)
+        yield _model(job, _section(at, critic, critic.get("model") or {}))
+
+
+def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Plannable:
+    engine = config["engine"]
+    target = str(engine.get("_target_", ""))
+    strategy = str(engine.get("strategy") or ("megatron" if "Mcore" in target else "fsdp"))
+    at = _Place("actor", "", world, key)
+    section = _Section(at, "engine", strategy, engine, config["optim"], config["model"])
+    return _model(job, section)
+
+
+def _section(at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _Section:
+    strategy = str(role.get("strategy") or "fsdp")
+    inner = role.get("model")
+    # The critic's FSDP section moved twice.
+    names = ("megatron",) if strategy == "megatron" else ("fsdp_config", "fsdp")
+    places = {name: role.get(name) for name in names}
+    if isinstance(inner, Mapping):
+        places["model.fsdp_config"] = inner.get("fsdp_config")
+    name = next((name for name, found in places.items() if found), names[0])
+    engine = places[name] or {}
+    optim = None if at.subject == "ref" else role.get("optim") or {}
+    return _Section(at, f"{at.key}.{name}", strategy, engine, optim, model)
+
+
+def _lora(model: Mapping[str, Any]) -> int:
+    inner = model.get("lora")
+    rank = inner.get("rank") if isinstance(inner, Mapping) else 0
+    return int(model.get("lora_rank") or rank or 0)
+
+
+def _model(job: Job, section: _Section) -> Plannable:
+    if section.strategy not in _ENGINES:
+        raise PlanError(
+            f"{_where()}, {section.at.key or 'engine'}.strategy={section.strategy!r}: planned are "
+            f"{', '.join(_ENGINES)}. The shim leaves the others alone."
+        )
+    if _lora(section.model):
+        raise PlanError(
+            f"{_where()}, {section.at.subject}: LoRA adapters are not planned: their states are "
+            "small, and the frozen model takes 2 bytes a parameter. Plan the job without them "
+            "for an upper bound (model.lora_rank=0, model.lora.rank=0)."
+        )
+    path = section.model.get("hf_config_path") or section.model.get("path")
+    overrides = section.model.get("override_config") or {}
+    overrides = overrides.get("model_config") or {
+        key: value
+        for key, value in overrides.items()
+        if key not in ("moe_config", "attn_implementation", "model_config")
+    }
+    found = job.model(path, {k: v for k, v in overrides.items() if v is not None})
+    value = section.at.subject == "critic"
+    if _ENGINES[section.strategy] == "megatron":
+        return _on_megatron(section, found, value)
+    return _on_fsdp(section, found, value)
+
+
+def _on_megatron(section: _Section, model: Model, value: bool) -> Asked:
+    engine = section.engine
+    wishes = megatron.of_engine(
+        SimpleNamespace(
+            engine_config=engine,
+            optimizer_config=section.optim or {},
+            is_value_model=value,
+            param_dtype=_dtype(engine.get("dtype") or "bfloat16", section),
+        )
+    )
+    trains = section.optim is not None
+    wishes = replace(wishes, subject=section.at.subject, trains=trains)
+    return Asked(
+        wishes,
+        model,
+        _sizes(section),
+        wishes.declared or torch.bfloat16,
+        bucket_in_fp32=_bucket(section, wishes),
+        value_head=value,
+        key=f"{section.optim_key}.override_optimizer_config.{{}}",
+        bucket_key=f"{section.engine_key}.override_ddp_config.grad_reduce_in_fp32",
+        prefix="++",  # Hydra's, for keys that are there and for those that are not
+        parked=_parked(section),
+    )
+
+
+def _dtype(name: object, section: _Section) -> torch.dtype:
+    found = parse_dtype(str(name))
+    if found is None:
+        raise PlanError(
+            f"{_where()}, {section.engine_key}.dtype={name!r}: expected bfloat16, float16 or "
+            "float32. Correct it."
+        )
+    return found
+
+
+def _sizes(section: _Section) -> Sizes:
+    engine = section.engine
+    uneven = engine.get("override_transformer_config") or {}
+    values = {name: engine.get(key) for name, key in _PARALLEL.items()}
+    values.update({name: uneven.get(key) for name, key in _UNEVEN.items()})
+    keys = {name: f"{section.engine_key}.{key}" for name, key in _PARALLEL.items()}
+    keys.update(
+        {
+            name: f"{section.engine_key}.override_transformer_config.{key}"
+            for name, key in _UNEVEN.items()
+        }
+    )
+    keys["world"] = section.at.world_key
+    keys["sequence_parallel"] = f"{section.engine_key}.sequence_parallel"
+    return Sizes(
+        section.at.world,
+        sequence_parallel=bool(engine.get("sequence_parallel", True)),
+        keys=keys,
+        **{name: value for name, value in values.items() if value is not None},
+    )
+
+
+def _bucket(section: _Section, wishes: Wishes) -> bool:
+    """``grad_reduce_in_fp32`` as verl leaves it where the user wrote none.
+
+    Its own ``get_model`` and mbridge write True; Megatron-Bridge's default is False, and from 0.9
+    the engine writes what its optimizer's fields say.
+    """
+    aware = bool(wishes.opt_in.get(PRECISION_AWARE))
+    low = wishes.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32
+    resolver = look(f"{megatron.ENGINE}._resolve_override_ddp_config")
+    if resolver.found and aware and low:
+        return False
+    if resolver.found and "use_low_precision_main_grads" in resolver.names:
+        return True
+    engine = section.engine
+    return not (engine.get("use_mbridge") and engine.get("vanilla_mbridge") is False)
+
+
+def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
+    """What verl moves to the host's memory while the model is not used."""
+    return {
+        f"{section.engine_key}.{key}": components
+        for key, components in (
+            ("param_offload", ("params", "frozen")),
+            ("optimizer_offload", ("master", "exp_avg", "exp_avg_sq")),
+        )
+        if section.engine.get(key)
+    }
+
+
+def _on_fsdp(section: _Section, model: Model, value: bool) -> Sharded:
+    engine, optim = section.engine, section.optim
+    trains = optim is not None
+    # A model that only computes is kept as it computes.
+    dtype = _dtype(engine.get("model_dtype") or ("fp32" if trains else "bf16"), section)
+    mixed = engine.get("mixed_precision") or {}
+    compute = _dtype(mixed.get("param_dtype") or engine.get("dtype") or "bf16", section)
+    reduce = _dtype(mixed.get("reduce_dtype") or "fp32", section)
+    on_host = engine.get("offload_policy") if trains else engine.get("param_offload")
+    return Sharded(
+        section.at.subject,
+        model,
+        section.at.world,
+        name_of(dtype),
+        shards=int(engine.get("fsdp_size") or -1),
+        compute=name_of(compute),
+        reduce=name_of(reduce),
+        optimizer=str((optim or {}).get("optimizer") or "AdamW") if trains else "",
+        offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
+        value_head=value,
+        keys={
+            "world": section.at.world_key,
+            "shards": f"{section.engine_key}.fsdp_size",
+            "optimizer": f"{section.optim_key}.optimizer",
+        },
+        parked={} if on_host else _parked(section),
+    )

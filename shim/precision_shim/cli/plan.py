@@ -1,0 +1,152 @@
+"""``precision-shim plan -- COMMAND``: what a job's config costs, and whether it is legal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import add_command
+from ._output import show
+
+if TYPE_CHECKING:
+    from ..planning.command import Job
+    from ..planning.record import Plan
+    from ..planning.request import Request, Rules
+    from . import Commands
+
+__all__ = ["register", "run"]
+
+_HELP = "Say what a job's config costs per GPU and whether it is legal, without running it."
+_MORE = (
+    "COMMAND is the line that starts the job; it is not run. Exit status 0: legal; 1: something is "
+    "illegal; 2: it cannot be read. Example: precision-shim plan --gpu-memory 80 -- python -m "
+    "verl.trainer.main_ppo ..."
+)
+
+
+def register(commands: Commands) -> None:
+    """Add ``plan`` to the command line."""
+    parser = add_command(
+        commands,
+        "plan",
+        run,
+        help=_HELP,
+        more=_MORE,
+        usage="precision-shim plan [options] [--] COMMAND ...",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="config.json, and weights if there are, of all its models"
+    )
+    parser.add_argument(
+        "--parameters",
+        metavar="N[,experts=M]",
+        help="the models' size, such as 7.6B or 30.5B,experts=29B, where no directory is here",
+    )
+    parser.add_argument(
+        "--transformer-engine",
+        metavar="V",
+        help="whose rules hold; the installed one's, else the newest known",
+    )
+    parser.add_argument("--megatron-core", metavar="V", help="the same of megatron-core")
+    parser.add_argument(
+        "--gpu-memory", metavar="GB", type=float, help="of a GPU, in GB of 2^30 bytes"
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="find the precision settings, and the number of GPUs, that fit --gpu-memory",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
+    parser.add_argument("--plot", metavar="FILE", help="write stacked bars as .svg or .png")
+    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="the launch line")
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Plan, print, and return the exit status."""
+    from .. import _startup
+    from ..errors import PrecisionShimError
+
+    words = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
+    if not words:
+        asked.parser.error("COMMAND is missing: which job is to be planned?")
+    if asked.search and asked.gpu_memory is None:
+        asked.parser.error("--search needs --gpu-memory")
+    _startup.stop()  # what is imported here must not install the shim in this process
+    try:
+        job, request, rules = _read(asked, words)
+        return _show(asked, job, request, rules)
+    except PrecisionShimError as error:
+        print(f"precision-shim plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:
+    """Read the launch line, and its config by the adapter of its framework."""
+    import os
+
+    from .. import _registry, _settings
+    from ..errors import PlanError
+    from ..planning import command
+    from ..planning.request import Rules
+    from ..seams._wrapper import resolve
+
+    entries = _registry.entries()
+    options = command.Options(
+        asked.model, asked.parameters, asked.transformer_engine, asked.megatron_core
+    )
+    job = command.read(words, entries.values(), _settings.resolve(environ=os.environ), options)
+    if job.environ:
+        settings = _settings.resolve(environ={**os.environ, **job.environ})
+        job = command.read(words, entries.values(), settings, options)
+    entry = entries[job.framework]
+    place = entry.plan or getattr(entry.load(), "plan", "")
+    if not place:
+        raise PlanError(
+            f'{job.framework}: its adapter plans no jobs: expected plan="module:function" in it.'
+        )
+    request = resolve(place)(job)
+    rules = Rules(
+        asked.transformer_engine or _version("transformer-engine", "transformer_engine"),
+        asked.megatron_core or _version("megatron-core", "megatron"),
+    )
+    return job, request, rules
+
+
+def _version(distribution: str, package: str) -> str | None:
+    from .._session import version_of
+
+    return version_of(distribution, (package,))
+
+
+def _show(asked: argparse.Namespace, job: Job, request: Request, rules: Rules) -> int:
+    from ..planning import plot, text
+    from ..planning.request import make
+    from ..planning.search import render, search
+
+    plan = make(job, request, rules)
+    found = search(job, request, rules, asked.gpu_memory * text.GB) if asked.search else None
+    if asked.plot:
+        plot.draw(plan, Path(asked.plot), asked.gpu_memory)
+    if asked.json:
+        print(json.dumps(_json(plan, found), indent=1))
+    else:
+        blocks = [text.render(plan, asked.gpu_memory)]
+        if found is not None:
+            blocks.append(render(found, asked.gpu_memory * text.GB, request))
+        show("\n\n".join(blocks))
+    return 1 if plan.problems else 0
+
+
+def _json(plan: Plan, found: Any) -> dict[str, Any]:
+    values = plan.to_dict()
+    if found is not None:
+        values["search"] = {
+            "fits": found.plan is not None,
+            "gives_up": found.gives_up,
+            "lines": list(found.lines),
+            "fewest_gpus": found.fewest,
+        }
+    return values

@@ -1,0 +1,236 @@
+"""A job's launch line: which framework's it is, what it runs, and which model it names."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import PlanError
+from . import shapes
+from .shapes import Model
+
+if TYPE_CHECKING:
+    from .._settings import Settings
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+
+class Known(Protocol):
+    """What is to be known of a framework."""
+
+    @property
+    def framework(self) -> str:
+        """Its name."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Its top-level packages."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user says beside the command.
+
+    Attributes:
+        model: a directory that goes before the one of the job's config.
+        parameters: the model's size, where there is no directory.
+        transformer_engine: the version whose rules hold; ``None``: the installed one's.
+        megatron_core: the same of Megatron-core.
+    """
+
+    model: str | None = None
+    parameters: str | None = None
+    transformer_engine: str | None = None
+    megatron_core: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launch line, read as far as no framework is needed.
+
+    Attributes:
+        framework: whose it is.
+        target: the module behind ``-m``, or the script.
+        source: the file of it, or ``None`` where it is not here.
+        launcher: the words before it.
+        arguments: the words behind it.
+        environ: the variables that the line sets.
+        settings: the shim's.
+        options: what the user says beside.
+    """
+
+    framework: str
+    target: str
+    source: Path | None
+    launcher: tuple[str, ...]
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str]
+    settings: Settings
+    options: Options = field(default_factory=Options)
+
+    def model(self, name: object, overrides: Mapping[str, Any] | None = None) -> Model:
+        """Names and shapes of a model that the job's config names.
+
+        Args:
+            name: a directory, or a name on the Hugging Face hub, of which the cache is looked at.
+            overrides: what goes over its config.
+
+        Raises:
+            PlanError: it is not here, or cannot be read.
+        """
+        if self.options.parameters:
+            return shapes.of_size(self.options.parameters)
+        directory = Path(self.options.model) if self.options.model else _directory(name)
+        return shapes.read(directory, overrides)
+
+    def launched(self, *names: str) -> int | None:
+        """The number behind one of the launcher's options, such as ``--nproc-per-node``."""
+        words = list(self.launcher)
+        for place, word in enumerate(words):
+            key, equals, value = word.partition("=")
+            if key.lstrip("-").replace("_", "-") in names:
+                text = value if equals else (words[place + 1] if place + 1 < len(words) else "")
+                text = text.rpartition(":")[2]
+                return int(text) if text.isdigit() else None
+        return None
+
+
+def read(words: Sequence[str], known: Iterable[Known], settings: Settings, options: Options) -> Job:
+    """Find the framework in a launch line.
+
+    Args:
+        words: the line; variables in front of it, launchers and ``--`` are passed over.
+        known: the frameworks that there are.
+        settings: the shim's.
+        options: what the user says beside.
+
+    Raises:
+        PlanError: no word is an entry point of a framework.
+    """
+    environ = {}
+    by_package = {package: one.framework for one in known for package in one.packages}
+    for place, word in enumerate(words):
+        assignment = _ASSIGNMENT.fullmatch(word)
+        if assignment and not any(_is_script(one) for one in (word,)):
+            environ[assignment.group(1)] = assignment.group(2)
+            continue
+        target, source, behind = _target(words, place)
+        if not target:
+            continue
+        framework = _framework(target, source, by_package)
+        if framework:
+            rest = tuple(words[behind:])
+            return Job(
+                framework,
+                target,
+                source,
+                tuple(words[:place]),
+                rest[1:] if rest[:1] == ("--",) else rest,
+                environ,
+                settings,
+                options,
+            )
+    names = ", ".join(sorted(set(by_package.values())))
+    raise PlanError(
+        f"{' '.join(words)!r}: no word of it is an entry point of a known framework ({names}): "
+        "expected a module behind -m, or a script that imports one. Write the line that starts "
+        "the job's Python."
+    )
+
+
+def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
+    """The module or script at a place of a line, its file, and where its arguments begin."""
+    word = words[place]
+    if word in ("-m", "--module") and place + 1 < len(words):
+        module = words[place + 1]
+        return module, file_of(module), place + 2
+    if _is_script(word):
+        path = Path(word)
+        return word, path if path.is_file() else None, place + 1
+    return "", None, place
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and not word.startswith("-") and "=" not in word
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module, found without importing any of its packages but their names."""
+    top, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder, *rest)
+        for found in (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py"):
+            if found.is_file():
+                return found
+    local = Path(*module.split(".")).with_suffix(".py")
+    return local if local.is_file() else None
+
+
+def _framework(target: str, source: Path | None, by_package: Mapping[str, str]) -> str | None:
+    top = target.partition(".")[0]
+    if not _is_script(target) and top in by_package:
+        return by_package[top]
+    if source is not None:
+        for name in imported(source):
+            if name.partition(".")[0] in by_package:
+                return by_package[name.partition(".")[0]]
+    parts = re.split(r"[/\\.]", target)
+    return next((by_package[one] for one in parts if one in by_package), None)
+
+
+def imported(source: Path) -> list[str]:
+    """The modules that a file imports, in its order; none if it cannot be read."""
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append(node.module)
+    return found
+
+
+def _directory(name: object) -> Path:
+    """The directory of a model, here or in the cache of the Hugging Face hub.
+
+    Raises:
+        PlanError: it is in neither.
+    """
+    text = os.path.expanduser(str(name))
+    path = Path(text)
+    if path.is_file():
+        path = path.parent
+    if (path / "config.json").is_file():
+        return path
+    cached = _cached(text)
+    if cached is not None:
+        return cached
+    raise PlanError(
+        f"the model {str(name)!r} is not here: expected a directory with config.json, or a name "
+        "in the cache of the Hugging Face hub. Fetch its config.json (hf download NAME "
+        "config.json), or name a directory with --model, or the size with --parameters "
+        "N[,experts=M]."
+    )
+
+
+def _cached(name: str) -> Path | None:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+    except Exception:  # not installed, or the name is none of a repository
+        return None
+    return Path(found).parent if isinstance(found, str) else None

@@ -1,0 +1,170 @@
+"""Parameters of known dtypes, in bytes: the same rule whatever spreads them over GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .record import Held, Part
+
+SIZES = {
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "int16": 2,
+    "float64": 8,
+}
+"""Bytes of a number, by the dtype's canonical name; ``int16`` is a remainder of a master."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a model and its optimizer, by canonical names; ``""``: there is none.
+
+    Attributes:
+        params: the parameters'.
+        gradients: theirs between the backward pass and the step.
+        master: the masters'.
+        exp_avg: the first moment's.
+        exp_avg_sq: the second moment's.
+        buckets: whether the gradients are in buckets of the model, whole on each rank.
+        copies: whether the step makes fp32 copies of the owned gradients.
+        unpacks: moments that the step unpacks to fp32, of a whole group at a time.
+        offloaded: share of the states that is in the host's memory.
+        offload_keeps_master: whether the GPU keeps the masters of these, too.
+    """
+
+    params: str
+    gradients: str = ""
+    master: str = ""
+    exp_avg: str = ""
+    exp_avg_sq: str = ""
+    buckets: bool = True
+    copies: bool = False
+    unpacks: tuple[str, ...] = ()
+    offloaded: float = 0.0
+    offload_keeps_master: bool = True
+
+
+@dataclass(frozen=True)
+class Share:
+    """Parameters of one rank's model, and the group over which the rest is shared.
+
+    Attributes:
+        trainable: number of trainable parameters; before they are sharded, where they are.
+        frozen: number of the others.
+        group: ranks of the data-parallel group.
+        groups: such groups in the pipeline stage.
+        params_sharded: whether each rank of the group holds a share of the parameters only.
+        states_sharded: whether it does of gradients' copies, masters and moments.
+    """
+
+    trainable: int
+    frozen: int = 0
+    group: int = 1
+    groups: int = 1
+    params_sharded: bool = False
+    states_sharded: bool = True
+
+
+def mean(total: int, ranks: int) -> int:
+    """Bytes of a rank, to the next whole one."""
+    return -(-total // ranks)
+
+
+def part(name: str, share: Share, precision: Precision, optimizer: str) -> Part:
+    """Count what the parameters of one data-parallel group take.
+
+    Args:
+        name: the part's.
+        share: the parameters.
+        precision: the dtypes.
+        optimizer: the optimizer's name; empty where nothing is trained.
+    """
+    held = {}
+    held["params"] = _held(share, share.trainable, precision.params, share.params_sharded)
+    held["frozen"] = _held(share, share.frozen, precision.params, share.params_sharded)
+    sharded_grads = share.states_sharded and not precision.buckets
+    kind = "grad_buckets" if precision.buckets else "grad_copies"
+    held[kind] = _held(share, share.trainable, precision.gradients, sharded_grads)
+    for component in ("master", "exp_avg", "exp_avg_sq"):
+        dtype = getattr(precision, component)
+        held[component] = _held(share, share.trainable, dtype, share.states_sharded)
+    if precision.offloaded:
+        held = _offloaded(share, precision, held)
+    owned = mean(share.trainable, share.group) if share.states_sharded else share.trainable
+    return Part(
+        name,
+        optimizer,
+        share.group,
+        share.groups,
+        share.trainable,
+        owned if optimizer else 0,
+        {key: one for key, one in held.items() if one.group_bytes},
+        _at_step(share, precision),
+    )
+
+
+def _held(share: Share, numel: int, dtype: str, sharded: bool) -> Held:
+    size = SIZES[dtype] if dtype else 0
+    if not numel or not size:
+        return Held()
+    total = numel * size * (1 if sharded else share.group)
+    return Held((dtype,), mean(total, share.group), total, 0, float(size), sharded)
+
+
+def _at_step(share: Share, precision: Precision) -> dict[str, Held]:
+    found = {}
+    if precision.copies:
+        found["grad_copies"] = _held(share, share.trainable, "fp32", share.states_sharded)
+    if precision.unpacks:
+        one = _held(share, share.trainable, "fp32", share.states_sharded)
+        number = len(precision.unpacks)
+        found["unpacked"] = Held(
+            ("fp32",), one.bytes * number, one.group_bytes * number, 0, 4.0 * number, one.sharded
+        )
+    return {key: one for key, one in found.items() if one.group_bytes}
+
+
+def _offloaded(share: Share, precision: Precision, held: dict[str, Held]) -> dict[str, Held]:
+    """Put a share of the states into the host's memory, beside copies of its gradients.
+
+    Megatron's HybridDeviceOptimizer steps fp32 copies of parameters and gradients there: 16 bytes
+    for each parameter. Of what is not offloaded the states stay as they are.
+    """
+    gone = round(share.trainable * precision.offloaded)
+    moved = Share(gone, group=share.group, states_sharded=share.states_sharded)
+    there = _held(moved, gone, "fp32", share.states_sharded)
+    found = dict(held)
+    for component in ("exp_avg", "exp_avg_sq"):
+        found[component] = _replace(held[component], share, gone, there, gone)
+    kept = 0 if precision.offload_keeps_master else gone
+    found["master"] = _replace(held["master"], share, kept, there, gone)
+    found["grad_copies"] = Held(("fp32",), there.bytes, there.group_bytes, there.bytes, 4.0, True)
+    return found
+
+
+def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Held:
+    """A component of which ``left`` parameters leave the GPU, and ``gone`` are on the host."""
+    numel = share.trainable or 1
+    stays = held.group_bytes * (numel - left) // numel
+    total = stays + there.group_bytes
+    dtypes = tuple(sorted({*(held.dtypes if stays else ()), *(there.dtypes if gone else ())}))
+    on_gpu = mean(stays, share.group)
+    return Held(
+        dtypes,
+        on_gpu + there.bytes,
+        total,
+        there.bytes,
+        total / (numel * (1 if held.sharded or share.states_sharded else share.group)),
+        held.sharded or there.sharded,
+    )
+
+
+def ring(part_: Part, component: str) -> int:
+    """Bytes that a rank sends when a component of its parts goes once around its group."""
+    held = part_.components.get(component)
+    if held is None or part_.data_parallel_size == 1:
+        return 0
+    whole = held.group_bytes if held.sharded else held.group_bytes // part_.data_parallel_size
+    return whole * (part_.data_parallel_size - 1) // part_.data_parallel_size

@@ -1,0 +1,116 @@
+"""What an adapter makes of a job: its models, ready to be planned, and planned again otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from .record import ModelPlan, Plan, Problem
+
+if TYPE_CHECKING:
+    from .command import Job
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The versions whose rules hold, as strings; ``None`` where there is none."""
+
+    transformer_engine: str | None
+    megatron_core: str | None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model with other precision settings.
+
+    Attributes:
+        gives_up: what is lost, in words.
+        lines: the settings, to paste: keys of the framework's config, or variables.
+        model: the model with them.
+    """
+
+    gives_up: str
+    lines: tuple[str, ...]
+    model: Plannable
+
+
+class Plannable(Protocol):
+    """A model of a job whose config was read."""
+
+    @property
+    def subject(self) -> str:
+        """Which model."""
+
+    def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
+        """Plan it; ``None`` where what is illegal leaves nothing to count."""
+
+    def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
+        """The same model with cheaper precision settings, the least lost first."""
+
+    def on(self, world: int) -> Plannable:
+        """The same model on another number of GPUs."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job whose config was read.
+
+    Attributes:
+        framework: the framework's name.
+        version: its version.
+        world_size: number of GPUs that train.
+        models: those that take memory on them.
+        megatron: whether a model is on Megatron.
+        problems: what is illegal before a model is looked at.
+        notes: what is worth knowing.
+    """
+
+    framework: str
+    version: str | None
+    world_size: int
+    models: tuple[Plannable, ...]
+    megatron: bool = False
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+NOT_COUNTED = "activations, the rollout engine, CUDA's and NCCL's own memory are not counted"
+
+
+def make(job: Job, request: Request, rules: Rules) -> Plan:
+    """Plan all models of a job."""
+    problems = list(request.problems)
+    models = []
+    for one in request.models:
+        model, found = one.plan(job, rules)
+        problems += found
+        if model is not None:
+            models.append(model)
+    return Plan(
+        request.framework,
+        request.version,
+        rules.transformer_engine if request.megatron else None,
+        rules.megatron_core if request.megatron else None,
+        request.world_size,
+        tuple(_unique(problems)),
+        tuple(models),
+        (*request.notes, *_assumed(request, rules), NOT_COUNTED),
+    )
+
+
+def _assumed(request: Request, rules: Rules) -> list[str]:
+    if not request.megatron or rules.transformer_engine is not None:
+        return []
+    return [
+        "TransformerEngine is not installed here: the newest known rules hold; "
+        "--transformer-engine names another version"
+    ]
+
+
+def _unique(problems: Iterable[Problem]) -> list[Problem]:
+    """One of each, whichever model it was found of first."""
+    found: dict[tuple[str, str, str], Problem] = {}
+    for one in problems:
+        found.setdefault((one.code, one.key, one.message), one)
+    return list(found.values())

@@ -1,0 +1,329 @@
+"""A model's names and shapes, without a weight: from safetensors headers, else from transformers.
+
+Experts are counted and not listed: a mixture of experts of any size is as long as its layers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..errors import PlanError
+
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Keys of a Hugging Face config for the number of routed experts."""
+
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_NO_PARAMETER = re.compile(
+    r"(e_score_correction_bias|expert_bias|inv_freq|masked_bias|_scale_inv|_scale|_zero_point"
+    r"|_scales|g_idx)$"
+)
+_PACKED = re.compile(r"(_packed|qweight|qzeros|_blocks)$")
+_LARGEST_HEADER = 1 << 30
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, or several that are alike.
+
+    Attributes:
+        name: as transformers has it; the number of an expert is ``*``.
+        shape: of one.
+        repeated: how many there are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    repeated: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all of them."""
+        return prod(self.shape) * self.repeated
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a model.
+
+    Attributes:
+        weights: its parameters.
+        config: its Hugging Face config, that of the text model where there are several.
+        source: where the names and shapes are from.
+        tied: whether the output layer is the embedding.
+    """
+
+    weights: tuple[Weight, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+    tied: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Number of all parameters."""
+        return sum(one.numel for one in self.weights)
+
+    def number(self, *keys: str) -> int:
+        """The first of these keys of the config that holds a number, else 0."""
+        for key in keys:
+            value = self.config.get(key)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        return 0
+
+    @property
+    def experts(self) -> int:
+        """Number of routed experts of a layer; 0 for a dense model."""
+        return self.number(*EXPERT_COUNTS)
+
+
+def read(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
+    """Read a model's directory.
+
+    Args:
+        directory: of ``config.json``, with or without weights.
+        overrides: what goes over the config's values.
+
+    Raises:
+        PlanError: a file cannot be read or holds something else.
+    """
+    whole = _json(directory / "config.json")
+    if overrides:
+        return from_config({**whole, **overrides}, str(directory / "config.json"))
+    config = text_config(whole)
+    tied = bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False)))
+    found = list(_headers(directory))
+    if not found or any(_PACKED.search(one.name) for one in found):
+        return from_config(whole, str(directory / "config.json"))
+    names = {one.name for one in found}
+    weights = tuple(
+        one
+        for one in found
+        if not _NO_PARAMETER.search(one.name)
+        and not (tied and one.name.endswith("lm_head.weight") and len(names) > 1)
+    )
+    return Model(weights, config, f"safetensors headers in {directory}", tied)
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the text model, with what stands only above it."""
+    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+        inner = config.get(key)
+        if isinstance(inner, Mapping):
+            return {**config, **text_config(inner)}
+    return dict(config)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"{path}: cannot be read ({error.strerror or error}); expected a model's config. Name "
+            "its directory with --model, or its size with --parameters."
+        ) from error
+    except ValueError as error:
+        raise PlanError(f"{path}: is no JSON: {error}. Repair it or fetch it again.") from error
+    if not isinstance(found, dict):
+        raise PlanError(f"{path}: expected a JSON object. Repair it or fetch it again.")
+    return found
+
+
+# -- safetensors -----------------------------------------------------------------------------------
+
+
+def _headers(directory: Path) -> Iterator[Weight]:
+    """The parameters of all files, experts counted together."""
+    counted: dict[tuple[str, tuple[int, ...]], int] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        if path.name.startswith(("consolidated", "adapter")):
+            continue  # the same weights under other names, and an adapter's
+        for name, shape in header(path):
+            key = (_EXPERT.sub(".experts.*.", name), shape)
+            counted[key] = counted.get(key, 0) + 1
+    for (name, shape), number in counted.items():
+        yield Weight(name, shape, number)
+
+
+def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of one safetensors file; the weights are not read.
+
+    Raises:
+        PlanError: it is none.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _LARGEST_HEADER:
+                raise ValueError(f"a header of {length:,} bytes")
+            entries = json.loads(file.read(length))
+        for name, entry in entries.items():
+            if name != "__metadata__":
+                yield name, tuple(int(one) for one in entry["shape"])
+    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(
+            f"{path}: is no safetensors file: {error}; expected its header of names and shapes. "
+            "Fetch it again, or remove it so that config.json is gone by."
+        ) from error
+
+
+# -- transformers ----------------------------------------------------------------------------------
+
+
+def fewest_experts(config: Mapping[str, Any]) -> int:
+    """The fewest experts that a model of this config can be built with.
+
+    The router picks so many per token; grouped routers compare the sum of two experts per group.
+    """
+    top = max((int(config[key]) for key in _PER_TOKEN if config.get(key)), default=1)
+    groups = int(config.get("n_group") or 1)
+    each = max(-(-top // groups), 2 if groups > 1 else 1)
+    return groups * each
+
+
+def from_config(config: Mapping[str, Any], where: str) -> Model:
+    """Build a model on torch's meta device, with few experts, and count these as often as needed.
+
+    Args:
+        config: the Hugging Face config.
+        where: its file, for messages.
+
+    Raises:
+        PlanError: transformers does not know the model.
+    """
+    text = text_config(config)
+    experts = max((int(text[key]) for key in EXPERT_COUNTS if text.get(key)), default=0)
+    few = min(fewest_experts(text), experts) if experts else 0
+    weights, tied = _built(_with_experts(config, few) if few < experts else dict(config), where)
+    if few < experts:
+        weights = [_repeated(one, few, experts) for one in weights]
+    return Model(tuple(weights), text, f"{where}, built on the meta device", tied)
+
+
+def _with_experts(config: Mapping[str, Any], few: int) -> dict[str, Any]:
+    return {
+        key: (
+            few
+            if key in EXPERT_COUNTS and value
+            else _with_experts(value, few)
+            if isinstance(value, Mapping)
+            else value
+        )
+        for key, value in config.items()
+    }
+
+
+def _repeated(weight: Weight, few: int, experts: int) -> Weight:
+    """The same parameter of a model with all its experts."""
+    shape = weight.shape
+    if ".experts." in weight.name and shape and shape[0] == few and "*" not in weight.name:
+        return replace(weight, shape=(experts, *shape[1:]))
+    if ".experts.*." in weight.name:
+        return replace(weight, repeated=weight.repeated * experts // few)
+    if is_router(weight.name) and shape and shape[0] == few:
+        return replace(weight, shape=(experts, *shape[1:]))
+    return weight
+
+
+_ROUTER = re.compile(r"\.(gate|router|router\.layer|gate\.wg|router\.classifier)\.(weight|bias)$")
+
+
+def is_router(name: str) -> bool:
+    """Whether a parameter is a router's, by its name."""
+    return bool(_ROUTER.search(name))
+
+
+def _built(config: dict[str, Any], where: str) -> tuple[list[Weight], bool]:
+    """Names and shapes of a model on the meta device, and whether its output layer is tied."""
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise PlanError(
+            f"{where}: there are no safetensors files beside it, and transformers cannot be "
+            f"imported ({error}), which would build the model without weights. Install it, or "
+            "name the model's size with --parameters."
+        ) from error
+    kind = str(config.pop("model_type", ""))
+    config.pop("quantization_config", None)
+    try:
+        made = AutoConfig.for_model(kind, **config)
+        with torch.device("meta"):
+            try:
+                model = AutoModelForCausalLM.from_config(made)
+            except ValueError:
+                model = _other_class(made)
+    except Exception as error:  # a config's own code raises what it likes
+        raise PlanError(
+            f"{where}: transformers cannot build a model of model_type={kind!r} "
+            f"({type(error).__name__}: {_first_line(error)}). Name a directory with safetensors "
+            "files with --model, or the model's size with --parameters."
+        ) from error
+    counted: dict[tuple[str, tuple[int, ...]], int] = {}
+    for name, parameter in model.named_parameters():
+        key = (_EXPERT.sub(".experts.*.", name), tuple(parameter.shape))
+        counted[key] = counted.get(key, 0) + 1
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = output is not None and output.weight is embedding.weight
+    return [Weight(name, shape, number) for (name, shape), number in counted.items()], tied
+
+
+def _other_class(config: Any) -> Any:
+    """A model of text and images, where it is none of text alone."""
+    import transformers
+
+    names = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModel")
+    for name in names:
+        kind = getattr(transformers, name, None)
+        if kind is not None and type(config) in getattr(kind, "_model_mapping", {}):
+            return kind.from_config(config)
+    raise ValueError("no class of transformers' makes a model of it")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+# -- no model at all -------------------------------------------------------------------------------
+
+
+def of_size(text: str) -> Model:
+    """A model of which only the number of parameters is known: ``"30e9,experts=29e9"``.
+
+    Raises:
+        PlanError: it is no size.
+    """
+    first, _, rest = text.partition(",")
+    key, _, value = rest.partition("=")
+    if rest and key.strip() != "experts":
+        raise PlanError(_bad_size(text))
+    total, experts = _number(first, text), _number(value, text) if rest else 0
+    if not 0 <= experts < total:
+        raise PlanError(_bad_size(text))
+    weights = [Weight("unknown", (total - experts,))]
+    if experts:
+        weights.append(Weight("experts.*.unknown", (1,), experts))
+    return Model(tuple(weights), {}, f"--parameters {text}")
+
+
+def _number(text: str, whole: str) -> int:
+    word = text.strip().upper().replace("_", "")
+    unit = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}.get(word[-1:], 1)
+    try:
+        return round(float(word[:-1] if unit > 1 else word) * unit)
+    except (ValueError, OverflowError):
+        raise PlanError(_bad_size(whole)) from None
+
+
+def _bad_size(text: str) -> str:
+    return (
+        f"--parameters {text!r}: expected N or N,experts=M, such as 7.6B or 30.5B,experts=29B, "
+        "where M, the parameters of all routed experts, is a part of N."
+    )

@@ -1,0 +1,194 @@
+"""A plan for people: one table per model, what is illegal, and why it is decided so."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+
+from .record import COMPONENTS, ModelPlan, Part, Plan, Stage
+
+GB = 1 << 30
+_WIDTH = 99
+_SIDES = (("without", "before"), ("with", "after"))
+_TITLES = ("GB per GPU", "", "without", "", "with")
+
+
+def render(plan: Plan, memory: float | None = None) -> str:
+    """The plan as text.
+
+    Args:
+        plan: the plan.
+        memory: of a GPU, in GB of 2^30 bytes; ``None``: nothing is compared with it.
+    """
+    blocks = ["\n".join(_head(plan))]
+    blocks += ["\n".join(_model(one, memory)) for one in plan.models]
+    if len(plan.models) > 1:
+        blocks.append("\n".join(_together(plan, memory)))
+    if plan.problems:
+        lines = ["illegal"]
+        for one in plan.problems:
+            subject = f"{one.subject}: " if one.subject else ""
+            lines += folded(f"{subject}{one.key}: {one.message}. {one.remedy}".strip())
+        blocks.append("\n".join(lines))
+    if plan.notes:
+        blocks.append("\n".join(line for note in plan.notes for line in folded(f"note: {note}")))
+    return "\n\n".join(blocks)
+
+
+def _head(plan: Plan) -> list[str]:
+    words = [f"{plan.framework} {plan.version or ''}".strip(), f"{plan.world_size} GPUs"]
+    if plan.transformer_engine:
+        words.append(f"TransformerEngine {plan.transformer_engine}")
+    if plan.megatron_core:
+        words.append(f"megatron-core {plan.megatron_core}")
+    count = len(plan.problems)
+    verdict = f"{count} problem{'s' if count > 1 else ''}" if count else "legal"
+    return [f"plan of {', '.join(words)}: {verdict}"]
+
+
+def _together(plan: Plan, memory: float | None) -> list[str]:
+    words = [f"{side} {gigabytes(plan.peak(key))}" for side, key in _SIDES]
+    lines = folded(
+        f"at most at a time, one model at its step and of the others what stays: "
+        f"{', '.join(words)} GB"
+    )
+    if memory is not None:
+        left = [memory - plan.peak(key) / GB for _, key in _SIDES]
+        lines += folded(f"left of {memory:g}: {', '.join(map(_left, left))}")
+    return ["all models", *lines]
+
+
+def _left(number: float) -> str:
+    return f"{number:.2f}" if number >= 0 else f"{-number:.2f} over"
+
+
+def gigabytes(number: int) -> str:
+    """Bytes in GB of 2^30 bytes, to two places."""
+    return f"{number / GB:.2f}"
+
+
+def parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list[str]:
+    """Notes on what a framework moves to the host's memory between the phases of a step.
+
+    Args:
+        stages: the pipeline stages.
+        by_key: the config's key to the components that it moves.
+    """
+    found = []
+    for key, components in by_key.items():
+        sums = [dict.fromkeys(components, 0) for _ in stages]
+        for stage, counts in zip(stages, sums, strict=True):
+            for part in stage.parts:
+                for name in counts.keys() & part.components.keys():
+                    held = part.components[name]
+                    counts[name] += held.bytes - held.host
+        most = max(sums, key=lambda one: sum(one.values()))
+        moved = [name for name in components if most[name]]
+        if moved:
+            found.append(
+                f"{key}: between the phases of a step the host holds "
+                f"{gigabytes(sum(most.values()))} GB for each GPU ({', '.join(moved)}), beside "
+                "what else it has to"
+            )
+    return found
+
+
+def _model(model: ModelPlan, memory: float | None) -> list[str]:
+    layout = ", ".join(f"{key} {value}" for key, value in model.layout.items())
+    lines = [f"{model.subject}: {model.parameters:,} parameters, {layout}"]
+    lines += [f"  from {model.source}"] if model.source else []
+    rows: list[Sequence[str]] = [_TITLES]
+    for numbers, before, after in grouped(model):
+        rows += _stage(numbers, before, after, len(model.after), memory)
+    lines += _table(rows)
+    sent = {
+        side: ", ".join(f"{kind} {gigabytes(number)}" for kind, number in one.items())
+        for side, one in model.traffic.items()
+    }
+    if any(number for one in model.traffic.values() for number in one.values()):
+        words = f"without {sent['before']}; with {sent['after']}"
+        lines += folded(f"GB that a GPU sends in a step: {words}")
+    for one in model.decisions:
+        lines += folded(f"{one.feature}: {one.chosen} ({one.because})")
+    for note in model.notes:
+        lines += folded(f"note: {note}")
+    return lines
+
+
+def grouped(model: ModelPlan) -> list[tuple[list[int], Stage, Stage]]:
+    """Pipeline stages that are shown alike, together; the first of them stands for all."""
+    found: dict[str, tuple[list[int], Stage, Stage]] = {}
+    for before, after in zip(model.before, model.after, strict=True):
+        shown = str(_stage([], before, after, 1, None))
+        found.setdefault(shown, ([], before, after))[0].append(before.stage)
+    return list(found.values())
+
+
+def _stage(
+    numbers: list[int], before: Stage, after: Stage, stages: int, memory: float | None
+) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = []
+    if stages > 1:
+        rows.append((f"stage {spans(numbers)}", "", "", "", ""))
+    for one, other in zip(before.parts, after.parts, strict=True):
+        rows += _part(one, other)
+    first, second = before.totals, after.totals
+    rows.append(("together", "", gigabytes(first["gpu"]), "", gigabytes(second["gpu"])))
+    if first["peak"] > first["gpu"] or second["peak"] > second["gpu"]:
+        top = (gigabytes(first["peak"]), gigabytes(second["peak"]))
+        rows.append(("while the optimizer steps", "", top[0], "", top[1]))
+    if first["host"] or second["host"]:
+        host = (gigabytes(first["host"]), gigabytes(second["host"]))
+        rows.append(("in the host's memory", "", host[0], "", host[1]))
+    if memory is not None:
+        words = [_left(memory - one["peak"] / GB) for one in (first, second)]
+        rows.append((f"left of {memory:g}", "", words[0], "", words[1]))
+    return rows
+
+
+def _part(before: Part, after: Part) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = []
+    name = "" if before.name == "model" else f"{before.name} "
+    for component in COMPONENTS:
+        sides = [one.components.get(component) for one in (before, after)]
+        if not any(sides):
+            continue
+        cells = []
+        for one in sides:
+            cells += ["+".join(one.dtypes) if one else "-"]
+            cells += [gigabytes(one.bytes - one.host) if one else "0.00"]
+        shared = any(one is not None and one.sharded for one in sides)
+        share = f" / {before.data_parallel_size}" if shared else ""
+        rows.append((f"{name}{component}{share}", *cells))
+    return rows
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Numbers in a few characters: ``0, 2-14``."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{one[0]}-{one[-1]}" if len(one) > 1 else str(one[0]) for one in found)
+
+
+def _table(rows: Iterable[Sequence[str]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
+    return [
+        "  "
+        + "  ".join(
+            text.rjust(width) if column in (2, 4) else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def folded(text: str) -> list[str]:
+    """A text in lines that are not too long, indented."""
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+    )

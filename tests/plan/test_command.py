@@ -1,0 +1,295 @@
+"""The command line of the plan, on a framework made here: what is printed, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precision_shim._settings import resolve
+from precision_shim.cli import main
+from precision_shim.errors import PlanError
+from precision_shim.planning import plot, shapes
+from precision_shim.planning.command import Job, Options, file_of, read
+from precision_shim.planning.record import Plan
+from precision_shim.planning.request import Request, Rules, make
+from precision_shim.planning.search import search
+from precision_shim.planning.text import GB, render, spans
+from precision_shim_adapters.fp16.plan import Asked as Sharded
+from precision_shim_adapters.megatron.layout import Sizes
+from precision_shim_adapters.megatron.plan import Asked
+from precision_shim_adapters.megatron.wishes import Wishes
+
+from .models import QWEN3_30B_A3B, mixture
+
+torch = pytest.importorskip("torch")
+SETTINGS = resolve(environ={})
+RULES = Rules("2.14", "0.18.2")
+
+
+class Toy:
+    """A framework's row."""
+
+    framework = "toy"
+    packages = ("toytrainer",)
+
+
+def job(words: list[str], **options: Any) -> Job:
+    return read(words, [Toy()], SETTINGS, Options(**options))
+
+
+def asked(world: int = 64, **wishes: Any) -> Asked:
+    sizes = Sizes(world, tensor=2, pipeline=2, expert=8, sequence_parallel=True)
+    return Asked(
+        Wishes(subject="actor", **wishes),
+        mixture(QWEN3_30B_A3B),
+        sizes,
+        torch.bfloat16,
+        key="optim.{}",
+    )
+
+
+def request(*models: Any, world: int = 64) -> Request:
+    return Request("toy", "1.0", world, models, megatron=True)
+
+
+LINE = ["python", "-m", "toytrainer.main", "a=1"]
+
+
+# -- the launch line ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "target", "arguments"),
+    [
+        ("python -m toytrainer.main a=1", "toytrainer.main", ("a=1",)),
+        ("A=1 B=2 uv run --extra x -m toytrainer.main a", "toytrainer.main", ("a",)),
+        ("torchrun --nproc_per_node=8 -m toytrainer.sft x", "toytrainer.sft", ("x",)),
+        ("ray job submit --a b -- python3 -m toytrainer.main -- y", "toytrainer.main", ("y",)),
+        ("python toytrainer/main.py z=1", "toytrainer/main.py", ("z=1",)),
+    ],
+)
+def test_the_entry_point_names_the_framework(
+    line: str, target: str, arguments: tuple[str, ...]
+) -> None:
+    found = job(line.split())
+    assert (found.framework, found.target, found.arguments) == ("toy", target, arguments)
+
+
+def test_a_script_is_known_by_what_it_imports(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("import os\nfrom toytrainer.things import run\n")
+    assert job(["python", str(script)]).source == script
+    script.write_text("import os\n")
+    with pytest.raises(PlanError, match="expected a module behind -m"):
+        job(["python", str(script)])
+
+
+def test_variables_in_front_count() -> None:
+    found = job(["PRECISION_SHIM_OPTIMIZER_STATES=auto", *LINE])
+    assert found.environ == {"PRECISION_SHIM_OPTIMIZER_STATES": "auto"}
+    assert (
+        job(["torchrun", "--nnodes", "2", "--nproc-per-node", "8", "-m", "toytrainer.x"]).launched(
+            "nproc-per-node"
+        )
+        == 8
+    )
+    assert file_of("json.decoder") is not None
+
+
+# -- names and shapes --------------------------------------------------------------------------
+
+
+def write(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
+    header = {name: {"dtype": "BF16", "shape": shape} for name, shape in tensors.items()}
+    text = json.dumps({"__metadata__": {}, **header}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def test_headers_are_read_and_experts_counted_together(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 1, "tie_word_embeddings": true}')
+    experts = {f"model.layers.0.mlp.experts.{n}.up_proj.weight": (4, 2) for n in range(64)}
+    write(tmp_path / "model-1.safetensors", experts)
+    write(
+        tmp_path / "model-2.safetensors",
+        {"model.embed_tokens.weight": (10, 2), "lm_head.weight": (10, 2), "x.inv_freq": (3,)},
+    )
+    found = shapes.read(tmp_path)
+    assert [(one.name, one.shape, one.repeated) for one in found.weights] == [
+        ("model.layers.0.mlp.experts.*.up_proj.weight", (4, 2), 64),
+        ("model.embed_tokens.weight", (10, 2), 1),
+    ]
+    assert found.parameters == 64 * 8 + 20
+    assert "safetensors" in found.source
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("config.json", b"{", "is no JSON"),
+        ("config.json", b"[]", "expected a JSON object"),
+        ("model.safetensors", b"123", "is no safetensors file"),
+        ("model.safetensors", struct.pack("<Q", 1 << 40), "header of"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: bytes, expected: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(PlanError, match=expected) as found:
+        shapes.read(tmp_path)
+    assert str(tmp_path / name) in str(found.value)
+
+
+def test_a_size_is_enough() -> None:
+    model = shapes.of_size("30.5B,experts=29e9")
+    assert model.parameters == 30_500_000_000
+    for wrong in ("x", "7B,layers=3", "7B,experts=8B", "", "-1"):
+        with pytest.raises(PlanError, match="expected N or N,experts=M"):
+            shapes.of_size(wrong)
+
+
+def test_a_model_that_is_not_here_has_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="--parameters"):
+        job(LINE).model(tmp_path / "nothing")
+    assert job(LINE, parameters="7B").model("anything").parameters == 7 * 10**9
+
+
+# -- text, JSON and pictures -------------------------------------------------------------------
+
+
+def plan(*models: Any) -> Plan:
+    return make(job(LINE), request(*(models or (asked(),))), RULES)
+
+
+def test_the_table_says_what_fits_and_what_does_not() -> None:
+    text = render(plan(), 13.0)
+    assert text.startswith("plan of toy 1.0, 64 GPUs, TransformerEngine 2.14")
+    assert "12.57" in text
+    assert "0.43" in text
+    assert "activations" in text
+    over = render(plan(), 12.0)
+    assert "0.57 over" in over
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_stages_that_are_alike_stand_together() -> None:
+    assert spans([0, 2, 3, 4, 9]) == "0, 2-4, 9"
+
+
+def test_json_has_all_keys() -> None:
+    values = json.loads(json.dumps(plan().to_dict()))
+    assert {"framework", "version", "transformer_engine", "megatron_core"} <= values.keys()
+    assert {"world_size", "problems", "models"} <= values.keys()
+    (model,) = values["models"]
+    keys = {"subject", "parameters", "layout", "decisions", "traffic", "before", "after"}
+    assert keys <= model.keys()
+    assert set(model["traffic"]["after"]) == {"reduce_scatter", "all_gather"}
+    for stage in model["after"]:
+        assert {"stage", "parts", "totals"} <= stage.keys()
+        total = sum(
+            held["bytes"] for part in stage["parts"] for held in part["components"].values()
+        )
+        assert stage["totals"]["bytes"] == total
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_a_picture(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan{suffix}"
+    plot.draw(plan(), path, 80.0)
+    assert path.stat().st_size > 1000
+    with pytest.raises(PlanError, match=r"\.svg or \.png"):
+        plot.draw(plan(), tmp_path / "plan.pdf")
+
+
+# -- the search --------------------------------------------------------------------------------
+
+
+def test_the_search_gives_up_no_more_than_it_has_to() -> None:
+    def of(memory: float) -> Any:
+        return search(job(LINE), request(asked()), RULES, memory * GB)
+
+    assert (of(13.0).lines, of(13.0).gives_up) == ((), "")
+    first = of(12.0)
+    assert first.lines == (
+        "optim.use_precision_aware_optimizer=true",
+        "optim.store_param_remainders=true",
+    )
+    assert first.plan is not None
+    assert first.plan.peak() <= 12 * GB
+    lower = of(9.5)
+    assert "grad_reduce_in_fp32=false" in lower.lines
+    nothing = of(3.0)
+    assert nothing.plan is None
+
+
+def test_the_smallest_number_of_gpus_fits_and_half_of_it_does_not() -> None:
+    found = search(job(LINE), request(asked()), RULES, 24 * GB)
+    assert found.fewest == 32
+    for world, fits in ((32, True), (16, False)):
+        made = make(job(LINE), request(asked(world), world=world), RULES)
+        assert (not made.problems and made.peak() <= 24 * GB) is fits
+
+
+def test_settings_that_are_not_legal_here_are_not_offered() -> None:
+    assert [one.lines for one in asked().variants(job(LINE), Rules("2.0", None))] != []
+    offered = [
+        line for one in asked().variants(job(LINE), Rules("2.2", None)) for line in one.lines
+    ]
+    assert not any("exp_avg" in line for line in offered)
+    late = asked(asked={"adam_beta2": 0.95})
+    lines = [line for one in late.variants(job(LINE), RULES) for line in one.lines]
+    assert "optim.exp_avg_sq_dtype=bf16" in lines
+
+
+def test_models_are_together_unless_the_framework_moves_them() -> None:
+    one = plan().peak()
+    both = plan(asked(), asked())
+    assert both.peak() == 2 * one
+    everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
+    away = replace(asked(), parked={"offload": everything})
+    apart = plan(asked(), away)
+    assert apart.models[1].stays == {"before": 0, "after": 0}
+    assert apart.peak() == 2 * one  # the other's step, and this one beside it
+    assert plan(away, away).peak() == one
+    assert "offload: between the phases of a step the host holds" in apart.models[1].notes[-1]
+    assert "all models" in render(both, 20.0)
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+def test_what_is_no_job_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--", "python", "nothing.py"])
+    assert end.value.code == 2
+    assert "expected a module behind -m" in capsys.readouterr().err
+    for words in (["plan"], ["plan", "--search", "--", "python", "nothing.py"]):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 2
+
+
+def test_fsdp_is_planned_too() -> None:
+    model = shapes.of_size("8B")
+    made = plan(Sharded("policy", model, 64, "fp32"))
+    (stage,) = made.models[0].after
+    assert stage.totals["bytes"] == 8 * 10**9 * 16 // 64
+    on_host = plan(Sharded("policy", model, 64, "fp32", offload=True))
+    assert on_host.models[0].after[0].totals["gpu"] == 0
+    found = plan(Sharded("policy", model, 64, "fp32", shards=7))
+    assert {one.code for one in found.problems} == {"world-size"}
+    assert found.models == ()
+
+
+def test_an_optimizer_whose_states_are_not_known_is_refused() -> None:
+    model = shapes.of_size("8B")
+    for one in (Sharded("policy", model, 64, "fp32", optimizer="Muon"), asked(optimizer="muon")):
+        with pytest.raises(PlanError, match=r"[Mm]uon.*upper bound"):
+            plan(one)

@@ -1,0 +1,310 @@
+"""Known figures of known models, the properties of every plan, and how it grows."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from dataclasses import replace
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precision_shim._settings import resolve
+from precision_shim.planning import shapes
+from precision_shim.planning.counting import Precision, Share, part
+from precision_shim.planning.record import ModelPlan, Stage
+from precision_shim.rules.legality import NEWEST
+from precision_shim_adapters.megatron.cheaper import changed
+from precision_shim_adapters.megatron.layout import Sizes, count, layers_of_stages, problems
+from precision_shim_adapters.megatron.layout import rank_numel as count_of
+from precision_shim_adapters.megatron.plan import Asked, plan_model, support_of
+from precision_shim_adapters.megatron.wishes import Wishes
+
+from .models import DEEPSEEK_V3, QWEN3_30B_A3B, mixture
+
+SETTINGS = resolve(environ={})
+GIB = 1 << 30
+PROFILE = hypothesis.settings(
+    derandomize="HYPOTHESIS_EXAMPLES" not in os.environ,
+    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "200")),
+    database=None,
+    deadline=None,
+)
+
+
+def planned(asked: Asked) -> ModelPlan:
+    made, found = plan_model(asked, SETTINGS, NEWEST)
+    assert made is not None
+    assert found == []
+    return made
+
+
+def qwen3(**wishes: Any) -> Asked:
+    """Qwen3-30B-A3B on 64 GPUs, in tensor 2, pipeline 2 and expert 8."""
+    sizes = Sizes(64, tensor=2, pipeline=2, expert=8, sequence_parallel=True)
+    return Asked(Wishes(**wishes), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16)
+
+
+def test_the_figures_of_qwen3_30b_a3b() -> None:
+    """12.57 GiB with fp32 states, 9.27 as NeMo-RL ships it, 7.49 with all of it in bf16."""
+    plain = planned(qwen3())
+    assert plain.parameters == 30_532_122_624
+    shipped = planned(qwen3(asked={"use_precision_aware_optimizer": True}, bucket_in_fp32=False))
+    low = {"main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    follows = planned(
+        changed(
+            qwen3(bucket_in_fp32=False),
+            use_precision_aware_optimizer=True,
+            adam_beta2=0.95,
+            **low,
+        )
+    )
+    found = [round(one.before[0].totals["bytes"] / GIB, 2) for one in (plain, shipped, follows)]
+    assert found == [12.57, 9.27, 7.49]
+
+
+def test_follow_model_reaches_the_smallest_by_itself() -> None:
+    asked = replace(qwen3(asked={"adam_beta2": 0.95}), wishes=Wishes(asked={"adam_beta2": 0.95}))
+    settings = resolve(settings={"optimizer_states": "follow-model"}, environ={})
+    made, found = plan_model(asked, settings, NEWEST)
+    assert made is not None
+    assert not found
+    assert round(made.before[0].totals["bytes"] / GIB, 2) == 12.57
+    assert round(made.after[0].totals["bytes"] / GIB, 2) == 7.49
+    assert {one.feature for one in made.decisions} == {"bf16-dispatch", "grad-bucket-alignment"}
+
+
+def test_a_second_moment_that_cannot_decay_stays_fp32() -> None:
+    settings = resolve(settings={"optimizer_states": "auto"}, environ={})
+    made, _ = plan_model(qwen3(auto="guarded"), settings, NEWEST)
+    assert made is not None
+    components = made.after[0].parts[0].components
+    assert components["exp_avg"].dtypes == ("bf16",)
+    assert components["exp_avg_sq"].dtypes == ("fp32",)
+    assert "cannot decay" in made.decisions[0].because
+
+
+def test_the_step_takes_more_for_a_while() -> None:
+    """TransformerEngine unpacks bf16 moments up to 2.13; a 16-bit bucket is copied otherwise."""
+    low = {
+        "use_precision_aware_optimizer": True,
+        "main_grads_dtype": "bf16",
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+    }
+    asked = qwen3(asked=low, bucket_in_fp32=False)
+    for version, expected in (("2.13", {"unpacked"}), ("2.14", set())):
+        made, _ = plan_model(asked, SETTINGS, support_of(version))
+        assert made is not None
+        dense = made.before[0].parts[0]
+        assert set(dense.at_step) == expected
+        if expected:
+            assert dense.at_step["unpacked"].group_bytes == 8 * dense.parameters
+    plain = planned(qwen3(bucket_in_fp32=False))
+    assert set(plain.before[0].parts[0].at_step) == {"grad_copies"}
+
+
+def test_offload_leaves_parameters_and_gradients_and_says_what_the_host_needs() -> None:
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    made = planned(qwen3(asked=offload))
+    aware = planned(
+        qwen3(asked={**offload, "use_precision_aware_optimizer": True}, bucket_in_fp32=False)
+    )
+    for one, per_parameter in ((made, 6 + 4 / 16), (aware, 4)):
+        dense = one.before[0].parts[0]
+        held = dense.components.values()
+        on_gpu = sum(component.bytes - component.host for component in held)
+        assert on_gpu == pytest.approx(per_parameter * dense.parameters)
+        host = sum(component.host for component in held)
+        assert host == pytest.approx(16 * dense.parameters / 16)
+
+
+# -- what is illegal ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "code"),
+    [
+        (Sizes(64, tensor=3), "world-size"),
+        (Sizes(96, tensor=3), "heads"),
+        (Sizes(64, pipeline=5), "world-size"),
+        (Sizes(80, pipeline=5), "layers"),
+        (Sizes(64, expert=3), "world-size"),
+        (Sizes(96, expert=3), "experts"),
+        (Sizes(64, tensor=2, sequence_parallel=False), "sequence-parallel"),
+        (Sizes(64, tensor=0), "size"),
+        (Sizes(64, pipeline=2, stages="Et*3|t*40L"), "layers"),
+    ],
+)
+def test_what_megatron_refuses_has_key_and_remedy(sizes: Sizes, code: str) -> None:
+    found = problems(sizes, mixture(QWEN3_30B_A3B), "actor")
+    assert code in {one.code for one in found}
+    assert all(one.key and one.message and one.remedy for one in found)
+
+
+def test_key_value_heads_are_shared_from_megatron_core_0_16() -> None:
+    sizes, model = Sizes(64, tensor=8, sequence_parallel=True), mixture(QWEN3_30B_A3B)
+    assert problems(sizes, model, "", (0, 16, 1)) == problems(sizes, model, "") == []
+    (found,) = problems(sizes, model, "", (0, 15))
+    assert (found.code, "0.16" in found.message) == ("heads", True)
+
+
+def test_dtypes_are_refused_by_the_rules_of_run_time() -> None:
+    made, found = plan_model(qwen3(asked={"exp_avg_dtype": "bf17"}), SETTINGS, NEWEST)
+    assert made is None
+    assert [(one.code, one.key) for one in found] == [("dtype", "exp_avg_dtype")]
+    assert "allowed: fp32" in found[0].message + found[0].remedy
+    low = qwen3(asked={"exp_avg_dtype": "bf16"})
+    _, found = plan_model(low, SETTINGS, NEWEST)
+    assert [one.code for one in found] == ["dtype"]
+    old = qwen3(asked={"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"})
+    _, found = plan_model(old, SETTINGS, support_of("2.2"))
+    assert "2.3" in found[0].message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "expected"),
+    [
+        (Sizes(4, pipeline=2), 4, [[0, 1], [2, 3]]),
+        (Sizes(4, pipeline=2, virtual=2), 4, [[0, 2], [1, 3]]),
+        (Sizes(4, pipeline=2, first=1), 4, [[0], [1, 2, 3]]),
+        (Sizes(4, pipeline=4, first=1, last=2), 7, [[0], [1, 2], [3, 4], [5, 6]]),
+        (Sizes(4, pipeline=2, count_embedding=True, count_loss=True), 4, [[0, 1], [2, 3]]),
+        (Sizes(4, pipeline=2, stages="Et|(tt|)*2tL"), 6, [[0, 3, 4], [1, 2, 5]]),
+        (Sizes(4, pipeline=1, virtual=2), 3, [[0, 1, 2]]),
+    ],
+)
+def test_layers_by_stages(sizes: Sizes, layers: int, expected: list[list[int]]) -> None:
+    assert layers_of_stages(sizes, layers) == expected
+
+
+# -- properties --------------------------------------------------------------------------------
+
+DTYPES = st.sampled_from(["fp32", "bf16", "fp16"])
+STATES = st.sampled_from(["", "fp32", "bf16", "fp16", "fp8"])
+PRECISIONS = st.builds(
+    Precision,
+    params=DTYPES,
+    gradients=DTYPES,
+    master=st.sampled_from(["", "fp32", "fp16", "int16"]),
+    exp_avg=STATES,
+    exp_avg_sq=STATES,
+    buckets=st.booleans(),
+    copies=st.booleans(),
+    unpacks=st.sampled_from([(), ("exp_avg",), ("exp_avg", "exp_avg_sq")]),
+    offloaded=st.sampled_from([0.0, 0.25, 1.0]),
+    offload_keeps_master=st.booleans(),
+)
+
+
+@PROFILE
+@given(
+    precision=PRECISIONS,
+    trainable=st.integers(0, 10**13),
+    frozen=st.integers(0, 10**13),
+    group=st.integers(1, 4096),
+    factor=st.integers(1, 8),
+    params_sharded=st.booleans(),
+    states_sharded=st.booleans(),
+)
+def test_bytes_are_whole_and_add_up_and_more_sharding_never_costs_more(
+    precision: Precision,
+    trainable: int,
+    frozen: int,
+    group: int,
+    factor: int,
+    params_sharded: bool,
+    states_sharded: bool,
+) -> None:
+    def of(ranks: int) -> Stage:
+        share = Share(trainable, frozen, ranks, 1, params_sharded, states_sharded)
+        return Stage(0, (part("model", share, precision, "adam"),))
+
+    one, more = of(group), of(group * factor)
+    for stage, ranks in ((one, group), (more, group * factor)):
+        held = [*stage.parts[0].components.values(), *stage.parts[0].at_step.values()]
+        for component in held:
+            assert 0 <= component.host <= component.bytes
+            assert component.bytes * ranks >= component.group_bytes > 0
+            # Each mean is to the next whole byte, on the GPU and on the host.
+            assert component.bytes * ranks < component.group_bytes + 2 * ranks
+        assert stage.totals["bytes"] == sum(
+            component.bytes for component in stage.parts[0].components.values()
+        )
+        assert stage.totals["gpu"] == stage.totals["bytes"] - stage.totals["host"]
+        assert stage.totals["peak"] >= stage.totals["gpu"] >= 0
+    assert all(more.totals[key] <= one.totals[key] + 16 for key in one.totals)
+
+
+POWERS = st.sampled_from([1, 2, 4, 8])
+
+
+@PROFILE
+@given(tensor=POWERS, pipeline=POWERS, expert=POWERS, context=st.sampled_from([1, 2]))
+def test_no_parameter_is_lost(tensor: int, pipeline: int, expert: int, context: int) -> None:
+    model = mixture({**QWEN3_30B_A3B, "num_hidden_layers": 8, "num_experts": 8})
+    sizes = Sizes(1024, tensor, pipeline, context, expert, expert_tensor=1, sequence_parallel=True)
+    assert problems(sizes, model, "") == []
+    whole = sum(one.dense + one.experts * expert for one in count(model, sizes))
+    split = sum(one.numel for one in model.weights)
+    assert whole <= split <= whole * tensor
+    for more in ("tensor", "pipeline", "expert"):
+        deeper = replace(sizes, **{more: 2 * getattr(sizes, more)})
+        if not problems(deeper, model, ""):
+            assert largest(model, deeper) <= largest(model, sizes)
+
+
+def largest(model: shapes.Model, sizes: Sizes) -> int:
+    """Parameters of the rank that holds the most."""
+    return max(one.dense + one.experts for one in count(model, sizes))
+
+
+# -- how it grows ------------------------------------------------------------------------------
+
+
+def test_a_trillion_parameters_on_1024_gpus_are_planned_without_listing_experts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As much work for 384 experts of a layer as for 8, and no memory that grows with them."""
+    config = {
+        **QWEN3_30B_A3B,
+        "hidden_size": 7168,
+        "head_dim": 112,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 60,
+        "num_experts": 384,
+        "vocab_size": 163840,
+    }
+    sizes = Sizes(1024, tensor=4, pipeline=4, expert=64, expert_tensor=1, sequence_parallel=True)
+    work, peaks = [], []
+    for experts, expert in ((384, 64), (8, 8)):
+        model = mixture({**config, "num_experts": experts})
+        asked = Asked(Wishes(), model, replace(sizes, expert=expert), torch.bfloat16)
+        looked = [0]
+
+        def counting(weight: Any, where: Any, inner: Any = count_of, at: Any = looked) -> int:
+            at[0] += 1
+            return int(inner(weight, where))
+
+        monkeypatch.setattr("precision_shim_adapters.megatron.layout.rank_numel", counting)
+        tracemalloc.start()
+        made = planned(asked)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        work.append(looked[0])
+        if experts == 384:
+            assert made.parameters > 10**12
+    assert work[0] == work[1] == len(mixture(config).weights)
+    assert peaks[0] < 2 * peaks[1]
+
+
+def test_the_fewest_experts_that_a_config_allows() -> None:
+    assert shapes.fewest_experts(QWEN3_30B_A3B) == 8
+    assert shapes.fewest_experts(DEEPSEEK_V3) == 16
+    assert shapes.fewest_experts({}) == 1

@@ -1,0 +1,224 @@
+"""The plan through each framework's own loader, in the environment that has the framework."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precision_shim.cli import main
+
+from .models import QWEN3_30B_A3B
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    found = importlib.util.find_spec(package) is not None
+    return pytest.mark.skipif(not found, reason=f"{package} is not installed")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--json", *words])
+    said = capsys.readouterr()
+    assert end.value.code in (0, 1), said.err
+    return int(end.value.code), json.loads(said.out)
+
+
+def gib(stage: dict[str, Any]) -> float:
+    return round(stage["totals"]["bytes"] / 2**30, 2)
+
+
+def subjects(plan: dict[str, Any]) -> list[str]:
+    return [one["subject"] for one in plan["models"]]
+
+
+# -- verl --------------------------------------------------------------------------------------
+
+VERL = ("python3", "-m", "verl.trainer.main_ppo", "trainer.nnodes=8", "trainer.n_gpus_per_node=8")
+MEGATRON = (
+    "--config-name=ppo_megatron_trainer",
+    "algorithm.adv_estimator=grpo",
+    *(
+        f"actor_rollout_ref.actor.megatron.{key}={value}"
+        for key, value in (
+            ("tensor_model_parallel_size", 2),
+            ("pipeline_model_parallel_size", 2),
+            ("expert_model_parallel_size", 8),
+        )
+    ),
+)
+
+
+@needs("verl")
+def test_verl_on_megatron(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    path = f"actor_rollout_ref.model.path={model}"
+    code, plan = planned(capsys, "--", *VERL, *MEGATRON, path)
+    assert (code, plan["framework"], plan["world_size"]) == (0, "verl", 64)
+    assert subjects(plan) == ["actor"]
+    (actor,) = plan["models"]
+    assert actor["parameters"] == 30_532_122_624
+    assert actor["layout"]["ep"] == 8
+    states = "+actor_rollout_ref.actor.optim.override_optimizer_config"
+    words = (
+        f"{states}.use_precision_aware_optimizer=True",
+        "+actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=False",
+        f"{states}.main_grads_dtype=bf16",
+        f"{states}.exp_avg_dtype=bf16",
+        f"{states}.exp_avg_sq_dtype=bf16",
+    )
+    _, low = planned(capsys, "--", *VERL, *MEGATRON, path, *words)
+    assert gib(low["models"][0]["before"][0]) == 7.49
+    ref = ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.adv_estimator=gae")
+    critic = f"critic.model.path={model}"
+    _, three = planned(capsys, "--", *VERL, *MEGATRON, path, *ref, critic)
+    assert subjects(three) == ["actor", "ref", "critic"]
+    assert set(three["models"][1]["after"][0]["parts"][0]["components"]) == {"frozen"}
+
+
+@needs("verl")
+def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    path = f"actor_rollout_ref.model.path={model}"
+    code, plan = planned(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path)
+    assert code == 0
+    (part,) = plan["models"][0]["after"][0]["parts"]
+    assert part["components"]["params"]["dtypes"] == ["fp32"]
+    assert part["components"]["params"]["sharded"] is True
+    three = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"
+    code, plan = planned(capsys, "--", *VERL, *MEGATRON, path, three)
+    assert code == 1
+    assert {one["code"] for one in plan["problems"]} >= {"world-size", "heads"}
+    for one in plan["problems"]:
+        assert one["key"]
+        assert one["remedy"]
+
+
+@needs("verl")
+def test_verls_config_is_named_where_it_cannot_be_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--parameters", "7B", "--", *VERL, "actor_rollout_ref.nonsense=1"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "ppo_trainer.yaml" in said
+    assert "nonsense" in said
+
+
+@needs("verl")
+def test_no_module_of_verls_or_megatrons_is_imported(model: Path) -> None:
+    code = (
+        "import sys\n"
+        "from precision_shim.cli import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit as end:\n"
+        "    print({'verl', 'megatron', 'ray'} & set(sys.modules), end.code)\n"
+    )
+    words = ("plan", "--parameters", "7B", "--json", "--", *VERL, "algorithm.adv_estimator=grpo")
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.splitlines()[-1] == "set() 0", ended.stderr
+
+
+# -- SkyRL -------------------------------------------------------------------------------------
+
+SKYRL = ("uv", "run", "-m", "skyrl.train.entrypoints.main_base")
+
+
+@needs("skyrl")
+def test_skyrl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    words = (
+        *SKYRL,
+        "trainer.strategy=megatron",
+        "trainer.placement.policy_num_nodes=8",
+        "trainer.placement.policy_num_gpus_per_node=8",
+        f"trainer.policy.model.path={model}",
+        f"trainer.ref.model.path={model}",
+        "trainer.algorithm.use_kl_loss=false",
+        "trainer.policy.megatron_config.tensor_model_parallel_size=2",
+        "trainer.policy.megatron_config.pipeline_model_parallel_size=2",
+        "trainer.policy.megatron_config.expert_model_parallel_size=8",
+    )
+    code, plan = planned(capsys, "--", *words)
+    assert (code, plan["world_size"], subjects(plan)) == (0, 64, ["policy"])
+    assert gib(plan["models"][0]["before"][0]) == 12.57
+    fsdp = [one for one in words if "megatron" not in one]
+    code, plan = planned(capsys, "--", *fsdp, "trainer.strategy=fsdp2")
+    assert code == 0
+    assert plan["models"][0]["after"][0]["parts"][0]["data_parallel_size"] == 64
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--", *words, "trainer.nonsense=1"])
+    assert end.value.code == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+# -- NeMo-RL -----------------------------------------------------------------------------------
+
+NEMO_RL = """
+policy:
+  model_name: {model}
+  precision: bfloat16
+  dtensor_cfg: {{enabled: false, tensor_parallel_size: 2}}
+  optimizer: {{name: torch.optim.AdamW}}
+  megatron_cfg:
+    enabled: true
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 2
+    expert_model_parallel_size: 8
+    expert_tensor_parallel_size: 2
+    sequence_parallel: true
+    optimizer: {{optimizer: adam, bf16: true, fp16: false, params_dtype: float32,
+                adam_beta2: 0.999, use_distributed_optimizer: true,
+                use_precision_aware_optimizer: true}}
+    distributed_data_parallel_config: {{grad_reduce_in_fp32: false}}
+cluster: {{gpus_per_node: 8, num_nodes: 8}}
+"""
+
+
+@needs("nemo_rl")
+def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    (model / "parent.yaml").write_text(NEMO_RL.format(model=model))
+    (model / "job.yaml").write_text("defaults: parent.yaml\n")
+    words = ("uv", "run", "examples/nemo_rl/run_grpo.py", "--config", str(model / "job.yaml"))
+    code, plan = planned(capsys, "--", *words)
+    assert (code, plan["framework"], plan["world_size"]) == (0, "nemo-rl", 64)
+    assert gib(plan["models"][0]["before"][0]) == 9.27
+    assert plan["models"][0]["before"][0]["parts"][0]["components"]["master"]["dtypes"] == ["int16"]
+    off = ("policy.megatron_cfg.enabled=false", "policy.dtensor_cfg.enabled=true")
+    code, plan = planned(capsys, "--", *words, *off)
+    assert code == 0
+    assert plan["models"][0]["layout"] == {"fsdp": 32, "replicas": 1, "tp": 2}
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--", *words[:-1], str(model / "none.yaml")])
+    assert end.value.code == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+# -- torchtitan --------------------------------------------------------------------------------
+
+
+@needs("torchtitan")
+def test_torchtitan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("torchrun", "--nproc-per-node=8", "-m", "torchtitan.train", "--module", "qwen3")
+    code, plan = planned(capsys, "--", *words, "--config", "qwen3_debugmodel")
+    assert (code, plan["framework"], plan["world_size"]) == (0, "torchtitan", 8)
+    (part,) = plan["models"][0]["after"][0]["parts"]
+    assert part["data_parallel_size"] == 8
+    assert part["components"]["exp_avg"]["dtypes"] == ["fp32"]
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--", *words, "--config", "nonsense"])
+    assert end.value.code == 2
