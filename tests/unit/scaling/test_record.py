@@ -26,7 +26,7 @@ def scaler(**settings):
 
 
 def signed(record):
-    record["digest"] = module._digest(record)
+    record["digest"] = module.digest_of(record)
     return record
 
 
