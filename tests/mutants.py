@@ -1010,7 +1010,8 @@ def hold(framework: str) -> None:
     assert done.stdout, done.stderr
     changed = json.loads(done.stdout.splitlines()[-1])
     ended += [(": ".join(one[:3]), End(one[3], one[4])) for one in changed]
-    assert [(told, end.because) for told, end in ended if end.state not in (*FINE, "judged")] == []
+    left = [f"{told}: {end.because}" for told, end in ended if end.state not in (*FINE, "judged")]
+    assert not left, "\n".join(left)
     assert len({end.state for _, end in ended}) > 2
 
 

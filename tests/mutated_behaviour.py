@@ -91,7 +91,7 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         f"{_BUFFER}:_ParamAndGradBuffer.__init__",
         "the dtype of a gradient bucket",
-        ("self.grad_dtype =", "self.grad_data ="),
+        ("self.grad_dtype = grad_dtype", "self.grad_data = torch"),
     ),
     (
         "verl.workers.engine.megatron.transformer_impl:MegatronEngine.optimizer_step",
@@ -104,7 +104,11 @@ COVERED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("bf16", "params_dtype", "use_distributed_optimizer", "update("),
     ),
     ("torch.amp.grad_scaler:GradScaler._maybe_opt_step", "torch's scaler", ("found_inf",)),
-    ("torch.amp.grad_scaler:GradScaler.state_dict", "torch's scaler", ("",)),
+    (
+        "torch.amp.grad_scaler:GradScaler.state_dict",
+        "torch's scaler",
+        ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"),
+    ),
     (
         "torch.distributed.checkpoint.state_dict:_init_optim_state",
         "a distributed checkpoint",
