@@ -152,7 +152,10 @@ def _judge(make: Callable[[], object], where: str) -> Scaler:
 def _judge_tensor(one: Tensor, where: str) -> Scaler:
     if one.dtype != "uint8":
         return Scaler("damaged", where, f"a tensor of {one.dtype} where bytes were expected")
-    content = b"".join(part(one.elements) for part in one.parts)
+    try:
+        content = b"".join(part(one.elements) for part in one.parts)
+    except CheckpointUnreadableError as error:
+        return Scaler("damaged", where, str(error).rstrip("."))
     return _judge(lambda: parse_bytes(content, where), where)
 
 
