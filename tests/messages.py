@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 BEGIN, END = "<!-- messages -->", "<!-- /messages -->"
 ERRORS = ("ShimError", "SettingsError", "DtypeError", "SeamError", "SourceError", "PrecisionError")
-ERRORS += ("LayoutError", "LossScaleError", "CheckpointError", "AuditError", "PlanError")
+ERRORS += ("LayoutError", "LossScaleError", "CheckpointError", "UnreadableError")
+ERRORS += ("AuditError", "PlanError")
 WARNINGS = ("warn",)
 PARTS = ("message", "problem", "problems", "warnings", "bucket_warning")
 """Names under which a text is kept or collected before it is told."""
@@ -29,9 +30,12 @@ GROUPS = {
     "precision_shim/rules": "Dtypes",
     "precision_shim/scaling": "Loss scaling",
     "precision_shim/auditing": "Audit",
+    "precision_shim/planning": "Plan",
+    "precision_shim/checkpoints": "Checkpoints",
     "precision_shim/seams": "Adapters and seams",
     "precision_shim/cli": "Command line",
     "precision_shim_adapters": "Adapters and seams",
+    "precision_shim_adapters/checkpoints": "Checkpoints",
     "precision_shim_adapters/megatron": "Megatron",
     "precision_shim_adapters/fp16": "Loss scaling",
     "precision_shim_adapters/verl": "verl",

@@ -352,7 +352,7 @@ def test_a_symbol_that_is_at_none_of_its_places_does_not_leave_its_group_in_sile
         lab.seam(f"toy.{name}:scale", group="a", only_if=(f"toy.{name}",))
         for name in ("old", "new")
     ]
-    adapter = lab.adapter(*places, lab.seam(GOOD, group="a"))
+    adapter = lab.adapter(*places, lab.seam(OTHER, group="a"))
     plan = check(adapter, ("f",), None, lambda _: lambda target: had.get(target, ""))
     assert [row.state for row in plan.rows] == states
     assert all("toy." in row.reason and "not found" in row.reason for row in plan.rows if had)
