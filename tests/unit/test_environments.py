@@ -16,9 +16,6 @@ LEFT_OUT = (
     "tests/audit/test_command.py",
     "tests/audit/test_torch.py",
     "tests/audit/test_updates.py",
-    # One machine with a GPU, one megatron-core: the newest.
-    "tests/gpu/test_dry_run.py",
-    "tests/gpu/test_on_gpu.py",
     "tests/scaling/hand_written.py",
     "tests/scaling/ranks.py",
     "tests/scaling/saving.py",
