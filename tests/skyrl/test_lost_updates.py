@@ -45,7 +45,7 @@ def test_megatron_worker(fused_adam: str, checkpoints: dict[str, Path], shim: An
     said = train(build(checkpoints["bfloat16"], rate))
     hold(said)
     assert [norm for _, norm in said] == [norm for _, norm in plain]
-    assert said[-1][0]["updates_lost"] < 0.05 < said[-1][0]["updates_lost_rollout"]
+    assert said[-1][0]["updates_lost"] < said[-1][0]["updates_lost_rollout"]
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])

@@ -52,7 +52,7 @@ def test_megatron_engine(
     assert FIGURES & watched[0].keys() == set()  # one step late
     for one in watched[1:]:
         assert one.keys() >= FIGURES - {"updates_lost_exp_avg_sq"}
-        assert 0.0 <= one["updates_lost"] < 0.05 < one["updates_lost_rollout"] <= 1.0
+        assert 0.0 <= one["updates_lost"] < one["updates_lost_rollout"] <= 1.0
     # The first step has no second moment that could become smaller.
     assert ["updates_lost_exp_avg_sq" in one for one in watched] == [False, False, True, True]
     (audit,) = precision_shim.status().audit

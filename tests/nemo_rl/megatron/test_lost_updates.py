@@ -29,7 +29,7 @@ def test_megatron_worker(worker: Callable[..., AbstractContextManager[Any]], shi
     assert FIGURES & first.keys() == set()
     assert later[-1].keys() >= FIGURES
     for one in later:
-        assert one["updates_lost"][0] < 0.05 < one["updates_lost_rollout"][0] <= 1.0
+        assert one["updates_lost"][0] < one["updates_lost_rollout"][0] <= 1.0
     (audit,) = precision_shim.status().audit
     figures = audit.parts[0].updates
     assert figures is not None
