@@ -23,6 +23,7 @@ from precision_shim.auditing.reading import (
     tensors_of,
     unique,
 )
+from precision_shim.rules.dtypes import parse_dtype
 
 
 def read(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
@@ -184,6 +185,8 @@ def wanted(config: Any) -> Wanted:
 
     def get(name: str, default: Any) -> Any:
         found = getattr(config, name, default)
+        if isinstance(found, str):  # Megatron keeps a name where nobody coerces it
+            found = parse_dtype(found) or found
         return default if found is None else found
 
     fp32 = torch.float32
