@@ -95,3 +95,32 @@ def test_without_the_feature(policy: Any, shim: Any) -> None:
     shim(features="-audit")
     cpu.policy_step(policy(), 0, parts=1)
     assert not precision_shim.status().audit
+
+
+LOST = {"updates_lost", "updates_lost_rollout"}
+
+
+def test_lost_updates_of_the_rl_trainer(policy: Any, shim: Any) -> None:
+    """In its output, one step late; in float16 a skipped step brings no figures of its own."""
+    shim(settings={"watch_updates": 1})
+    for dtype in ("bfloat16", "float16"):
+        trainer = policy(dtype)
+        found = [set(cpu.policy_step(trainer, step, parts=1)[1].metrics) for step in range(4)]
+        assert not {f"trainer/{name}" for name in LOST} & found[0]
+        assert {f"trainer/{name}" for name in LOST} <= found[-1]
+        assert ("trainer/loss_scale" in found[-1]) is (dtype == "float16")
+
+
+def test_lost_updates_in_pretraining(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
+    shim(settings={"watch_updates": 1})
+    config = cpu.trainer_config(tmp_path, "bfloat16", training={"dtype": "bf16"})
+    figures = train(pretrainer(config=config), 4)
+    assert not LOST & set(figures[0])
+    assert set(figures[-1]) >= LOST
+    assert 0 <= figures[-1]["updates_lost"] <= 1
+
+
+def test_without_the_meter_the_metrics_are_torchtitans(policy: Any, shim: Any) -> None:
+    alone = set(cpu.policy_step(policy("bfloat16"), 0, parts=1)[1].metrics)
+    shim()
+    assert set(cpu.policy_step(policy("bfloat16"), 0, parts=1)[1].metrics) == alone

@@ -24,12 +24,23 @@ from precision_shim.adapting import Adapter, collect
 
 from ..frameworks import TORCHTITAN
 from . import attention, audit, checkpoints, names, pretraining, rl, scaled
-from .places import ATTENTION, FORGE, GENERATOR, METRICS, NAMES, PRETRAINING, RL, TORCHFT
+from .places import (
+    ATTENTION,
+    FORGE,
+    GENERATOR,
+    METRICS,
+    NAMES,
+    PRETRAINING,
+    RL,
+    RL_METRICS,
+    TORCHFT,
+)
 
 ADAPTER = Adapter(
     **TORCHTITAN,
     paths={
         RL: "RL trainer",
+        RL_METRICS: "RL trainer (metrics)",
         PRETRAINING: "pre-training and SFT",
         METRICS: "pre-training and SFT (metrics)",
         ATTENTION: "varlen attention",

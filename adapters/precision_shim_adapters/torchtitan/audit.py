@@ -1,14 +1,17 @@
-"""The audit of both trainers: where a model and its optimizers first stand together."""
+"""The audit of both trainers, and the lost updates among their metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from precision_shim.adapting import Call, seam
+from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
 
 from ..fp16 import ScaledTraining
-from .places import FRAMEWORK, POLICY, PRETRAINING, RL, TRAINER
+from .endpoints import remade
+from .places import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, RL_METRICS, TRAINER
 
 FEATURE = "audit"
 _WHY = "model parts and optimizers stand together, and the scaler was made"
@@ -63,3 +66,49 @@ def trainer(call: Call) -> None:
     """Audit the optimizers of a pre-training or SFT trainer."""
     call.proceed()
     _see(call.instance, "model")
+
+
+# -- the metrics --------------------------------------------------------------------------------
+
+_LOST = "torchtitan says which of its updates are lost to rounding"
+
+
+@seam(
+    f"{POLICY}.optim_step",
+    FEATURE,
+    group=RL_METRICS,
+    why="its output has the figures of a step",
+    delete_when=_LOST,
+    relies_on=("OptimStepOutput", "optimizers", "concurrent_endpoint"),
+    optional=True,
+    replaces=True,
+)
+def report_from_endpoint(endpoint: Any) -> Any:
+    """Make an endpoint that reports the shares of lost updates beside the grad norm.
+
+    Raises:
+        SeamError: it is not what Monarch's ``concurrent_endpoint`` makes.
+    """
+
+    async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:
+        output = await own()
+        output.metrics.update(meters.metrics(trainer.optimizers, "trainer/"))
+        return output
+
+    return remade(endpoint, step)
+
+
+@seam(
+    "torchtitan.components.metrics:MetricsProcessor.log",
+    FEATURE,
+    group=METRICS,
+    why="the figures of a step, where they are logged",
+    delete_when=_LOST,
+    relies_on=("optimizers",),
+)
+def report_in_log(call: Call, extra_metrics: Any = None) -> Any:
+    """Log the shares of lost updates beside the grad norm."""
+    found = meters.metrics(call.instance.optimizers)
+    if found:
+        call.arguments["extra_metrics"] = {**(extra_metrics or {}), **found}
+    return call.proceed()

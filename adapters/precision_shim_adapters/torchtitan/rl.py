@@ -1,24 +1,23 @@
 """The RL trainer in float16: ``PolicyTrainer``, a Monarch actor.
 
-Its endpoints are objects that an actor looks up by name, and a wrapper around one is not called. So
 ``optim_step`` is made again as an endpoint. The gradients are made by another endpoint before: what
 is scaled there is unscaled by an ``optim_step`` of ours, or nothing is scaled.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import Call, in_force, seam
-from precision_shim.errors import SeamError
 from precision_shim.rules.dtypes import parse_dtype
 
 from ..fp16 import FEATURE, ScaledTraining
 from ..fp16.stepping import has_gradients
+from .endpoints import UNSCALES, remade
 from .places import (
     DELETE,
     FRAMEWORK,
@@ -32,7 +31,6 @@ from .places import (
 from .scaled import leave, make, note_generator, ready, scale_innermost
 
 _NORM = "trainer/grad_norm/mean"
-_OURS = "_precision_shim_endpoint"
 
 
 @seam(
@@ -72,7 +70,7 @@ def _own_endpoints(trainer: Any) -> list[str]:
     A step that is not ours unscales nothing; gradients that come from another loss are not scaled,
     and our step would divide them by the scale.
     """
-    own = [] if hasattr(type(trainer).optim_step, _OURS) else ["optim_step"]
+    own = [] if hasattr(type(trainer).optim_step, UNSCALES) else ["optim_step"]
     return own + _overridden(trainer, "forward_backward")
 
 
@@ -136,25 +134,16 @@ def make_endpoint(endpoint: Any) -> Any:
     Raises:
         SeamError: it is not what Monarch's ``concurrent_endpoint`` makes.
     """
-    from monarch.actor import concurrent_endpoint
 
-    method = getattr(getattr(endpoint, "_method", None), "__wrapped__", None)
-    if method is None or not hasattr(endpoint, "_propagator"):
-        raise SeamError(f"{endpoint!r} is not an endpoint as concurrent_endpoint makes it")
-
-    @functools.wraps(method)
-    async def optim_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        training = ScaledTraining.of(self)
-        if training is None or not has_gradients(self.optimizers):
-            return await method(self, *args, **kwargs)
-        with training.several_steps(self.optimizers, tuple(self.optimizers)):
-            output = await method(self, *args, **kwargs)
+    async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:
+        training = ScaledTraining.of(trainer)
+        if training is None or not has_gradients(trainer.optimizers):
+            return await own()
+        with training.several_steps(trainer.optimizers, tuple(trainer.optimizers)):
+            output = await own()
         metrics = output.metrics
         metrics[_NORM] = training.norm(metrics[_NORM])
         metrics.update(training.metrics("trainer/"))
         return output
 
-    made = concurrent_endpoint(optim_step, propagate=endpoint._propagator)
-    made.__set_name__(None, "optim_step")  # Python does this where a class is defined
-    setattr(made, _OURS, True)
-    return made
+    return remade(endpoint, step, **{UNSCALES: True})
