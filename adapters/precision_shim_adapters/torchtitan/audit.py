@@ -92,7 +92,9 @@ def report_from_endpoint(endpoint: Any) -> Any:
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:
         output = await own()
-        output.metrics.update(meters.metrics(trainer.optimizers, "trainer/"))
+        found = meters.metrics(trainer.optimizers, "trainer/")
+        if found:
+            output.metrics.update(found)
         return output
 
     return remade(endpoint, step)
