@@ -92,7 +92,7 @@ def report_from_endpoint(endpoint: Any) -> Any:
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:
         output = await own()
-        found = meters.metrics(trainer.optimizers, "trainer/")
+        found = meters.metrics(getattr(trainer, "optimizers", None), "trainer/")
         if found:
             output.metrics.update(found)
         return output
