@@ -66,7 +66,7 @@ PASSED_ON = {
     "precision_shim/_session.py": "the errors of settings and seams, and the doctor's problems",
     "precision_shim/adapting.py": "what an adapter gives it, and the errors of settings",
     "precision_shim/auditing/watching.py": "the audit's problems, which docs/audit.md has",
-    "precision_shim/auditing/updates.py": "the notes of lost updates, which docs/lost-updates.md has",
+    "precision_shim/auditing/updates.py": "the notes that docs/lost-updates.md has",
     "precision_shim/checkpoints/finding.py": "what stands at a path instead of a checkpoint",
     "precision_shim/checkpoints/tensors.py": "what a reader found damaged",
     "precision_shim/checkpoints/units.py": "what a file is instead",
