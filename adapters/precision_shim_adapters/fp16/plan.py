@@ -44,6 +44,7 @@ class Asked:
         keys: where the config has ``world``, ``shards``, ``tensor``, ``optimizer``, for messages.
         decisions: what the shim would choose.
         parked: the config's keys to the components that they move to the host between phases.
+        place: models of one place share their GPUs.
     """
 
     subject: str
@@ -61,6 +62,7 @@ class Asked:
     keys: Mapping[str, str] = field(default_factory=dict)
     decisions: tuple[Decided, ...] = ()
     parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    place: str = ""
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``."""
@@ -109,6 +111,7 @@ def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
             tuple(parked(stages, asked.parked)),
             asked.model.source,
             dict.fromkeys(("before", "after"), staying(stages, moved)),
+            asked.place,
         ),
         found,
     )
@@ -130,14 +133,15 @@ def problems(asked: Asked) -> list[Problem]:
             f"tensor {asked.tensor}",
             "Take a divisor of the number of GPUs.",
         )
-    heads = asked.model.number("num_attention_heads")
-    if heads % max(asked.tensor, 1):
-        report(
-            "heads",
-            "tensor",
-            f"{heads} attention heads cannot be split {asked.tensor} ways",
-            f"Take a divisor of {heads}.",
-        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = asked.model.number(name)
+        if heads % max(asked.tensor, 1):
+            report(
+                "heads",
+                "tensor",
+                f"{name} of {heads} cannot be split {asked.tensor} ways",
+                f"Take a divisor of {heads}.",
+            )
     return found
 
 

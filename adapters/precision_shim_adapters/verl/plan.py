@@ -97,6 +97,11 @@ def compose(job: Job) -> dict[str, Any]:
             f"{_where()}: its configs need hydra ({error}). Install verl's requirements."
         ) from error
     directory, name, overrides = _named(job)
+    if job.source is None and not directory.is_dir():
+        raise PlanError(
+            f"{_where()}, {job.target}: there is no such module or file here; expected an entry "
+            "point of this version. Start from the directory that the job starts in."
+        )
     if not directory.is_dir():
         raise PlanError(
             f"{_where()}: {directory}: there is no such directory of configs; expected the one "
