@@ -122,8 +122,8 @@ def problems(
         size = getattr(sizes, name)
         if size is None or (type(size) is int and size >= least):
             continue
-        message = f"{sizes.key(name)}={size!r}: expected a whole number, at least {least}"
-        report("size", name, message, f"Write {least} or more.")
+        found_here = f"{sizes.key(name)}={size!r}: expected a whole number, at least {least}"
+        report("size", name, found_here, f"Write {least} or more.")
     if found:
         return found
     _check_world(sizes, report)

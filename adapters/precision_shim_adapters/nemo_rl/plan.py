@@ -191,7 +191,7 @@ def _refuse_adapters(key: str, switch: object) -> None:
     if switch:
         raise PlanError(
             f"{_where()}, {key}.enabled=true: LoRA adapters are not planned: their states are "
-            "small, and the frozen model takes 2 bytes a parameter. Plan the job without them for "
+            "small, and the frozen model keeps its parameters alone. Plan the job without them for "
             f"an upper bound ({key}.enabled=false)."
         )
 

@@ -143,7 +143,7 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         if role != "ref" and rank:
             raise PlanError(
                 f"{_where()}, trainer.{role}.model.lora.rank={rank}: LoRA adapters are not "
-                "planned: their states are small, and the frozen model takes 2 bytes a parameter. "
+                "planned: their states are small, and the frozen model keeps its parameters alone. "
                 f"Plan the job without them for an upper bound (trainer.{role}.model.lora.rank=0)."
             )
         path = section.model.path or trainer.policy.model.path

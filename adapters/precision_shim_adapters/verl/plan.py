@@ -269,7 +269,7 @@ def _model(job: Job, section: _Section) -> Plannable:
     if _lora(section.model):
         raise PlanError(
             f"{_where()}, {section.at.subject}: LoRA adapters are not planned: their states are "
-            "small, and the frozen model takes 2 bytes a parameter. Plan the job without them "
+            "small, and the frozen model keeps its parameters alone. Plan the job without them "
             "for an upper bound (model.lora_rank=0, model.lora.rank=0)."
         )
     path = section.model.get("hf_config_path") or section.model.get("path")
