@@ -238,6 +238,17 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     code, plan = planned(capsys, "--", *words, *off)
     assert code == 0
     assert plan["models"][0]["layout"] == {"fsdp": 32, "replicas": 1, "tp": 2}
+    (part,) = plan["models"][0]["after"][0]["parts"]
+    copies = ("++policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.dp_replicate_size=2")
+    code, plan = planned(capsys, "--", *words, *off, *copies)
+    assert (code, plan["models"][0]["layout"]["replicas"]) == (0, 2)
+    (whole,) = plan["models"][0]["after"][0]["parts"]
+    assert whole["data_parallel_size"] == 16
+    twice = 2 * part["components"]["exp_avg"]["bytes"]
+    assert whole["components"]["exp_avg"]["bytes"] == pytest.approx(twice, abs=2)
+    context = "++policy.dtensor_cfg.context_parallel_size=3"
+    code, plan = planned(capsys, "--", *words, *off, context)
+    assert (code, [one["code"] for one in plan["problems"]]) == (1, ["world-size"])
     with pytest.raises(SystemExit) as end:
         main(["plan", "--", *words[:-1], str(model / "none.yaml")])
     assert end.value.code == 2

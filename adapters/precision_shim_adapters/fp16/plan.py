@@ -35,6 +35,8 @@ class Asked:
         dtype: of the parameters as they are kept, canonical.
         shards: ranks over which a parameter is sharded; the others have copies.
         tensor: tensor parallel.
+        context: context parallel, whose ranks share the parameters as well.
+        replicas: copies of the shards, where the config has that number and not ``shards``.
         compute: dtype of the parameters while a layer computes.
         reduce: dtype of the gradients while they are reduced.
         optimizer: class name of the optimizer; empty for a model that is not trained.
@@ -53,6 +55,8 @@ class Asked:
     dtype: str
     shards: int = 0
     tensor: int = 1
+    context: int = 1
+    replicas: int = 1
     compute: str = "bf16"
     reduce: str = "fp32"
     optimizer: str = "AdamW"
@@ -124,6 +128,16 @@ def problems(asked: Asked) -> list[Problem]:
     def report(code: str, key: str, message: str, remedy: str) -> None:
         found.append(Problem(code, asked.subject, asked.keys.get(key, key), message, remedy))
 
+    product = asked.tensor * asked.context * asked.replicas
+    if product < 1 or asked.world % product:
+        report(
+            "world-size",
+            "world",
+            f"{asked.world} GPUs are not a multiple of {product}, which is tensor {asked.tensor} x "
+            f"context {asked.context} x replicas {asked.replicas}",
+            "Take a multiple of it, or smaller groups.",
+        )
+        return found
     ways = asked.tensor * _shards(asked)
     if min(asked.world, ways) < 1 or asked.world % ways:
         report(
@@ -153,7 +167,7 @@ def layout(asked: Asked) -> dict[str, Any]:
 
 
 def _shards(asked: Asked) -> int:
-    most = max(asked.world // max(asked.tensor, 1), 1)
+    most = max(asked.world // max(asked.tensor * asked.replicas, 1), 1)
     return asked.shards if 0 < asked.shards < most else most
 
 

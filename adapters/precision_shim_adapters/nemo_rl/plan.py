@@ -265,6 +265,8 @@ def _on_dtensor(
         world,
         "fp32",  # NeMo-RL always loads in float32, and computes in policy.precision
         tensor=int(cfg.get("tensor_parallel_size") or 1),
+        context=int(cfg.get("context_parallel_size") or 1),
+        replicas=int(cfg.get("dp_replicate_size") or 1),
         compute=name_of(precision),
         optimizer=name if trains else "",
         offload=bool(cfg.get("cpu_offload")),
