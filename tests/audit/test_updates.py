@@ -352,6 +352,19 @@ def test_a_learning_rate_of_zero_loses_nothing() -> None:
     assert watch.metrics() == {}
 
 
+def test_a_step_that_becomes_a_graph_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    optimizer = adamw()(model.parameters())
+    watch = precision_shim.watch_updates(model, optimizer, every=1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    train(model, optimizer, 3)
+    assert watch.figures() == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    train(model, optimizer, 3)
+    assert watch.figures()
+
+
 # -- the sample ----------------------------------------------------------------------------------
 
 
@@ -382,6 +395,15 @@ def test_a_sample_of_a_large_model() -> None:
     assert large["sampled"] > sampling.MOST_ELEMENTS / 3
     # Half a million elements from a sample: five standard deviations of the largest.
     hold(first, reference, within=5 * 0.5 / large["sampled"] ** 0.5)
+
+
+def test_the_default_device_is_left_alone() -> None:
+    tensors = [[torch.zeros(10_000)]]
+    with torch.device("meta"):
+        found = sampling.Sample(tensors, 100)
+    indices = found.taken[0][0].indices
+    assert indices is not None
+    assert indices.device.type == "cpu"
 
 
 def test_each_element_at_most_once_and_the_same_ones_every_time() -> None:

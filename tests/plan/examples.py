@@ -67,7 +67,8 @@ def lines_of(script: Path, checkout: Path) -> list[list[str]]:
         handler += "ulimit() { return 0; }\n"
         environ = {
             **{"PATH": folder, "HOME": folder, "NOTES": str(notes), "USER": "nobody"},
-            **{"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "localhost", "NNODES": "1"},
+            # No number of nodes: the scripts' own default is what they are written for.
+            **{"RANK": "0", "MASTER_ADDR": "localhost"},
             # What some ask for and have no default of.
             **{"HDFS_ROOT": folder, "INFER_BACKEND": "vllm", "LORA_ADAPTER_PATH": folder},
         }
@@ -117,7 +118,7 @@ def planned(words: list[str]) -> tuple[int, str]:
         if status == 1:
             problems = json.loads(printed.getvalue())["problems"]
             return status, "; ".join(f"{one['key']}: {one['message']}" for one in problems)
-        return status, said.getvalue()
+        return -1 if "report this line" in said.getvalue() else status, said.getvalue()
     except BaseException:
         return -1, traceback.format_exc()
     return -1, "no exit status"

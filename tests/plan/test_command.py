@@ -127,6 +127,41 @@ def test_headers_are_read_and_experts_counted_together(tmp_path: Path) -> None:
     assert "safetensors" in found.source
 
 
+def test_what_transformers_drops_or_ties_is_not_counted_twice(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 1}')
+    kept = {"model.embed_tokens.weight": (10, 2), "model.layers.0.mlp.up_proj.weight": (4, 2)}
+    further = {
+        "model.layers.1.eh_proj.weight": (4, 2),
+        "mtp.layers.0.mlp.up_proj.weight": (4, 2),
+        "mtp.fc.weight": (4, 2),
+    }
+    write(tmp_path / "model.safetensors", {**kept, **further})
+    found = shapes.read(tmp_path)
+    assert [one.name for one in found.weights] == list(kept)
+    assert found.tied  # the config says nothing, and there is no output layer
+    write(tmp_path / "model.safetensors", {**kept, "lm_head.weight": (10, 2)})
+    assert not shapes.read(tmp_path).tied
+
+
+def test_files_that_are_not_all_here_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    names = {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    write(tmp_path / "model-1.safetensors", {"a.weight": (10, 2)})
+    with pytest.raises(PlanError, match="transformers cannot"):
+        shapes.read(tmp_path)
+    write(tmp_path / "model-2.safetensors", {"b.weight": (10, 2)})
+    assert shapes.read(tmp_path).parameters == 40
+
+
+def test_experts_that_are_no_number_are_none() -> None:
+    model = shapes.Model((), {"moe_num_experts": [64, 64], "num_experts": "many"})
+    assert model.experts == 0
+    assert shapes.fewest_experts({"moe_top_k": [6, 6], "n_group": None}) == 1
+    with pytest.raises(PlanError, match="transformers cannot"):
+        shapes.from_config({"model_type": "nothing", "moe_num_experts": [64, 64]}, "config.json")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
@@ -248,6 +283,21 @@ def test_settings_that_are_not_legal_here_are_not_offered() -> None:
     assert "optim.exp_avg_sq_dtype=bf16" in lines
 
 
+def test_models_on_other_gpus_are_not_added() -> None:
+    job_ = job(LINE)
+    first, second = asked(), replace(asked(32), place="others")
+    together = make(job_, request(first, replace(second, place="")), RULES)
+    apart = make(job_, request(first, second), RULES)
+    alone = [make(job_, request(one), RULES).peak() for one in (first, second)]
+    assert apart.peak() == max(alone)
+    assert together.peak() == sum(alone)
+    assert "on the same GPUs" in render(apart)
+    assert "on the same GPUs" not in render(together)
+    found = search(job_, request(first, second), RULES, 80 * GB)
+    assert found.plan is not None
+    assert [one.layout["dp"] for one in found.plan.models] == [16, 8]
+
+
 def test_models_are_together_unless_the_framework_moves_them() -> None:
     one = plan().peak()
     both = plan(asked(), asked())
@@ -274,6 +324,43 @@ def test_what_is_no_job_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
             main(words)
         assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--gpu-memory", "nan"),
+        ("--gpu-memory", "-3"),
+        ("--gpu-memory", "inf"),
+        ("--transformer-engine", "foo"),
+        ("--megatron-core", "main"),
+        ("--", "python", "x" * 5000 + ".py"),
+    ],
+)
+def test_an_option_that_makes_no_sense_ends_with_2(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *words, *LINE])
+    assert end.value.code == 2
+    assert "expected" in capsys.readouterr().err
+
+
+def test_a_number_of_gpus_that_is_not_known_here_is_no_guess() -> None:
+    words = ["torchrun", "--nproc-per-node=gpu", "-m", "toytrainer.x"]
+    with pytest.raises(PlanError, match="nproc-per-node=gpu"):
+        job(words).launched("nproc-per-node")
+    elastic = ["torchrun", "--nnodes", "1:4", "-m", "toytrainer.x"]
+    assert job(elastic).launched("nnodes") == 4
+
+
+def test_heads_on_dtensor() -> None:
+    config = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    model = shapes.Model((shapes.Weight("a.weight", (8, 8)),), config)
+    (found,) = make(
+        job(LINE), request(Sharded("policy", model, 8, "fp32", tensor=4)), RULES
+    ).problems
+    assert (found.code, "num_key_value_heads of 2" in found.message) == ("heads", True)
 
 
 def test_fsdp_is_planned_too() -> None:

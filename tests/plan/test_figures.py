@@ -21,6 +21,7 @@ from precision_shim.rules.legality import NEWEST
 from precision_shim_adapters.megatron.cheaper import changed
 from precision_shim_adapters.megatron.layout import Sizes, count, layers_of_stages, problems
 from precision_shim_adapters.megatron.layout import rank_numel as count_of
+from precision_shim_adapters.megatron.layout import unknown as layout_unknown
 from precision_shim_adapters.megatron.plan import Asked, plan_model, support_of
 from precision_shim_adapters.megatron.wishes import Wishes
 
@@ -138,6 +139,11 @@ def test_offload_leaves_parameters_and_gradients_and_says_what_the_host_needs() 
         (Sizes(64, tensor=2, sequence_parallel=False), "sequence-parallel"),
         (Sizes(64, tensor=0), "size"),
         (Sizes(64, pipeline=2, stages="Et*3|t*40L"), "layers"),
+        (Sizes(64, pipeline=2, stages=[["embedding", "encoder"], ["loss"]]), "layers"),
+        (Sizes(64, pipeline=2, stages=5), "layers"),  # type: ignore[arg-type]
+        (Sizes(64, tensor="two"), "size"),  # type: ignore[arg-type]
+        (Sizes(64, tensor=2.0), "size"),  # type: ignore[arg-type]
+        (Sizes(64, pipeline=2, virtual=-1), "size"),
     ],
 )
 def test_what_megatron_refuses_has_key_and_remedy(sizes: Sizes, code: str) -> None:
@@ -175,11 +181,53 @@ def test_dtypes_are_refused_by_the_rules_of_run_time() -> None:
         (Sizes(4, pipeline=4, first=1, last=2), 7, [[0], [1, 2], [3, 4], [5, 6]]),
         (Sizes(4, pipeline=2, count_embedding=True, count_loss=True), 4, [[0, 1], [2, 3]]),
         (Sizes(4, pipeline=2, stages="Et|(tt|)*2tL"), 6, [[0, 3, 4], [1, 2, 5]]),
+        (
+            Sizes(4, pipeline=2, stages=[["embedding", "decoder"], ["decoder"] * 2 + ["loss"]]),
+            3,
+            [[0], [1, 2]],
+        ),
         (Sizes(4, pipeline=1, virtual=2), 3, [[0, 1, 2]]),
     ],
 )
 def test_layers_by_stages(sizes: Sizes, layers: int, expected: list[list[int]]) -> None:
     assert layers_of_stages(sizes, layers) == expected
+
+
+def test_names_of_other_models_before_and_behind_the_layers() -> None:
+    """Nemotron-H's and GPT-NeoX's: embeddings and output are split, and stand at their ends."""
+    for prefix, embedding, norm, output in (
+        ("backbone.", "embeddings", "norm_f", "lm_head"),
+        ("gpt_neox.", "embed_in", "final_layer_norm", "embed_out"),
+    ):
+        weights = (
+            shapes.Weight(f"{prefix}{embedding}.weight", (64, 8)),
+            shapes.Weight(f"{prefix}{norm}.weight", (8,)),
+            shapes.Weight(f"{output}.weight", (64, 8)),
+        )
+        model = shapes.Model(weights, {"num_hidden_layers": 2})
+        counts = count(model, Sizes(4, tensor=2, pipeline=2))
+        assert [one.dense for one in counts] == [256, 256 + 8]
+        assert layout_unknown(model) == []
+        tied = replace(model, weights=weights[:2], tied=True)
+        assert [one.dense for one in count(tied, Sizes(4, tensor=2, pipeline=2))] == [256, 264]
+    odd = shapes.Model((shapes.Weight("model.extra.weight", (4, 4)),), {"num_hidden_layers": 2})
+    assert layout_unknown(odd) == ["model.extra.weight"]
+
+
+def test_without_shared_states_the_gradients_go_around_in_full() -> None:
+    made = planned(replace(qwen3(), wishes=Wishes(distributed=False)))
+    assert made.traffic["before"]["all_gather"] == made.traffic["before"]["reduce_scatter"]
+    shared = planned(qwen3())
+    assert 2 * shared.traffic["before"]["all_gather"] == pytest.approx(
+        shared.traffic["before"]["reduce_scatter"], abs=2
+    )
+
+
+def test_layers_that_predict_further_tokens_are_named() -> None:
+    asked = qwen3()
+    config = {**asked.model.config, "num_nextn_predict_layers": 1}
+    notes = planned(replace(asked, model=replace(asked.model, config=config))).notes
+    assert any("not counted: 1 of the layers" in one for one in notes)
 
 
 # -- properties --------------------------------------------------------------------------------

@@ -116,6 +116,34 @@ def test_verls_config_is_named_where_it_cannot_be_read(
 
 
 @needs("verl")
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("actor_rollout_ref.model.lora_rank=some", "'some'"),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=all", "'all'"),
+        ("actor_rollout_ref.actor=null", "NoneType"),
+    ],
+)
+def test_a_value_of_another_kind_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], word: str, expected: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--parameters", "7B", "--", *VERL, word])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert expected in said
+    assert "Correct the value" in said
+
+
+@needs("verl")
+def test_an_entry_point_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--parameters", "7B", "--", "python", "-m", "verl.trainer.main_gone"])
+    assert end.value.code == 2
+    assert "verl.trainer.main_gone: there is no such module" in capsys.readouterr().err
+
+
+@needs("verl")
 def test_no_module_of_verls_or_megatrons_is_imported(model: Path) -> None:
     code = (
         "import sys\n"
@@ -160,6 +188,14 @@ def test_skyrl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     code, plan = planned(capsys, "--", *fsdp, "trainer.strategy=fsdp2")
     assert code == 0
     assert plan["models"][0]["after"][0]["parts"][0]["data_parallel_size"] == 64
+    critic = f"trainer.critic.model.path={model}"
+    apart = ("trainer.placement.colocate_all=false", "trainer.algorithm.use_kl_loss=true", critic)
+    gpus = ("trainer.placement.ref_num_nodes=8", "trainer.placement.ref_num_gpus_per_node=8")
+    code, plan = planned(capsys, "--", *fsdp, "trainer.strategy=fsdp2", *apart, *gpus)
+    assert code == 0
+    places = {one["subject"]: one["place"] for one in plan["models"]}
+    assert places["policy"] == places["ref"] != places["critic"]
+    assert any("colocate_policy_ref" in one for one in plan["models"][0]["notes"])
     with pytest.raises(SystemExit) as end:
         main(["plan", "--", *words, "trainer.nonsense=1"])
     assert end.value.code == 2
@@ -202,6 +238,17 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     code, plan = planned(capsys, "--", *words, *off)
     assert code == 0
     assert plan["models"][0]["layout"] == {"fsdp": 32, "replicas": 1, "tp": 2}
+    (part,) = plan["models"][0]["after"][0]["parts"]
+    copies = ("++policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.dp_replicate_size=2")
+    code, plan = planned(capsys, "--", *words, *off, *copies)
+    assert (code, plan["models"][0]["layout"]["replicas"]) == (0, 2)
+    (whole,) = plan["models"][0]["after"][0]["parts"]
+    assert whole["data_parallel_size"] == 16
+    twice = 2 * part["components"]["exp_avg"]["bytes"]
+    assert whole["components"]["exp_avg"]["bytes"] == pytest.approx(twice, abs=2)
+    context = "++policy.dtensor_cfg.context_parallel_size=3"
+    code, plan = planned(capsys, "--", *words, *off, context)
+    assert (code, [one["code"] for one in plan["problems"]]) == (1, ["world-size"])
     with pytest.raises(SystemExit) as end:
         main(["plan", "--", *words[:-1], str(model / "none.yaml")])
     assert end.value.code == 2

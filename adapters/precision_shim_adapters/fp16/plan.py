@@ -35,6 +35,8 @@ class Asked:
         dtype: of the parameters as they are kept, canonical.
         shards: ranks over which a parameter is sharded; the others have copies.
         tensor: tensor parallel.
+        context: context parallel, whose ranks share the parameters as well.
+        replicas: copies of the shards, where the config has that number and not ``shards``.
         compute: dtype of the parameters while a layer computes.
         reduce: dtype of the gradients while they are reduced.
         optimizer: class name of the optimizer; empty for a model that is not trained.
@@ -44,6 +46,7 @@ class Asked:
         keys: where the config has ``world``, ``shards``, ``tensor``, ``optimizer``, for messages.
         decisions: what the shim would choose.
         parked: the config's keys to the components that they move to the host between phases.
+        place: models of one place share their GPUs.
     """
 
     subject: str
@@ -52,6 +55,8 @@ class Asked:
     dtype: str
     shards: int = 0
     tensor: int = 1
+    context: int = 1
+    replicas: int = 1
     compute: str = "bf16"
     reduce: str = "fp32"
     optimizer: str = "AdamW"
@@ -61,6 +66,7 @@ class Asked:
     keys: Mapping[str, str] = field(default_factory=dict)
     decisions: tuple[Decided, ...] = ()
     parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    place: str = ""
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``."""
@@ -109,6 +115,7 @@ def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
             tuple(parked(stages, asked.parked)),
             asked.model.source,
             dict.fromkeys(("before", "after"), staying(stages, moved)),
+            asked.place,
         ),
         found,
     )
@@ -121,6 +128,16 @@ def problems(asked: Asked) -> list[Problem]:
     def report(code: str, key: str, message: str, remedy: str) -> None:
         found.append(Problem(code, asked.subject, asked.keys.get(key, key), message, remedy))
 
+    product = asked.tensor * asked.context * asked.replicas
+    if product < 1 or asked.world % product:
+        report(
+            "world-size",
+            "world",
+            f"{asked.world} GPUs are not a multiple of {product}, which is tensor {asked.tensor} x "
+            f"context {asked.context} x replicas {asked.replicas}",
+            "Take a multiple of it, or smaller groups.",
+        )
+        return found
     ways = asked.tensor * _shards(asked)
     if min(asked.world, ways) < 1 or asked.world % ways:
         report(
@@ -130,14 +147,15 @@ def problems(asked: Asked) -> list[Problem]:
             f"tensor {asked.tensor}",
             "Take a divisor of the number of GPUs.",
         )
-    heads = asked.model.number("num_attention_heads")
-    if heads % max(asked.tensor, 1):
-        report(
-            "heads",
-            "tensor",
-            f"{heads} attention heads cannot be split {asked.tensor} ways",
-            f"Take a divisor of {heads}.",
-        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = asked.model.number(name)
+        if heads % max(asked.tensor, 1):
+            report(
+                "heads",
+                "tensor",
+                f"{name} of {heads} cannot be split {asked.tensor} ways",
+                f"Take a divisor of {heads}.",
+            )
     return found
 
 
@@ -149,7 +167,7 @@ def layout(asked: Asked) -> dict[str, Any]:
 
 
 def _shards(asked: Asked) -> int:
-    most = max(asked.world // max(asked.tensor, 1), 1)
+    most = max(asked.world // max(asked.tensor * asked.replicas, 1), 1)
     return asked.shards if 0 < asked.shards < most else most
 
 

@@ -9,7 +9,7 @@ ends and interleaved chunks as Megatron's ``get_num_layers_to_build`` and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,8 @@ class Sizes:
         last: layers of the last stage, where the config says so.
         count_embedding: whether the embedding counts as a layer.
         count_loss: whether the output layer does.
-        stages: a pipeline layout as Megatron's ``pipeline_model_parallel_layout`` has it.
+        stages: a pipeline layout as Megatron's ``pipeline_model_parallel_layout`` has it: its
+            letters, or for each stage the names of its layers.
         sequence_parallel: whether it is on; ``None`` where it is not known.
         keys: where the config has these, by their names here, for messages.
     """
@@ -52,7 +53,7 @@ class Sizes:
     last: int | None = None
     count_embedding: bool = False
     count_loss: bool = False
-    stages: str | None = None
+    stages: str | Sequence[Sequence[str]] | None = None
     sequence_parallel: bool | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
 
@@ -95,6 +96,12 @@ SHARED_HEADS_SINCE = (0, 16)
 """Megatron-core's release that first lets several ranks share a key-value head."""
 
 
+_LEAST = {
+    **dict.fromkeys(("world", "tensor", "pipeline", "context", "expert", "expert_tensor"), 1),
+    **{"virtual": 1, "first": 0, "last": 0},
+}
+
+
 def problems(
     sizes: Sizes, model: Model, subject: str, megatron: tuple[int, ...] | None = None
 ) -> list[Problem]:
@@ -111,15 +118,13 @@ def problems(
     def report(code: str, key: str, message: str, remedy: str) -> None:
         found.append(Problem(code, subject, sizes.key(key), message, remedy))
 
-    wrong = [
-        name
-        for name in ("world", "tensor", "pipeline", "context", "expert", "experts_tensor")
-        if getattr(sizes, name) < 1
-    ]
-    for name in wrong:
+    for name, least in _LEAST.items():
         size = getattr(sizes, name)
-        report("size", name, f"{sizes.key(name)}={size}: at least 1 is needed", "Write 1 or more.")
-    if wrong:
+        if size is None or (type(size) is int and size >= least):
+            continue
+        found_here = f"{sizes.key(name)}={size!r}: expected a whole number, at least {least}"
+        report("size", name, found_here, f"Write {least} or more.")
+    if found:
         return found
     _check_world(sizes, report)
     _check_heads(sizes, model, megatron, report)
@@ -328,8 +333,25 @@ def _per_stage(sizes: Sizes, layers: int) -> list[int]:
     return [counted // sizes.pipeline] * sizes.pipeline
 
 
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def _letters(layout: object) -> str:
+    """A layout in letters, whichever of its two forms it has."""
+    if isinstance(layout, str):
+        return layout.replace(",", "")
+    try:
+        places = [list(map(str, one)) for one in layout]  # type: ignore[attr-defined]
+        return "|".join("".join(_LETTERS[name] for name in place) for place in places)
+    except (TypeError, KeyError):
+        names = ", ".join(_LETTERS)
+        raise ValueError(
+            f"{layout!r}: expected letters, or for each stage a list of {names}"
+        ) from None
+
+
 def _by_layout(sizes: Sizes, layers: int) -> list[list[int]]:
-    text = (sizes.stages or "").replace(",", "")
+    text = _letters(sizes.stages)
     text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found.group(1) * int(found.group(2)), text)
     text = re.sub(r"(.)\*(\d+)", lambda found: found.group(1) * int(found.group(2)), text)
     if set(text) - set("Etm L|"):
@@ -365,9 +387,12 @@ _ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
 """Split by their inputs; biases are whole."""
 
 _VOCABULARY = (
-    *("embed_tokens", "wte", "tok_embeddings", "word_embeddings"),
+    *("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in"),
     *("lm_head", "embed_out", "output"),
 )
+_EMBEDDINGS = _VOCABULARY[:6]
+_LAST = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "score")
+"""Outside of the layers, and behind them; the output layer is, too."""
 
 
 def rank_numel(weight: Weight, sizes: Sizes) -> int:
@@ -454,10 +479,10 @@ def count(
             if layer in stage_of:  # heads for several tokens at a time come after the layers
                 add(stage_of[layer], weight)
             continue
-        if value_head and _word(weight.name) in ("lm_head", "score", "v_head"):
+        if value_head and _word(weight.name) in ("lm_head", "embed_out", "score", "v_head"):
             continue
         add(_stage_outside(weight.name, last), weight)
-        embedding = _word(weight.name) in ("embed_tokens", "wte", "word_embeddings")
+        embedding = _word(weight.name) in _EMBEDDINGS
         if embedding and model.tied and last and not value_head:
             add(last, weight)  # the last stage has its own copy
     if value_head:
@@ -484,17 +509,17 @@ def _stage_outside(name: str, last: int) -> int:
     """The stage of what belongs to no layer: the embeddings, or the last norm and the output."""
     if _OTHER_MODEL.search(name):
         return 0
-    return last if _word(name) in ("norm", "ln_f", "lm_head", "final_layernorm", "score") else 0
+    return last if _word(name) in (*_LAST, "lm_head", "embed_out") else 0
 
 
 def unknown(model: Model) -> list[str]:
-    """Matrices in layers that no rule names; they are counted whole."""
+    """Matrices of the text model that no rule names; they are counted whole."""
     found = []
     for weight in model.weights:
         word = _word(weight.name)
-        known = word in _COLUMN or word in _ROW or is_router(weight.name)
+        known = word in (*_COLUMN, *_ROW, *_VOCABULARY) or is_router(weight.name)
         whole = "norm" in word or re.search(r"(_a_proj|with_mqa|shared_expert_gate|^gate$)$", word)
-        inside = layer_of(weight.name) is not None and not is_expert(weight.name)
-        if inside and len(weight.shape) > 1 and not known and not whole:
+        ours = not _OTHER_MODEL.search(weight.name) and not is_expert(weight.name)
+        if ours and len(weight.shape) > 1 and not known and not whole:
             found.append(_LAYER.sub(".layers.N.", weight.name))
     return sorted(set(found))

@@ -18,7 +18,7 @@ from precision_shim.adapting import Settings
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import Precision, Share, part, ring
-from precision_shim.planning.record import Decided, ModelPlan, Problem, Stage, staying
+from precision_shim.planning.record import Decided, ModelPlan, Part, Problem, Stage, staying
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.text import parked
@@ -58,6 +58,7 @@ class Asked:
         bucket_key: where it has the bucket's.
         prefix: what stands before a key that is set on the command line.
         parked: the config's keys to the components that they move to the host between phases.
+        place: models of one place share their GPUs.
     """
 
     wishes: Wishes
@@ -71,6 +72,7 @@ class Asked:
     bucket_key: str = "grad_reduce_in_fp32"
     prefix: str = ""
     parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    place: str = ""
 
     @property
     def subject(self) -> str:
@@ -319,6 +321,7 @@ def plan_model(
             (*_notes(asked, sides[1]), *parked(after, asked.parked)),
             asked.model.source,
             _stays(asked, before, after),
+            asked.place,
         ),
         found,
     )
@@ -368,11 +371,17 @@ def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
     sums = [
         {
             "reduce_scatter": sum(ring(one, "grad_buckets") for one in stage.parts),
-            "all_gather": sum(ring(one, "params") for one in stage.parts if one.optimizer),
+            "all_gather": sum(ring(one, _gathered(one)) for one in stage.parts if one.optimizer),
         }
         for stage in stages_
     ]
     return max(sums, key=lambda one: sum(one.values()))
+
+
+def _gathered(part_: Part) -> str:
+    """What goes around in full: without shared states the reduced gradients themselves do."""
+    shared = any(part_.components[name].sharded for name in part_.components.keys() & {"exp_avg"})
+    return "params" if shared else "grad_buckets"
 
 
 def _decisions(asked: Asked, one: Side, settings: Settings) -> list[Decided]:
@@ -395,6 +404,12 @@ def _notes(asked: Asked, one: Side) -> list[str]:
         found += [*made.warnings, *(text for text in (made.bucket_warning,) if text)]
         if one.bucket.problem:
             found.append(one.bucket.problem)
+    further = asked.model.number("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    if further:
+        found.append(
+            f"not counted: {further} of the layers that predict further tokens, which the "
+            "framework may build in the last stage"
+        )
     lacking = layout.unknown(asked.model)
     if lacking and asked.sizes.tensor > 1:
         found.append(f"counted whole on each GPU, not known how they split: {', '.join(lacking)}")

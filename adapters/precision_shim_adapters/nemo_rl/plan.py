@@ -191,7 +191,7 @@ def _refuse_adapters(key: str, switch: object) -> None:
     if switch:
         raise PlanError(
             f"{_where()}, {key}.enabled=true: LoRA adapters are not planned: their states are "
-            "small, and the frozen model takes 2 bytes a parameter. Plan the job without them for "
+            "small, and the frozen model keeps its parameters alone. Plan the job without them for "
             f"an upper bound ({key}.enabled=false)."
         )
 
@@ -265,6 +265,8 @@ def _on_dtensor(
         world,
         "fp32",  # NeMo-RL always loads in float32, and computes in policy.precision
         tensor=int(cfg.get("tensor_parallel_size") or 1),
+        context=int(cfg.get("context_parallel_size") or 1),
+        replicas=int(cfg.get("dp_replicate_size") or 1),
         compute=name_of(precision),
         optimizer=name if trains else "",
         offload=bool(cfg.get("cpu_offload")),

@@ -143,7 +143,7 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         if role != "ref" and rank:
             raise PlanError(
                 f"{_where()}, trainer.{role}.model.lora.rank={rank}: LoRA adapters are not "
-                "planned: their states are small, and the frozen model takes 2 bytes a parameter. "
+                "planned: their states are small, and the frozen model keeps its parameters alone. "
                 f"Plan the job without them for an upper bound (trainer.{role}.model.lora.rank=0)."
             )
         path = section.model.path or trainer.policy.model.path
@@ -213,14 +213,29 @@ def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> Asked:
         frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
         key=f"{where}.optimizer_config_kwargs.{{}}",
         bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
-        parked=_parked(trainer),
+        parked=_parked(trainer, role),
+        place=_place(trainer, role),
     )
 
 
-def _parked(trainer: Any) -> dict[str, tuple[str, ...]]:
-    """What SkyRL moves to the host's memory while the rollout has the GPU."""
+def _together(trainer: Any, role: str) -> str:
+    """By which key a model shares its GPUs, as SkyRL's ``WorkerDispatch`` asks; empty: by none."""
+    if trainer.placement.colocate_all:
+        return "colocate_all"
+    shares = role in ("policy", "ref") and trainer.placement.colocate_policy_ref
+    return "colocate_policy_ref" if shares else ""
+
+
+def _place(trainer: Any, role: str) -> str:
+    return _together(trainer, role) or role
+
+
+def _parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
+    """What SkyRL moves to the host's memory while another model or the rollout has the GPU."""
+    key = _together(trainer, role)
     everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
-    return {"trainer.placement.colocate_all": everything} if trainer.placement.colocate_all else {}
+    alone = key == "colocate_policy_ref" and "ref" not in _roles(trainer)
+    return {f"trainer.placement.{key}": everything} if key and not alone else {}
 
 
 def _on_fsdp(trainer: Any, role: str, model: Model, world: int) -> Sharded:
@@ -244,7 +259,8 @@ def _on_fsdp(trainer: Any, role: str, model: Model, world: int) -> Sharded:
             "world": f"trainer.placement.{role}_num_gpus_per_node",
             "shards": f"trainer.{role}.fsdp_config.fsdp_size",
         },
-        parked={} if config.cpu_offload else _parked(trainer),
+        parked={} if config.cpu_offload else _parked(trainer, role),
+        place=_place(trainer, role),
     )
 
 

@@ -97,6 +97,11 @@ def compose(job: Job) -> dict[str, Any]:
             f"{_where()}: its configs need hydra ({error}). Install verl's requirements."
         ) from error
     directory, name, overrides = _named(job)
+    if job.source is None and not directory.is_dir():
+        raise PlanError(
+            f"{_where()}, {job.target}: there is no such module or file here; expected an entry "
+            "point of this version. Start from the directory that the job starts in."
+        )
     if not directory.is_dir():
         raise PlanError(
             f"{_where()}: {directory}: there is no such directory of configs; expected the one "
@@ -264,7 +269,7 @@ def _model(job: Job, section: _Section) -> Plannable:
     if _lora(section.model):
         raise PlanError(
             f"{_where()}, {section.at.subject}: LoRA adapters are not planned: their states are "
-            "small, and the frozen model takes 2 bytes a parameter. Plan the job without them "
+            "small, and the frozen model keeps its parameters alone. Plan the job without them "
             "for an upper bound (model.lora_rank=0, model.lora.rank=0)."
         )
     path = section.model.get("hf_config_path") or section.model.get("path")

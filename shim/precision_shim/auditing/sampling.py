@@ -87,11 +87,13 @@ def _draw(
     total = sum(sizes)
     if count == total:
         return {p: Taken(None, size) for p, size in zip(places, sizes, strict=True) if size}
-    generator = torch.Generator().manual_seed(seed)
-    within = torch.rand(count, generator=generator, dtype=torch.float64)
-    drawn = ((torch.arange(count, dtype=torch.float64) + within) * (total / count)).long()
+    # On the host, whatever torch.set_default_device says.
+    generator = torch.Generator("cpu").manual_seed(seed)
+    within = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
+    stretches = torch.arange(count, dtype=torch.float64, device="cpu")
+    drawn = ((stretches + within) * (total / count)).long()
     drawn.clamp_(max=total - 1)
-    bounds = torch.tensor([0, *sizes]).cumsum(0)
+    bounds = torch.tensor([0, *sizes], device="cpu").cumsum(0)
     cuts = torch.searchsorted(drawn, bounds).tolist()
     found = {}
     for number, place in enumerate(places):

@@ -302,7 +302,7 @@ class Meter:
     # -- before the step ---------------------------------------------------------------------------
 
     def _look_before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.unmeasured or torch.compiler.is_compiling():
+        if self.unmeasured or torch.compiler.is_compiling() or _captures():
             return
         try:
             self._read()
@@ -426,7 +426,7 @@ class Meter:
             counts = torch.stack(vectors)
             event = None
             if device.type != "cpu":
-                there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+                there = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
                 counts = there.copy_(counts, non_blocking=True)
                 module = getattr(torch, device.type)  # torch.cuda, and others of that shape
                 event = module.Event()
@@ -500,6 +500,12 @@ class Meter:
             if group not in self._warned:
                 self._warned.add(group)
                 tell(message)
+
+
+def _captures() -> bool:
+    """Whether the step becomes a CUDA graph; asking for an event would end the capture."""
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
 
 
 def _plain(args: Any, kwargs: Any) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +74,13 @@ def run(asked: argparse.Namespace) -> int:
     words = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
     if not words:
         asked.parser.error("COMMAND is missing: which job is to be planned?")
+    if asked.gpu_memory is not None and not 0 < asked.gpu_memory < math.inf:
+        asked.parser.error(f"--gpu-memory {asked.gpu_memory}: expected GB, more than 0")
+    for option in ("transformer_engine", "megatron_core"):
+        version = getattr(asked, option)
+        if version is not None and not version[:1].isdigit():
+            name = option.replace("_", "-")
+            asked.parser.error(f"--{name} {version!r}: expected a version such as 2.14")
     if asked.search and asked.gpu_memory is None:
         asked.parser.error("--search needs --gpu-memory")
     _startup.stop()  # what is imported here must not install the shim in this process
@@ -80,7 +89,20 @@ def run(asked: argparse.Namespace) -> int:
         return _show(asked, job, request, rules)
     except PrecisionShimError as error:
         print(f"precision-shim plan: {error}", file=sys.stderr)
-        return 2
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        print(f"precision-shim plan: {_odd(error)}", file=sys.stderr)
+    return 2
+
+
+def _odd(error: Exception) -> str:
+    """A sentence about a value that no adapter looked for, such as a word for a number."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:300]
+    return (
+        "a value of the config is of a kind that cannot be planned: "
+        f"{type(error).__name__}: {text} (at {Path(frame.filename).name}:{frame.lineno}, "
+        f"{frame.line}). Correct the value; if it is right, report this line."
+    )
 
 
 def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:

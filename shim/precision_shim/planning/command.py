@@ -90,14 +90,22 @@ class Job:
         return shapes.read(directory, overrides)
 
     def launched(self, *names: str) -> int | None:
-        """The number behind one of the launcher's options, such as ``--nproc-per-node``."""
+        """The number behind one of the launcher's options, such as ``--nproc-per-node``.
+
+        Raises:
+            PlanError: it is none, such as torchrun's ``gpu`` for as many as are here.
+        """
         words = list(self.launcher)
         for place, word in enumerate(words):
             key, equals, value = word.partition("=")
             if key.lstrip("-").replace("_", "-") in names:
                 text = value if equals else (words[place + 1] if place + 1 < len(words) else "")
-                text = text.rpartition(":")[2]
-                return int(text) if text.isdigit() else None
+                if not (most := text.rpartition(":")[2]).isdigit():
+                    raise PlanError(
+                        f"{key}={text}: the number of GPUs depends on the machine that the job "
+                        "starts on. Write a number."
+                    )
+                return int(most)
         return None
 
 
@@ -152,7 +160,7 @@ def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
         return module, file_of(module), place + 2
     if _is_script(word):
         path = Path(word)
-        return word, path if path.is_file() else None, place + 1
+        return word, path if os.path.isfile(path) else None, place + 1  # no error for a long name
     return "", None, place
 
 
@@ -211,9 +219,9 @@ def _directory(name: object) -> Path:
     """
     text = os.path.expanduser(str(name))
     path = Path(text)
-    if path.is_file():
+    if os.path.isfile(path):
         path = path.parent
-    if (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):
         return path
     cached = _cached(text)
     if cached is not None:

@@ -148,6 +148,7 @@ class ModelPlan:
         source: where names and shapes are from.
         stays: ``before`` and ``after``: what of a GPU it keeps while another model of the job is at
             work.
+        place: models of one place share their GPUs.
     """
 
     subject: str
@@ -160,6 +161,7 @@ class ModelPlan:
     notes: tuple[str, ...] = ()
     source: str = ""
     stays: Mapping[str, int] = field(default_factory=dict)
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -197,11 +199,10 @@ class Plan:
         return found
 
     def peak(self, side: str = "after") -> int:
-        """The most that one GPU holds: one model steps, of the others is there what stays."""
-        tops = [
-            max(stage.totals["peak"] for stage in getattr(model, side)) for model in self.models
-        ]
-        stays = [model.stays.get(side, 0) for model in self.models]
-        return max(
-            (top + sum(stays) - own for top, own in zip(tops, stays, strict=True)), default=0
-        )
+        """The most that one GPU holds: one model steps, of the others there is what stays."""
+        most = 0
+        for model in self.models:
+            top = max(stage.totals["peak"] for stage in getattr(model, side))
+            others = (one for one in self.models if one is not model and one.place == model.place)
+            most = max(most, top + sum(one.stays.get(side, 0) for one in others))
+        return most

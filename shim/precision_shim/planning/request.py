@@ -42,6 +42,10 @@ class Plannable(Protocol):
     def subject(self) -> str:
         """Which model."""
 
+    @property
+    def place(self) -> str:
+        """Models of one place share their GPUs."""
+
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """Plan it; ``None`` where what is illegal leaves nothing to count."""
 

@@ -70,11 +70,15 @@ def _ordered(model: Plannable, job: Job, rules: Rules) -> Sequence[Variant]:
 def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | None:
     """The smallest number of GPUs, with the same groups but data parallelism, that it fits on.
 
+    Models that have GPUs of their own keep theirs.
+
     More ranks never cost more per GPU, so the number is halved and doubled until it does not fit.
     """
 
     def fits(world: int) -> bool:
-        models = tuple(one.on(world) for one in request.models)
+        models = tuple(
+            one.on(world) if one.place == request.models[0].place else one for one in request.models
+        )
         plan = make(job, replace(request, models=models, world_size=world), rules)
         return not plan.problems and len(plan.models) == len(models) and plan.peak() <= memory
 

@@ -25,6 +25,9 @@ _NO_PARAMETER = re.compile(
     r"(e_score_correction_bias|expert_bias|inv_freq|masked_bias|_scale_inv|_scale|_zero_point"
     r"|_scales|g_idx)$"
 )
+_FURTHER = re.compile(r"(?:^|\.)mtp\.")
+_LAYER = re.compile(r"(?:^|model\.)layers\.(\d+)\.")
+_OUTPUT = re.compile(r"(lm_head|embed_out|output)\.weight$")
 _PACKED = re.compile(r"(_packed|qweight|qzeros|_blocks)$")
 _LARGEST_HEADER = 1 << 30
 
@@ -71,11 +74,10 @@ class Model:
         return sum(one.numel for one in self.weights)
 
     def number(self, *keys: str) -> int:
-        """The first of these keys of the config that holds a number, else 0."""
+        """The first of these keys of the config that holds a number other than 0, else 0."""
         for key in keys:
-            value = self.config.get(key)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
+            if found := _whole(self.config.get(key)):
+                return found
         return 0
 
     @property
@@ -98,18 +100,40 @@ def read(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
     if overrides:
         return from_config({**whole, **overrides}, str(directory / "config.json"))
     config = text_config(whole)
-    tied = bool(config.get("tie_word_embeddings", whole.get("tie_word_embeddings", False)))
-    found = list(_headers(directory))
+    found = list(_headers(directory)) if _is_whole(directory) else []
     if not found or any(_PACKED.search(one.name) for one in found):
         return from_config(whole, str(directory / "config.json"))
-    names = {one.name for one in found}
+    # transformers ties them where the config says nothing, and so files have no output layer then.
+    without = not any(_OUTPUT.search(one.name) for one in found)
+    tied = bool(config.get("tie_word_embeddings", without))
+    several = len({one.name for one in found}) > 1
+    layers = config.get("num_hidden_layers")
     weights = tuple(
         one
         for one in found
         if not _NO_PARAMETER.search(one.name)
-        and not (tied and one.name.endswith("lm_head.weight") and len(names) > 1)
+        and not (tied and one.name.endswith("lm_head.weight") and several)
+        and not _predicts_further(one.name, layers)
     )
     return Model(weights, config, f"safetensors headers in {directory}", tied)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether all files are here that an index names; a download may have ended early."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return True
+    names = _json(index).get("weight_map")
+    if not isinstance(names, dict):
+        return True
+    return all((directory / str(name)).is_file() for name in set(map(str, names.values())))
+
+
+def _predicts_further(name: str, layers: object) -> bool:
+    """Whether a parameter is of a head for several tokens at a time, which transformers drops."""
+    found = _LAYER.search(name)
+    behind = found is not None and isinstance(layers, int) and int(found.group(1)) >= layers > 0
+    return behind or bool(_FURTHER.search(name))
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,10 +206,15 @@ def fewest_experts(config: Mapping[str, Any]) -> int:
 
     The router picks so many per token; grouped routers compare the sum of two experts per group.
     """
-    top = max((int(config[key]) for key in _PER_TOKEN if config.get(key)), default=1)
-    groups = int(config.get("n_group") or 1)
+    top = max((_whole(config.get(key)) for key in _PER_TOKEN), default=0) or 1
+    groups = _whole(config.get("n_group")) or 1
     each = max(-(-top // groups), 2 if groups > 1 else 1)
     return groups * each
+
+
+def _whole(value: object) -> int:
+    """A number of a config; 0 for what is none, such as one number per layer."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def from_config(config: Mapping[str, Any], where: str) -> Model:
@@ -199,7 +228,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Model:
         PlanError: transformers does not know the model.
     """
     text = text_config(config)
-    experts = max((int(text[key]) for key in EXPERT_COUNTS if text.get(key)), default=0)
+    experts = max((_whole(text.get(key)) for key in EXPERT_COUNTS), default=0)
     few = min(fewest_experts(text), experts) if experts else 0
     weights, tied = _built(_with_experts(config, few) if few < experts else dict(config), where)
     if few < experts:
@@ -211,7 +240,7 @@ def _with_experts(config: Mapping[str, Any], few: int) -> dict[str, Any]:
     return {
         key: (
             few
-            if key in EXPERT_COUNTS and value
+            if key in EXPERT_COUNTS and _whole(value)
             else _with_experts(value, few)
             if isinstance(value, Mapping)
             else value

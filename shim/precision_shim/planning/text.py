@@ -48,8 +48,10 @@ def _head(plan: Plan) -> list[str]:
 
 def _together(plan: Plan, memory: float | None) -> list[str]:
     words = [f"{side} {gigabytes(plan.peak(key))}" for side, key in _SIDES]
+    apart = len({one.place for one in plan.models}) > 1
+    where = " on the same GPUs" if apart else ""
     lines = folded(
-        f"at most at a time, one model at its step and of the others what stays: "
+        f"at most at a time, one model at its step and of the others{where} what stays: "
         f"{', '.join(words)} GB"
     )
     if memory is not None:
