@@ -176,6 +176,20 @@ def test_a_chain_with_a_stub_and_no_optimizer_at_all(shim: Any) -> None:
     reload(None)
 
 
+def test_a_chain_in_a_chain(shim: Any) -> None:
+    """So are Muon's optimizers beside Adam's, in Megatron's layer-wise form."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    shim()
+    both = [trained(BUILDS["bf16"]) for _ in range(2)]
+    for chunks, _ in both:
+        load_weights(chunks, BUILDS["bf16"])
+    inner = [one for _, optimizer in both for one in optimizer.chained_optimizers]
+    reload(ChainedOptimizer([ChainedOptimizer(inner)]))
+    for chunks, optimizer in both:
+        assert masters_are_the_weights(chunks, optimizer)
+
+
 def test_an_optimizer_that_cannot_is_named(shim: Any) -> None:
     shim()
     _, optimizer = trained(BUILDS["bf16"])

@@ -81,7 +81,8 @@ def _take_common(tree: dict[Any, Any], part: Part) -> None:
     if isinstance(sharding, str):
         part.facts.setdefault("sharding", sharding)
     for found in _values_of(tree.get("optimizer"), "param_state_sharding_type"):
-        part.facts["sharding"] = found
+        if isinstance(found, str):
+            part.facts["sharding"] = found
 
 
 def _note_dtypes(part: Part, params: str, bucket: str) -> None:

@@ -216,7 +216,7 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
     state = optimizer.optimizer.state[_shard_of(optimizer, model_param)]
     for name in ("exp_avg", "exp_avg_sq"):
         kept = state[name].dtype if name in state else torch.float32
-        fits = partial(rounds_exactly, tensors[name], kept)
+        fits = partial(_fits, tensors, name, kept)
         becomes = moment_becomes(name_of(kept), fits)
         if becomes == "rounded":
             raise CheckpointLayoutError(
@@ -230,6 +230,10 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
                 f"Megatron optimizer checkpoint: {name} is kept in {name_of(kept)} with a scale "
                 "that is computed anew on load; training may differ in the last bits."
             )
+
+
+def _fits(tensors: dict[str, Any], name: str, dtype: torch.dtype) -> bool:
+    return rounds_exactly(tensors[name], dtype)
 
 
 def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:

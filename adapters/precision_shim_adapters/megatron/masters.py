@@ -119,7 +119,12 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
 
 
 def _each(optimizer: Any) -> Iterator[Any]:
-    """The optimizers in a chain; not stubs over frozen models."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if getattr(one, "optimizer", None) is not None:
-            yield one
+    """The optimizers in a chain, and in the chains in it; not stubs over frozen models."""
+    # Megatron's layer-wise optimizer is a chain within a chain: asked for ``optimizer``, one of
+    # several raises.
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        for one in chained:
+            yield from _each(one)
+    elif getattr(optimizer, "optimizer", None) is not None:
+        yield optimizer

@@ -100,17 +100,17 @@ def foretell(framework: str, part: Part, here: Here, wishes: Wishes) -> Outcome:
     live = _live(wishes, part, here, holds)
     if live.problem:
         return Outcome(FAILS, f"the optimizer cannot be built: {live.problem}")
-    shimmed = holds(DISPATCH, STATES)
-    states = _with_shim(part, live) if shimmed else _without(part, live)
-    if not states.exact:
-        return states
-    if not holds(DISPATCH, KEYS):
+    if not holds(DISPATCH, KEYS):  # the keys are compared before a state is read
         stored, bucket = part.facts.get("bucket"), wishes.bucket_in_fp32
         wanted = None if bucket is None else "fp32" if bucket else live.params
         if part.facts.get("sharding") in KEYED and wanted not in (None, stored):
             return Outcome(
                 FAILS, f"its keys name a {stored} gradient bucket, and the job has a {wanted} one"
             )
+    shimmed = holds(DISPATCH, STATES)
+    states = _with_shim(part, live) if shimmed else _without(part, live)
+    if not states.exact:
+        return states
     return _scaler(part, live) or states
 
 

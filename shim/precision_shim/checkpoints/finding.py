@@ -39,7 +39,7 @@ def find(path: Path, framework: str | None = None) -> list[Part]:
     step = _last_step(path)
     notes = [f"the last of the steps there: {step.name}"] if step is not None else []
     top = step or path
-    found = _units_in(top, _DEPTH)
+    found = _units_in(top, _DEPTH, set())
     if not found:
         raise CheckpointUnreadableError(f"{path}: {_what_is_there(path)}.")
     whose = framework or _framework_of(top)
@@ -64,7 +64,11 @@ def _names(path: Path) -> list[str]:
     return [one.name for one in path.parents][:_DEPTH]
 
 
-def _units_in(path: Path, depth: int) -> list[tuple[Path, str]]:
+def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]:
+    real = path.resolve()  # links may lead back, and each of them again
+    if real in seen:
+        return []
+    seen.add(real)
     kind = kind_of(path)
     if kind is not None:
         return [(path, kind)]
@@ -72,7 +76,7 @@ def _units_in(path: Path, depth: int) -> list[tuple[Path, str]]:
     if depth:
         for one in sorted(path.iterdir()):
             if one.is_dir() and not one.name.startswith("."):
-                found += _units_in(one, depth - 1)
+                found += _units_in(one, depth - 1, seen)
     return found
 
 

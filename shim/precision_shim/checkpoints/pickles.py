@@ -8,13 +8,13 @@ made.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from ..errors import CheckpointUnreadableError
 
-__all__ = ["Made", "Name", "Persistent", "names_in", "read_pickle"]
+__all__ = ["Made", "Name", "Persistent", "is_small", "read_pickle"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Persistent:
     label: Any
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Made:
     """An object that a pickle would make.
 
@@ -100,19 +100,26 @@ _PLAIN = {
 }
 """What plain data stand for. Only these are made, by ``_plain``; nothing is looked up by name."""
 
+_KEY = 64
+"""Values in a key, at most: hashing goes through all of them, and as often as they are shared."""
 
-def read_pickle(source: bytes | IO[bytes], where: str) -> Any:
+_COPIED = 20_000_000
+"""Values that are copied for one pickle, at most: one list may be copied again and again."""
+
+
+def read_pickle(source: bytes | IO[bytes], where: str, called: set[str] | None = None) -> Any:
     """Read the first pickle of a file.
 
     Args:
         source: its bytes, or an open file.
         where: the file, for messages.
+        called: filled with the names of all that it would call, also for what it drops again.
 
     Raises:
         CheckpointUnreadableError: it is no whole pickle.
     """
     try:
-        return _Machine().run(source)
+        return _Machine(set() if called is None else called).run(source)
     except CheckpointUnreadableError:
         raise
     except RecursionError:
@@ -127,10 +134,12 @@ def read_pickle(source: bytes | IO[bytes], where: str) -> Any:
 class _Machine:
     """Carries a pickle's operations out on plain data."""
 
-    def __init__(self) -> None:
+    def __init__(self, called: set[str]) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.called = called
+        self.copied = 0
 
     def run(self, source: bytes | IO[bytes]) -> Any:
         for operation, argument, _ in pickletools.genops(source):
@@ -192,23 +201,62 @@ class _Machine:
 
     def stack_global_(self, argument: Any) -> None:
         module, name = self._pop(2)
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("it has a name that is no text")
         self.stack.append(Name(f"{module}.{name}"))
 
     def reduce_(self, argument: Any) -> None:
         by, arguments = self._pop(2)
-        self.stack.append(_plain(by, arguments))
+        self._call(by, arguments)
+        self.stack.append(self._plain(by, arguments))
 
     def newobj_ex_(self, argument: Any) -> None:
         by, arguments, named = self._pop(3)
-        self.stack.append(Made(by, tuple(arguments), items=dict(named)))
+        self._call(by, arguments)
+        if not isinstance(named, dict):
+            raise ValueError("it would call something with names that are none")
+        self.stack.append(Made(by, arguments, items=named))
 
     def inst_(self, argument: str) -> None:
-        arguments = self._pop_to_mark()
-        self.stack.append(Made(Name(str(argument).replace(" ", ".", 1)), tuple(arguments)))
+        by, arguments = Name(str(argument).replace(" ", ".", 1)), tuple(self._pop_to_mark())
+        self._call(by, arguments)
+        self.stack.append(Made(by, arguments))
 
     def obj_(self, argument: Any) -> None:
         by, *arguments = self._pop_to_mark()
+        self._call(by, tuple(arguments))
         self.stack.append(Made(by, tuple(arguments)))
+
+    def _call(self, by: Any, arguments: Any) -> None:
+        if not isinstance(arguments, tuple):  # pickle takes no other
+            raise ValueError("it would call something with arguments that are none")
+        if isinstance(by, Name):
+            self.called.add(by.path)
+
+    def _plain(self, by: Any, arguments: tuple[Any, ...]) -> Any:
+        path = by.path if isinstance(by, Name) else ""
+        given = arguments[0] if arguments else ()
+        if path == "_codecs.encode" and isinstance(given, str) and arguments[1:] == ("latin1",):
+            self._copy(given)
+            return given.encode("latin1")  # bytes, up to protocol 2
+        make: Any = _PLAIN.get(path)
+        if make is None or len(arguments) > 1:
+            return Made(by, arguments)
+        if not isinstance(given, (list, tuple, set, frozenset, dict, bytes, bytearray)):
+            return Made(by, arguments)
+        if type(given) is not tuple or make is not tuple:
+            self._copy(given)
+        if make in (set, frozenset):
+            return make(map(_key, given))
+        if make is dict and not isinstance(given, dict):
+            pairs: Any = given
+            return {_key(key): value for key, value in pairs}
+        return make(given)
+
+    def _copy(self, given: Any) -> None:
+        self.copied += len(given)
+        if self.copied > _COPIED:
+            raise ValueError("it copies its content again and again")
 
     def build_(self, argument: Any) -> None:
         (state,) = self._pop(1)
@@ -238,11 +286,11 @@ class _Machine:
         self.stack.append(self._pop_to_mark())
 
     def frozenset_(self, argument: Any) -> None:
-        self.stack.append(frozenset(self._pop_to_mark()))
+        self.stack.append(frozenset(map(_key, self._pop_to_mark())))
 
     def dict_(self, argument: Any) -> None:
         flat = self._pop_to_mark()
-        self.stack.append(dict(zip(flat[::2], flat[1::2], strict=True)))
+        self.stack.append(dict(zip(map(_key, flat[::2]), flat[1::2], strict=True)))
 
     def append_(self, argument: Any) -> None:
         self._extend(self._pop(1))
@@ -255,7 +303,7 @@ class _Machine:
         if isinstance(target, Made):
             target.members.extend(values)
         elif isinstance(target, set):
-            target.update(values)
+            target.update(map(_key, values))
         else:
             target.extend(values)
 
@@ -269,7 +317,7 @@ class _Machine:
         target = self.stack[-1]
         items = target.items if isinstance(target, Made) else target
         for key, value in zip(flat[::2], flat[1::2], strict=True):
-            items[key] = value
+            items[_key(key)] = value
 
 
 _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
@@ -300,38 +348,33 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 """The operations on what is on the stack; any other is refused."""
 
 
-def _plain(by: Any, arguments: Any) -> Any:
-    arguments = tuple(arguments)
-    path = by.path if isinstance(by, Name) else ""
-    if path == "_codecs.encode" and len(arguments) == 2 and arguments[1] == "latin1":
-        return str(arguments[0]).encode("latin1")  # bytes, up to protocol 2
-    make: Any = _PLAIN.get(path)
-    if make is None or len(arguments) > 1:
-        return Made(by, arguments)
-    given = arguments[0] if arguments else ()
-    if isinstance(given, (list, tuple, set, frozenset, dict, bytes, bytearray)):
-        return make(given)
-    return Made(by, arguments)
+def _key(value: Any) -> Any:
+    """The same value, as one that may be hashed.
+
+    Raises:
+        ValueError: it is too large or nested too deeply for a key: hashing would not end.
+    """
+    if isinstance(value, (tuple, frozenset, Persistent)) and not is_small(value, _KEY):
+        raise ValueError("it has a key that is too large")
+    return value
 
 
-def names_in(tree: Any) -> Iterator[str]:
-    """The names that would be called for what was read, each as often as it would be."""
-    seen: set[int] = set()
-    waiting = [tree]
+def is_small(tree: Any, most: int) -> bool:
+    """Whether plain data have at most so many values, each counted as often as it is shared."""
+    waiting, count = [tree], 0
     while waiting:
         one = waiting.pop()
-        if isinstance(one, (str, bytes, bytearray, int, float, type(None), Name)):
-            continue
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, Made):
-            if one.kind:
-                yield one.kind
-            waiting += [one.by, *one.arguments, one.state, *one.members, one.items]
+        count += 1
+        inner: Iterable[Any] = ()
+        if isinstance(one, Persistent):
+            inner = (one.label,)
         elif isinstance(one, dict):
-            waiting += [*one.keys(), *one.values()]
+            inner = (*one.keys(), *one.values())
         elif isinstance(one, (list, tuple, set, frozenset)):
-            waiting += one
-        elif isinstance(one, Persistent):
-            waiting.append(one.label)
+            inner = one
+        elif isinstance(one, (str, bytes, bytearray)) and len(one) > most << 10:
+            return False
+        waiting += inner
+        if count + len(waiting) > most:
+            return False
+    return True

@@ -33,13 +33,15 @@ from .layout import (
     Part,
     Scaler,
 )
-from .pickles import Made
+from .pickles import Made, is_small
 from .tensors import Archive, Tensor
 from .units import Unit, read_unit
 
 __all__ = ["read"]
 
 _RECORD_KEY = "precision_shim_scaler"
+_RECORD = 1 << 10
+"""Values of a record, at most; and a thousand times as many bytes of its text."""
 _SAMPLE = 64 << 20
 """Bytes of a component that are looked at, at most; a smaller one is looked at whole."""
 
@@ -116,11 +118,7 @@ def _scaler_of(part: Part) -> Scaler:
     for directory in sorted(directories):
         file = directory / FILE_NAME
         if file.is_file():
-            try:
-                text = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                return Scaler("damaged", str(file), f"it cannot be read ({error})")
-            return _judge(partial(parse, text, str(file)), str(file))
+            return _judge_file(file)
     for unit in part.units:
         for key, one in unit.tensors.items():
             if key.rpartition(".")[2] == _RECORD_KEY:
@@ -140,6 +138,16 @@ def _scaler_of(part: Part) -> Scaler:
     return _judge_native(part)
 
 
+def _judge_file(file: Path) -> Scaler:
+    try:
+        if file.stat().st_size > _RECORD << 10:
+            return Scaler("damaged", str(file), "it is too large for a record")
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return Scaler("damaged", str(file), f"it cannot be read ({error})")
+    return _judge(partial(parse, text, str(file)), str(file))
+
+
 def _judge(make: Callable[[], object], where: str) -> Scaler:
     try:
         saved = read_record(make(), where)
@@ -152,6 +160,8 @@ def _judge(make: Callable[[], object], where: str) -> Scaler:
 def _judge_tensor(one: Tensor, where: str) -> Scaler:
     if one.dtype != "uint8":
         return Scaler("damaged", where, f"a tensor of {one.dtype} where bytes were expected")
+    if one.elements > _RECORD << 10:
+        return Scaler("damaged", where, "it is too large for a record")
     try:
         content = b"".join(part(one.elements) for part in one.parts)
     except CheckpointUnreadableError as error:
@@ -179,7 +189,8 @@ def _records_in(tree: Any) -> Iterator[dict[str, Any]]:
         if isinstance(one, dict):
             if one.get("kind") == KIND or _RECORD_KEY in one:
                 record = one if one.get("kind") == KIND else one[_RECORD_KEY]
-                yield record if isinstance(record, dict) else {"": record}
+                whole = isinstance(record, dict) and is_small(record, _RECORD)
+                yield record if whole else {}
                 continue
             waiting += one.values()
         elif isinstance(one, Made):
@@ -202,6 +213,9 @@ def _judge_native(part: Part) -> Scaler:
             return Scaler("damaged", where, f"it has no {lacking[0]}")
         if not (isinstance(one["scale"], float) and 0.0 < one["scale"] < math.inf):
             return Scaler("damaged", where, f"its scale is {one['scale']!r}")
+        for name in _NATIVE[1:]:
+            if type(one[name]) is not int:
+                return Scaler("damaged", where, f"its {name} is no whole number")
     states = {tuple(one[name] for name in _NATIVE) for one in part.scalers}
     part.facts["scalers_differ"] = len(states) > 1
     texts = (f"scale {a:g}, {b} good steps, hysteresis {c}" for a, b, c in sorted(states))

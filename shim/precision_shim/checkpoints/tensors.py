@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 from ..errors import CheckpointUnreadableError
 from .pickles import Made, Name, Persistent, read_pickle
 
-__all__ = ["Archive", "Tensor", "dtype_name", "item_size"]
+__all__ = ["Archive", "Tensor", "count_of", "dtype_name", "item_size"]
 
 _SHORT = {
     "float32": "fp32",
@@ -54,9 +55,30 @@ _STORAGES = {
 
 
 def dtype_name(path: str) -> str:
-    """A dtype's name as this project writes it: ``"torch.float32"`` is ``"fp32"``."""
+    """A dtype's name as this project writes it: ``"torch.float32"`` is ``"fp32"``.
+
+    Raises:
+        ValueError: it is no name of a dtype.
+    """
     bare = path.removeprefix("torch.")
+    if not re.fullmatch(r"[A-Za-z_]\w{0,31}", bare, re.ASCII):
+        raise ValueError(f"{bare[:32]!r} is no dtype")
     return _SHORT.get(bare, bare)
+
+
+def count_of(shape: Any) -> int:
+    """The number of elements of a tensor.
+
+    Raises:
+        ValueError: no tensor has such a shape.
+    """
+    sizes = list(shape)
+    if len(sizes) > _DIMENSIONS or not all(type(one) is int and 0 <= one < _MOST for one in sizes):
+        raise ValueError("a tensor has a shape that no tensor has")
+    count: int = math.prod(sizes)
+    if count >= _MOST:
+        raise ValueError("a tensor has more elements than any tensor")
+    return count
 
 
 def item_size(dtype: str) -> int:
@@ -89,6 +111,9 @@ class Tensor:
         """The size of its elements."""
         return self.elements * item_size(self.dtype)
 
+
+_DIMENSIONS, _MOST = 64, 2**63
+"""What torch has room for."""
 
 _NO_DATA = ("_spec", "_mesh", "mesh")
 """Fields of a DTensor that hold tensors and none of its data."""
@@ -190,6 +215,9 @@ class Archive:
 
     def _member(self, archive: zipfile.ZipFile, name: str, start: int = 0, most: int = -1) -> bytes:
         try:
+            if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
+                # Some kilobytes may become any number of gigabytes.
+                raise ValueError("it is compressed, which torch.save never does")
             with archive.open(name) as member:
                 if start:
                     member.seek(start)
@@ -239,15 +267,17 @@ class Archive:
         label = storage.label if isinstance(storage, Persistent) else None
         if not isinstance(label, tuple) or len(label) < 3 or not isinstance(shape, tuple):
             return None
-        kind = label[1].path if isinstance(label[1], Name) else ""
+        if not isinstance(label[1], Name) or not isinstance(label[2], str):
+            return None
+        kind = label[1].path
         bare = kind.rpartition(".")[2]
-        dtype = _STORAGES.get(bare.removesuffix("Storage"), dtype_name(kind))
-        whole = all(isinstance(one, int) and one >= 0 for one in (start, *shape))
-        elements = math.prod(shape) if whole else 0
+        dtype = _STORAGES.get(bare.removesuffix("Storage")) or dtype_name(bare)
+        elements = count_of(shape)
         parts: tuple[Callable[[int], bytes], ...] = ()
-        if whole and self._little and _is_contiguous(shape, stride):
+        known = type(start) is int and 0 <= start < _MOST
+        if known and self._little and _is_contiguous(shape, stride):
             size = item_size(dtype)
-            parts = (_Piece(self, str(label[2]), start * size, elements * size),)
+            parts = (_Piece(self, label[2], start * size, elements * size),)
         return Tensor(".".join(map(str, keys)), dtype, elements, parts)
 
     def content(self, key: str, start: int, count: int) -> bytes:

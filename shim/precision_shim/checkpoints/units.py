@@ -8,15 +8,14 @@ What each rank saved by ``torch.save``: ``model_world_size_N_rank_I.pt`` and the
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointUnreadableError
-from .pickles import Made, Name, names_in, read_pickle
-from .tensors import Archive, Tensor, dtype_name
+from .pickles import Made, Name, read_pickle
+from .tensors import Archive, Tensor, count_of, dtype_name
 
 __all__ = ["DCP", "MEGATRON", "SAFETENSORS", "SHARDS", "Unit", "kind_of", "read_unit"]
 
@@ -24,13 +23,19 @@ MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
 
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _METADATA = "torch.distributed.checkpoint.metadata"
-_HARMLESS = (
-    "torch.",
-    "collections.OrderedDict",
-    "pathlib.",
-    "megatron.core.dist_checkpointing.",
+_HARMLESS = re.compile(
+    r"torch\.(Size|device|serialization\._get_layout)"
+    r"|torch\.distributed\.checkpoint\."
+    r"(metadata|filesystem|planner|storage|\w*hf_\w+|_fsspec_filesystem)\._?[A-Z]\w*"
+    r"|collections\.OrderedDict|(builtins|__builtin__)\.(set|frozenset|tuple|list|bytes|bytearray)"
+    r"|_codecs\.encode|pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path"
+    r"|megatron\.core\.dist_checkpointing\.(mapping|strategies\.\w+)\._?[A-Z]\w*"
 )
-"""What the metadata of a distributed checkpoint is made of, by the beginnings of the names."""
+"""What the metadata of a distributed checkpoint calls. Whole names: torch and pathlib are also ways
+to ``os.system``."""
+
+_HEADER = 100_000_000
+"""Bytes of the header of a safetensors file, at most: the limit of the format's own reader."""
 
 
 @dataclass
@@ -110,13 +115,14 @@ def read_unit(path: Path, kind: str) -> Unit:
 
 def _read_distributed(unit: Unit) -> None:
     path = unit.path / ".metadata"
+    called: set[str] = set()
     with path.open("rb") as file:
-        metadata = read_pickle(file, str(path))
+        metadata = read_pickle(file, str(path), called)
     if not isinstance(metadata, Made) or metadata.kind != f"{_METADATA}.Metadata":
         raise CheckpointUnreadableError(
             f"{path}: a pickle, but not the metadata of a distributed checkpoint."
         )
-    foreign = sorted({name for name in names_in(metadata) if not name.startswith(_HARMLESS)})
+    foreign = sorted(name for name in called if not _HARMLESS.fullmatch(name))
     if foreign:
         raise CheckpointUnreadableError(
             f"{path}: it would call {', '.join(foreign[:3])}, which no metadata of torch's does; "
@@ -140,7 +146,11 @@ def _take(unit: Unit, metadata: Made) -> None:
     places: dict[str, list[_Place]] = {}
     ends: dict[Path, int] = {}
     for index, info in (metadata.get("storage_data") or {}).items():
-        file = unit.path / str(info.get("relative_path"))
+        relative = info.get("relative_path")
+        inside = isinstance(relative, str) and not Path(relative).is_absolute()
+        if not inside or ".." in Path(relative).parts:
+            raise ValueError("a piece lies in no file of this directory")
+        file = unit.path / relative
         place = _Place(
             file,
             int(info.get("offset")),
@@ -163,7 +173,7 @@ def _take(unit: Unit, metadata: Made) -> None:
             size = one.get("size")
             if not isinstance(dtype, Name) or not isinstance(size, tuple):
                 raise ValueError(f"{key} has no dtype or size")
-            unit.tensors[key] = Tensor(key, dtype_name(dtype.path), math.prod(size), tuple(there))
+            unit.tensors[key] = Tensor(key, dtype_name(dtype.path), count_of(size), tuple(there))
         elif there:
             unit.objects[key] = there[0].archive
 
@@ -204,10 +214,11 @@ def _read_shards(unit: Unit) -> None:
         )
     (unit.world_size,) = worlds
     for what, by_rank in files.items():
-        lacking = [rank for rank in range(unit.world_size) if rank not in by_rank]
-        if lacking:
+        # A name of a file may say any number: no list of so many.
+        lacking = next((rank for rank in range(unit.world_size) if rank not in by_rank), None)
+        if lacking is not None:
             raise CheckpointUnreadableError(
-                f"{unit.path}: {what}_world_size_{unit.world_size}_rank_{lacking[0]}.pt is missing."
+                f"{unit.path}: {what}_world_size_{unit.world_size}_rank_{lacking}.pt is missing."
             )
     for what, by_rank in sorted(files.items()):
         for _, path in sorted(by_rank.items()):
@@ -240,7 +251,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= size - 8:
+            if size < 8 or not 2 <= length <= min(size - 8, _HEADER):
                 raise ValueError("its header is not whole")
             header = json.loads(file.read(length))
         found, end = {}, 0
@@ -251,8 +262,10 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             dtype = _SAFETENSORS.get(code) or code.lower().replace("i", "int", 1).replace(
                 "u", "uint", 1
             ).replace("uintint", "uint")
+            if not 0 <= start <= stop:
+                raise ValueError(f"{name} ends before it begins")
             at = _Range(path, 8 + length + start, stop - start)
-            found[name] = Tensor(name, dtype, math.prod(one["shape"]), (at,))
+            found[name] = Tensor(name, dtype_name(dtype), count_of(one["shape"]), (at,))
             end = max(end, stop)
         if 8 + length + end > size:
             raise ValueError(f"it has {size} bytes of {8 + length + end}")

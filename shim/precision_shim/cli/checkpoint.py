@@ -92,15 +92,21 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
     """What ``--config`` gives; ``None`` where it was not used.
 
     Raises:
-        SettingsError: one is not FIELD=VALUE.
+        SettingsError: one is not FIELD=VALUE, or a number is none.
     """
     from ..errors import SettingsError
 
     found: dict[str, Any] = {}
-    words = {"true": True, "false": False, "none": None}
+    words = {"true": True, "false": False, "none": None, "1": True, "0": False}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
             raise SettingsError(f"--config {text!r} is not FIELD=VALUE.")
-        found[name.strip()] = words.get(value.strip().lower(), value.strip())
+        name, value = name.strip(), value.strip()
+        found[name] = words.get(value.lower(), value)
+        if name == "adam_beta2":
+            try:
+                found[name] = float(value)
+            except ValueError:
+                raise SettingsError(f"--config {text!r}: {value!r} is no number.") from None
     return found or None

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from precision_shim.checkpoints.pickles import read_pickle
 from precision_shim.checkpoints.reading import read
 from precision_shim.cli import main
+from precision_shim.cli.checkpoint import _config
 from precision_shim.scaling import FILE_NAME, save
 
 from .written import (
@@ -232,6 +233,23 @@ def test_options_that_make_no_sense(tmp_path: Path, capsys: Any) -> None:
     assert "allowed: nemo-rl, skyrl, torchtitan, verl" in capsys.readouterr().err
     assert run(tmp_path, "--config", "adam_beta2") == 2
     assert "FIELD=VALUE" in capsys.readouterr().err
+    assert run(tmp_path, "--config", "adam_beta2=high") == 2
+    assert "'high' is no number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("grad_reduce_in_fp32=0", False),
+        ("grad_reduce_in_fp32=False", False),
+        ("use_precision_aware_optimizer=1", True),
+        ("exp_avg_dtype=bf16", "bf16"),
+        ("adam_beta2=0.95", 0.95),
+        ("adam_beta2=1", 1.0),
+    ],
+)
+def test_what_the_config_says(text: str, value: Any) -> None:
+    assert _config([text]) == {text.partition("=")[0]: value}
 
 
 # -- what cannot be read ------------------------------------------------------------------------
