@@ -56,6 +56,11 @@ def test_every_page_is_in_the_site() -> None:
         assert name == "index" or re.search(rf"^{name}$", index, re.MULTILINE), name
 
 
+@pytest.mark.parametrize("page", ["plan", "checkpoints", "audit", "lost-updates"])
+def test_pages_with_real_output_are_linked_from_the_first(page: str) -> None:
+    assert f"]({page}.md)" in text_of("docs/index.md")
+
+
 def test_a_start_page_is_two_screens() -> None:
     for page in (ROOT / "docs" / "start").glob("*.md"):
         assert len(page.read_text(encoding="utf-8").splitlines()) <= 80, page.name
@@ -86,3 +91,19 @@ def test_every_message_is_listed() -> None:
     block = page.split(messages.BEGIN)[1].split(messages.END)[0]
     assert block == messages.listed(found), "python -m tests.messages writes the list anew"
     assert {place.partition(":")[0] for place in elsewhere} == set(PASSED_ON)
+
+
+def test_the_start_page_of_verl_quotes_the_decision_that_its_job_gets() -> None:
+    torch = pytest.importorskip("torch")
+    from precision_shim.rules.model import TrainableDtypes
+    from precision_shim.rules.optimizer import FusedAdamSupport
+    from precision_shim_adapters.megatron.wishes import InForce, Wishes, plan
+
+    page = text_of("docs/start/verl.md")
+    fields = re.findall(r"\+\S*override_optimizer_config\.(\w+)=(\S+)", page)
+    values = {"true": True, "0.95": 0.95}
+    # verl 0.9 has fields for the states, so that `auto` leaves them to the config.
+    wishes = Wishes(asked={k: values.get(v, v) for k, v in fields}, auto="as-configured")
+    model = TrainableDtypes({torch.bfloat16: 8})
+    made = plan(wishes, model, InForce(support=FusedAdamSupport((2, 14), True, ""))).plan
+    assert f"bf16-dispatch: {made.chosen} ({made.because}) " in " ".join(page.split())

@@ -110,6 +110,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     import os
 
     from .. import _registry, _settings
+    from .._session import version_of
     from ..errors import PlanError
     from ..planning import command
     from ..planning.request import Rules
@@ -128,6 +129,11 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     if not place:
         raise PlanError(
             f'{job.framework}: its adapter plans no jobs: expected plan="module:function" in it.'
+        )
+    if version_of(entry.distribution, entry.packages) is None:
+        raise PlanError(
+            f"{job.framework} is not installed here: its own loader has to read the job's config. "
+            "Run the plan in the environment of the job."
         )
     request = resolve(place)(job)
     rules = Rules(

@@ -1,0 +1,59 @@
+"""The shell commands that README and docs show, for ``tests/unit/test_commands.py``.
+
+A command is a line of a ``sh`` block, of an indented block that begins with a known program, a line
+behind ``$`` in any other block, or a piece of inline code that begins with a known program and has
+arguments. Lines that end in a backslash are joined; comments are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
+_PROGRAM = re.compile(
+    r"""(?:\w+=(?:'[^']*'|"[^"]*"|\S*)[ ]+)*  # variables in front
+    (?:\.venv/bin/)?
+    (?:precision-shim|python3?|pip|uv|tox|torchrun|ray|sh|git|export|unset)\b[ ]+[^\s`]""",
+    re.VERBOSE,
+)
+_FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"(?:\A|(?<=\n\n))((?: {4}.*\n|\n(?= {4}))+)")
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of one page, in order, each on one line with single spaces."""
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for _, language, block in _FENCE.findall(text):
+        if language in ("sh", "bash", "console", "shell"):
+            found += _lines(block)
+        else:
+            found += _lines("".join(_behind_prompts(block)))
+    rest = _FENCE.sub("\n", text)
+    for block in _INDENTED.findall(rest):
+        if _PROGRAM.match(block.strip()):
+            found += _lines(block)
+    rest = _INDENTED.sub("\n", rest)
+    inline = (" ".join(one.split()) for one in re.findall(r"(?<!`)`([^`]+)`(?!`)", rest))
+    return found + [one for one in inline if _PROGRAM.match(one)]
+
+
+def _behind_prompts(block: str) -> Iterator[str]:
+    goes_on = False
+    for line in block.splitlines(keepends=True):
+        if goes_on or line.startswith("$ "):
+            yield line if goes_on else line[2:]
+            goes_on = line.endswith("\\\n")
+
+
+def _lines(block: str) -> list[str]:
+    joined = re.sub(r"\s*\\\n\s*", " ", re.sub(r"(?:^|[ ]+)#.*", "", block, flags=re.MULTILINE))
+    return [" ".join(line.split()) for line in joined.splitlines() if line.strip()]

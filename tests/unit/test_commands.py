@@ -1,0 +1,350 @@
+"""Every command of README and docs is executed by a test, or the reason why not stands here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from precision_shim.auditing import files
+from precision_shim.auditing.record import COMPONENTS, Audit, AuditComponent, AuditPart
+
+from ..documented import PAGES, ROOT, commands
+from .checkpoints.written import megatrons
+
+HERE = "tests/unit/test_commands.py"
+TRAINING = "it trains on GPUs"
+NETWORK = "it downloads"
+MENTION = "it names a way to start a process, and is no command of its own"
+LONG = "it builds environments and runs for an hour; .ci/run takes this very line from README"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What holds a command: a test, the reason why none executes it, or both.
+
+    Attributes:
+        by: file, or file::test, that executes the command, or what of it runs here.
+        why_not: why it is not executed as it stands.
+    """
+
+    by: str = ""
+    why_not: str = ""
+
+
+MANIFEST = {
+    # -- executed by the tests of this file
+    "precision-shim doctor": Held(f"{HERE}::test_doctor"),
+    "precision-shim audit /shared/audits": Held(f"{HERE}::test_audit"),
+    "precision-shim audit DIR": Held(f"{HERE}::test_audit"),
+    "precision-shim checkpoint PATH": Held(f"{HERE}::test_checkpoint"),
+    "precision-shim checkpoint PATH --config *": Held(f"{HERE}::test_checkpoint"),
+    "PRECISION_SHIM=1 * precision-shim checkpoint run": Held(f"{HERE}::test_checkpoint"),
+    "precision-shim run -- *": Held(f"{HERE}::test_run"),
+    "precision-shim run ?--features LIST? *": Held(f"{HERE}::test_run"),
+    "python benchmarks/numerics.py --write": Held(
+        f"{HERE}::test_numerics", "--write changes docs/; the tests compare what it would write"
+    ),
+    # -- executed by other tests
+    "export PRECISION_SHIM=1": Held(
+        "tests/activation/test_processes.py::test_children_with_the_variable"
+    ),
+    "unset PRECISION_SHIM": Held("tests/activation/test_startup.py::test_off_imports_nothing"),
+    "export PRECISION_SHIM_OPTIMIZER_STATES=follow-model": Held(
+        "tests/plan/test_command.py::test_variables_in_front_count"
+    ),
+    "pip install precision-shim": Held(
+        "tests/environments/check_package.py", "before a release no index has it: from the wheel"
+    ),
+    "pip uninstall": Held("tests/environments/check_package.py", MENTION),
+    "precision-shim doctor --against *.whl": Held(
+        "tests/activation/test_against.py::test_a_wheel_that_holds", "the wheel is a download"
+    ),
+    "precision-shim doctor --probe": Held(
+        "tests/verl/test_probes.py", "the unit environments have no framework to probe"
+    ),
+    "precision-shim doctor --record FILE": Held("tests/symbols_in_record.py"),
+    "precision-shim demo": Held(
+        "tests/cli/test_demo.py::test_the_effect_is_there_and_measured",
+        "the unit environments have no verl",
+    ),
+    "precision-shim plan -- *": Held(
+        "tests/plan/test_frameworks.py::test_verl_on_megatron",
+        "the unit environments have no verl",
+    ),
+    "precision-shim plan --gpu-memory 80 -- *": Held(
+        "tests/plan/test_frameworks.py::test_verl_on_megatron",
+        "the unit environments have no verl",
+    ),
+    "precision-shim plan --gpu-memory 10 --search -- *": Held(
+        "tests/plan/test_command.py::test_the_search_gives_up_no_more_than_it_has_to",
+        "the unit environments have no verl",
+    ),
+    "python -m examples.verl_fsdp": Held("tests/verl/test_example.py"),
+    "python -m examples.skyrl_fsdp": Held("tests/skyrl/test_example.py"),
+    "python -m examples.nemo_rl_dtensor": Held("tests/nemo_rl/test_example.py"),
+    "python -m examples.torchtitan_pretraining": Held("tests/torchtitan/test_example.py"),
+    "*python -m benchmarks.gpu": Held(
+        "tests/gpu/test_dry_run.py::test_every_part_runs_and_every_check_holds", "a GPU"
+    ),
+    "*python -m benchmarks.gpu --minutes 25 *": Held(
+        "tests/gpu/test_dry_run.py::test_every_part_runs_and_every_check_holds", "a GPU"
+    ),
+    "*python -m benchmarks.gpu.report*": Held(
+        "tests/gpu/test_dry_run.py::test_the_page_is_made_of_the_file"
+    ),
+    "python benchmarks/gpu/bundle.py *": Held(
+        "tests/gpu/test_dry_run.py::test_the_bundle_is_in_pieces_that_join", NETWORK
+    ),
+    "sh build/gpu-bundle/unpack.sh *": Held(
+        "tests/gpu/test_dry_run.py::test_the_bundle_is_in_pieces_that_join",
+        "it installs what the bundle brings, for a GPU",
+    ),
+    # -- the frameworks' own launch lines: their settings go through the framework's parser
+    "python -m verl.trainer.main_ppo --config-name=* ... *": Held(
+        "tests/verl/test_readme.py::test_the_lines_are_taken", TRAINING
+    ),
+    "python -m verl.trainer.main_ppo ... *": Held(
+        "tests/verl/test_readme.py::test_the_lines_are_taken", TRAINING
+    ),
+    "python -m verl.trainer.main_ppo --config-name=* algorithm.*": Held(
+        "tests/verl/test_readme.py::test_the_start_page_is_taken", TRAINING
+    ),
+    "+actor_rollout_ref.*": Held(
+        "tests/verl/test_readme.py::test_the_start_page_is_taken", TRAINING
+    ),
+    "PRECISION_SHIM=1 python -m verl.trainer.main_ppo ...": Held(
+        "tests/activation/test_verl.py", TRAINING
+    ),
+    "uv run --isolated --extra megatron * ... *": Held(
+        "tests/skyrl/test_readme.py::test_the_lines_are_taken", TRAINING
+    ),
+    "uv run --isolated --extra megatron * ...": Held(
+        "tests/skyrl/test_readme.py::test_the_lines_are_taken", TRAINING
+    ),
+    "uv run *precision-shim doctor": Held(f"{HERE}::test_doctor", NETWORK),
+    "uv run --isolated --extra fsdp * trainer.*": Held(
+        "tests/skyrl/test_readme.py::test_the_start_page_is_taken", TRAINING
+    ),
+    "uv run examples/run_grpo.py ... *": Held(
+        "tests/nemo_rl/test_readme.py::test_the_lines_are_taken", TRAINING
+    ),
+    "*uv run examples/run_grpo.py --config *": Held(
+        "tests/nemo_rl/test_readme.py::test_the_start_page_is_taken", TRAINING
+    ),
+    "torchrun ... *": Held("tests/torchtitan/test_readme.py::test_the_line_is_taken", TRAINING),
+    "torchrun --nproc_per_node=8 *": Held(
+        "tests/torchtitan/test_readme.py::test_the_start_page_is_taken", TRAINING
+    ),
+    "--trainer.training.*": Held(
+        "tests/torchtitan/test_readme.py::test_the_start_page_is_taken", TRAINING
+    ),
+    # -- what nothing can execute here
+    "export PRECISION_SHIM=1 NRL_FORCE_REBUILD_VENVS=true": Held(
+        why_not="NeMo-RL then builds its workers' environments, from the network"
+    ),
+    "uv add precision-shim": Held(why_not="it changes a checkout of NeMo-RL, from the network"),
+    "uv remove precision-shim": Held(why_not="it changes a checkout of NeMo-RL"),
+    "uv pip install -p *": Held(why_not="it needs an environment that NeMo-RL has built"),
+    "pip install 'precision-shim?*?'": Held(why_not=NETWORK),
+    "pip install --no-deps -r benchmarks/gpu/requirements.txt": Held(
+        "tests/gpu/test_dry_run.py::test_the_wheels_are_those_that_the_tests_have", NETWORK
+    ),
+    "pip install --find-links": Held(why_not=MENTION),
+    "pip download *": Held(why_not=NETWORK),
+    "uv venv *": Held(why_not="a step that was timed, before a download"),
+    "uv pip install *": Held(why_not=NETWORK),
+    "python tests/environments/report_upstream.py": Held(why_not=NETWORK),
+    "python tests/environments/report_mutants.py": Held(
+        why_not="it needs the wheels that report_upstream.py downloads"
+    ),
+    "python tests/environments/record_symbols.py": Held(
+        "tests/symbols_in_record.py", "it needs the environments of all versions"
+    ),
+    "python -m tests.plan.examples FRAMEWORK CHECKOUT": Held(why_not=NETWORK),
+    "python benchmarks/startup.py": Held(why_not="it measures for minutes on an idle machine"),
+    "*tox run -e demo": Held(
+        "tests/cli/test_demo.py::test_the_effect_is_there_and_measured",
+        "tox would run in tox; the environment's command is what the test executes",
+    ),
+    "*tox run-parallel -p 2": Held(".ci/run", LONG),
+    "*tox run-parallel -p 2 -m matrix": Held(".ci/run", LONG),
+    "tox run -e te": Held(why_not="it compiles TransformerEngine, for ten minutes"),
+    "tox run -e verl-0.9.1 -- *": Held(why_not="tox would run in tox"),
+    "* tox run -e *": Held(why_not="tox would run in tox"),
+    "python -m": Held(why_not=MENTION),
+    "python -m X": Held(why_not=MENTION),
+    "python -[IS]": Held("tests/activation/test_processes.py::test_flags_of_the_interpreter"),
+    "python -c pass": Held(why_not="what benchmarks/startup.py measures"),
+    "ray job submit": Held(why_not=MENTION),
+    "uv sync": Held(why_not=MENTION),
+    "uv run": Held(why_not=MENTION),
+    "uv run examples/...": Held(why_not=MENTION),
+}
+"""What holds each documented command, by a pattern of :mod:`fnmatch`."""
+
+DOCUMENTED = {one: page.name for page in PAGES for one in commands(page)}
+
+
+def test_every_command_is_held() -> None:
+    unheld = [
+        f"{page}: {one}"
+        for one, page in DOCUMENTED.items()
+        if not any(fnmatchcase(one, pattern) for pattern in MANIFEST)
+    ]
+    assert not unheld, "name the test that executes it in MANIFEST, or the reason why none can"
+    gone = [
+        pattern for pattern in MANIFEST if not any(fnmatchcase(one, pattern) for one in DOCUMENTED)
+    ]
+    assert not gone, "documented nowhere: take it out of MANIFEST"
+
+
+@pytest.mark.parametrize("pattern", MANIFEST)
+def test_what_holds_a_command_exists(pattern: str) -> None:
+    held = MANIFEST[pattern]
+    assert held.by or held.why_not
+    if held.by:
+        file, _, test = held.by.partition("::")
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert not test or re.search(rf"^def {test}\(", text, re.MULTILINE), held.by
+
+
+# -- executed here -----------------------------------------------------------------------------
+
+
+def execute(
+    command: str, put: Mapping[str, str | None] | None = None, *more: str
+) -> subprocess.CompletedProcess[str]:
+    """Execute a documented command in a process of its own.
+
+    Args:
+        command: as the page has it.
+        put: what stands here for words of the page, such as a directory; None leaves a word out.
+        more: words for the end.
+    """
+    assert command in DOCUMENTED, f"no page has {command!r} any more"
+    words = shlex.split(command)
+    variables = {}
+    while "=" in words[0]:
+        name, _, variables[name] = words.pop(0).partition("=")
+    start = {"precision-shim": ["-m", "precision_shim"], "python": []}[words[0]]
+    here = ((put or {}).get(word, word) for word in words[1:])
+    rest = [word for word in here if word is not None]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PRECISION_SHIM")}
+    return subprocess.run(
+        [sys.executable, *start, *rest, *more],
+        cwd=ROOT,
+        env={**inherited, "PYTHONIOENCODING": "utf-8", **variables},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+
+
+def matching(pattern: str) -> list[str]:
+    return [one for one in DOCUMENTED if fnmatchcase(one, pattern)]
+
+
+def output_of(page: str, command: str) -> str:
+    """What the page shows below a command, up to the end of the block."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return text.split(f"$ {command}\n")[1].split("```")[0]
+
+
+@pytest.mark.parametrize("option", ["", "--verbose", "--json"])
+def test_doctor(option: str) -> None:
+    done = execute("precision-shim doctor", None, *([option] if option else []))
+    assert (done.returncode, done.stderr) == (0, "")
+    if option == "--json":
+        assert json.loads(done.stdout)
+    else:
+        assert "start-up file" in done.stdout
+        assert done.stdout.endswith("no problems\n")
+
+
+def audit_of(rank: int) -> Audit:
+    """One of eight ranks, as docs/audit.md has them."""
+    dtypes = {"params": "bf16", "grad_buckets": "bf16", "exp_avg": "bf16", "exp_avg_sq": "bf16"}
+    dtypes["master"] = "fp32" if rank == 5 else "int16"
+    components = {
+        name: AuditComponent((dtypes[name],), 8, 16, 2.0, name == "params", "cuda", "live")
+        if name in dtypes
+        else AuditComponent()
+        for name in COMPONENTS
+    }
+    part = AuditPart("model", "DistributedOptimizer", 8, 800, 4, None, components)
+    return Audit("verl", "actor", rank, 8, (part,), {"bytes": 40, "allocated": 80})
+
+
+def test_audit(tmp_path: Path) -> None:
+    for rank in range(7):
+        one = audit_of(rank)
+        files.write(tmp_path, files.stem(one), one)
+    command = "precision-shim audit /shared/audits"
+    done = execute(command, {"/shared/audits": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == output_of("audit.md", command)
+    done = execute("precision-shim audit DIR", {"DIR": str(tmp_path)}, "--json")
+    assert list(json.loads(done.stdout)["groups"][0]["differ"]) == ["5"]
+
+
+@pytest.mark.parametrize("pattern", [one for one in MANIFEST if "m checkpoint" in one])
+def test_checkpoint(pattern: str, tmp_path: Path) -> None:
+    megatrons(tmp_path / "run")
+    put = {"PATH": str(tmp_path / "run"), "run": str(tmp_path / "run")}
+    for command in matching(pattern):
+        done = execute(command, put, "--framework=verl")
+        assert (done.returncode, done.stderr) == (1, ""), "without verl no resume is exact"
+        for label in ("written as", "parameters", "loss scaler", "resumed here  not here: "):
+            assert f"\n  {label}" in done.stdout
+
+
+def test_checkpoint_for_machines(tmp_path: Path) -> None:
+    put = {"PATH": str(megatrons(tmp_path / "run"))}
+    done = execute("precision-shim checkpoint PATH", put, "--framework=verl", "--json")
+    assert json.loads(done.stdout)["parts"][0]["resume"]["verdict"] == "not here"
+
+
+def test_run() -> None:
+    (command,) = matching("precision-shim run -- *")
+    job = dict.fromkeys(shlex.split(command)[4:])
+    done = execute(command, {**job, "python": "true"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (usage,) = matching("precision-shim run ?--features*")
+    shown = execute("precision-shim doctor", {"doctor": "run"}, "-h").stdout
+    assert set(re.findall(r"--\w+", usage)) <= set(re.findall(r"--\w+", shown))
+
+
+def test_the_demo_says_what_it_takes() -> None:
+    done = execute("precision-shim demo", None, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is not None, reason="verl is here")
+@pytest.mark.parametrize(
+    "command", sorted(one for one in DOCUMENTED if re.search("-shim plan .*verl", one))
+)
+def test_plan_without_the_framework(command: str) -> None:
+    done = execute(command, {"...": "trainer.n_gpus_per_node=8"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "verl is not installed here" in done.stderr
+
+
+def test_numerics() -> None:
+    command = "python benchmarks/numerics.py --write"
+    done = execute(command, {"--write": None})
+    assert (done.returncode, done.stderr) == (0, "")
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    for name in re.findall(r"<!-- computed:([\w-]+) -->", page):
+        assert f"{name}\n\n|" in done.stdout
