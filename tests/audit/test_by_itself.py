@@ -163,7 +163,7 @@ def test_off_it_is_not_there(one_process: Any) -> None:
 
 def test_a_directory_that_cannot_be_written_costs_the_file(shim: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    shim(settings={"audit_dir": tmp_path / "file"})
+    shim(settings={"audit_dir": tmp_path / "file" / "audits"})
     with pytest.warns(PrecisionShimWarning, match="the audit was not written"):
         builds.step(*builds.make(HONEST))
     assert [one.complete for one in precision_shim.status().audit] == [True]

@@ -109,7 +109,7 @@ def test_workers_train_skip_save_and_resume(
         PRECISION_SHIM="1",
         PRECISION_SHIM_AUDIT_DIR=str(audits),
     )
-    audited(audits, "fp16", "LossScaler")
+    audited(audits, "fp32", "LossScaler")  # FSDP keeps fp32 and computes in fp16
     start, steps = found["start"], found["steps"]
     assert found["refused"] == REFUSED
     assert len({one["pid"] for one in start}) == 2

@@ -41,7 +41,14 @@ UPSTREAM = "https://github.com/NovaSky-AI/SkyRL/pull/2149"
     why="every reload of the masters ends here, and leaves some of them out",
     upstream=UPSTREAM,
     delete_when="Megatron reloads FusedAdam's masters and the offloading optimizer's copies",
-    relies_on=("HybridDeviceOptimizer", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"),
+    relies_on=(
+        "HybridDeviceOptimizer",
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+        "optimizer",
+        "model_float16_groups",
+        "shard_fp32_from_float16_groups",
+        "_get_model_param_range_map",
+    ),
     optional=True,
 )
 def reload_all(call: Call) -> Any:

@@ -70,4 +70,7 @@ def test_a_shipped_config_comes_to_what_it_says(
     assert found == before[0] | {"params_dtype": written["params_dtype"]}
     assert bucket is before[1] is (torch.float32 if in_fp32 else torch.bfloat16)
     assert bool(told) is not in_fp32
-    assert all("grad_reduce_in_fp32=False" in text for text in told)
+    others = [text for text in told if "grad_reduce_in_fp32=False" not in text]
+    # A config for fp32 beside a bf16 model is found by the audit, where NeMo-RL takes it (0.4).
+    assert len(others) == name.startswith("bf16 switched off")
+    assert all("params-dtype" in text for text in others)
