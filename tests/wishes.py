@@ -119,8 +119,6 @@ CASES = (
     Case(
         "optimizer offload",
         asked={**LOW_BETA2, "optimizer_cpu_offload": True},
-        fields={AWARE: True, "main_grads_dtype": BF16},
-        in_fp32=False,
     ),
     Case("as configured, nothing written", settings=_AS_CONFIGURED),
     Case(

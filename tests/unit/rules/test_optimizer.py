@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from precision_shim.rules.legality import FusedAdamSupport
 from precision_shim.rules.model import TrainableDtypes
 from precision_shim.rules.optimizer import (
-    ROWS,
     OptimizerRequest,
     plan_optimizer,
     second_moment_can_decay,
@@ -225,6 +224,7 @@ OBSTACLES = {
     "not adam": ({"optimizer": "sgd"}, "'sgd'"),
     "muon": ({"optimizer": "muon"}, "'muon'"),
     "no distributed optimizer": ({"distributed": False}, "distributed optimizer is off"),
+    "offload": ({"asked": {"optimizer_cpu_offload": True}}, "optimizer_cpu_offload"),
     "fp8 recipe": ({"asked": {"fp8_recipe": "mxfp8"}}, "'mxfp8'"),
     "framework": ({"blockers": ("Megatron-FSDP builds no FusedAdam",)}, "Megatron-FSDP"),
     "no TE": ({"support": FusedAdamSupport()}, "TransformerEngine is not installed"),
@@ -245,31 +245,6 @@ def test_every_obstacle_withdraws_everything_and_says_why(name, policy, fields, 
     assert not aware(result)
     assert reason in result.because
     assert result.warnings == ()
-
-
-@pytest.mark.parametrize("policy", ["follow-model", "guarded"])
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_an_offloaded_optimizer_is_precision_aware_and_its_moments_are_fp32(name, policy):
-    """No second master on the GPU; ``obstacles`` has the figures."""
-    row = {key: value for key, value in ROWS[DTYPES[name]].items() if not key.startswith("exp_avg")}
-    for support in (te(2, 1), te(2, 11)):  # it is not FusedAdam that keeps the moments
-        result = plan(
-            DTYPES[name], policy=policy, asked={"optimizer_cpu_offload": True}, support=support
-        )
-        assert result.adds == row
-        assert aware(result)
-        assert result.main_grads is (BF16 if name == "bf16" else FP32)
-        assert "on the host" in result.because
-        assert result.chosen.endswith("exp_avg fp32, exp_avg_sq fp32")
-        assert result.warnings == ()
-
-
-def test_an_offloaded_optimizer_that_the_user_wants_otherwise():
-    asked = {"optimizer_cpu_offload": True, PAO: False}
-    result = plan(asked=asked)
-    assert not aware(result)
-    assert result.main_grads is FP32
-    assert "on the host" not in result.because
 
 
 @pytest.mark.parametrize(
