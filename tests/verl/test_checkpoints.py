@@ -344,6 +344,7 @@ def test_weights_that_are_loaded_alone(
         made.initialize()
         manager = made.checkpoint_mananager
         manager.use_dist_checkpointing = True  # in the config it is of the first weights, too
+        manager.use_hf_checkpoint = False  # the same for verl 0.7 and 0.8
         manager.checkpoint_save_contents = manager.checkpoint_load_contents = ["model"]
         return made
 
