@@ -10,11 +10,13 @@ precision_shim.install()
 
 # What follows, up to main(), stands for the GPU and the model that you have.
 from tests.torchtitan import cpu  # noqa: E402
+from torchtitan.tools.logging import init_logger  # noqa: E402
 
 
 def main() -> None:
     """Build the trainer of a config, as torchtitan.train does, train it, say what is in force."""
     cpu.enter()
+    init_logger()  # as torchtitan.train does: INFO is shown
     with tempfile.TemporaryDirectory() as folder:
         # In a job: --training.mixed_precision_param=float16
         trainer = cpu.pretrainer(folder, "float16")

@@ -55,6 +55,8 @@ from precision_shim.seams._call import prepare, through
 from precision_shim.seams._plan import Plan, Row
 from precision_shim.seams._source import Installed, looking_at
 
+from .symbols_in_record import tested_version
+
 ROOT = Path(__file__).parents[1]
 SEED = 13
 FACT = "fact removed"
@@ -997,6 +999,7 @@ def hold(framework: str) -> None:
     Args:
         framework: as users write it.
     """
+    tested_version(entries(third_party=False)[framework].load())
     ended = [(str(mutant), end) for mutant, end in run(framework, SHARE)]
     command = [sys.executable, "-W", "ignore", "-m", "tests.mutated_behaviour", framework]
     done = subprocess.run(

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,8 +16,17 @@ import pytest
 from precision_shim import _symbols
 from precision_shim._registry import entries
 from precision_shim.cli._against import installed_digests
+from precision_shim.seams import Adapter
 
 HOW = "python tests/environments/record_symbols.py, or here: precision-shim doctor --record"
+
+
+def tested_version(adapter: Adapter) -> str:
+    """What is installed of a framework; skips the test where it is no tested version."""
+    version = metadata.version(adapter.distribution)
+    if _symbols.plain(version) not in adapter.tested:
+        pytest.skip(f"{adapter.framework} {version} is no tested version: no record says of it")
+    return version
 
 
 def hold(framework: str) -> None:
@@ -25,12 +35,9 @@ def hold(framework: str) -> None:
     Args:
         framework: as users write it.
     """
-    entry = entries(third_party=False)[framework]
-    adapter = entry.load()
+    adapter = entries(third_party=False)[framework].load()
+    version = tested_version(adapter)
     found = list(installed_digests(adapter))
-    version = next(version for name, version, _ in found if name == adapter.distribution)
-    if _symbols.plain(version) not in adapter.tested:
-        pytest.skip(f"{framework} {version} is no tested version, and not recorded")
     shipped = _symbols.shipped()
     current = copy.deepcopy(shipped)
     for name, its_version, digests in found:
@@ -49,6 +56,7 @@ def hold_as_a_wheel(framework: str, folder: Path) -> None:
         folder: an empty one.
     """
     entry = entries(third_party=False)[framework]
+    tested_version(entry.load())
     wheel = folder / "given-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as made:
         for package in entry.packages:

@@ -50,7 +50,7 @@ def read(unit: Unit, part: Part) -> None:
         if dtypes is not None:
             _note_dtypes(part, dtypes[1], dtypes[2])
     for archive in unit.common:
-        _take_common(archive.tree if isinstance(archive.tree, dict) else {}, part)
+        _take_common(_common_of(archive.tree), part)
     archives = list(unit.common)
     for key, make in unit.objects.items():
         last = key.rpartition(".")[2].partition("/")[0]
@@ -74,6 +74,13 @@ def _component_of(key: str) -> str:
     if found is not None:
         return _COMPONENT[found[1]]
     return MASTER if is_master(key) else OTHER  # a third form has ".param" at a key's end only
+
+
+def _common_of(tree: Any) -> dict[Any, Any]:
+    """The dict itself in ``common.pt``; the one member of a list where it is an object."""
+    if isinstance(tree, list) and len(tree) == 1:
+        (tree,) = tree
+    return tree if isinstance(tree, dict) else {}
 
 
 def _take_common(tree: dict[Any, Any], part: Part) -> None:

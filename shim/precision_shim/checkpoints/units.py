@@ -22,6 +22,10 @@ __all__ = ["DCP", "MEGATRON", "SAFETENSORS", "SHARDS", "Unit", "kind_of", "read_
 MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
 
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
+_COMMON_STATE = "common_state/shard_0_1"
+"""What megatron-core has in ``common.pt`` until 0.18, later: ``load_common_state_dict`` of its
+``dist_checkpointing/serialization.py``."""
+
 _METADATA = "torch.distributed.checkpoint.metadata"
 _HARMLESS = re.compile(
     r"torch\.(Size|device|serialization\._get_layout)"
@@ -47,7 +51,8 @@ class Unit:
         path: the directory.
         tensors: what is in it, by key; of ranks' files the shards of all ranks.
         objects: what is no tensor, by key: gives it as plain data (``pickles``).
-        common: what Megatron keeps beside the tensors (``common.pt``), or a rank's extra state.
+        common: what Megatron keeps beside the tensors (``common.pt``; from megatron-core 0.19 an
+            object in the ``.distcp`` files), or a rank's extra state.
         world_size: number of ranks that wrote files of their own; ``None`` where it does not show.
     """
 
@@ -137,9 +142,11 @@ def _read_distributed(unit: Unit) -> None:
             f"{path}: the metadata of a distributed checkpoint in a form that is not known "
             f"({type(error).__name__}: {error})."
         ) from None
-    common = unit.path / "common.pt"
+    common, within = unit.path / "common.pt", unit.objects.pop(_COMMON_STATE, None)
     if common.exists():
         unit.common.append(Archive(common))
+    elif within is not None:
+        unit.common.append(within())
 
 
 def _take(unit: Unit, metadata: Made) -> None:

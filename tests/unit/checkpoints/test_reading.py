@@ -101,6 +101,17 @@ def test_masters_are_told_by_dtype_and_values(
     assert part.facts["sharding"] == "fully_reshardable"
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["common.pt", "an object"])
+def test_the_common_state_of_megatron(tmp_path: Path, within: bool) -> None:
+    """Until megatron-core 0.18 a file of its own, later an object like any other."""
+    folder = megatrons(tmp_path / "saved", within=within)
+    assert (folder / "common.pt").exists() != within
+    (part,) = read(folder)
+    assert part.facts["sharding"] == "fully_reshardable"
+    assert part.scaler.state == "whole"
+    assert "scale 512" in part.scaler.text
+
+
 def test_files_of_ranks(tmp_path: Path) -> None:
     (part,) = read(of_ranks(tmp_path / "saved"))
     assert part.kind == "shards"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from precision_shim.scaling import LossScaler, ScalerSettings, record_of, to_tensor
 
@@ -39,13 +40,36 @@ def distributed(folder: Path, **more: object) -> Path:
     return folder
 
 
-def megatrons(folder: Path, **more: object) -> Path:
-    """The same with the files that Megatron adds."""
-    distributed(folder, **more)
-    torch.save(
-        {"content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"}},
-        folder / "common.pt",
-    )
+COMMON = {
+    "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
+    "optimizer": {
+        "grad_scaler": {
+            "scale": torch.tensor([512.0]),
+            "growth_tracker": 3,
+            "hysteresis_tracker": 2,
+        }
+    },
+}
+"""Part of what Megatron keeps beside the tensors."""
+
+
+def megatrons(folder: Path, *, within: bool = False, **more: object) -> Path:
+    """The same with what Megatron adds.
+
+    Args:
+        folder: where it is written.
+        within: as megatron-core 0.19 has it: the common state is an object like any other.
+        more: further entries.
+    """
+    if within:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no process group
+            whole = DefaultSavePlanner(flatten_state_dict=False)
+            kept = {**state(), **more, "common_state/shard_0_1": [COMMON]}
+            dcp.save(kept, checkpoint_id=folder, planner=whole)
+    else:
+        distributed(folder, **more)
+        torch.save(COMMON, folder / "common.pt")
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     return folder
 
