@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from packaging.version import Version
 
 from ..rank_server import Ranks
+from ..upstream_files import fetch
 from .conftest import SKYRL
 from .support import python_path
 
@@ -89,31 +89,7 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Get a folder of SkyRL's repository as it is at the first commit that can be fetched."""
 
     def get(*commits: str) -> Path:
-        folder = tmp_path_factory.mktemp("skyrl")
-
-        def git(*command: str) -> str:
-            """Run a command of git's; returns what was wrong."""
-            done = subprocess.run(
-                ["git", "-c", "gc.auto=0", "-c", "maintenance.auto=false", *command],
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=600,
-            )
-            if not done.returncode:
-                return ""
-            return (done.stderr.strip().splitlines() or ["no message"])[-1]
-
-        git("init", "--quiet")
-        git("remote", "add", "origin", URL)
-        wrong = ""
-        for commit in commits:
-            wrong = git("fetch", "--quiet", "--depth=1", "--filter=blob:none", "origin", commit)
-            wrong = wrong or git("checkout", "--quiet", "FETCH_HEAD", "--", "tests")
-            if not wrong:
-                return folder
-        pytest.skip(f"{URL} at {' or '.join(commits)} cannot be fetched: {wrong}")
+        return fetch(tmp_path_factory.mktemp("skyrl"), URL, commits, "tests")
 
     return get
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ..upstream_files import fetch
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 URL = "https://github.com/pytorch/torchtitan"
 COMMIT = "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a"
@@ -22,25 +24,7 @@ FILES = ("test_rl.py", "test_pretraining.py", "test_checkpoints.py", "test_audit
 @pytest.fixture(scope="module")
 def main(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with its package."""
-    folder = tmp_path_factory.mktemp("main")
-    for command in (
-        ("init", "--quiet"),
-        ("remote", "add", "origin", URL),
-        ("fetch", "--quiet", "--depth=1", "--filter=blob:none", "origin", COMMIT),
-        ("checkout", "--quiet", COMMIT, "--", "torchtitan"),
-    ):
-        done = subprocess.run(
-            ["git", *command],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        )
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            pytest.skip(f"{URL} at {COMMIT} cannot be fetched: {last}")
-    return folder
+    return fetch(tmp_path_factory.mktemp("main"), URL, (COMMIT,), "torchtitan")
 
 
 def python(*arguments: str, environment: Mapping[str, str]) -> str:

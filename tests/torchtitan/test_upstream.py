@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from ..upstream_files import fetch
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 URL = "https://github.com/pytorch/torchtitan"
 COMMIT = "1fdf90d3f9b756ef709ce262bc839f1dab679b5e"
@@ -148,23 +150,7 @@ def test_their_tests_of_the_rl_package(tmp_path: Path) -> None:
 def test_their_unit_tests(tmp_path: Path) -> None:
     folder = tmp_path / "repository"
     folder.mkdir()
-    for command in (
-        ("init", "--quiet"),
-        ("remote", "add", "origin", URL),
-        ("fetch", "--quiet", "--depth=1", "--filter=blob:none", "origin", COMMIT),
-        ("checkout", "--quiet", COMMIT, "--", "tests/unit_tests"),
-    ):
-        done = subprocess.run(
-            ["git", *command],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        )
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            pytest.skip(f"{URL} at {COMMIT} cannot be fetched: {last}")
+    fetch(folder, URL, (COMMIT,), "tests/unit_tests")
     chosen = tmp_path / "unit_tests"
     chosen.mkdir()
     for name in UNIT:

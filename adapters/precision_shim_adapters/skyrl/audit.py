@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing import meters
@@ -11,6 +12,8 @@ from precision_shim.auditing.watching import watch
 from ..fp16 import ScaledTraining
 from .megatron import WORKER
 from .overflow import BASE, add_figures
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @seam(
@@ -41,33 +44,26 @@ def train_model(call: Call) -> Any:
     return model, optimizer, scheduler
 
 
-@seam(
-    f"{WORKER}:MegatronPolicyWorkerBase.forward_backward",
-    "audit",
-    group="metrics",
-    why="returns the metrics that the trainer logs, reduced over the ranks",
-    delete_when="SkyRL says which of its updates are lost to rounding",
-    relies_on=("all_reduce_metrics", "optimizer"),
-    optional=True,
-)
-@seam(
-    f"{BASE}:PolicyWorkerBase.forward_backward",
-    "audit",
-    group="metrics",
-    why="returns the metrics that the trainer logs, reduced over the ranks",
-    delete_when="SkyRL says which of its updates are lost to rounding",
-    relies_on=("all_reduce_metrics", "optimizer"),
-    optional=True,
-)
-@seam(
-    f"{BASE}:CriticWorkerBase.forward_backward",
-    "audit",
-    group="metrics",
-    why="returns the metrics that the trainer logs, reduced over the ranks",
-    delete_when="SkyRL says which of its updates are lost to rounding",
-    relies_on=("all_reduce_metrics", "optimizer"),
-    optional=True,
-)
+def _on_each_pass(function: _Function) -> _Function:
+    # The last of several on one function is declared first.
+    for worker in (
+        f"{BASE}:CriticWorkerBase",
+        f"{BASE}:PolicyWorkerBase",
+        f"{WORKER}:MegatronPolicyWorkerBase",
+    ):
+        seam(
+            f"{worker}.forward_backward",
+            "audit",
+            group="metrics",
+            why="returns the metrics that the trainer logs, reduced over the ranks",
+            delete_when="SkyRL says which of its updates are lost to rounding",
+            relies_on=("all_reduce_metrics", "optimizer"),
+            optional=True,
+        )(function)
+    return function
+
+
+@_on_each_pass
 def report_lost_updates(call: Call) -> Any:
     """Put the shares of lost updates beside the loss of a pass."""
     output = call.proceed()

@@ -5,13 +5,15 @@ And where 0.7.1's legacy workers report; the engines' metrics are in ``metrics``
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
 
 FEATURE = "audit"
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _WHY = "model, optimizer and scaler stand together for the first time"
 _DELETE = "verl says which precision its optimizers have"
 
@@ -76,42 +78,27 @@ def legacy(call: Call) -> Any:
     return result
 
 
-@seam(
-    "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
-    FEATURE,
-    group="legacy metrics",
-    why="its dict of metrics",
-    delete_when="verl 0.8 is the oldest in use",
-    relies_on=("critic_optimizer",),
-    optional=True,
-)
-@seam(
-    "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
-    FEATURE,
-    group="legacy metrics",
-    why="its dict of metrics",
-    delete_when="verl 0.8 is the oldest in use",
-    relies_on=("actor_optimizer",),
-    optional=True,
-)
-@seam(
-    "verl.workers.critic.dp_critic:DataParallelPPOCritic.update_critic",
-    FEATURE,
-    group="legacy metrics",
-    why="its dict of metrics",
-    delete_when="verl 0.8 is the oldest in use",
-    relies_on=("critic_optimizer",),
-    optional=True,
-)
-@seam(
-    "verl.workers.actor.dp_actor:DataParallelPPOActor.update_policy",
-    FEATURE,
-    group="legacy metrics",
-    why="its dict of metrics",
-    delete_when="verl 0.8 is the oldest in use",
-    relies_on=("actor_optimizer",),
-    optional=True,
-)
+def _on_each_update(function: _Function) -> _Function:
+    # The last of several on one function is declared first.
+    for update, kind in (
+        ("verl.workers.actor.dp_actor:DataParallelPPOActor.update_policy", "actor"),
+        ("verl.workers.critic.dp_critic:DataParallelPPOCritic.update_critic", "critic"),
+        ("verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy", "actor"),
+        ("verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic", "critic"),
+    ):
+        seam(
+            update,
+            FEATURE,
+            group="legacy metrics",
+            why="its dict of metrics",
+            delete_when="verl 0.8 is the oldest in use",
+            relies_on=(f"{kind}_optimizer",),
+            optional=True,
+        )(function)
+    return function
+
+
+@_on_each_update
 def legacy_lost_updates(call: Call) -> Any:
     """Add the shares of lost updates to what an update of 0.7.1's workers returns."""
     found = call.proceed()
