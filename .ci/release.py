@@ -31,12 +31,10 @@ COMMANDS = (
 
 
 def version_of(root: Path) -> str:
-    """The version that the wheel will have."""
-    text = (root / "shim/precision_shim/__init__.py").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
-    if found is None:
-        raise SystemExit("shim/precision_shim/__init__.py has no __version__")
-    return found[1]
+    """The version that the wheel will have, by this commit's tag; empty without one."""
+    tags = _git(root, "tag", "--points-at", "HEAD").split()
+    versions = [one[1:] for one in tags if re.fullmatch(r"v\d+\.\d+\.\d+(rc\d+)?", one)]
+    return versions[0] if len(versions) == 1 else ""
 
 
 def tree(root: Path) -> str:
@@ -46,9 +44,9 @@ def tree(root: Path) -> str:
 
 
 def tag(root: Path) -> str:
-    """The commit has the tag of its version."""
-    wanted, tags = f"v{version_of(root)}", _git(root, "tag", "--points-at", "HEAD").split()
-    return "" if wanted in tags else f"this commit has the tags {tags}, and not {wanted}"
+    """The commit has one tag that is a version."""
+    tags = _git(root, "tag", "--points-at", "HEAD").split()
+    return "" if version_of(root) else f"this commit has the tags {tags}, and not one like v1.2.0"
 
 
 def changelog(root: Path) -> str:
@@ -56,7 +54,8 @@ def changelog(root: Path) -> str:
     text = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     found = re.search(r"^## \[([^\]]+)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.MULTILINE)
     if found is None or found[1] != version_of(root):
-        return f"its newest section is {found and found[0]!r}, and not that of {version_of(root)}"
+        wanted = version_of(root) or "a tag"
+        return f"its newest section is {found and found[0]!r}, and not that of {wanted}"
     if (
         found[2] is None
         or found[2] > datetime.datetime.now(datetime.timezone.utc).date().isoformat()
@@ -90,7 +89,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="run no command of the list")
     dry = parser.parse_args(arguments).dry_run
-    print(f"precision_shim {version_of(root)}")
+    print(f"precision_shim {version_of(root) or 'without a version'}")
     wrong = 0
     for name, check in CHECKS:
         problem = check(root)
@@ -105,6 +104,11 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         failed = subprocess.run(command, shell=True, cwd=root, check=False).returncode
         wrong += bool(failed)
         print(f"  {'NO' if failed else 'ok'}  {name}")
+    if not wrong and not dry:
+        wanted = f"precision_shim-{version_of(root)}-py3-none-any.whl"
+        built = sorted(path.name for path in (root / "dist").glob("*.whl"))
+        wrong += built != [wanted]
+        print(f"  {'NO' if built != [wanted] else 'ok'}  the wheel's name: {', '.join(built)}")
     if wrong:
         print(f"{wrong} of the list do not hold: no release")
         return 1

@@ -7,7 +7,10 @@ Importing this package imports neither torch nor a framework nor wrapt: the name
 first use, because a start-up file may import the package in every Python process of a cluster.
 """
 
-__version__ = "0.1.0"
+try:
+    from ._version import __version__ as __version__
+except ModuleNotFoundError:  # it is written when the package is built
+    __version__ = "0+source"
 
 _WHERE = {
     "install": "_session",

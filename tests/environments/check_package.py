@@ -21,7 +21,7 @@ SOURCES = {
     for root in (ROOT / "shim", ROOT / "adapters")
     for path in root.rglob("*")
     if path.is_file() and "__pycache__" not in path.parts
-}
+} | {"precision_shim/_version.py"}
 IDLE = """
 import sys
 assert not [name for name in sys.modules if name.startswith(("precision_shim", "wrapt", "torch"))]
