@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ..mutants import hold
 
 
+@pytest.mark.slow
 def test_changes_of_upstream_are_noticed_or_do_no_harm() -> None:
     hold("skyrl")

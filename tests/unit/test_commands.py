@@ -179,6 +179,7 @@ MANIFEST = {
     ),
     "*tox run-parallel -p 2": Held(".ci/run", LONG),
     "*tox run-parallel -p 2 -m matrix": Held(".ci/run", LONG),
+    "*tox run-parallel -p 2 -m between": Held(".ci/release.py", LONG),
     "tox run -e te": Held(why_not="it compiles TransformerEngine, for ten minutes"),
     "tox run -e verl-0.9.1 -- *": Held(why_not="tox would run in tox"),
     "* tox run -e *": Held(why_not="tox would run in tox"),
