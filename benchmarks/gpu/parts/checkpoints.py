@@ -1,4 +1,4 @@
-"""Part 5: checkpoints with the shim turned on or off in between, as the table of docs/verl.md.
+"""Part 5: checkpoints with the shim turned on or off in between, as the table of docs/megatron.md.
 
 Written and read by Megatron's distributed checkpointing, with the states of the FusedAdam that is
 here. "Off" is the unpatched Megatron.
