@@ -223,10 +223,10 @@ def read(model: Any, optimizer: Any, scaler: Any = None, *, whole: bool = True) 
     """
     chunks = _chunks(model)
     optimizers = unique(_each(optimizer))
-    if scaler is not None and not hasattr(scaler, "scale"):
+    if scaler is not None and not hasattr(scaler, "__dict__"):  # a number, such as the scale
         raise AuditError(
-            f"audit(scaler=...): {_kind(scaler)} is no loss scaler; allowed: one that has scale(), "
-            "such as torch.amp.GradScaler, or None."
+            f"audit(scaler=...): {_kind(scaler)} is no loss scaler; allowed: an object such as "
+            "torch.amp.GradScaler(), or None."
         )
     if not optimizers and not chunks:
         raise AuditError(
