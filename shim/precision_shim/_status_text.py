@@ -22,6 +22,9 @@ _AUDITS = 5  # lines that audits get
 _MORE = "status().details()"
 _WITH_OTHERS = "refused whole, because: "  # what the engine puts before a neighbour's reason
 
+AT_WORK = ("pending", "wrapped", "partly", "native")
+"""Verdicts on a path that has the feature, or will."""
+
 _WORDS = {
     "wrapped": "in force",
     "partly": "in force beside {name}'s own",
@@ -207,6 +210,7 @@ def refusals(name: str, found: Iterable[SeamStatus]) -> list[str]:
 
     What an adapter declares as a refusal is left out: it is said where somebody uses it.
     """
+    found = list(found)
     subjects: dict[str, dict[tuple[str, str], None]] = {}
     features: dict[str, None] = {}
     for seam in found:
@@ -229,6 +233,13 @@ def refusals(name: str, found: Iterable[SeamStatus]) -> list[str]:
         texts.append(f"{name}: refused: {where}, because: {'; '.join(several)}")
     if features:
         out = ",".join(f"-{feature}" for feature in features)
+        at_work = {both[0] for both, verdict in verdicts(found).items() if verdict in AT_WORK}
+        going_on = [feature for feature in features if feature in at_work]
+        if going_on:
+            texts.append(
+                f"{name}: {', '.join(going_on)}: the other paths go on without it; under strict it "
+                "is an error"
+            )
         texts.append(
             f"{name}: install a tested version, or leave out what is refused: "
             f"{PREFIX}_FEATURES={out}"

@@ -173,7 +173,25 @@ def fsdp(launch: Launch) -> dict[str, Any]:
                 model, optimizer, group=dist.group.WORLD
             ).to_dict()
         del model, optimizer, trained
+    found["one row"] = _one_row(launch)
     return found
+
+
+def _one_row(launch: Launch) -> dict[str, Any]:
+    """A bf16 model with an fp32 head of one row, of which the second rank holds nothing."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8, bias=False).bfloat16(), torch.nn.Linear(8, 1, bias=False)
+    )
+    mesh = init_device_mesh("cpu", (launch.world,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    model[1](model[0](torch.ones(2, 8).bfloat16()).float()).sum().backward()
+    optimizer.step()
+    return precision_shim.audit(model, optimizer, group=dist.group.WORLD).to_dict()
 
 
 # -- lost updates ----------------------------------------------------------------------------------

@@ -85,6 +85,42 @@ def test_a_problem_is_named_with_its_ranks(
     assert "problem, ranks 0-199: main-grads-dtype: it is so" in said
 
 
+def test_ranks_of_which_none_is_like_the_majority(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, *(audit_of(rank) for rank in range(3)))
+    for rank, component in enumerate(("master", "exp_avg", "exp_avg_sq")):
+        one = audit_of(rank, **{component: "fp32"})
+        put(tmp_path, replace(one, world_size=3))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert "rank 0: bf16 parameters, bf16 buckets, fp32 masters, bf16/bf16 moments" in said
+    assert "differs, rank 1: model: master is int16, elsewhere fp32; model: exp_avg is" in said
+
+
+def test_a_second_optimizer_of_the_same_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = Finding("main-grads-dtype", "model", "grad_buckets", "fp32", "bf16", "it is so")
+    for rank in range(2):
+        one = replace(audit_of(rank), world_size=2)
+        files.write(tmp_path, files.stem(one), one)
+        files.write(tmp_path, f"{files.stem(one)}-2", replace(one, problems=(problem,)))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert "verl actor, model: 2 of 2 ranks" in said
+    assert "verl actor, model, optimizer 2: 2 of 2 ranks" in said
+    assert "problem, ranks 0-1: main-grads-dtype: it is so" in said
+
+
+def test_what_another_job_left_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path, *(replace(audit_of(rank), world_size=4) for rank in range(4)))
+    put(tmp_path, *(replace(audit_of(rank), world_size=2) for rank in range(2)))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert "differs, ranks 2-3: ranks of the job is 4, elsewhere 2" in said
+
+
 def test_two_models_and_a_rank_from_before_its_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +144,19 @@ def test_a_file_that_is_none_is_named(
     status, said, _ = command(capsys, tmp_path)
     assert status == 1
     assert f"broken{files.SUFFIX}: " in said
+
+
+def test_a_file_without_a_component_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(tmp_path, replace(audit_of(0), world_size=1))
+    (path,) = tmp_path.iterdir()
+    values = json.loads(path.read_text())
+    del values["parts"][0]["components"]["master"]
+    path.write_text(json.dumps(values))
+    status, said, _ = command(capsys, tmp_path)
+    assert status == 1
+    assert f"{path.name}: KeyError: 'master'" in said
 
 
 def test_no_directory_and_no_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

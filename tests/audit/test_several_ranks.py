@@ -160,6 +160,17 @@ def test_fsdp2_gathered_parameters_are_not_counted_as_more(fsdp: list[Any]) -> N
         assert gathered["components"]["master"]["state"] == "none"
 
 
+def test_fsdp2_a_rank_without_a_share_is_not_unlike_the_others(fsdp: list[Any]) -> None:
+    for rank in fsdp:
+        audit = rank["one row"]
+        assert audit["problems"] == []
+        assert audit["ranks"] == {"compared": 2, "differ": []}
+        components = audit["parts"][0]["components"]
+        for name in ("params", "exp_avg", "exp_avg_sq"):
+            assert components[name]["dtypes"] == ["bf16", "fp32"]
+    assert sorted(rank["one row"]["parts"][0]["owned"] for rank in fsdp) == [32, 40]
+
+
 def test_fsdp2_a_state_of_one_parameter_on_one_rank(fsdp: list[Any]) -> None:
     for rank in fsdp:
         assert rank["differs"]["ranks"] == {"compared": 2, "differ": [1]}

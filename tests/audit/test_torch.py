@@ -130,6 +130,12 @@ def test_several_optimizers_and_containers() -> None:
     assert precision_shim.audit(None, one[1]).parts[0].parameters == 20
 
 
+def test_an_optimizer_that_is_passed_twice_is_one() -> None:
+    model, optimizer = trained(*adamw())
+    once = precision_shim.audit(model, optimizer)
+    assert precision_shim.audit(model, [optimizer, optimizer]) == once
+
+
 def test_a_storage_is_counted_once() -> None:
     whole = torch.zeros(64)
     model = torch.nn.ParameterList(
@@ -190,6 +196,8 @@ def test_meta_tensors_take_no_memory() -> None:
         ({"optimizer": [object()]}, AuditError, "builtins.object"),
         ({"model": "gpt"}, AuditError, "builtins.str"),
         ({"model": None, "optimizer": None}, AuditError, "nothing to read"),
+        ({"model": torch.nn.LazyLinear(4)}, AuditError, "without a shape"),
+        ({"scaler": 65536}, AuditError, "builtins.int"),
         ({"expected": {"moments": "bf16"}}, AuditError, "'moments'"),
         ({"expected": {"exp_avg": "bf8"}}, DtypeError, "exp_avg='bf8'"),
         ({"expected": {"exp_avg": 16}}, DtypeError, "exp_avg=16"),

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from precision_shim import _status_text
 from precision_shim._registry import entries
 from precision_shim._settings import FEATURES
 from precision_shim._status import STATES, Decision, FrameworkStatus, SeamStatus, Status
+from precision_shim.cli._against import _because
+from precision_shim.cli._foresight import inapplicable
 
 MORE = "status().details()"
 
@@ -208,6 +211,27 @@ def test_a_feature_is_one_line_of_paths(found, expected):
 )  # fmt: skip
 def test_the_verdict_on_a_framework(one, expected):
     assert expected in str(Status(enabled=True, features=FEATURES, frameworks={"verl": one}))
+
+
+def test_a_path_that_is_lost_alone_costs_no_feature():
+    found = (seam("wrapped"), seam("refused", "all (metrics)", reason="r"))
+    told = _status_text.refusals("verl 1.0", found)
+    assert told[:2] == [
+        "verl 1.0: refused: bf16-dispatch (all (metrics)), because: r",
+        "verl 1.0: bf16-dispatch: the other paths go on without it; under strict it is an error",
+    ]
+    assert not any("go on" in one for one in _status_text.refusals("verl 1.0", found[1:]))
+
+
+def test_what_a_report_on_a_release_says_of_a_lost_path():
+    lost = seam("refused", reason="refused whole, because: get_model not found")
+    native = seam("native", reason="verl does a part itself")
+    assert _because((native, lost), "bf16-dispatch", lost.path) == lost.reason
+    assert _because((native,), "bf16-dispatch", lost.path) == native.reason
+    assert inapplicable("verl 1.0", lost) == (
+        "verl 1.0: bf16-dispatch (Megatron engine) cannot be applied: refused whole, because: "
+        "get_model not found"
+    )
 
 
 def test_features_that_are_off_share_a_line():

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from ..errors import AuditError
 from ..rules.dtypes import name_of
 from .reading import Reading, local, plain, unique
 from .record import COMPONENTS, OF_MODEL, AuditComponent
@@ -37,7 +39,14 @@ class Counter:
         """
         found = Measured()
         for tensor in unique(tensors):
+            if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+                raise AuditError(
+                    "audit(model=...): a lazy module has parameters without a shape. Pass a batch "
+                    "through the model first."
+                )
             numel = local(tensor).numel()
+            if not numel and tensor.numel():  # of a DTensor; the numbers are on other ranks
+                found.dtypes.add(tensor.dtype)
             storages = self._storages(tensor) if numel else []
             if not storages or any(storage._cdata in self._before for _, storage in storages):
                 continue

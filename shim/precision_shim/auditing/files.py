@@ -48,6 +48,12 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
     return path
 
 
+def number(path: Path, audit: Audit) -> str:
+    """The number that a file's name has where its rank has several audits of the same names."""
+    name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
+    return name.removeprefix(stem(audit)).removeprefix("-")
+
+
 def read(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Audit | str]]:
     """The audits in a directory, by name; of a file that is none the reason.
 

@@ -100,14 +100,19 @@ class Comparison:
         return lines
 
 
-def compare(audits: Sequence[Audit]) -> list[Comparison]:
-    """Group audits by model and optimizer, and compare the ranks of each group."""
+def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
+    """Group audits by model and optimizer, and compare the ranks of each group.
+
+    Args:
+        audits: each with its number among those of a rank that have its names; empty for the first.
+    """
     groups: dict[tuple[str, str], dict[int, Audit]] = {}
     worlds: dict[str, int] = {}
     present: dict[str, set[int]] = {}
-    for one in audits:
+    for number, one in audits:
         whose = f"{one.framework} {one.subject}".strip()
         part = "+".join(part.name for part in one.parts)
+        part += f", optimizer {number}" if number else ""
         groups.setdefault((whose, part), {})[one.rank] = one
         worlds[whose] = max(worlds.get(whose, 0), one.world_size)
         present.setdefault(whose, set()).add(one.rank)
@@ -129,8 +134,18 @@ def _compare(
     whose: str, part: str, found: Mapping[int, Audit], world: int, missing: tuple[int, ...]
 ) -> Comparison:
     ranks = sorted(found)
-    said = {rank: signature(found[rank].parts, found[rank].problems) for rank in ranks}
+    said = {
+        rank: {
+            # Another number is an audit that an earlier job left in the directory.
+            "ranks of the job": found[rank].world_size,
+            **signature(found[rank].parts, found[rank].problems),
+        }
+        for rank in ranks
+    }
     most = _majority(said)
+    if all(unlike(most, one) for one in said.values()):
+        # No rank is like the majority in everything: the one that is most like it is the measure.
+        most = min(said.values(), key=lambda one: len(unlike(most, one)))
     differ = {rank: what for rank in ranks if (what := unlike(most, said[rank]))}
     alike = tuple(rank for rank in ranks if rank not in differ)
     problems: dict[str, list[int]] = {}

@@ -222,7 +222,12 @@ def read(model: Any, optimizer: Any, scaler: Any = None, *, whole: bool = True) 
         AuditError: model or optimizer is of a kind that nothing here can read.
     """
     chunks = _chunks(model)
-    optimizers = list(_each(optimizer))
+    optimizers = unique(_each(optimizer))
+    if scaler is not None and not hasattr(scaler, "__dict__"):  # a number, such as the scale
+        raise AuditError(
+            f"audit(scaler=...): {_kind(scaler)} is no loss scaler; allowed: an object such as "
+            "torch.amp.GradScaler(), or None."
+        )
     if not optimizers and not chunks:
         raise AuditError(
             "audit(None, None): there is nothing to read. Pass a module, an optimizer, or both."

@@ -187,7 +187,8 @@ class Audit:
                         **part,
                         "components": {
                             name: AuditComponent(**{**one, "dtypes": tuple(one["dtypes"])})
-                            for name, one in part["components"].items()
+                            for name in COMPONENTS
+                            for one in (part["components"][name],)
                         },
                     }
                 )

@@ -33,8 +33,6 @@ from ._probing import probing
 
 __all__ = ["command", "options", "report"]
 
-_IN_FORCE = ("pending", "wrapped", "partly", "native")
-
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options to the doctor's."""
@@ -175,7 +173,8 @@ class Report:
         return [
             {"feature": feature, "path": path, "because": _because(after.seams, feature, path)}
             for (feature, path), verdict in _status_text.verdicts(before.seams).items()
-            if verdict in _IN_FORCE and left.get((feature, path)) not in _IN_FORCE
+            if verdict in _status_text.AT_WORK
+            and left.get((feature, path)) not in _status_text.AT_WORK
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -338,7 +337,10 @@ def _package(distribution: str, entry: Entry) -> str:
 
 
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
-    reasons = [one.reason for one in seams if (one.feature, one.path) == (feature, path)]
+    found = [one for one in seams if (one.feature, one.path) == (feature, path)]
+    # Where something was refused, that is the cause; a neighbour that is native has a reason, too.
+    refused = [one for one in found if one.state == "refused"]
+    reasons = [one.reason for one in refused or found]
     own = [one for one in reasons if one and not one.startswith("refused whole")]
     return next(iter([*own, *filter(None, reasons)]), "this version has nothing of it")
 

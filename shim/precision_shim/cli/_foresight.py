@@ -10,7 +10,13 @@ from .._settings import PREFIX, Settings
 from .._status import FrameworkStatus, SeamStatus
 from ..errors import PrecisionShimError
 
-__all__ = ["foresee"]
+__all__ = ["foresee", "inapplicable"]
+
+
+def inapplicable(name: str, seam: SeamStatus) -> str:
+    """What it means that a seam is refused: its path goes without the feature, others may not."""
+    where = f" ({seam.path})" if seam.path else ""
+    return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
 
 
 def foresee(
@@ -39,16 +45,14 @@ def foresee(
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = _session.standing(adapter, version, versions, closely=True)
     # A seam that is declared as a refusal says so where it is used; it is no fault of this machine.
-    broken: dict[str, SeamStatus] = {}
+    broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:
+            place = seam.feature, seam.path
             if seam.target in seam.reason:  # the cause, not one that is refused with it
-                broken[seam.feature] = seam
-            broken.setdefault(seam.feature, seam)
-    problems = [
-        f"{name} {version}: {feature} cannot be applied: {seam.reason}"
-        for feature, seam in broken.items()
-    ]
+                broken[place] = seam
+            broken.setdefault(place, seam)
+    problems = [inapplicable(f"{name} {version}", seam) for seam in broken.values()]
     states = {seam.state for seam in seams}
     order = ("refused", "pending", "native", "off") if broken else ("pending", "native", "off")
     state = next((state for state in order if state in states), "absent")

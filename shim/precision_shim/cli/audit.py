@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    audits = [one for _, one in found if isinstance(one, Audit)]
+    audits = [(files.number(path, one), one) for path, one in found if isinstance(one, Audit)]
     broken = {path.name: one for path, one in found if isinstance(one, str)}
     compared = compare(audits)
     ok = not broken and all(one.ok for one in compared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from . import add_command
@@ -22,6 +23,9 @@ _MORE = (
     "goes on exactly; 1: it does not; 2: there is no checkpoint that can be read, for the reason "
     "given."
 )
+
+_CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__init__"
+_MORE_FIELDS = ("grad_reduce_in_fp32", "precision")
 
 
 def register(commands: Commands) -> None:
@@ -92,7 +96,7 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
     """What ``--config`` gives; ``None`` where it was not used.
 
     Raises:
-        SettingsError: one is not FIELD=VALUE, or a number is none.
+        SettingsError: one is not FIELD=VALUE, there is no such field, or a number is none.
     """
     from ..errors import SettingsError
 
@@ -103,6 +107,7 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
         if not equals or not name.strip():
             raise SettingsError(f"--config {text!r} is not FIELD=VALUE.")
         name, value = name.strip(), value.strip()
+        _check(text, name)
         found[name] = words.get(value.lower(), value)
         if name == "adam_beta2":
             try:
@@ -110,3 +115,23 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
             except ValueError:
                 raise SettingsError(f"--config {text!r}: {value!r} is no number.") from None
     return found or None
+
+
+def _check(text: str, name: str) -> None:
+    """A field that the installed Megatron does not know would be left out, and the verdict wrong.
+
+    Raises:
+        SettingsError: there is no such field.
+    """
+    from ..errors import SettingsError
+    from ..seams import look
+
+    fields = look(_CONFIG).parameters  # none where Megatron is not installed
+    if not fields or name in (*fields, *_MORE_FIELDS):
+        return
+    near = get_close_matches(name, (*fields, *_MORE_FIELDS), n=1)
+    meant = f"; did you mean {near[0]}?" if near else "."
+    raise SettingsError(
+        f"--config {text!r}: Megatron's OptimizerConfig has no field {name!r} here{meant} Allowed: "
+        f"its fields, and {', '.join(_MORE_FIELDS)}."
+    )

@@ -24,7 +24,7 @@ from .._status import FrameworkStatus
 from .._status_text import fold
 from ..errors import SettingsError
 from . import _against, add_command
-from ._foresight import foresee
+from ._foresight import foresee, inapplicable
 from ._output import show
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def _framework_text(
 def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
     """Each thing once: what was refused for one reason is one problem here."""
     refused = {
-        f"{name} {one.version}: {seam.feature} cannot be applied: {seam.reason}"
+        inapplicable(f"{name} {one.version}", seam)
         for name, one in frameworks.items()
         for seam in one.seams
     }

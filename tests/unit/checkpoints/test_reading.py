@@ -248,6 +248,24 @@ def test_options_that_make_no_sense(tmp_path: Path, capsys: Any) -> None:
     assert "'high' is no number" in capsys.readouterr().err
 
 
+def test_a_field_that_the_installed_megatron_does_not_have(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import dataclasses\n@dataclasses.dataclass\nclass OptimizerConfig:\n"
+    place = tmp_path / "megatron" / "core" / "optimizer" / "optimizer_config.py"
+    place.parent.mkdir(parents=True)
+    place.write_text(f"{source}    exp_avg_dtype: object = None\n")
+    for folder in (place.parent, place.parent.parent):
+        (folder / "__init__.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run(tmp_path / "step-3", "--config", "exp_avg_dtyp=bf16") == 2
+    said = capsys.readouterr().err
+    assert "no field 'exp_avg_dtyp' here; did you mean exp_avg_dtype?" in said
+    for text in ("exp_avg_dtype=bf16", "precision=fp16", "grad_reduce_in_fp32=true"):
+        assert run(tmp_path / "step-3", "--config", text) == 2
+        assert "no such directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
