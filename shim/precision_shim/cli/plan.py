@@ -89,7 +89,7 @@ def run(asked: argparse.Namespace) -> int:
         return _show(asked, job, request, rules)
     except PrecisionShimError as error:
         print(f"precision-shim plan: {error}", file=sys.stderr)
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         print(f"precision-shim plan: {_odd(error)}", file=sys.stderr)
     return 2
 
