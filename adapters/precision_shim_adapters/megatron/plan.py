@@ -293,6 +293,8 @@ def plan_model(
         support: TransformerEngine's FusedAdam.
         megatron: megatron-core's release; ``None``: the newest known.
     """
+    if not asked.wishes.trains:  # it has no optimizer, whatever its framework passes on
+        asked = replace(asked, wishes=replace(asked.wishes, asked={}))
     subject = asked.wishes.subject
     found = layout.problems(asked.sizes, asked.model, subject, megatron)
     try:
