@@ -394,6 +394,20 @@ LLAMA = ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_deb
 
 
 @needs("torchtitan")
+def test_what_a_config_prints_as_it_is_read_is_not_in_the_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchtitan's RL configs bring Monarch and vLLM, which both log there."""
+    (tmp_path / "talking.py").write_text(
+        "print('a line')\nfrom torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("-m", "torchtitan.train", "--module", "talking", "--config", "llama3_debugmodel")
+    code, _ = planned(capsys, "--", "torchrun", "--nproc-per-node=8", *words)
+    assert code == 0
+
+
+@needs("torchtitan")
 @pytest.mark.parametrize("name", ["float16", "half", "bf16"])
 def test_torchtitan_reads_the_names_that_the_job_may_write(
     capsys: pytest.CaptureFixture[str], name: str
