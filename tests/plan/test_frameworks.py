@@ -95,6 +95,11 @@ def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], mo
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert part["components"]["params"]["dtypes"] == ["fp32"]
     assert part["components"]["params"]["sharded"] is True
+    reference = "actor_rollout_ref.actor.use_kl_loss=True"
+    _, two = planned(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, reference)
+    assert subjects(two) == ["actor", "ref"]
+    totals = two["models"][1]["after"][0]["totals"]
+    assert (totals["gpu"], totals["host"] > 0) == (0, True)
     for where in ("", "fsdp_config."):
         parts = f"actor_rollout_ref.actor.{where}ulysses_sequence_parallel_size=3"
         code, plan = planned(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, parts)

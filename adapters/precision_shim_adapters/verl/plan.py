@@ -386,7 +386,9 @@ def _on_fsdp(section: _Section, model: Model, value: bool) -> Sharded:
     mixed = engine.get("mixed_precision") or {}
     compute = _dtype(mixed.get("param_dtype") or engine.get("dtype") or "bf16", section)
     reduce = _dtype(mixed.get("reduce_dtype") or "fp32", section)
-    on_host = engine.get("offload_policy") if trains else engine.get("param_offload")
+    # verl itself has a model that only computes in the host's memory, whatever its offload says.
+    forward_only = engine.get("forward_only", True) or engine.get("param_offload")
+    on_host = engine.get("offload_policy") if trains else forward_only
     return Sharded(
         section.at.subject,
         model,
