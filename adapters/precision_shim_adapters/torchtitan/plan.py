@@ -106,13 +106,11 @@ def load(job: Job) -> Any:
     except (Exception, SystemExit) as error:  # tyro ends the process where a word is wrong
         ended = isinstance(error, SystemExit)
         text = " ".join(_FRAME.sub(" ", said.getvalue() if ended else str(error)).split())
-        remedy = "Correct the arguments."
-        if isinstance(error, ImportError):
-            remedy = (
-                "Correct the arguments; a config of the RL trainer needs vLLM to be importable."
-            )
+        missing = isinstance(error, ImportError)
+        more = "; a config of the RL trainer needs vLLM to be importable" if missing else ""
         raise PlanError(
-            f"{_where()}, {' '.join(job.arguments)}: {type(error).__name__}: {text[:600]} {remedy}"
+            f"{_where()}, {' '.join(job.arguments)}: {type(error).__name__}: {text[:600]}. Correct "
+            f"the arguments{more}."
         ) from error
 
 
