@@ -363,6 +363,13 @@ def test_heads_on_dtensor() -> None:
     assert (found.code, "num_key_value_heads of 2" in found.message) == ("heads", True)
 
 
+@pytest.mark.parametrize("group", ["world", "tensor", "context", "replicas"])
+def test_a_group_of_no_gpu_on_dtensor_is_named(group: str) -> None:
+    asked = replace(Sharded("policy", shapes.of_size("8B"), 8, "fp32"), **{group: 0})
+    made = make(job(LINE), request(replace(asked, keys={group: "cfg.it"})), RULES)
+    assert [(one.code, one.key) for one in made.problems] == [("size", "cfg.it")]
+
+
 def test_fsdp_is_planned_too() -> None:
     model = shapes.of_size("8B")
     made = plan(Sharded("policy", model, 64, "fp32"))

@@ -172,6 +172,21 @@ def test_dtypes_are_refused_by_the_rules_of_run_time() -> None:
     assert "2.3" in found[0].message
 
 
+def test_a_model_that_is_not_trained_has_no_dtype_of_an_optimizer() -> None:
+    reference = qwen3(asked={"exp_avg_dtype": "bf17"}, trains=False)
+    made, found = plan_model(reference, SETTINGS, NEWEST)
+    assert found == []
+    assert made is not None
+    assert set(made.after[0].parts[0].components) == {"frozen"}
+
+
+def test_gradients_that_cannot_be_clipped_are_named_by_the_buckets_key() -> None:
+    aware = qwen3(asked={"use_precision_aware_optimizer": True}, bucket_in_fp32=False)
+    asked = replace(aware, dtype=torch.float16, key="optimizer.{}", bucket_key="ddp.it")
+    _, found = plan_model(asked, SETTINGS, NEWEST)
+    assert [(one.code, one.key) for one in found] == [("fp16-gradients", "ddp.it")]
+
+
 @pytest.mark.parametrize(
     ("sizes", "layers", "expected"),
     [

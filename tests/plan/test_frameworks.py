@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from precision_shim.cli import main
+from precision_shim.errors import PlanError
 
 from .models import QWEN3_30B_A3B
 
@@ -94,6 +95,15 @@ def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], mo
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert part["components"]["params"]["dtypes"] == ["fp32"]
     assert part["components"]["params"]["sharded"] is True
+    reference = "actor_rollout_ref.actor.use_kl_loss=True"
+    _, two = planned(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, reference)
+    assert subjects(two) == ["actor", "ref"]
+    totals = two["models"][1]["after"][0]["totals"]
+    assert (totals["gpu"], totals["host"] > 0) == (0, True)
+    for where in ("", "fsdp_config."):
+        parts = f"actor_rollout_ref.actor.{where}ulysses_sequence_parallel_size=3"
+        code, plan = planned(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, parts)
+        assert (code, plan["problems"][0]["code"]) == (1, "world-size")
     three = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"
     code, plan = planned(capsys, "--", *VERL, *MEGATRON, path, three)
     assert code == 1
@@ -196,6 +206,9 @@ def test_skyrl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     places = {one["subject"]: one["place"] for one in plan["models"]}
     assert places["policy"] == places["ref"] != places["critic"]
     assert any("colocate_policy_ref" in one for one in plan["models"][0]["notes"])
+    parts = "trainer.policy.sequence_parallel_size=3"
+    code, plan = planned(capsys, "--", *fsdp, "trainer.strategy=fsdp2", parts)
+    assert (code, plan["problems"][0]["code"]) == (1, "world-size")
     with pytest.raises(SystemExit) as end:
         main(["plan", "--", *words, "trainer.nonsense=1"])
     assert end.value.code == 2
@@ -255,6 +268,116 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert "none.yaml" in capsys.readouterr().err
 
 
+REWARDED = """
+env: {{reward_model: {{resources: {{gpus_per_node: 2, num_nodes: 3}}}}}}
+{data}
+policy:
+  model_name: {model}
+  precision: bfloat16
+  dtensor_cfg: {{enabled: true}}
+  generation: {{colocated: {{enabled: {colocated}, resources: {{gpus_per_node: {generating}}}}}}}
+cluster: {{gpus_per_node: 8, num_nodes: {nodes}}}
+"""
+
+
+@needs("nemo_rl")
+@pytest.mark.parametrize(
+    "data", ["data: {env_name: reward_model}", "data: {default: {env_name: reward_model}}"]
+)
+@pytest.mark.parametrize(
+    ("colocated", "generating", "nodes", "expected"),
+    [("true", "null", 1, 6), ("false", 4, 1, 2), ("true", "null", 8, 40)],
+)
+def test_a_reward_model_has_gpus_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+    model: Path,
+    data: str,
+    colocated: str,
+    generating: object,
+    nodes: int,
+    expected: int,
+) -> None:
+    text = REWARDED.format(
+        data=data, model=model, colocated=colocated, generating=generating, nodes=nodes
+    )
+    (model / "job.yaml").write_text(text)
+    words = ("--", "python", "examples/nemo_rl/run_grpo.py", "--config", str(model / "job.yaml"))
+    assert planned(capsys, *words)[1]["world_size"] == expected
+    (model / "job.yaml").write_text(text.replace("env_name: reward_model", "env_name: math"))
+    assert planned(capsys, *words)[1]["world_size"] == expected + (24 if nodes > 1 else 2)
+
+
+@needs("nemo_rl")
+def test_a_reward_model_that_is_trained_has_one_output(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    (model / "job.yaml").write_text(
+        f"policy: {{model_name: {model}, precision: bfloat16, dtensor_cfg: {{enabled: true}}, "
+        "reward_model_cfg: {enabled: true}}\ncluster: {gpus_per_node: 8, num_nodes: 1}\n"
+    )
+    words = ("--", "python", "examples/nemo_rl/run_rm.py", "--config", str(model / "job.yaml"))
+    (part,) = planned(capsys, *words)[1]["models"][0]["after"][0]["parts"]
+    output = QWEN3_30B_A3B["hidden_size"] * (QWEN3_30B_A3B["vocab_size"] - 1)
+    assert part["parameters"] == 30_532_122_624 - output
+
+
+TEACHING = """
+on_policy_distillation:
+  enabled: true
+  teacher_model_by_agent_name: {{one: first, two: second, three: first}}
+  non_colocated_teachers:
+    enabled: true
+    default_teacher_cfg: {{num_nodes: 1}}
+    teacher_overrides: {{two: {{num_nodes: 2}}}}
+policy:
+  model_name: {model}
+  precision: bfloat16
+  dtensor_cfg: {{enabled: true}}
+  generation: {{colocated: {{enabled: false, resources: {{gpus_per_node: 8, num_nodes: 1}}}}}}
+cluster: {{gpus_per_node: 8, num_nodes: 6}}
+"""
+
+
+@needs("nemo_rl")
+def test_teachers_with_nodes_of_their_own_leave_the_rest(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    (model / "job.yaml").write_text(TEACHING.format(model=model))
+    words = ("--", "python", "examples/nemo_rl/run_grpo.py", "--config", str(model / "job.yaml"))
+    assert planned(capsys, *words)[1]["world_size"] == 16
+
+
+TEACHERS = """
+teacher: null
+teachers:
+  - {{model_name: {model}, precision: bfloat16, dtensor_cfg: {{enabled: true}}}}
+  - {{model_name: {model}, precision: bfloat16, dtensor_cfg: {{enabled: true}}}}
+policy:
+  model_name: {model}
+  precision: bfloat16
+  dtensor_cfg: {{enabled: true}}
+  generation: {{colocated: {{enabled: true}}}}
+cluster: {{gpus_per_node: 8, num_nodes: 1}}
+"""
+
+
+@needs("nemo_rl")
+def test_each_of_several_teachers_is_a_model(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    """They leave the GPUs after each use; the student, which generates nothing, does not."""
+    (model / "job.yaml").write_text(TEACHERS.format(model=model))
+    words = ("python", "examples/nemo_rl/run_xtoken.py", "--config", str(model / "job.yaml"))
+    _, plan = planned(capsys, "--", *words)
+    assert subjects(plan) == ["policy", "teacher_0", "teacher_1"]
+    student, *teachers = plan["models"]
+    assert student["stays"]["after"] > 0
+    for one in teachers:
+        (part,) = one["after"][0]["parts"]
+        assert set(part["components"]) == {"frozen"}
+        assert one["stays"]["after"] == 0
+
+
 # -- torchtitan --------------------------------------------------------------------------------
 
 
@@ -269,3 +392,105 @@ def test_torchtitan(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["plan", "--", *words, "--config", "nonsense"])
     assert end.value.code == 2
+
+
+LLAMA = ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel")
+"""16 heads, 16 of them for keys and values."""
+
+
+@needs("torchtitan")
+def test_what_a_config_prints_as_it_is_read_is_not_in_the_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchtitan's RL configs bring Monarch and vLLM, which both log there."""
+    (tmp_path / "talking.py").write_text(
+        "print('a line')\nfrom torchtitan.models.llama3.config_registry import llama3_debugmodel\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("-m", "torchtitan.train", "--module", "talking", "--config", "llama3_debugmodel")
+    code, _ = planned(capsys, "--", "torchrun", "--nproc-per-node=8", *words)
+    assert code == 0
+
+
+@needs("torchtitan")
+@pytest.mark.parametrize("name", ["float16", "half", "bf16"])
+def test_torchtitan_reads_the_names_that_the_job_may_write(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    words = (*LLAMA, "--training.mixed_precision_param", name)
+    code, plan = planned(capsys, "--", "torchrun", "--nproc-per-node=8", *words)
+    assert (code, plan["problems"]) == (0, [])
+    assert plan["models"][0]["after"] == plan["models"][0]["before"]
+
+
+@needs("torchtitan")
+def test_torchtitan_alone_refuses_them_with_its_own_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRECISION_SHIM_FEATURES", "-dtype-coercion")
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--", "torchrun", *LLAMA, "--training.mixed_precision_param=float16"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "invalid choice 'float16' for argument '--training.mixed-precision-param'" in said
+    assert "vLLM" not in said
+
+
+@needs("torchtitan")
+@pytest.mark.parametrize(
+    ("gpus", "word", "problem"),
+    [
+        (8, "training.dtype=half", ("dtype", "training.dtype")),
+        (
+            8,
+            "training.mixed_precision_param=bf17",
+            ("dtype", "training.mixed_precision_param"),
+        ),
+        (
+            8,
+            "parallelism.data_parallel_shard_degree=4",
+            ("world-size", "parallelism.data_parallel_shard_degree"),
+        ),
+        (
+            8,
+            "parallelism.data_parallel_shard_degree=0",
+            ("size", "parallelism.data_parallel_shard_degree"),
+        ),
+        (
+            8,
+            "parallelism.tensor_parallel_degree=0",
+            ("size", "parallelism.tensor_parallel_degree"),
+        ),
+        (
+            6,
+            "parallelism.tensor_parallel_degree=3",
+            ("heads", "parallelism.tensor_parallel_degree"),
+        ),
+        (
+            8,
+            "parallelism.expert_parallel_degree=3",
+            ("world-size", "parallelism.expert_parallel_degree"),
+        ),
+    ],
+)
+def test_what_torchtitan_itself_refuses_is_illegal(
+    capsys: pytest.CaptureFixture[str], gpus: int, word: str, problem: tuple[str, str]
+) -> None:
+    launcher = ("torchrun", f"--nproc-per-node={gpus}")
+    code, plan = planned(capsys, "--", *launcher, *LLAMA, f"--{word}")
+    assert code == 1
+    assert {(one["code"], one["key"]) for one in plan["problems"]} == {problem}
+    assert all(one["remedy"] for one in plan["problems"])
+
+
+@needs("torchtitan")
+def test_torchtitans_adapters_are_refused() -> None:
+    from torchtitan.components.lora import LoRAConverter
+    from torchtitan.models.llama3 import model_registry
+
+    from precision_shim_adapters.torchtitan.plan import built
+
+    adapters = LoRAConverter.Config(rank=8, alpha=16.0, target_modules=["wq", "wo"])
+    spec = model_registry("debugmodel", converters=[adapters])
+    with pytest.raises(PlanError, match="LoRA adapters, which are not planned"):
+        built(spec)

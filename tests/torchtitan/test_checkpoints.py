@@ -120,4 +120,6 @@ def test_a_damaged_record(ranks: Ranks, tmp_path: Path, case: str) -> None:
     found = one(ranks, case, tmp_path, first=2, last=3, load=True)
     assert "ScalerCheckpointError" in found["error"]
     assert "does not match its digest" in found["error"]
+    assert "exclude_from_loading" in found["error"]
+    assert "delete" not in found["error"]  # it is a part of the whole checkpoint
     assert "step-2" in found["error"]

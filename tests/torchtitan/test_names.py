@@ -42,7 +42,7 @@ def test_alone_constructors_check_nothing(torchtitan: None) -> None:
     assert TrainingConfig(mixed_precision_param="no dtype").mixed_precision_param == "no dtype"
 
 
-@pytest.mark.parametrize("name", ["float64", "fp8", "auto", "fp17", "bfloat"])
+@pytest.mark.parametrize("name", ["float64", "fp8", "auto", "fp17", "bfloat", ""])
 @pytest.mark.parametrize("key", ["dtype", "mixed_precision_param"])
 def test_an_unknown_name(torchtitan: None, shim: Any, key: str, name: str) -> None:
     from torchtitan.config import TrainingConfig

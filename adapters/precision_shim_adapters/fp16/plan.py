@@ -128,8 +128,15 @@ def problems(asked: Asked) -> list[Problem]:
     def report(code: str, key: str, message: str, remedy: str) -> None:
         found.append(Problem(code, asked.subject, asked.keys.get(key, key), message, remedy))
 
+    groups = ("world", "tensor", "context", "replicas")
+    for key in groups:
+        value = getattr(asked, key)
+        if value < 1:
+            report("size", key, f"{value} is less than 1", "Write at least 1.")
+    if found:
+        return found
     product = asked.tensor * asked.context * asked.replicas
-    if product < 1 or asked.world % product:
+    if asked.world % product:
         report(
             "world-size",
             "world",
@@ -139,7 +146,7 @@ def problems(asked: Asked) -> list[Problem]:
         )
         return found
     ways = asked.tensor * _shards(asked)
-    if min(asked.world, ways) < 1 or asked.world % ways:
+    if asked.world % ways:
         report(
             "world-size",
             "shards",

@@ -312,12 +312,14 @@ class ScaledTraining:
         """
         return scaling.to_tensor(scaling.record_of(self.scaler))
 
-    def restore_record(self, record: object, where: str) -> None:
+    def restore_record(self, record: object, where: str, otherwise: str = "") -> None:
         """Bring the scaler to a record that came in a framework's own file; every rank calls it.
 
         Args:
             record: what ``record`` or ``record_tensor`` gave; ``None`` if the file has none.
             where: the file, for messages.
+            otherwise: how to go on with a fresh scaler, as a sentence, where there is a way: the
+                file holds more than the record, and is not to be deleted.
 
         Raises:
             ScalerCheckpointError: the record is damaged on a rank, or not the same on all.
@@ -331,7 +333,7 @@ class ScaledTraining:
             lines = None if record is None else scaling.restore(self.scaler, record, where)
             self._tell_restored(where, lines)
         except ScalerCheckpointError as error:
-            problem = str(error)
+            problem = f"{error} {otherwise}".rstrip()
         scaling.agree(problem, record, where)
 
     def _tell_restored(self, where: str, lines: tuple[str, ...] | None) -> None:

@@ -220,7 +220,8 @@ def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Prob
     subject = asked.wishes.subject
 
     def report(code: str, field: str, message: str, remedy: str) -> None:
-        found.append(Problem(code, subject, asked.key.format(field), message, remedy))
+        key = asked.bucket_key if field == "grad_reduce_in_fp32" else asked.key.format(field)
+        found.append(Problem(code, subject, key, message, remedy))
 
     aware = bool(fields.get(PRECISION_AWARE))
     _refuse_others(asked, fields)
@@ -292,6 +293,8 @@ def plan_model(
         support: TransformerEngine's FusedAdam.
         megatron: megatron-core's release; ``None``: the newest known.
     """
+    if not asked.wishes.trains:  # it has no optimizer, whatever its framework passes on
+        asked = replace(asked, wishes=replace(asked.wishes, asked={}))
     subject = asked.wishes.subject
     found = layout.problems(asked.sizes, asked.model, subject, megatron)
     try:

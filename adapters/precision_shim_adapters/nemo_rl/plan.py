@@ -143,9 +143,14 @@ def _default(job: Job) -> Path:
 
 
 def _gpus(config: Mapping[str, Any]) -> int:
-    """GPUs that train: those of the cluster without those that only generate."""
+    """GPUs that train: those of the cluster without those that only generate, reward or teach."""
     cluster = config["cluster"]
     each, nodes = _number(cluster, "gpus_per_node"), _number(cluster, "num_nodes")
+    rewarding = _rewarding(config)
+    if nodes == 1:
+        each -= int(rewarding.get("gpus_per_node") or 0)
+    else:
+        nodes -= int(rewarding.get("num_nodes") or 0) + _teaching(config)
     generation = (config["policy"].get("generation") or {}).get("colocated") or {}
     if generation and not generation.get("enabled", True):
         theirs = generation.get("resources") or {}
@@ -154,6 +159,33 @@ def _gpus(config: Mapping[str, Any]) -> int:
         else:
             nodes -= int(theirs["num_nodes"])
     return each * nodes
+
+
+def _rewarding(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The GPUs of a reward model that is an environment; none where the job has none."""
+    section = (config.get("env") or {}).get("reward_model") or {}
+    data = config.get("data") or {}
+    # Where data says which environments there are: at its top in 0.5, in these later; 0.4 has a
+    # switch.
+    places = [data, *(data.get(name) for name in ("train", "validation", "default"))]
+    names = [one.get("env_name") for one in places if isinstance(one, Mapping)]
+    used = section.get("enabled") is True or "reward_model" in names
+    return (section.get("resources") or {}) if used else {}
+
+
+def _teaching(config: Mapping[str, Any]) -> int:
+    """The nodes of on-policy distillation's teachers, where they have nodes of their own."""
+    section = config.get("on_policy_distillation") or {}
+    apart = section.get("non_colocated_teachers") or {}
+    if not (section.get("enabled") and apart.get("enabled")):
+        return 0
+    default, own = apart.get("default_teacher_cfg") or {}, apart.get("teacher_overrides") or {}
+    found: list[tuple[str, int]] = []
+    for alias, name in (section.get("teacher_model_by_agent_name") or {}).items():
+        if section.get("deduplicate_shared_teacher_checkpoints", True) and name in dict(found):
+            continue
+        found.append((name, int({**default, **(own.get(alias) or {})}.get("num_nodes", 1))))
+    return sum(nodes for _, nodes in found)
 
 
 def _number(section: Mapping[str, Any], key: str) -> int:
@@ -168,10 +200,16 @@ def _number(section: Mapping[str, Any], key: str) -> int:
 
 
 def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannable]:
+    teachers = config.get("teachers") or []
     for key, subject in _ROLES.items():
         section = config.get(key)
         if isinstance(section, Mapping) and section.get("model_name"):
+            if teachers:  # nothing is generated then, and the student keeps its GPUs
+                section = {**section, "generation": None}
             yield _model(job, section, key, subject, world)
+    for number, section in enumerate(teachers):
+        if isinstance(section, Mapping) and section.get("model_name"):
+            yield _model(job, section, f"teachers.{number}", f"teacher_{number}", world)
 
 
 def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: int) -> Plannable:
@@ -200,7 +238,7 @@ def _on_megatron(job: Job, section: Mapping[str, Any], key: str, subject: str, w
     cfg = section["megatron_cfg"]
     where = f"{key}.megatron_cfg"
     _refuse_adapters(f"{where}.peft", (cfg.get("peft") or {}).get("enabled"))
-    trains = subject != "teacher"
+    trains = not subject.startswith("teacher")
     ddp = cfg.get("distributed_data_parallel_config") or {}
     fsdp = bool(ddp.get("use_custom_fsdp") or ddp.get("use_megatron_fsdp"))
     if fsdp:
@@ -240,10 +278,17 @@ def _on_megatron(job: Job, section: Mapping[str, Any], key: str, subject: str, w
 
 
 def _parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
-    """What NeMo-RL moves to the host's memory while the rollout has the GPU."""
+    """What NeMo-RL moves to the host's memory while the rollout or another model has the GPU."""
     shared = (section.get("generation") or {}).get("colocated") or {}
     everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
+    if key.startswith("teachers."):
+        return {key: everything}
     return {f"{key}.generation.colocated.enabled": everything} if shared.get("enabled") else {}
+
+
+def _group(cfg: Mapping[str, Any], key: str) -> int:
+    value = cfg.get(key)
+    return 1 if value is None else int(value)
 
 
 def _on_dtensor(
@@ -257,23 +302,26 @@ def _on_dtensor(
             f"{_where()}, {key}.precision={section.get('precision')!r}: expected bfloat16, float16 "
             "or float32. Correct it."
         )
-    trains = subject != "teacher"
+    trains = not subject.startswith("teacher")
     name = str((section.get("optimizer") or {}).get("name") or "torch.optim.AdamW")
     return Sharded(
         subject,
         job.model(section["model_name"], section.get("hf_config_overrides")),
         world,
         "fp32",  # NeMo-RL always loads in float32, and computes in policy.precision
-        tensor=int(cfg.get("tensor_parallel_size") or 1),
-        context=int(cfg.get("context_parallel_size") or 1),
-        replicas=int(cfg.get("dp_replicate_size") or 1),
+        tensor=_group(cfg, "tensor_parallel_size"),
+        context=_group(cfg, "context_parallel_size"),
+        replicas=_group(cfg, "dp_replicate_size"),
         compute=name_of(precision),
         optimizer=name if trains else "",
         offload=bool(cfg.get("cpu_offload")),
-        value_head=subject == "value",
+        value_head=subject == "value"
+        or bool((section.get("reward_model_cfg") or {}).get("enabled")),
         keys={
             "world": "cluster.gpus_per_node x cluster.num_nodes",
             "tensor": f"{key}.dtensor_cfg.tensor_parallel_size",
+            "context": f"{key}.dtensor_cfg.context_parallel_size",
+            "replicas": f"{key}.dtensor_cfg.dp_replicate_size",
             "shards": "cluster.gpus_per_node x cluster.num_nodes",
             "optimizer": f"{key}.optimizer.name",
         },

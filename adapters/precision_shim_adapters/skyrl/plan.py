@@ -250,6 +250,7 @@ def _on_fsdp(trainer: Any, role: str, model: Model, world: int) -> Sharded:
         world,
         "bf16" if low else "fp32",  # what trains is loaded in fp32, whatever trainer.bf16 says
         shards=int(config.fsdp_size),
+        context=int(getattr(section, "sequence_parallel_size", 1)),
         compute=_name(getattr(mixed, "param_dtype", None) or "bf16"),
         reduce=_name(getattr(mixed, "reduce_dtype", None) or "fp32"),
         optimizer="AdamW" if trains else "",
@@ -258,6 +259,7 @@ def _on_fsdp(trainer: Any, role: str, model: Model, world: int) -> Sharded:
         keys={
             "world": f"trainer.placement.{role}_num_gpus_per_node",
             "shards": f"trainer.{role}.fsdp_config.fsdp_size",
+            "context": f"trainer.{role}.sequence_parallel_size",
         },
         parked={} if config.cpu_offload else _parked(trainer, role),
         place=_place(trainer, role),

@@ -36,6 +36,11 @@ KEY = "precision_shim_scaler"
 STATE = "train_state"
 """The key of a trainer's state in a checkpoint."""
 
+_OTHERWISE = (
+    f"Or load this one with {STATE} among checkpoint.exclude_from_loading, to continue with a "
+    "fresh scaler."
+)
+
 
 @dataclass(frozen=True)
 class _Load:
@@ -117,8 +122,7 @@ def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
     if isinstance(box[0], str):
         raise ScalerCheckpointError(
             f"{where}: it is {box[0]} where a tensor of bytes was expected: it is damaged, and not "
-            f"read. Take another checkpoint, or load this one with {STATE} among "
-            "checkpoint.exclude_from_loading, to continue with a fresh scaler."
+            f"read. Take another checkpoint. {_OTHERWISE}"
         )
     size: tuple[int, ...] | None = box[0]
     return size
@@ -169,5 +173,6 @@ def load_state_dict(call: Call, state_dict: Any) -> Any:
     call.arguments["state_dict"] = rest
     result = call.proceed()
     loading = _loading.get()
-    training.restore_record(record, loading.where if loading is not None else f"{STATE}.{KEY}")
+    where = loading.where if loading is not None else f"{STATE}.{KEY}"
+    training.restore_record(record, where, _OTHERWISE)
     return result

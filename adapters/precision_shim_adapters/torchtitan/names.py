@@ -45,7 +45,7 @@ def own_name(value: Any, key: str) -> Any:
     Raises:
         DtypeError: it names no dtype that torchtitan has.
     """
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str):
         return value
     name = OWN_NAMES.get(parse_dtype(value))  # type: ignore[arg-type]
     if name is None:
@@ -86,6 +86,8 @@ def coerce_generator(config: Any) -> None:
         DtypeError: the name is unknown.
     """
     value = config.model_dtype
+    if value == "":  # the trainer's own
+        return
     automatic = isinstance(value, str) and value.strip().lower() == "auto"
     own = "auto" if automatic else own_name(value, "generator.model_dtype")
     if own is not value:
@@ -104,7 +106,7 @@ def generator_dtype_name(value: Any) -> Any:
             "process, and the trainer has to know it to send the weights in it; allowed here: "
             f"{_allowed()}. Write the dtype that vLLM is to generate in."
         )
-    return own_name(value, "generator.model_dtype")
+    return value if value == "" else own_name(value, "generator.model_dtype")
 
 
 # -- where a config is built -------------------------------------------------------------------
@@ -150,12 +152,12 @@ def build_generator_config(call: Call, model_dtype: Any) -> None:
 )
 def parse_args(call: Call) -> Any:
     """Let the command line take every spelling; it gets no option that it did not have."""
-    with _any_name():
+    with any_name():
         return call.proceed()
 
 
 @contextmanager
-def _any_name() -> Iterator[None]:
+def any_name() -> Iterator[None]:
     """While the command line is read the names of dtypes are words; building checks them.
 
     tyro reads the annotations of the class, not the types of its fields.

@@ -6,18 +6,23 @@ is FSDP2 on torch's optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 from precision_shim.adapting import version_of
-from precision_shim.errors import PlanError
+from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
+from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.rules.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import Asked
+from . import names
 
 _KEYS = {
     "world": "parallelism",
@@ -25,6 +30,15 @@ _KEYS = {
     "tensor": "parallelism.tensor_parallel_degree",
     "optimizer": "optimizer",
 }
+_DEGREES = (
+    "data_parallel_replicate_degree",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+    "expert_parallel_degree",
+)
+_FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
+"""What tyro draws around a message."""
 
 
 def plan(job: Job) -> Request:
@@ -35,18 +49,28 @@ def plan(job: Job) -> Request:
     """
     config = load(job)
     trainer = getattr(config, "trainer", config)  # the RL trainer's is within
-    subject = "policy" if trainer is not config else "model"
+    subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")
     parallel, training = trainer.parallelism, trainer.training
     if parallel.pipeline_parallel_degree > 1:
         raise PlanError(
-            f"{_where()}, parallelism.pipeline_parallel_degree="
+            f"{_where()}, {prefix}parallelism.pipeline_parallel_degree="
             f"{parallel.pipeline_parallel_degree}: pipelines are not planned. Plan one stage's "
             "share with 1 on that many GPUs fewer."
         )
+    version = version_of("torchtitan", ("torchtitan",))
+    found = list(_small(subject, prefix, parallel))
+    if found:
+        world = _launched(job) or 1
+        return Request("torchtitan", version, world, (), problems=tuple(found))
     world, shards = _world(job, parallel)
+    found = [*_apart(subject, prefix, parallel, world), *_dtypes(job, subject, config, trainer)]
+    if any(one.code == "dtype" for one in found):
+        return Request("torchtitan", version, world, (), problems=tuple(found))
+    model = _model(job, config)
+    found += _heads(subject, prefix, parallel, config, model)
     asked = Asked(
         subject,
-        _model(job, config),
+        model,
         world,
         _name(training.dtype),
         shards=shards,
@@ -56,9 +80,9 @@ def plan(job: Job) -> Request:
         optimizer=_optimizer(trainer.optimizer),
         offload=bool(training.enable_cpu_offload),
         gathers=1 if parallel.fsdp_reshard_after_forward == "never" else 2,
-        keys=_KEYS,
+        keys={name: prefix + key for name, key in _KEYS.items()},
     )
-    return Request("torchtitan", version_of("torchtitan", ("torchtitan",)), world, (asked,))
+    return Request("torchtitan", version, world, (asked,), problems=tuple(found))
 
 
 def _where() -> str:
@@ -71,16 +95,115 @@ def load(job: Job) -> Any:
     Raises:
         PlanError: it cannot be read.
     """
+    said = io.StringIO()
+    # As in the job: its command line takes what names.parse_args lets it take.
+    spellings = names.any_name if _coerces(job) else nullcontext
     try:
         from torchtitan.config import ConfigManager
 
-        return ConfigManager().parse_args(list(job.arguments))
+        with redirect_stderr(said), spellings():
+            return ConfigManager().parse_args(list(job.arguments))
     except (Exception, SystemExit) as error:  # tyro ends the process where a word is wrong
-        text = " ".join(str(error).split())[:400]
+        ended = isinstance(error, SystemExit)
+        text = " ".join(_FRAME.sub(" ", said.getvalue() if ended else str(error)).split())
+        missing = isinstance(error, ImportError)
+        more = "; a config of the RL trainer needs vLLM to be importable" if missing else ""
         raise PlanError(
-            f"{_where()}, {' '.join(job.arguments)}: {type(error).__name__}: {text}. Correct the "
-            "arguments; a config of the RL trainer needs vLLM to be importable."
+            f"{_where()}, {' '.join(job.arguments)}: {type(error).__name__}: {text[:600]}. Correct "
+            f"the arguments{more}."
         ) from error
+
+
+def _coerces(job: Job) -> bool:
+    return names.FEATURE in job.settings.features
+
+
+def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
+    """Groups of less than one GPU, of which nothing can be counted."""
+    for name in _DEGREES:
+        value = getattr(parallel, name)
+        if value < 1:
+            key = f"{prefix}parallelism.{name}"
+            yield Problem("size", subject, key, f"{value} is less than 1", "Write at least 1.")
+    shards = parallel.data_parallel_shard_degree
+    if shards < 1 and shards != -1:
+        yield Problem(
+            "size",
+            subject,
+            f"{prefix}{_KEYS['shards']}",
+            f"{shards} is less than 1",
+            "Write at least 1, or -1 for all that are left.",
+        )
+
+
+def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
+    """Bring the names to torchtitan's own, as in the job, or say which one is none."""
+    if not _coerces(job):
+        return
+    try:
+        names.coerce_training(trainer.training)
+        if trainer is not config:
+            names.generator_dtype_name(config.generator.model_dtype)
+    except DtypeError as error:
+        message, _, remedy = str(error).rpartition(". ")
+        found = re.search(r"(training|generator)\.\w+(?==)", message)
+        key = found.group() if found else "training.dtype"
+        yield Problem(
+            "dtype",
+            subject,
+            f"trainer.{key}" if trainer is not config and key.startswith("training") else key,
+            message,
+            remedy,
+        )
+
+
+def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Problem]:
+    """Groups that do not make up all GPUs; what is no multiple at all is found elsewhere."""
+    replicas, tensor = parallel.data_parallel_replicate_degree, parallel.tensor_parallel_degree
+    context, shards = parallel.context_parallel_degree, parallel.data_parallel_shard_degree
+    rest = replicas * context * tensor
+    if shards > 0 and world % rest == 0 and world != rest * shards:
+        yield Problem(
+            "world-size",
+            subject,
+            f"{prefix}{_KEYS['shards']}",
+            f"replicas {replicas} x shards {shards} x context {context} x tensor {tensor} make "
+            f"{rest * shards} GPUs, and the job has {world}",
+            f"Write {world // rest}, or -1 for all that are left.",
+        )
+    experts, within = parallel.expert_parallel_degree, world // replicas
+    if within % experts:
+        yield Problem(
+            "world-size",
+            subject,
+            f"{prefix}parallelism.expert_parallel_degree",
+            f"{within} GPUs of a replica are not a multiple of {experts}",
+            f"Take a divisor of {within}.",
+        )
+
+
+def _heads(
+    subject: str, prefix: str, parallel: Any, config: Any, model: Model
+) -> Iterator[Problem]:
+    """Heads of torchtitan's own config, where there is none of transformers'."""
+    if model.config or config.model_spec is None:
+        return
+    attention = getattr(config.model_spec.model, "first_attention", None)
+    for name in ("n_heads", "n_kv_heads"):
+        heads = getattr(attention, name, None)
+        if isinstance(heads, int) and heads % parallel.tensor_parallel_degree:
+            yield Problem(
+                "heads",
+                subject,
+                f"{prefix}{_KEYS['tensor']}",
+                f"{name} of {heads} cannot be split {parallel.tensor_parallel_degree} ways",
+                f"Take a divisor of {heads}.",
+            )
+
+
+def _launched(job: Job) -> int | None:
+    each = job.launched("nproc-per-node")
+    return None if each is None else each * (job.launched("nnodes") or 1)
 
 
 def _world(job: Job, parallel: Any) -> tuple[int, int]:
@@ -90,9 +213,8 @@ def _world(job: Job, parallel: Any) -> tuple[int, int]:
         parallel.data_parallel_shard_degree,
     )
     rest = parallel.tensor_parallel_degree * parallel.context_parallel_degree * replicas
-    each = job.launched("nproc-per-node")
-    if each is not None:
-        world = each * (job.launched("nnodes") or 1)
+    world = _launched(job)
+    if world is not None:
         if shards < 1:
             shards = max(world // rest, 1)
     else:
@@ -147,10 +269,13 @@ def built(spec: Any) -> Model:
             f"{_where()}: its model cannot be built on the meta device "
             f"({type(error).__name__}: {error}). Name its size with --parameters."
         ) from error
-    weights = tuple(Weight(name, tuple(one.shape)) for name, one in model.named_parameters())
-    return Model(weights, _sizes(spec), "torchtitan's model, built on the meta device")
-
-
-def _sizes(spec: Any) -> Mapping[str, Any]:
-    heads = getattr(spec.model, "n_heads", None)
-    return {"num_attention_heads": heads} if isinstance(heads, int) else {}
+    weights = []
+    for name, one in model.named_parameters():
+        if not one.requires_grad:
+            raise PlanError(
+                f"{_where()}: {name} of its model is frozen, as beside LoRA adapters, which are "
+                "not planned: their states are small, and the frozen model keeps its parameters "
+                "alone. Plan the config without the converter for an upper bound."
+            )
+        weights.append(Weight(name, tuple(one.shape)))
+    return Model(tuple(weights), {}, "torchtitan's model, built on the meta device")

@@ -200,7 +200,10 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Section:
-    """One model's sections of the config; a model without an optimizer is not trained."""
+    """One model's sections of the config; a model without an optimizer is not trained.
+
+    ``sequence`` is the size that Ulysses splits a sequence by, where it stands beside the engine's.
+    """
 
     at: _Place
     engine_key: str
@@ -208,6 +211,7 @@ class _Section:
     engine: Mapping[str, Any]
     optim: Mapping[str, Any] | None
     model: Mapping[str, Any]
+    sequence: int = 1
 
     @property
     def optim_key(self) -> str:
@@ -251,7 +255,8 @@ def _section(at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _
     name = next((name for name, found in places.items() if found), names[0])
     engine = places[name] or {}
     optim = None if at.subject == "ref" else role.get("optim") or {}
-    return _Section(at, f"{at.key}.{name}", strategy, engine, optim, model)
+    sequence = int(role.get("ulysses_sequence_parallel_size") or 1)
+    return _Section(at, f"{at.key}.{name}", strategy, engine, optim, model, sequence)
 
 
 def _lora(model: Mapping[str, Any]) -> int:
@@ -381,13 +386,19 @@ def _on_fsdp(section: _Section, model: Model, value: bool) -> Sharded:
     mixed = engine.get("mixed_precision") or {}
     compute = _dtype(mixed.get("param_dtype") or engine.get("dtype") or "bf16", section)
     reduce = _dtype(mixed.get("reduce_dtype") or "fp32", section)
-    on_host = engine.get("offload_policy") if trains else engine.get("param_offload")
+    # verl itself has a model that only computes in the host's memory, whatever its offload says.
+    forward_only = engine.get("forward_only", True) or engine.get("param_offload")
+    on_host = engine.get("offload_policy") if trains else forward_only
     return Sharded(
         section.at.subject,
         model,
         section.at.world,
         name_of(dtype),
         shards=int(engine.get("fsdp_size") or -1),
+        # The engine's is the newer place; verl takes the older one where it is not 1.
+        context=section.sequence
+        if section.sequence > 1
+        else int(engine.get("ulysses_sequence_parallel_size") or 1),
         compute=name_of(compute),
         reduce=name_of(reduce),
         optimizer=str((optim or {}).get("optimizer") or "AdamW") if trains else "",
@@ -396,6 +407,7 @@ def _on_fsdp(section: _Section, model: Model, value: bool) -> Sharded:
         keys={
             "world": section.at.world_key,
             "shards": f"{section.engine_key}.fsdp_size",
+            "context": f"{section.engine_key}.ulysses_sequence_parallel_size",
             "optimizer": f"{section.optim_key}.optimizer",
         },
         parked={} if on_host else _parked(section),

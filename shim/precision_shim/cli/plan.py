@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +86,13 @@ def run(asked: argparse.Namespace) -> int:
         asked.parser.error("--search needs --gpu-memory")
     _startup.stop()  # what is imported here must not install the shim in this process
     try:
-        job, request, rules = _read(asked, words)
+        # Some frameworks log to the standard output as they are imported; it is the plan's alone.
+        with redirect_stdout(sys.stderr):
+            job, request, rules = _read(asked, words)
         return _show(asked, job, request, rules)
     except PrecisionShimError as error:
         print(f"precision-shim plan: {error}", file=sys.stderr)
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         print(f"precision-shim plan: {_odd(error)}", file=sys.stderr)
     return 2
 

@@ -98,8 +98,8 @@ def read_record(record: object, where: str) -> ScalerRecord:
     if version > FORMAT:
         raise ScalerCheckpointError(
             f"{where}: written in format {version} by a newer precision_shim; this one "
-            f"({__version__}) reads formats up to {FORMAT}. Upgrade precision_shim, or delete "
-            "the file to continue with a fresh scaler."
+            f"({__version__}) reads formats up to {FORMAT}. Upgrade precision_shim, or take "
+            "another checkpoint."
         )
     if record.get("digest") != digest_of(record):
         raise bad_record(where, "its content does not match its digest: the file is damaged")
@@ -140,7 +140,7 @@ def parse(text: str, where: str) -> object:
     except (ValueError, RecursionError) as error:
         raise ScalerCheckpointError(
             f"{where}: not whole JSON ({error}): the file is damaged or truncated. Take another "
-            "checkpoint, or delete the file to continue with a fresh scaler."
+            "checkpoint."
         ) from None
 
 
@@ -231,6 +231,5 @@ def digest_of(record: Mapping[str, Any]) -> str:
 def bad_record(where: str, found: str) -> ScalerCheckpointError:
     """The error of a record that is not taken, and how to go on."""
     return ScalerCheckpointError(
-        f"{where}: {found}. The loss scaler is not restored from it; take another checkpoint, or "
-        "delete the file to continue with a fresh scaler."
+        f"{where}: {found}. The loss scaler is not restored from it. Take another checkpoint."
     )

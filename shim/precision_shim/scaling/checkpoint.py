@@ -94,7 +94,12 @@ def load(
         raise ScalerCheckpointError(failure)
     if text is None:
         return None
-    return restore(scaler, parse(text, str(path)), str(path))
+    try:
+        return restore(scaler, parse(text, str(path)), str(path))
+    except ScalerCheckpointError as error:
+        raise ScalerCheckpointError(
+            f"{error} Or delete the file to continue with a fresh scaler."
+        ) from None
 
 
 def agree(problem: str, record: object, where: str) -> None:
