@@ -62,7 +62,7 @@ def _stepped(one: Any) -> Iterator[tuple[int, torch.Tensor, dict[str, Any]]]:
         param = within.get(shard, shard)
         part, group = owners[id(param)]
         state = part.state[param]
-        count = int((state if isinstance(part, torch.optim.AdamW) else group)["step"])
+        count = int((state if isinstance(part, torch.optim.AdamW) else group).get("step", 0))
         master = param if within else state.get("master_param", param)
         if master.dtype is torch.int16:
             master = join_master(param.detach(), master)

@@ -135,7 +135,8 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     ``optimizer_cpu_offload`` is one because of its checkpoints. Without the precision-aware
     optimizer Megatron ends a resume with a KeyError; with it, a resume goes on silently with step
     counts or masters that are not the checkpoint's (docs/verl.md has what was measured). The shim
-    must not turn the first into the second. It would save memory. Bytes per parameter that the
+    mends that while it is on; a job that goes on without it must not have got the second in place
+    of the first. It would save memory. Bytes per parameter that the
     audit finds (with a fake GPU, all offloaded; DP is the data-parallel size):
 
     ========================== ================================== =======
