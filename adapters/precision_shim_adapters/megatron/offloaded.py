@@ -83,19 +83,32 @@ def hand_count_over(call: Call) -> Any:
     group=GROUP,
     why="the step count that is saved is that of the host's part, which there may not be",
     delete_when=_DELETE_WHEN,
-    relies_on=("HybridDeviceOptimizer", "sub_optimizers", "param_groups", "step", "optimizer"),
+    relies_on=(
+        "HybridDeviceOptimizer",
+        "sub_optimizers",
+        "param_groups",
+        "step",
+        "optimizer",
+        "config",
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+    ),
     optional=True,
 )
 def save_count(call: Call) -> Any:
-    """Save the step count of FusedAdam's groups where nothing is on the host."""
+    """Save the step count of FusedAdam's groups where nothing is on the host.
+
+    Not of an optimizer that is not precision-aware: with a count in the checkpoint Megatron's load
+    of it ends in a KeyError, where SkyRL's mends let it go on.
+    """
     result = call.proceed()
-    inner = call.instance.optimizer
-    if _offloads(inner) and inner.gpu_optimizer is not None:
-        groups = result["optimizer"]["param_groups"]
-        counts = _counts(inner.gpu_optimizer.param_groups)
-        if len(counts) == 1 and not _counts(groups):
-            for group in groups:
-                group["step"] = next(iter(counts))
+    inner, config = call.instance.optimizer, call.instance.config
+    if not _offloads(inner) or not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        return result
+    groups = result["optimizer"]["param_groups"]
+    counts = _counts(inner.gpu_optimizer.param_groups) if inner.gpu_optimizer is not None else set()
+    if len(counts) == 1 and not _counts(groups):
+        for group in groups:
+            group["step"] = next(iter(counts))
     return result
 
 
@@ -121,11 +134,11 @@ def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
     if not counts and any(OFFLOADED in group for group in groups):
         raise CheckpointLayoutError(
             "Megatron optimizer checkpoint: it has no step count, and the optimizer would count "
-            "from 1 again, with moments of more steps. A Megatron without the shim saves none with "
-            "optimizer_cpu_offload where nothing is on the host (optimizer_offload_fraction=0, "
-            "which is Megatron's default). Start from the model's weights without the optimizer's "
-            "states, or set PRECISION_SHIM_FEATURES=-bf16-dispatch,-fp16-scaling to go on with "
-            "that count."
+            "from 1 again, with moments of more steps. Megatron saves none with "
+            "optimizer_cpu_offload where nothing is on the host (optimizer_offload_fraction=0, its "
+            "default); the shim does, for a precision-aware optimizer. Start from the model's "
+            "weights without the optimizer's states, or set "
+            "PRECISION_SHIM_FEATURES=-bf16-dispatch,-fp16-scaling to go on with that count."
         )
     result = call.proceed()
     inner = call.instance.optimizer

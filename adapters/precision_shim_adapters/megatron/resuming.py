@@ -169,17 +169,21 @@ def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
 def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
     """What no mend reaches, of an optimizer for CPU offload; see ``offloaded``."""
     written = OFFLOADED in part.facts
+    uncounted = written and not part.facts["counted"]
+    plain = live.on_host is not None and not live.asked_aware
+    fails = "Megatron loads nothing into an optimizer for CPU offload that is not precision-aware"
+    lacking = "it has no step count, and the optimizer would count from 1 again"
     if written and part.facts.get("sharding") not in KEYED and not mended:
         return Outcome(FAILS, "its common state names classes, and torch does not load these")
-    if live.on_host is not None and not live.asked_aware:
+    if plain and not mended:
+        return Outcome(FAILS, fails)
+    if uncounted and shimmed:
+        return Outcome(REFUSED, lacking)
+    if plain:
         stepped = any(one.name.endswith(_STEPPED) for one in part.held.get(OTHER, ()))
-        if not (mended and stepped and live.on_host >= 1.0):
-            what = "an optimizer for CPU offload that is not precision-aware"
-            return Outcome(FAILS, f"Megatron loads nothing into {what}")
-    if written and not part.facts["counted"]:
-        verdict = REFUSED if shimmed else MISREAD
-        return Outcome(verdict, "it has no step count, and the optimizer would count from 1 again")
-    return None
+        if not stepped or not (live.on_host == 1.0 or (uncounted and live.on_host == 0.0)):
+            return Outcome(FAILS, f"{fails} and partly on the GPU, or from such a form")
+    return Outcome(MISREAD, lacking) if uncounted else None
 
 
 def _left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
