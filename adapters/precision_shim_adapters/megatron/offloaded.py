@@ -6,7 +6,7 @@ host, FusedAdam for what stays on the GPU. It has no states before its first ste
 A checkpoint is then put into the outer optimizer's states, and this of it does not reach what is
 stepped (megatron-core 0.15 to 0.19, nothing is said):
 
-- ``dp_reshardable``: AdamW's step counts stay the dummy step's, 1.
+- ``dp_reshardable``, which 0.15 cannot save: AdamW's step counts stay the dummy step's, 1.
 - ``dp_zero_gather_scatter``: the stepped copies stay the dummy step's.
 - Each: the loaded groups have the step count, and every step copies the groups over those of the
   optimizers within. FusedAdam counts in its groups, and takes each step as the one after the

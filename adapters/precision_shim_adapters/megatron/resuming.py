@@ -173,7 +173,7 @@ def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcom
     plain = live.on_host is not None and not live.asked_aware
     fails = "Megatron loads nothing into an optimizer for CPU offload that is not precision-aware"
     lacking = "it has no step count, and the optimizer would count from 1 again"
-    if written and part.facts.get("sharding") not in KEYED and not mended:
+    if part.facts.get("names_classes") and not mended:
         return Outcome(FAILS, "its common state names classes, and torch does not load these")
     if plain and not mended:
         return Outcome(FAILS, fails)
