@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,6 +79,38 @@ def megatron(launch: Launch) -> dict[str, Any]:
             for name, build in builds.EIGHT.items():
                 held, *made = builds.held_by(builds.with_experts(build, experts))
                 found["held"][f"{kind}: {name}"] = [held, precision_shim.audit(*made).to_dict()]
+    return found
+
+
+def offloaded(launch: Launch) -> dict[str, Any]:
+    """Resumes of an optimizer of which half is on the host: of each rank's part of the states."""
+    import verl  # noqa: F401  # an adapter on Megatron is woken by its framework
+
+    from ..fake_gpu import FakeGpu
+    from ..testing import tiny_training
+    from .offloading import READABLE, offloading, same_stepped, stepped
+
+    def train(made: Any, steps: int, first: int) -> list[float]:
+        return builds.train(*made, steps, first=first, world=launch.world, rank=launch.rank)
+
+    found: dict[str, Any] = {}
+    with _megatron(launch), FakeGpu():
+        precision_shim.install(export=False)
+        for sharding in READABLE:
+            folder = Path(launch.folder, sharding)
+            first = builds.make(offloading(0.5))
+            train(first, 3, 0)
+            tiny_training.save(*first, folder, sharding)
+            saved = stepped(first[1])
+            second = builds.make(offloading(0.5), seed=1)
+            tiny_training.load(*second, folder)
+            loaded = same_stepped(stepped(second[1]), saved)
+            straight = train(first, 2, 3)
+            goes_on = train(second, 2, 3) == straight
+            found[sharding] = [
+                loaded,
+                goes_on and same_stepped(stepped(second[1]), stepped(first[1])),
+            ]
     return found
 
 

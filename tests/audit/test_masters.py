@@ -13,18 +13,12 @@ from precision_shim.rules.remainders import join_master
 
 from ..fake_gpu import FakeGpu
 from . import builds
+from .offloading import OFFLOAD
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("verl", reason="an adapter on Megatron is woken by its framework")
 
-OFFLOAD: dict[str, Any] = {
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 1.0,
-    "overlap_cpu_optimizer_d2h_h2d": True,
-    "pin_cpu_grads": True,
-    "pin_cpu_params": True,
-}
 BY_MEGATRON = {
     "bf16": builds.Build(),
     "fp16": builds.HONEST["fp16"],

@@ -13,7 +13,8 @@ import precision_shim
 
 from ..fake_gpu import FakeGpu
 from . import builds
-from .test_masters import OFFLOAD, gpu
+from .offloading import OFFLOAD
+from .test_masters import gpu
 
 __all__ = ["gpu"]
 
@@ -35,6 +36,7 @@ FP16 = {"initial_loss_scale": 1024.0}
 )
 def test_bytes_per_parameter(gpu: FakeGpu, build: builds.Build, on_gpu: int) -> None:
     made = builds.make(build)
+    assert precision_shim.audit(*made).ok  # of what the first step will make
     builds.step_without_forward(*made)
     gpu.names_devices = True
     audit = precision_shim.audit(*made)

@@ -12,7 +12,9 @@ import pytest
 from packaging.version import Version
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..audit.offloading import OFFLOAD, same_stepped, stepped
 from ..checkpoint_doctor import ask, told_by
+from ..fake_gpu import FakeGpu
 from .conftest import VERL
 from .test_checkpoints import SHARDINGS, STEPS, job, same, shim
 
@@ -81,3 +83,77 @@ def test_the_verdict_is_what_the_load_does(
             told[resume] = ask(tmp_path / "saved", "verl", known).outcome.verdict
             done[resume] = told_by(outcome(tmp_path / "saved", sharding, saved, config))
     assert told == done
+
+
+def offloaded(share: float, **config: Any) -> dict[str, Any]:
+    return {**OFFLOAD, "optimizer_offload_fraction": share, **config}
+
+
+OFFLOAD_WRITERS = {
+    "all, off": (False, offloaded(1.0, **OWN)),
+    "half, on": (True, offloaded(0.5, **OWN)),
+    "none, off": (False, offloaded(0.0, **OWN)),
+    "none, on": (True, offloaded(0.0, **OWN)),
+    "not precision-aware, off": (False, offloaded(1.0)),
+    "not offloaded, off": (False, WHOLE),
+}
+"""Whether the shim is on, and what the user's own config asks for."""
+
+OFFLOAD_RESUMES = {
+    f"{name}, {'on' if on else 'off'}": (on, config)
+    for name, config in {
+        "all": offloaded(1.0, **OWN),
+        "half": offloaded(0.5, **OWN),
+        "none": offloaded(0.0, **OWN),
+        "not precision-aware": offloaded(1.0),
+        "not offloaded": {},
+    }.items()
+    for on in (False, True)
+}
+
+
+def outcome_offloaded(folder: Path, sharding: str, saved: Any, config: dict[str, Any]) -> str:
+    """The same; it is exact only if the two steps after it are counted, too."""
+    try:
+        resumed = job(seed=1, **config)
+        resumed.load(folder, sharding)
+        exact = same_stepped(stepped(resumed.optimizer), saved)
+        resumed.train(2, first=STEPS)
+    except (Exception, CheckpointException) as error:
+        return type(error).__name__
+    counts = {count for count, *_ in stepped(resumed.optimizer)}
+    return "exact" if exact and counts == {STEPS + 2} else "other weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("writer", OFFLOAD_WRITERS)
+def test_the_verdict_of_an_offloaded_optimizer(
+    fused_adam: str, tmp_path: Path, sharding: str, writer: str
+) -> None:
+    on, own = OFFLOAD_WRITERS[writer]
+    folder = tmp_path / "saved"
+    told, done = {}, {}
+    with FakeGpu():
+        with shim(on, "as-configured"):
+            first = job(**own)
+            first.train(STEPS)
+            first.save(folder, sharding)
+        saved = stepped(first.optimizer)
+        for resume, (again, config) in OFFLOAD_RESUMES.items():
+            with shim(again, "as-configured"):
+                known = {"adam_beta2": 0.95, "grad_reduce_in_fp32": True, **config}
+                told[resume] = ask(folder, "verl", known).outcome.verdict
+                done[resume] = told_by(outcome_offloaded(folder, sharding, saved, config))
+    assert told == done
+
+
+def test_an_offloaded_optimizer_that_only_the_file_tells_of(
+    fused_adam: str, tmp_path: Path
+) -> None:
+    with FakeGpu():
+        first = job(**offloaded(0.5, **OWN))
+        first.train(STEPS)
+        first.save(tmp_path / "saved", "dp_reshardable")
+    assert ask(tmp_path / "saved", "verl", on=False).outcome.verdict == "misread"
+    assert ask(tmp_path / "saved", "verl", on=True).outcome.verdict == "exact"

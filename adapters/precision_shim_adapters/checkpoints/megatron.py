@@ -32,6 +32,12 @@ KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
 """Sharding types that name the bucket's dtype."""
 
 
+OFFLOADED = "offload_fraction"
+"""A key of the groups of Megatron's optimizer for CPU offload, and of no other's: the share that is
+on the host. As a fact it comes with ``counted``: whether all groups have a step count; and with
+``names_classes`` where they are in a ``common.pt``, which torch loads without their classes."""
+
+
 def is_optimizers(key: str) -> bool:
     """Whether a key of a sharded state is an optimizer's."""
     return key.startswith("optimizer.") or ".optimizer." in key
@@ -58,10 +64,15 @@ def read(unit: Unit, part: Part) -> None:
             _take_gathered(make(), part)
         elif is_optimizers(key) and last in ("optimizer", "grad_scaler"):
             archives.append(make())
-    for archive in archives:
+    for place, archive in enumerate(archives):
         for betas in _values_of(archive.tree, "betas"):
             if isinstance(betas, (tuple, list)) and len(betas) == 2:
                 part.facts["adam_beta2"] = float(betas[1])
+        for group in _dicts_with(archive.tree, OFFLOADED):
+            part.facts[OFFLOADED] = float(group[OFFLOADED])
+            part.facts["counted"] = part.facts.get("counted", True) and "step" in group
+            if place < len(unit.common) and isinstance(archive.tree, dict):
+                part.facts["names_classes"] = True
         for state in _dicts_with(archive.tree, "growth_tracker"):
             part.scalers.append({**state, "scale": _number(archive, state.get("scale"))})
 

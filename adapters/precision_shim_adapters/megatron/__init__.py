@@ -19,7 +19,7 @@ from __future__ import annotations
 from precision_shim.adapting import collect
 
 from ..frameworks import MEGATRON_EFFECTS as EFFECTS
-from . import audit, checkpoint, ddp, masters, optimizer, overflow
+from . import audit, checkpoint, ddp, masters, offloaded, optimizer, overflow
 from .build import Build, building, current_build, expect_reference
 from .masters import reload_masters
 from .optimizer import Settled, check, settle, with_fields
@@ -29,10 +29,10 @@ from .wishes import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALI
 SETTLING = ("dtype-coercion", DISPATCH, SCALING)
 """The features of a seam with ``settle``."""
 
-SEAMS = collect(optimizer, ddp, checkpoint, masters, overflow, audit)
+SEAMS = collect(optimizer, ddp, checkpoint, masters, offloaded, overflow, audit)
 """The seams in Megatron itself, for an adapter's table."""
 
-PATHS = {**checkpoint.PATHS, **ddp.PATHS, **masters.PATHS, **audit.PATHS}
+PATHS = {**checkpoint.PATHS, **ddp.PATHS, **masters.PATHS, **offloaded.PATHS, **audit.PATHS}
 """What users call the paths that these seams add to an adapter's own."""
 
 __all__ = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -147,6 +148,15 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
     read_inner(reading, inner)
     for one in steppers:
         read_inner(reading, one)
+    told = reading.foretold
+    if beneath and told.exp_avg is not None and told.exp_avg_sq is not None:
+        # What steps copies makes its states like these, and is asked by what they are copies of.
+        first, second = told.exp_avg, told.exp_avg_sq
+        reading.foretold = replace(
+            told,
+            exp_avg=lambda one: first(beneath.get(one, one)),
+            exp_avg_sq=lambda one: second(beneath.get(one, one)),
+        )
 
 
 def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:

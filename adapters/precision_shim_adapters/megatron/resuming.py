@@ -26,6 +26,7 @@ from precision_shim.checkpoints.layout import (
     MISREAD,
     NOT_HERE,
     NUMBERS,
+    OTHER,
     REFUSED,
     REMAINDERS,
     UNKNOWN,
@@ -37,13 +38,20 @@ from precision_shim.rules.dtypes import name_of, parse_dtype
 from precision_shim.rules.legality import REMAINDERS_SINCE, release
 from precision_shim.rules.model import TrainableDtypes
 
-from ..checkpoints.megatron import KEEPING, KEYED
+from ..checkpoints.megatron import KEEPING, KEYED, OFFLOADED
+from . import offloaded
 from .checkpoint import KEYS, STATES
 from .wishes import DISPATCH, PRECISION_AWARE, Wishes, plan, what_is_in_force
 
 _TAKES_PADDING = (0, 17)
 """The megatron-core whose ``_set_main_param_and_optimizer_states`` first leaves out what is no
 tensor."""
+
+_OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
+
+_STEPPED = ".master_param"
+"""The end of the keys of stepped copies, which ``dp_reshardable`` has where an offloading optimizer
+is not precision-aware."""
 
 BUCKET = "grad_reduce_in_fp32"
 """A field of Megatron's DDP, among those that a job's config may have."""
@@ -59,6 +67,9 @@ class Live:
         moments: dtype of each.
         params: the parameters' dtype.
         problem: why it cannot be built; empty if it can.
+        on_host: the share that Megatron offloads to the CPU; ``None`` where it offloads nothing,
+            and has another optimizer.
+        asked_aware: whether the config makes it precision-aware, offloaded or not.
     """
 
     precision_aware: bool
@@ -66,6 +77,8 @@ class Live:
     moments: Mapping[str, str]
     params: str
     problem: str = ""
+    on_host: float | None = None
+    asked_aware: bool = False
 
 
 def assumed(part: Part, here: Here) -> dict[str, Any]:
@@ -73,6 +86,9 @@ def assumed(part: Part, here: Here) -> dict[str, Any]:
     fields = dict(here.config or {})
     if here.config is None and part.masters in (REMAINDERS, NUMBERS):
         fields[PRECISION_AWARE] = True
+    if here.config is None and OFFLOADED in part.facts:  # the only one that can be loaded
+        share = part.facts[OFFLOADED]
+        fields |= {_OFFLOAD: True, _SHARE: share, PRECISION_AWARE: True}
     if "adam_beta2" in part.facts:
         fields.setdefault("adam_beta2", part.facts["adam_beta2"])
     return {**fields, **here.instead}
@@ -83,7 +99,9 @@ def declared(part: Part) -> torch.dtype:
     return parse_dtype(part.params_dtype or "") or torch.bfloat16
 
 
-def foretell(framework: str, part: Part, here: Here, wishes: Wishes) -> Outcome:
+def foretell(
+    framework: str, part: Part, here: Here, wishes: Wishes, *, mends_offload: bool = False
+) -> Outcome:
     """What becomes of a checkpoint.
 
     Args:
@@ -91,6 +109,8 @@ def foretell(framework: str, part: Part, here: Here, wishes: Wishes) -> Outcome:
         part: the checkpoint.
         here: the environment.
         wishes: what the job's config asks for, with the shim and without.
+        mends_offload: whether the framework has mends of its own for Megatron's load of an
+            optimizer for CPU offload, as SkyRL has.
     """
     if not part.has_states:
         return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
@@ -107,8 +127,13 @@ def foretell(framework: str, part: Part, here: Here, wishes: Wishes) -> Outcome:
             return Outcome(
                 FAILS, f"its keys name a {stored} gradient bucket, and the job has a {wanted} one"
             )
+    counting = any(holds(one, offloaded.GROUP) for one in offloaded.FEATURES)
     shimmed = holds(DISPATCH, STATES)
-    states = _with_shim(part, live) if shimmed else _without(part, live)
+    states = (
+        _cannot_count(part, live, counting, mends_offload)
+        or (None if counting else _left_out(part, live, mends_offload))
+        or (_with_shim(part, live) if shimmed else _without(part, live))
+    )
     if not states.exact:
         return states
     return _scaler(part, live) or states
@@ -119,7 +144,9 @@ def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
     now = what_is_in_force(here.settings, holds)
     planned = plan(wishes, TrainableDtypes({dtype: 1}), now)
     fields = {**planned.added, **planned.asked}
-    aware = bool(fields.get(PRECISION_AWARE)) and not fields.get("optimizer_cpu_offload")
+    asked_aware, offloads = bool(fields.get(PRECISION_AWARE)), fields.get(_OFFLOAD)
+    aware = asked_aware and not offloads
+    on_host = float(fields.get(_SHARE) or 0.0) if offloads else None
     params = name_of(dtype)
 
     def named(key: str) -> str:
@@ -135,7 +162,42 @@ def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
         and named("main_params_dtype") == "fp32"
     )
     moments = {EXP_AVG: named("exp_avg_dtype"), EXP_AVG_SQ: named("exp_avg_sq_dtype")}
-    return Live(aware, bool(remainders), moments, params, now.support.problem if aware else "")
+    problem = now.support.problem if aware else ""
+    return Live(aware, bool(remainders), moments, params, problem, on_host, asked_aware)
+
+
+def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
+    """What no mend reaches, of an optimizer for CPU offload; see ``offloaded``."""
+    written = OFFLOADED in part.facts
+    uncounted = written and not part.facts["counted"]
+    plain = live.on_host is not None and not live.asked_aware
+    fails = "Megatron loads nothing into an optimizer for CPU offload that is not precision-aware"
+    lacking = "it has no step count, and the optimizer would count from 1 again"
+    if part.facts.get("names_classes") and not mended:
+        return Outcome(FAILS, "its common state names classes, and torch does not load these")
+    if plain and not mended:
+        return Outcome(FAILS, fails)
+    if uncounted and shimmed:
+        return Outcome(REFUSED, lacking)
+    if plain:
+        stepped = any(one.name.endswith(_STEPPED) for one in part.held.get(OTHER, ()))
+        if not stepped or not (live.on_host == 1.0 or (uncounted and live.on_host == 0.0)):
+            return Outcome(FAILS, f"{fails} and partly on the GPU, or from such a form")
+    return Outcome(MISREAD, lacking) if uncounted else None
+
+
+def _left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
+    """What does not reach the optimizers that step, without the seams of ``offloaded``."""
+    sharding = part.facts.get("sharding")
+    if live.on_host is None:
+        return None
+    if sharding == "dp_reshardable" and not mended:
+        return Outcome(MISREAD, "the optimizer on the host would count its steps from 1 again")
+    if sharding == "dp_zero_gather_scatter":
+        return Outcome(MISREAD, "the stepped masters would be those of a step on random gradients")
+    if live.on_host < 1.0:
+        return Outcome(MISREAD, "FusedAdam would take each step as the one after the checkpoint")
+    return None
 
 
 def _with_shim(part: Part, live: Live) -> Outcome:

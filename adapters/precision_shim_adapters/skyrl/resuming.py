@@ -22,7 +22,7 @@ def megatron(part: Part, here: Here) -> Outcome:
         declared=megatrons.declared(part),
         bucket_in_fp32=None if bucket is None else bool(bucket),
     )
-    return megatrons.foretell("skyrl", part, here, wishes)
+    return megatrons.foretell("skyrl", part, here, wishes, mends_offload=True)
 
 
 def fsdp(part: Part, here: Here) -> Outcome:

@@ -54,7 +54,7 @@ class Part:
         beside: directories of other kinds, and these: exports for inference, or the weights.
         held: its tensors, by component.
         facts: what the doctor's readers found beside: ``sharding``, ``params`` and ``bucket``
-            (dtypes), ``adam_beta2``.
+            (dtypes), ``adam_beta2``, and what a wing's reader has to say to its own foretelling.
         scalers: records of scalers that a wing's reader found, as they stand there.
         masters: what there is for the masters: see the constants above.
         moments: for each moment, the narrower dtypes that hold every value that was looked at.

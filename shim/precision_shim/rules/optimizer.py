@@ -134,8 +134,9 @@ def obstacles(request: OptimizerRequest) -> list[str]:
 
     ``optimizer_cpu_offload`` is one because of its checkpoints. Without the precision-aware
     optimizer Megatron ends a resume with a KeyError; with it, a resume goes on silently with step
-    counts or masters that are not the checkpoint's (measured: docs/megatron.md). The shim
-    must not turn the first into the second. It would save memory. Bytes per parameter that the
+    counts or masters that are not the checkpoint's (docs/megatron.md has what was measured). The
+    shim mends that while it is on; a job that goes on without it must not have got the second in
+    place of the first. It would save memory. Bytes per parameter that the
     audit finds (with a fake GPU, all offloaded; DP is the data-parallel size):
 
     ========================== ================================== =======

@@ -1,0 +1,83 @@
+"""How an optimizer resumes that Megatron offloads to the CPU, by SkyRL's own strategy.
+
+SkyRL mends Megatron's load of ``dp_reshardable`` checkpoints; what it leaves is the shim's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+
+from ..audit.offloading import same_stepped, stepped
+from ..checkpoint_doctor import ask, told_by
+from ..fake_gpu import FakeGpu
+from .support import build
+from .test_megatron_checkpoints import BETA, KWARGS, train
+
+RESHARDABLE = "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable"
+
+
+def outcome(worker: Any, folder: str, saved: Any, straight: Any, after: Any) -> str:
+    """``exact``, ``other weights``, or the name of an error."""
+    try:
+        worker.load_checkpoint(folder)
+        loaded = same_stepped(saved, stepped(worker.optimizer))
+        same = train(worker, range(3, 5)) == straight
+    except Exception as error:  # Megatron's own, whatever it is
+        return type(error).__name__
+    exact = loaded and same and same_stepped(after, stepped(worker.optimizer))
+    return "exact" if exact else "other weights"
+
+
+@pytest.mark.parametrize("aware", [True, False], ids=["precision-aware", "not precision-aware"])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0], ids=["all", "half", "none"])
+@pytest.mark.parametrize("reshardable", [False, True], ids=["dp_reshardable", "fully_reshardable"])
+def test_a_resume_is_exact_and_the_doctor_says_so(
+    fused_adam: str,
+    checkpoints: dict[str, Path],
+    shim: Any,
+    tmp_path: Path,
+    reshardable: bool,
+    share: float,
+    aware: bool,
+) -> None:
+    known = {
+        "use_precision_aware_optimizer": aware,
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": share,
+    }
+    overrides = [BETA, *(f"{KWARGS}.{key}={value}" for key, value in known.items())]
+    overrides.append(f"{RESHARDABLE}={reshardable}")
+    done, told = {}, {}
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    # At its import SkyRL says so of the FusedAdam that is there then; the stand-in comes later.
+    with FakeGpu(), torch.serialization.safe_globals([FusedAdam]):
+        for on in (False, True):
+            precision_shim.uninstall()
+            if on:
+                shim()
+            folder = str(tmp_path / str(on))
+            first = build(checkpoints["bfloat16"], *overrides)
+            train(first, range(3))
+            first.save_checkpoint(folder)
+            saved = stepped(first.optimizer)
+            straight = train(first, range(3, 5))
+            after = stepped(first.optimizer)
+            second = build(checkpoints["bfloat16"], *overrides)
+            told[on] = ask(folder, "skyrl", known).outcome.verdict
+            done[on] = outcome(second, folder, saved, straight, after)
+    assert told == {on: told_by(word) for on, word in done.items()}
+    if aware:
+        assert done == {False: "exact" if share == 1.0 else "other weights", True: "exact"}
+    elif share == 0.0:  # it has no step count
+        assert done[True] == "CheckpointLayoutError"
+        assert (done[False] == "other weights") == (not reshardable)
+    else:  # Megatron's own errors
+        assert done[True] == done[False]
+        assert (done[True] == "exact") == (share == 1.0 and not reshardable)
