@@ -36,7 +36,7 @@ PARTS = {
 MESSAGE = r'^\s*\(?f?"[^"]* [^"]*"[\s),:]*$'
 """A line that is a string with a blank in it, and nothing else."""
 
-EXAMPLES = "15"
+EXAMPLES = "10"
 """How many examples hypothesis tries for each change; a survivor is tried with 100 once more."""
 
 ENDS = {0: "survived", 1: "killed", 3: "killed", 33: "no test", 34: "skipped", 36: "too long"}
@@ -50,7 +50,6 @@ process_isolation = "forkserver"
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-W", "ignore", "--hypothesis-seed=0"]
 pytest_add_cli_args_test_selection = {tests}
 use_git_change_detection = false
-debug = true
 track_dependencies = false
 """
 
@@ -66,9 +65,11 @@ def prepare(folder: Path, part: str) -> None:
         shutil.copytree(ROOT / name, folder / name, ignore=leave)
     for name in ("README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder)
-    settings = SETTINGS.format(
-        package=package, message=MESSAGE, tests=json.dumps([one for one in tests if (ROOT / one).exists()])
-    )
+    # A folder that Python did not find at its start it never looks into: the tests would run on
+    # the code as it is installed, and notice nothing.
+    for name in ("src", "adapters"):
+        (folder / "mutants" / name).mkdir(parents=True)
+    settings = SETTINGS.format(package=package, message=MESSAGE, tests=json.dumps(tests))
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (folder / "pyproject.toml").write_text(text + settings, encoding="utf-8")
 

@@ -123,6 +123,17 @@ def test_a_fault_on_one_rank_reaches_all(run_ranks):
     assert one["truncated"] == other["truncated"]
 
 
+def test_ranks_that_read_a_record_each_agree_or_all_of_them_stop(run_ranks):
+    found = run_ranks("agreement")
+    first, second = (rank["digest"][:8] for rank in found)
+    for rank in found:
+        assert (rank["same"], rank["none"]) == (None, None)
+        assert rank["other"].startswith("here: the ranks' files hold different loss scaler states")
+        assert f"(digests by rank: 0: {first}, 1: {second})" in rank["other"]
+        assert ", 1: none)" in rank["missing"]
+        assert rank["damaged"] == "rank 1 is damaged"
+
+
 def test_a_nan_on_one_rank_skips_on_both_and_an_epoch_of_them_ends(run_ranks):
     for rank in run_ranks("nan_on_one_rank"):
         assert rank["unchanged"]

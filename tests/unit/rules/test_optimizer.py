@@ -125,6 +125,14 @@ def test_mixed_dtypes_keep_fp32_states_and_give_the_counts(declared, policy):
     assert "56" in result.because
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_mixed_dtypes_turn_a_native_precision_aware_optimizer_off(native):
+    mixed = TrainableDtypes({BF16: 3, FP32: 4})
+    result = plan(model=mixed, declared=BF16, native={PAO: native})
+    assert result.adds == {**FLAGS["bf16"], **({PAO: False} if native else {})}
+    assert not aware(result)
+
+
 def test_fp8_parameters_get_nothing():
     result = plan(model=TrainableDtypes({BF16: 100}, fp8=True))
     assert result.adds == {}

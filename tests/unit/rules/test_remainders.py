@@ -64,3 +64,17 @@ def test_what_rounds_exactly():
     assert rounds_exactly(values.bfloat16().float(), torch.bfloat16)
     assert rounds_exactly(torch.tensor([0.0, float("inf"), float("nan")]), torch.bfloat16)
     assert rounds_exactly(torch.zeros(0), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32])
+def test_what_is_no_master_is_not_split(dtype):
+    with pytest.raises(TypeError, match=rf"split_master wants torch.float32, got {dtype}"):
+        split_master(torch.zeros(2, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("param", "remainder"), [(torch.float16, torch.int16), (torch.bfloat16, torch.int32)]
+)
+def test_what_is_no_parameter_with_its_remainder_is_not_joined(param, remainder):
+    with pytest.raises(TypeError, match=rf"got {param} and {remainder}"):
+        join_master(torch.zeros(2, dtype=param), torch.zeros(2, dtype=remainder))
