@@ -155,9 +155,7 @@ def test_a_state_goes_where_it_belongs() -> None:
 def test_what_the_first_step_makes() -> None:
     waiting, done = Owned(BF16, torch.zeros(1)), Owned(FP32, torch.zeros(1), exp_avg=torch.zeros(1))
     own = Owned(torch.float16, torch.zeros(1), (torch.zeros(1),))
-    tell = Foretold(
-        exp_avg=lambda tensor: tensor.dtype, master={BF16: torch.int16, FP32: FP32}.get
-    )
+    tell = Foretold(exp_avg=lambda tensor: tensor.dtype, master={BF16: torch.int16, FP32: FP32}.get)
     found = Reading("core", "model", "Adam", owned=[waiting, done, own], foretold=tell)
     assert found.later("exp_avg") == {FP32}
     assert found.later("exp_avg_sq") == set()

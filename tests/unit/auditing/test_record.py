@@ -52,7 +52,9 @@ def test_the_table_of_several_ranks_with_problems(audit: Audit) -> None:
     assert one.headline == "torch, rank 0 of 1: 1 problem"
     assert "ranks compared: 4, that differ: 1, 3" in str(one).splitlines()
     assert "  main-grads-dtype: it is so" in str(one).splitlines()
-    alike = replace(audit, subject="actor", problems=(problem,) * 2, ranks={"compared": 4, "differ": []})
+    alike = replace(
+        audit, subject="actor", problems=(problem,) * 2, ranks={"compared": 4, "differ": []}
+    )
     assert alike.headline == "torch actor, rank 0 of 1: 2 problems"
     assert "ranks compared: 4, that differ: none" in str(alike).splitlines()
 
@@ -98,8 +100,8 @@ def test_a_note_of_lost_updates(dtype: str, component: str, remedy: str) -> None
     assert group == 0
     assert fields[:5] == ("updates-lost", "model", component, "at most 50% lost", "60.0% lost")
     assert fields[5].startswith(
-        f"verl 1.0, model, parameter group 0 (lr 1e-06): 60.0% of the updates of the stored weights "
-        f"({dtype}) were rounded away at step 50, expected at most 50%: "
+        "verl 1.0, model, parameter group 0 (lr 1e-06): 60.0% of the updates of the stored "
+        f"weights ({dtype}) were rounded away at step 50, expected at most 50%: "
     )
     assert remedy in fields[5]
 

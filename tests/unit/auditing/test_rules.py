@@ -29,8 +29,8 @@ def parameter(dtype: torch.dtype = BF16, grad: torch.dtype | None = None) -> tor
 def owned(dtype: torch.dtype = BF16, **tensors: torch.dtype) -> Owned:
     """A parameter with its states; ``master`` is one of them."""
     made = {name: torch.zeros(4, dtype=kind) for name, kind in tensors.items()}
-    master = made.pop("master", None)
-    return Owned(dtype, made.get("exp_avg", torch.zeros(4)), () if master is None else (master,), **made)
+    masters = (made.pop("master"),) if "master" in made else ()
+    return Owned(dtype, torch.zeros(4), masters, **made)
 
 
 def reading(*parameters: Any, wanted: Wanted | None = None, **fields: Any) -> Reading:
@@ -74,9 +74,7 @@ def test_main_gradients_in_another_dtype_than_the_config_says(main_grads: Any, b
     config, scaler = wanted(main_grads=main_grads), torch.amp.GradScaler("cpu")
     (found,) = problems(reading(*several, wanted=config, scaler=scaler))
     names = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
-    assert told([found]) == [
-        ("main-grads-dtype", "grad_buckets", names[main_grads], names[bucket])
-    ]
+    assert told([found]) == [("main-grads-dtype", "grad_buckets", names[main_grads], names[bucket])]
     assert f"grad_reduce_in_fp32={main_grads is FP32} " in found.message
 
 
@@ -125,7 +123,12 @@ def test_masters_that_are_missing() -> None:
 
 
 def test_masters_in_another_dtype() -> None:
-    held = [owned(master=FP16), owned(master=FP16), owned(FP16, master=FP32), owned(FP16, master=FP16)]
+    held = [
+        owned(master=FP16),
+        owned(master=FP16),
+        owned(FP16, master=FP32),
+        owned(FP16, master=FP16),
+    ]
     found = problems(reading(owned=held, wanted=wanted(masters={BF16: torch.int16, FP16: FP32})))
     assert told(found) == [
         ("master-dtype", "master", "int16", "fp16"),
@@ -223,9 +226,7 @@ def test_what_a_caller_expects_goes_over_the_config() -> None:
 
 def test_what_a_caller_expects_of_what_is_not_there() -> None:
     held = reading(owned=[owned(exp_avg=FP32)])
-    assert told(problems(held, master="fp32")) == [
-        ("unexpected-dtype", "master", "fp32", "none")
-    ]
+    assert told(problems(held, master="fp32")) == [("unexpected-dtype", "master", "fp32", "none")]
     # A rank that owns nothing of a part has no states there.
     assert problems(reading(parameter()), master="fp32") == []
     # The first step will tell.

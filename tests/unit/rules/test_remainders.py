@@ -41,11 +41,17 @@ def test_remainders_of_weights_that_are_exactly_bf16_are_all_zero():
     assert looks_like_remainders(remainder.float(), lambda: param)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 2.0])
+@pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 2.0, 1001.0])
 def test_honest_whole_numbers_pass(value):
-    """Biases at zero, norms at one."""
+    """Biases at zero, norms at one; 1001 is 1000 as bf16."""
     master = torch.full((8,), value)
     assert not looks_like_remainders(master, master.bfloat16)
+
+
+@pytest.mark.parametrize(("value", "looks"), [(-32768.0, True), (32767.0, True), (-32769.0, False)])
+def test_remainders_are_16_bits(value, looks):
+    master = torch.tensor([value, 3.0])
+    assert looks_like_remainders(master, lambda: torch.zeros(2).bfloat16()) is looks
 
 
 def test_the_parameter_is_not_asked_without_need():

@@ -180,6 +180,9 @@ def test_a_record_as_a_tensor():
         module.from_tensor(module.to_tensor(), "here")
     with pytest.raises(ScalerCheckpointError, match=r"here: it holds torch.int8 where a record's"):
         module.from_tensor(tensor.view(torch.int8), "here")
+    for damaged in (tensor[5:], torch.full_like(tensor, 0xFF)):
+        with pytest.raises(ScalerCheckpointError, match="here: not whole JSON"):
+            module.from_tensor(damaged, "here")
 
 
 def test_a_record_that_is_larger_than_the_tensor():

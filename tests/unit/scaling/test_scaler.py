@@ -361,6 +361,31 @@ def test_the_overflow_is_known_on_the_device_between_unscaling_and_update(value)
     assert scaling.overflow is None
 
 
+def test_what_a_caller_gives_the_step_reaches_the_optimizer():
+    class Optimizer(torch.optim.SGD):
+        def step(self, *args, **kwargs):
+            seen.append((args, kwargs))
+
+    seen = []
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = Optimizer([parameter], lr=0.1), LossScaler(device="cpu")
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer, 1, more=2)
+    scaler.update()
+    assert seen == [((1,), {"more": 2})]
+
+
+@pytest.mark.parametrize(("new", "scale"), [(8.0, 8.0), (0.25, 1.0), (2.0**127, 2.0**126)])
+def test_a_scale_that_the_caller_sets_is_kept_within_the_bounds(new, scale):
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), LossScaler(device="cpu")
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update(new)
+    assert scaler.get_scale() == scale
+    assert scaler.counter.steps == 1
+
+
 def test_a_scaler_that_torch_turned_off_does_nothing(monkeypatch):
     """As torch does on a machine without a GPU: gradients and steps are those without a scaler."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
