@@ -267,6 +267,26 @@ def agreement(directory):
     }
 
 
+def in_a_group(directory):
+    """All ranks but the first save and load; the second is the first of them, and writes."""
+    ranks = list(range(1, dist.get_world_size()))
+    group, rank = dist.new_group(ranks), dist.get_rank()
+    if rank not in ranks:
+        return None
+    # Node-local paths: the other ranks have no such directory.
+    mine = directory if rank == ranks[0] else directory / "not there"
+    scaler = LossScaler(ScalerSettings(init_scale=2.0**rank), device="cpu")
+    save(mine, scaler, group)
+    dist.barrier(group)
+    lines = load(mine, scaler, group)
+    try:
+        save(directory / "taken" if rank == ranks[0] else mine, scaler, group)
+        told = ""
+    except ScalerCheckpointError as error:
+        told = str(error)
+    return {"lines": lines, "scale": scaler.get_scale(), "told": told}
+
+
 def nan_on_one_rank(directory):
     """A NaN micro-batch on rank 1, then an epoch of them."""
     job = Job(ScalerSettings(init_scale=256.0))

@@ -134,6 +134,17 @@ def test_ranks_that_read_a_record_each_agree_or_all_of_them_stop(run_ranks):
         assert rank["damaged"] == "rank 1 is damaged"
 
 
+def test_the_first_rank_of_a_group_writes_and_reads_for_it(run_ranks, tmp_path):
+    (tmp_path / "taken").write_text("in the way")
+    first, *others = run_ranks("in_a_group", world=3, folder=tmp_path)
+    assert first is None
+    for rank in others:
+        assert (rank["lines"], rank["scale"]) == ([], 2.0)
+        assert "cannot write the loss scaler's state" in rank["told"]
+    assert (tmp_path / FILE_NAME).exists()
+    assert not (tmp_path / "not there").exists()
+
+
 def test_a_nan_on_one_rank_skips_on_both_and_an_epoch_of_them_ends(run_ranks):
     for rank in run_ranks("nan_on_one_rank"):
         assert rank["unchanged"]

@@ -94,6 +94,7 @@ def test_a_model_alone() -> None:
     (part,) = audit.parts
     assert (part.name, part.optimizer, audit.framework) == ("model", "none", "torch")
     assert (part.parameters, part.owned) == (16, 0)
+    assert part.components["params"].bytes_per_parameter == 4.0
     assert part.components["frozen"].bytes == 4 * 4
     assert part.components["grad_copies"].bytes == 16 * 4
     assert audit.complete
@@ -146,10 +147,35 @@ def test_a_state_goes_where_it_belongs() -> None:
         alone = Owned(BF16, torch.zeros(1))
         alone.take({name: moment})
         assert alone.has_state
-    alone = Owned(BF16, torch.zeros(1))
+    alone = Owned(BF16, torch.zeros(1), (moment,))
     alone.take({"master_weight": master})
-    assert alone.masters
+    assert [id(each) for each in alone.masters] == [id(moment), id(master)]
     assert not alone.has_state
+
+
+@pytest.mark.parametrize(
+    ("fields", "masters"),
+    [
+        ({}, {BF16: None, FP32: None}),
+        ({"master_weights": True}, {BF16: FP32, FP32: FP32}),
+        (
+            {"master_weights": True, "master_weight_dtype": torch.float16},
+            {BF16: torch.float16, FP32: torch.float16},
+        ),
+        (
+            {"master_weights": True, "store_param_remainders": True},
+            {BF16: torch.int16, FP32: FP32},
+        ),
+    ],
+)
+def test_what_transformer_engines_adam_says_of_its_states(fields: Any, masters: Any) -> None:
+    optimizer: Any = SimpleNamespace(exp_avg_dtype=BF16, exp_avg_sq_dtype=torch.uint8, **fields)
+    told = reading.foretold(optimizer)
+    assert told.exp_avg is not None
+    assert told.exp_avg_sq is not None
+    assert told.exp_avg(torch.zeros(1)) is BF16
+    assert told.exp_avg_sq(torch.zeros(1)) is torch.uint8
+    assert {one: told.master(one) if told.master else None for one in (BF16, FP32)} == masters
 
 
 def test_what_the_first_step_makes() -> None:

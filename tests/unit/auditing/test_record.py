@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import precision_shim
-from precision_shim.auditing import lost
+from precision_shim.auditing import files, lost, ranks
 from precision_shim.auditing.record import Audit, Finding
 
 
@@ -72,6 +73,25 @@ def test_one_line_of_a_model_alone() -> None:
     assert alone.brief() == "fp32 parameters; no problems"
 
 
+def test_the_file_of_an_audit(audit: Audit, tmp_path: Path) -> None:
+    one = replace(audit, framework="a b/c", subject="", rank=3)
+    assert files.stem(one) == "a-b-c.optimizer.model"
+    path = files.write(tmp_path / "new", "stem", one)
+    assert path == tmp_path / "new" / "stem.rank3.audit.json"
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert [path] == list(path.parent.iterdir())
+    assert list(files.read(path.parent)) == [(path, one)]
+
+
+def test_what_ranks_say_for_people() -> None:
+    assert [ranks.shown(one) for one in (None, [], ["bf16", "fp32"], 3)] == [
+        "none",
+        "none",
+        "bf16+fp32",
+        "3",
+    ]
+
+
 def updates(groups: int, **weights: Any) -> dict[str, Any]:
     count = {"dtype": "bf16", "updates": 100, "lost": 60, **weights}
     one = {"lr": 1e-6, "weights": count, "exp_avg_sq": None, "rollout": None}
@@ -114,3 +134,40 @@ def test_half_of_them_and_none_are_no_note(count: int, lost_ones: int) -> None:
 def test_a_share_of_nothing() -> None:
     assert lost.Count("bf16", 0, 0).share == 0.0
     assert lost.Count("bf16", 4, 1).share == 0.25
+
+
+def figures(*groups: lost.Group) -> lost.Figures:
+    return lost.Figures(50, 10, groups)
+
+
+def test_figures_as_data_and_as_metrics() -> None:
+    # A tenth of the first group was looked at: its updates count ten times.
+    sampled = lost.Group(0, 1e-6, 1000, 100, lost.Count("bf16", 100, 50))
+    whole = lost.Group(1, 1e-6, 100, 100, lost.Count("fp32", 100, 0), lost.Count("bf16", 4, 1))
+    one = figures(sampled, whole)
+    assert one.share("weights") == 500 / 1100
+    assert one.share("rollout") is None
+    values = one.to_dict()
+    assert {
+        name: values[name] for name in ("step", "every", "weights", "exp_avg_sq", "rollout")
+    } == {
+        "step": 50,
+        "every": 10,
+        "weights": 500 / 1100,
+        "exp_avg_sq": 0.25,
+        "rollout": None,
+    }
+    assert values["groups"][1]["exp_avg_sq"] == {"dtype": "bf16", "updates": 4, "lost": 1}
+    assert lost.metrics([one, figures(whole)], "actor/") == {
+        "actor/updates_lost": 500 / 1200,
+        "actor/updates_lost_exp_avg_sq": 0.25,
+    }
+    assert lost.brief(one) == (
+        "updates lost to rounding at step 50: stored weights 45.5%, second moment 25.0%"
+    )
+
+
+def test_figures_without_an_update() -> None:
+    nothing = figures(lost.Group(0, 0.0, 10, 10, lost.Count("bf16", 0, 0)))
+    assert nothing.share("weights") is None
+    assert lost.metrics([nothing]) == {}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import precision_shim
 from precision_shim.auditing import counting, looking, rules
 from precision_shim.auditing.reading import Foretold, Owned, Reading, Wanted
 from precision_shim.auditing.record import AuditPart, Finding
@@ -153,7 +154,7 @@ def test_masters_that_the_optimizer_foretells(stepped: bool, master: Any, code: 
     one = reading(
         owned=[owned(**states)],
         wanted=wanted(masters={BF16: FP32}),
-        foretold=Foretold(master=lambda _: master),
+        foretold=Foretold(master={BF16: master}.__getitem__),
     )
     assert [found.code for found in problems(one)] == code
 
@@ -231,9 +232,32 @@ def test_what_a_caller_expects_of_what_is_not_there() -> None:
     assert problems(reading(parameter()), master="fp32") == []
     # The first step will tell.
     assert problems(reading(owned=[owned()]), other="fp32") == []
+    waits = reading(parameter(), owned=[owned()])
+    assert [one.component for one in problems(waits, other="fp32", params="fp16")] == ["params"]
     later = reading(owned=[owned()], foretold=Foretold(exp_avg=lambda _: BF16))
     assert problems(later, exp_avg="bf16") == []
     assert [one.found for one in problems(later, exp_avg="fp32")] == ["bf16"]
+
+
+def test_a_note_says_where_it_is_too() -> None:
+    one = reading(parameter(FP16), owned=[owned(FP16)])
+    found = {note.code: note for note in rules.notes(one, part(one), WHERE)}
+    for code, component in (("no-master", "master"), ("scaler-missing", "params")):
+        note = found[code]
+        assert (note.part, note.component, note.found) == ("model", component, "none")
+        assert note.message.startswith(f"verl 1.0, model, {component}: expected ")
+
+
+def test_the_problems_of_each_optimizer() -> None:
+    models = [torch.nn.Linear(2, 2).half() for _ in range(2)]
+    optimizers = [torch.optim.AdamW(one.parameters()) for one in models]
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    audit = precision_shim.audit(models, optimizers, scaler=off)
+    assert [(one.code, one.part) for one in audit.problems] == [
+        ("scaler-missing", "model"),
+        ("scaler-missing", "model 2"),
+    ]
+    assert {one.part for one in audit.notes} == {"model", "model 2"}
 
 
 def test_several_dtypes_are_not_the_one_that_is_expected() -> None:

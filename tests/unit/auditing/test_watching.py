@@ -57,8 +57,8 @@ def test_a_meter_that_cannot_be_made_costs_the_meter(shim: Any) -> None:
 
     shim(watch_updates=1)
     model, optimizer = made()
+    unknown = Unknown()
     with pytest.warns(PrecisionShimWarning) as caught:
-        unknown = Unknown()
         watching.watch("verl", "actor", unknown, inner=optimizer, model=model)
     told = [str(one.message) for one in caught]
     assert "verl actor: lost updates are not measured: AuditError" in told[0]

@@ -489,6 +489,10 @@ def test_main_grads_that_are_not_coerced_yet_are_understood(text):
     assert plan(asked={"main_grads_dtype": text}).main_grads is BF16
 
 
+def test_main_grads_that_are_no_dtype_are_left_to_the_message_that_refuses_them():
+    assert plan(asked={PAO: True, "main_grads_dtype": "bf17"}).main_grads is FP32
+
+
 def test_what_is_the_users_is_said():
     because = plan(asked={"exp_avg_dtype": FP16}).because
     assert "exp_avg_dtype is the user's" in because
