@@ -43,6 +43,7 @@ def test_an_audit_that_fails_costs_the_audit(shim: Any) -> None:
     assert kept.audits() == []
 
 
+@pytest.mark.filterwarnings("error")
 def test_under_warnings_as_errors_it_is_said_and_not_raised(
     shim: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
