@@ -110,6 +110,18 @@ def test_a_dtype_without_a_rule_adds_nothing():
     assert "float64" in result.because
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"dtype": torch.float64}, True),
+        ({"dtype": BF16}, False),
+        ({"model": TrainableDtypes(), "declared": None}, False),
+    ],
+)
+def test_that_a_dtype_has_no_rule_is_said_of_those_alone(fields, said):
+    assert ("no rule for that dtype" in plan(**fields).because) is said
+
+
 # -- models of several kinds ----------------------------------------------------------------------
 
 
