@@ -131,6 +131,12 @@ def test_half_of_them_and_none_are_no_note(count: int, lost_ones: int) -> None:
     assert not list(lost.findings(updates(1, updates=count, lost=lost_ones), "model", ""))
 
 
+def test_a_group_without_a_note_does_not_hide_the_next() -> None:
+    both = updates(2)
+    both["groups"][0] = {**both["groups"][0], "weights": {"dtype": "bf16", "updates": 9, "lost": 0}}
+    assert [group for group, _ in lost.findings(both, "model", "")] == [1]
+
+
 def test_a_share_of_nothing() -> None:
     assert lost.Count("bf16", 0, 0).share == 0.0
     assert lost.Count("bf16", 4, 1).share == 0.25
