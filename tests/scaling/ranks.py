@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from precision_shim.errors import ScalerCheckpointError
-from precision_shim.scaling import LossScaler, ScalerSettings, load, save
+from precision_shim.scaling import LossScaler, ScalerSettings, agree, load, record_of, save
 
 from .hand_written import Loop
 
@@ -241,6 +241,50 @@ def faults(directory):
     attempt("truncated", lambda: load(directory, scaler))
     found["untouched"] = scaler.get_scale() == 2.0 ** (10 + rank)
     return found
+
+
+def agreement(directory):
+    """Every rank has read a record of its own."""
+    rank = dist.get_rank()
+    scaler = LossScaler(ScalerSettings(init_scale=8.0), device="cpu")
+    same = record_of(scaler)
+    other = record_of(LossScaler(ScalerSettings(init_scale=2.0**rank), device="cpu"))
+
+    def ended(problem, record):
+        try:
+            agree(problem, record, "here")
+        except ScalerCheckpointError as error:
+            return str(error)
+        return None
+
+    return {
+        "same": ended("", same),
+        "none": ended("", None),
+        "other": ended("", other),
+        "digest": other["digest"],
+        "missing": ended("", same if rank == 0 else None),
+        "damaged": ended("" if rank == 0 else f"rank {rank} is damaged", same),
+    }
+
+
+def in_a_group(directory):
+    """All ranks but the first save and load; the second is the first of them, and writes."""
+    ranks = list(range(1, dist.get_world_size()))
+    group, rank = dist.new_group(ranks), dist.get_rank()
+    if rank not in ranks:
+        return None
+    # Node-local paths: the other ranks have no such directory.
+    mine = directory if rank == ranks[0] else directory / "not there"
+    scaler = LossScaler(ScalerSettings(init_scale=2.0**rank), device="cpu")
+    save(mine, scaler, group)
+    dist.barrier(group)
+    lines = load(mine, scaler, group)
+    try:
+        save(directory / "taken" if rank == ranks[0] else mine, scaler, group)
+        told = ""
+    except ScalerCheckpointError as error:
+        told = str(error)
+    return {"lines": lines, "scale": scaler.get_scale(), "told": told}
 
 
 def nan_on_one_rank(directory):

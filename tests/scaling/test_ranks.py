@@ -123,6 +123,28 @@ def test_a_fault_on_one_rank_reaches_all(run_ranks):
     assert one["truncated"] == other["truncated"]
 
 
+def test_ranks_that_read_a_record_each_agree_or_all_of_them_stop(run_ranks):
+    found = run_ranks("agreement")
+    first, second = (rank["digest"][:8] for rank in found)
+    for rank in found:
+        assert (rank["same"], rank["none"]) == (None, None)
+        assert rank["other"].startswith("here: the ranks' files hold different loss scaler states")
+        assert f"(digests by rank: 0: {first}, 1: {second})" in rank["other"]
+        assert ", 1: none)" in rank["missing"]
+        assert rank["damaged"] == "rank 1 is damaged"
+
+
+def test_the_first_rank_of_a_group_writes_and_reads_for_it(run_ranks, tmp_path):
+    (tmp_path / "taken").write_text("in the way")
+    first, *others = run_ranks("in_a_group", world=3, folder=tmp_path)
+    assert first is None
+    for rank in others:
+        assert (rank["lines"], rank["scale"]) == ([], 2.0)
+        assert "cannot write the loss scaler's state" in rank["told"]
+    assert (tmp_path / FILE_NAME).exists()
+    assert not (tmp_path / "not there").exists()
+
+
 def test_a_nan_on_one_rank_skips_on_both_and_an_epoch_of_them_ends(run_ranks):
     for rank in run_ranks("nan_on_one_rank"):
         assert rank["unchanged"]

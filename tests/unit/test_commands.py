@@ -181,6 +181,8 @@ MANIFEST = {
     "*tox run-parallel -p 2 -m matrix": Held(".ci/run", LONG),
     "*tox run-parallel -p 2 -m between": Held(".ci/release.py", LONG),
     "tox run -e te": Held(why_not="it compiles TransformerEngine, for ten minutes"),
+    "tox run -e coverage": Held(why_not="it runs these tests, for minutes"),
+    "tox run -e mutation -- *": Held(why_not="it runs these tests a thousand times"),
     "tox run -e verl-0.9.1 -- *": Held(why_not="tox would run in tox"),
     "* tox run -e *": Held(why_not="tox would run in tox"),
     "python -m": Held(why_not=MENTION),

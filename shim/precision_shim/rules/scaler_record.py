@@ -101,7 +101,8 @@ def read_record(record: object, where: str) -> ScalerRecord:
             f"({__version__}) reads formats up to {FORMAT}. Upgrade precision_shim, or take "
             "another checkpoint."
         )
-    if record.get("digest") != digest_of(record):
+    digest = digest_of(record)
+    if not digest or record.get("digest") != digest:
         raise bad_record(where, "its content does not match its digest: the file is damaged")
     positive, whole = _number(above=0.0), _count(0)
     read = _Reader(record, where)

@@ -103,8 +103,11 @@ class LossScaler(ShardedGradScaler):
     def loss_scale(self) -> float:
         """The scale that the last step was made with (before the first: the initial scale).
 
-        Reading it does not synchronise with the device.
+        Reading it does not synchronise with the device. It is 1 where the scaler is off, as
+        ``get_scale()`` has it.
         """
+        if not self._enabled:
+            return 1.0
         return float(self._init_scale) if self._last_scale is None else self._last_scale
 
     @property
@@ -114,6 +117,8 @@ class LossScaler(ShardedGradScaler):
         Known from ``unscale_`` until ``update``; before and after it is ``None``. For a framework
         that looks at the grad norm before the step: reading it waits for nothing.
         """
+        if not self._enabled:
+            return None
         found = [
             one
             for state in self._per_optimizer_states.values()
@@ -245,6 +250,8 @@ class LossScaler(ShardedGradScaler):
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop what is known of a step that an exception ended: the next has other gradients."""
+        if not self._enabled:
+            return
         self._per_optimizer_states.pop(id(optimizer), None)
         self._overflow = None
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.checkpoints.pickles import read_pickle
+from precision_shim.checkpoints.pickles import Persistent, read_pickle
 from precision_shim.checkpoints.reading import read
 from precision_shim.errors import CheckpointUnreadableError
 
@@ -46,6 +46,49 @@ HARMFUL = {
 def test_pickles_that_grow(name: str) -> None:
     with pytest.raises(CheckpointUnreadableError, match="no whole pickle"):
         read_pickle(HARMFUL[name], "here")
+
+
+CALLING = {
+    "INST": b"(S'touch done'\nios\nsystem\n.",
+    "OBJ": b"(cos\nsystem\nS'touch done'\no.",
+    "NEWOBJ_EX": b"\x80\x04cos\nsystem\nS'touch done'\n\x85}\x92.",
+    "REDUCE": b"cos\nsystem\nS'touch done'\n\x85R.",
+    "dropped": b"(cos\nsystem\nS'touch done'\no1N.",
+}
+"""Each of pickle's ways to call something."""
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_each_way_to_call_is_told_and_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    called: set[str] = set()
+    # A mark below what is dropped: POP_MARK takes it all.
+    content = b"(" + CALLING[name] if name == "dropped" else CALLING[name]
+    read_pickle(content, "here", called)
+    assert called == {"os.system"}
+    assert not (tmp_path / "done").exists()
+
+
+BROKEN = {
+    "more than it has": (b"\x80\x02NR.", "takes more than it has"),
+    "an end without a beginning": (b"\x80\x02t.", "an end without a beginning"),
+    "an operation of others": (b"\x80\x02\x82\x01.", "the operation EXT1, which no checkpoint"),
+    "names that are none": (b"\x80\x04cos\nsystem\n)N\x92.", "with names that are none"),
+    "no end": (b"\x80\x02N", "no whole pickle"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_pickles_that_pickle_would_not_take(name: str) -> None:
+    content, text = BROKEN[name]
+    with pytest.raises(CheckpointUnreadableError, match=text):
+        read_pickle(content, "here")
+
+
+def test_a_label_of_protocol_0() -> None:
+    assert read_pickle(b"Pstorage\n.", "here") == Persistent("storage")
 
 
 def archive(path: Path, content: bytes, how: int = zipfile.ZIP_STORED) -> None:

@@ -73,3 +73,8 @@ def test_chunks_add_up(left, right, left_fp8, right_fp8):
     assert sum(both.counts.values()) == sum(left.values()) + sum(right.values())
     assert set(both.counts) == {*left, *right}
     assert both.fp8 == (left_fp8 or right_fp8)
+
+
+def test_a_model_that_trains_nothing_has_no_dtype():
+    assert trainable_dtypes([]) == TrainableDtypes({}, False)
+    assert trainable_dtypes([]).single is None

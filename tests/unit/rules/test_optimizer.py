@@ -110,6 +110,18 @@ def test_a_dtype_without_a_rule_adds_nothing():
     assert "float64" in result.because
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"dtype": torch.float64}, True),
+        ({"dtype": BF16}, False),
+        ({"model": TrainableDtypes(), "declared": None}, False),
+    ],
+)
+def test_that_a_dtype_has_no_rule_is_said_of_those_alone(fields, said):
+    assert ("no rule for that dtype" in plan(**fields).because) is said
+
+
 # -- models of several kinds ----------------------------------------------------------------------
 
 
@@ -123,6 +135,20 @@ def test_mixed_dtypes_keep_fp32_states_and_give_the_counts(declared, policy):
     assert not aware(result)
     assert "1,234" in result.because
     assert "56" in result.because
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_mixed_dtypes_turn_a_native_precision_aware_optimizer_off(native):
+    mixed = TrainableDtypes({BF16: 3, FP32: 4})
+    result = plan(model=mixed, declared=BF16, native={PAO: native})
+    assert result.adds == {**FLAGS["bf16"], **({PAO: False} if native else {})}
+    assert not aware(result)
+
+
+@pytest.mark.parametrize("declared", [None, torch.float64])
+def test_mixed_dtypes_whose_declared_one_has_no_row_get_nothing(declared):
+    result = plan(model=TrainableDtypes({BF16: 3, FP32: 4}), declared=declared)
+    assert result.adds == {}
 
 
 def test_fp8_parameters_get_nothing():
@@ -264,6 +290,22 @@ def test_remainders_that_the_user_wrote_rule_out_what_cannot_stand_beside_them(
     assert aware(plan(BF16, asked={"store_param_remainders": True}))
 
 
+@pytest.mark.parametrize(("version", "blocked"), [((2, 1), True), ((2, 0), False)])
+def test_remainders_rule_out_fp16_from_the_release_that_has_them(version, blocked):
+    """Of a model whose parameters are not known yet, too."""
+    asked = {"store_param_remainders": True}
+    for model in (TrainableDtypes({FP16: 1}), TrainableDtypes()):
+        result = plan(FP16, model=model, support=te(*version), asked=asked)
+        assert ("takes bf16 parameters, they are fp16" in result.because) is blocked
+        assert aware(result) is not blocked
+
+
+@pytest.mark.parametrize("asked", [{PAO: True}, {}])
+def test_what_the_user_asked_for_is_not_said_to_be_withdrawn(asked):
+    result = plan(asked=asked, optimizer="muon")
+    assert ("cannot run" in result.because) is not bool(asked)
+
+
 def test_states_that_the_user_asked_for_are_not_taken_the_native_optimizer_away():
     native = {PAO: True, "store_param_remainders": False}
     asked = {"exp_avg_dtype": BF16, "optimizer_cpu_offload": True}
@@ -326,6 +368,53 @@ def test_a_native_precision_aware_optimizer_that_cannot_run_is_turned_off_by_nam
     assert not aware(result)
 
 
+# -- what the bucket and the checkpoints rule out -------------------------------------------------
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_main_grads_stay_fp32_where_the_bucket_does(written):
+    result = plan(aligned=False, fp32_bucket_written=written, asked={"adam_beta2": 0.95})
+    assert result.adds == {**FLAGS["bf16"], **BF16_STATES, "main_grads_dtype": FP32}
+    assert result.main_grads is FP32
+    assert aware(result)
+    assert "main grads stay fp32: " in result.because
+    assert ("grad_reduce_in_fp32=True is the user's" in result.because) is written
+    assert ("the gradient bucket is not aligned with them" in result.because) is not written
+    assert bool(result.bucket_warning) is written
+    if written:
+        assert result.bucket_warning.endswith(
+            ": 2 bytes per parameter more. Leave grad_reduce_in_fp32 out, write False, or set "
+            "PRECISION_SHIM_GRAD_BUCKET=align"
+        )
+
+
+def test_main_grads_that_the_user_wrote_are_not_explained_by_the_bucket():
+    asked = {"main_grads_dtype": BF16, "adam_beta2": 0.95}
+    result = plan(aligned=False, fp32_bucket_written=True, asked=asked)
+    assert result.main_grads is BF16
+    assert "main grads stay fp32" not in result.because
+    assert result.bucket_warning == ""
+
+
+def test_an_fp32_bucket_is_nothing_to_warn_of_without_the_precision_aware_optimizer():
+    asked = {PAO: False}
+    assert plan(aligned=False, fp32_bucket_written=True, asked=asked).bucket_warning == ""
+    fp16 = plan(FP16, aligned=False, fp32_bucket_written=True)
+    assert "main_grads_dtype" not in fp16.adds
+    assert fp16.bucket_warning == ""
+
+
+def test_whole_masters_where_checkpoints_hold_none():
+    result = plan(whole_masters=False, asked={"adam_beta2": 0.95})
+    assert result.adds == {**FLAGS["bf16"], **BF16_STATES, "store_param_remainders": False}
+    told = "whole fp32 masters: checkpoints could not be read without the shim otherwise"
+    assert told in result.because
+    # fp16 has whole masters anyway.
+    fp16 = plan(FP16, whole_masters=False)
+    assert fp16.adds == {**FLAGS["fp16"], **FP16_STATES}
+    assert told not in fp16.because
+
+
 # -- optimizer_cuda_graph -------------------------------------------------------------------------
 
 
@@ -347,6 +436,14 @@ def test_under_cuda_graphs_both_moments_are_what_capturable_takes(version, polic
     assert result.adds["store_param_remainders"] is False
     assert result.adds["main_grads_dtype"] is BF16
     assert "optimizer_cuda_graph" in result.because
+
+
+@pytest.mark.parametrize("key", ["exp_avg_dtype", "exp_avg_sq_dtype"])
+def test_under_cuda_graphs_the_users_moment_counts_as_one_of_both(key):
+    asked = {"optimizer_cuda_graph": True, "adam_beta2": 0.95, key: FP32}
+    result = plan(support=te(2, 14), asked=asked)
+    assert result.adds["exp_avg_dtype"] is result.adds["exp_avg_sq_dtype"] is FP32
+    assert "moments stay fp32: optimizer_cuda_graph takes" in result.because
 
 
 def test_cuda_graphs_off_restrict_nothing():
@@ -402,6 +499,10 @@ def test_main_grads_count_only_with_the_precision_aware_optimizer():
 def test_main_grads_that_are_not_coerced_yet_are_understood(text):
     # The dtype-coercion feature may be off; the bucket must follow all the same.
     assert plan(asked={"main_grads_dtype": text}).main_grads is BF16
+
+
+def test_main_grads_that_are_no_dtype_are_left_to_the_message_that_refuses_them():
+    assert plan(asked={PAO: True, "main_grads_dtype": "bf17"}).main_grads is FP32
 
 
 def test_what_is_the_users_is_said():

@@ -126,7 +126,8 @@ def test_a_tracker_beyond_a_shorter_interval_grows_at_the_next_step():
 def test_a_value_that_cannot_be_is_refused_by_name(part, name, value):
     record = record_of(scaler())
     record[part][name] = value
-    with pytest.raises(ScalerCheckpointError, match=rf"here: {part}.{name} is .*allowed"):
+    allowed = r"(a (finite float32|whole number|number)\b|between 0 and 1)"
+    with pytest.raises(ScalerCheckpointError, match=rf"here: {part}.{name} is .*: {allowed}"):
         read_record(signed(record), "here")
 
 
@@ -161,6 +162,36 @@ def test_a_record_that_was_touched_is_refused():
     record["state"]["scale"] = 32768.0
     with pytest.raises(ScalerCheckpointError, match="does not match its digest"):
         read_record(record, "here")
+
+
+def test_a_record_that_is_no_json_has_no_digest_to_match():
+    """It may have come by a pickle, in a framework's own file."""
+    record = {**record_of(scaler()), "more": object(), "digest": ""}
+    assert module.digest_of(record) == ""
+    with pytest.raises(ScalerCheckpointError, match="does not match its digest"):
+        read_record(record, "here")
+
+
+def test_a_record_as_a_tensor():
+    record = record_of(scaler(init_scale=12.0))
+    tensor = module.to_tensor(record)
+    assert module.from_tensor(tensor, "here") == record
+    assert (tensor.dtype, tensor.shape) == (torch.uint8, module.to_tensor().shape)
+    with pytest.raises(ScalerCheckpointError, match="here: it holds no loss scaler state"):
+        module.from_tensor(module.to_tensor(), "here")
+    with pytest.raises(ScalerCheckpointError, match=r"here: it holds torch.int8 where a record's"):
+        module.from_tensor(tensor.view(torch.int8), "here")
+    for damaged in (tensor[5:], torch.full_like(tensor, 0xFF)):
+        with pytest.raises(ScalerCheckpointError, match="here: not whole JSON"):
+            module.from_tensor(damaged, "here")
+
+
+def test_a_record_that_is_larger_than_the_tensor():
+    room = module.to_tensor().numel()
+    whole = {"a": "b" * (room - len('{"a": ""}'))}
+    assert module.from_tensor(module.to_tensor(whole), "here") == whole
+    with pytest.raises(ScalerCheckpointError, match=rf"takes {room + 1} bytes; {room} are allowed"):
+        module.to_tensor({"a": whole["a"] + "b"})
 
 
 def test_a_refused_record_leaves_the_scaler():

@@ -359,3 +359,53 @@ def test_the_overflow_is_known_on_the_device_between_unscaling_and_update(value)
     assert bool(scaling.overflow) is (not math.isfinite(value))
     scaling.update()
     assert scaling.overflow is None
+
+
+def test_what_a_caller_gives_the_step_reaches_the_optimizer():
+    class Optimizer(torch.optim.SGD):
+        def step(self, *args, **kwargs):
+            seen.append((args, kwargs))
+
+    seen = []
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = Optimizer([parameter], lr=0.1), LossScaler(device="cpu")
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer, 1, more=2)
+    scaler.update()
+    assert seen == [((1,), {"more": 2})]
+
+
+@pytest.mark.parametrize(("new", "scale"), [(8.0, 8.0), (0.25, 1.0), (2.0**127, 2.0**126)])
+def test_a_scale_that_the_caller_sets_is_kept_within_the_bounds(new, scale):
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), LossScaler(device="cpu")
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update(new)
+    assert scaler.get_scale() == scale
+    assert scaler.counter.steps == 1
+
+
+def test_a_scaler_that_torch_turned_off_does_nothing(monkeypatch):
+    """As torch does on a machine without a GPU: gradients and steps are those without a scaler."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        scaler = LossScaler(device="cuda")
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    loss = parameter.sum()
+    scaler.attach(loss)
+    loss.backward()
+    assert scaler.is_unscaled(optimizer)
+    scaler.unscale_once(optimizer)
+    scaler.unscale_(optimizer)
+    assert torch.equal(parameter.grad, torch.ones(2))
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(parameter.detach(), torch.full((2,), 0.5))
+    scaler.settle(optimizer)
+    scaler.forget(optimizer)
+    scaler.reset()
+    assert scaler.counter.steps == 0
+    assert scaler.overflow is None
+    assert scaler.loss_scale == scaler.get_scale() == 1.0

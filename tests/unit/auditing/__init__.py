@@ -1,0 +1,1 @@
+"""The audit: what it reads of live objects, and what contradicts what."""

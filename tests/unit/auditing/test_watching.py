@@ -1,0 +1,132 @@
+"""The audit by itself: what goes wrong in it costs the audit, and no training."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.auditing import kept, watching
+from precision_shim.errors import PrecisionShimWarning
+
+
+@pytest.fixture
+def shim() -> Iterator[Any]:
+    try:
+        yield lambda **settings: precision_shim.install(
+            features=["audit"], export=False, settings=settings
+        )
+    finally:
+        precision_shim.uninstall()
+
+
+def made(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    model = torch.nn.Linear(4, 4).to(dtype)
+    return model, torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+
+
+def step(model: Any, optimizer: Any) -> None:
+    model(torch.ones(1, 4, dtype=model.weight.dtype)).sum().backward()
+    optimizer.step()
+
+
+def test_an_audit_that_fails_costs_the_audit(shim: Any) -> None:
+    shim()
+    model, optimizer = made()
+    with pytest.warns(PrecisionShimWarning, match="the audit of AdamW failed: ZeroDivisionError"):
+        watching.watch("verl", "actor", optimizer, model=model, scaler=lambda: 1 / 0)
+    step(model, optimizer)
+    assert kept.audits() == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_under_warnings_as_errors_it_is_said_and_not_raised(
+    shim: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shim()
+    watching.watch("verl", "actor", made()[1], scaler=lambda: 1 / 0)
+    assert "the audit of AdamW failed" in capsys.readouterr().err
+
+
+def test_a_meter_that_cannot_be_made_costs_the_meter(shim: Any) -> None:
+    class Unknown:
+        """Of no package that has a reader."""
+
+    shim(watch_updates=1)
+    model, optimizer = made()
+    unknown = Unknown()
+    with pytest.warns(PrecisionShimWarning) as caught:
+        watching.watch("verl", "actor", unknown, inner=optimizer, model=model)
+    told = [str(one.message) for one in caught]
+    assert "verl actor: lost updates are not measured: AuditError" in told[0]
+    assert "the audit of Unknown failed: AuditError" in told[1]
+    step(model, optimizer)
+
+
+def test_a_stub_over_a_frozen_model_is_looked_at_once(shim: Any) -> None:
+    class Stub:
+        chained_optimizers = ()
+        optimizer = None
+
+    shim()
+    model, stub = torch.nn.Linear(4, 4).requires_grad_(False), Stub()
+    watching.watch("verl", "actor", stub, model=model)
+    (audit,) = kept.audits()
+    assert (audit.framework, audit.subject, audit.parts[0].parameters) == ("verl", "actor", 0)
+
+
+def test_an_optimizer_that_is_gone_is_not_looked_at(shim: Any) -> None:
+    shim()
+    model, optimizer = made()
+    watcher = watching._Watcher(
+        ("verl", "actor"), optimizer, model=model, scaler=None, by_user=None, told=None
+    )
+    del optimizer
+    gc.collect()
+    assert watcher.look() is None
+
+
+def test_the_second_audit_is_after_the_first_step_and_the_last(shim: Any) -> None:
+    shim()
+    model, optimizer = made()
+    for _ in range(2):  # the second call does nothing
+        watching.watch("verl", "actor", optimizer, model=model)
+    (before,) = kept.audits()
+    step(model, optimizer)
+    (after,) = kept.audits()
+    step(model, optimizer)
+    assert (before.complete, after.complete) == (False, True)
+    assert kept.audits() == [after]
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_problem_warns_unless_the_user_was_told(shim: Any, told: bool) -> None:
+    shim()
+    model, optimizer = made(torch.float16)
+    options = {"scaler": lambda: torch.amp.GradScaler("cpu", enabled=False), "told": lambda _: told}
+    if told:
+        watching.watch("verl", "actor", optimizer, model=model, **options)
+    else:
+        with pytest.warns(PrecisionShimWarning, match="actor: scaler-missing: verl"):
+            watching.watch("verl", "actor", optimizer, model=model, **options)
+
+
+@pytest.mark.parametrize("by_user", [True, False])
+def test_strict_raises_unless_the_user_wrote_it(by_user: bool) -> None:
+    model, optimizer = made(torch.float16)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    options = {"scaler": lambda: off, "by_user": lambda _: by_user, "told": lambda _: True}
+    precision_shim.install(features=["audit"], export=False, strict=True)
+    try:
+        if by_user:
+            watching.watch("", "", optimizer, model=model, **options)
+        else:
+            with pytest.raises(precision_shim.errors.InconsistentPrecisionError, match="-audit"):
+                watching.watch("", "", optimizer, model=model, **options)
+    finally:
+        precision_shim.uninstall()
