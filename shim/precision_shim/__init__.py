@@ -7,12 +7,8 @@ Importing this package imports neither torch nor a framework nor wrapt: the name
 first use, because a start-up file may import the package in every Python process of a cluster.
 """
 
-try:
-    from ._version import __version__ as __version__
-except ModuleNotFoundError:  # it is written when the package is built
-    __version__ = "0+source"
-
 _WHERE = {
+    "__version__": "_about",
     "install": "_session",
     "uninstall": "_session",
     "status": "_session",
@@ -37,10 +33,11 @@ _WHERE = {
     "PrecisionShimWarning": "errors",
 }
 
-__all__ = ["__version__", *_WHERE]  # noqa: PLE0604
+__all__ = list(_WHERE)  # noqa: PLE0605
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without the 2 ms that importing typing costs
 if TYPE_CHECKING:
+    from ._about import __version__ as __version__
     from ._session import install as install
     from ._session import status as status
     from ._session import uninstall as uninstall
