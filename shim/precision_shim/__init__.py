@@ -33,7 +33,7 @@ _WHERE = {
     "PrecisionShimWarning": "errors",
 }
 
-__all__ = list(_WHERE)  # noqa: PLE0605
+__all__ = list(_WHERE)
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without the 2 ms that importing typing costs
 if TYPE_CHECKING:
