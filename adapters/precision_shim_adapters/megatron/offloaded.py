@@ -15,7 +15,7 @@ stepped (megatron-core 0.15 to 0.19, nothing is said):
 
 SkyRL mends the first by itself, in its own process.
 
-Delete when: Megatron's own resume is exact; tests/audit/test_offload.py notices.
+Delete when: Megatron's own resume is exact; tests/audit/test_offload_resume.py notices.
 """
 
 from __future__ import annotations
