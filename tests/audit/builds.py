@@ -195,7 +195,7 @@ def live_storages() -> dict[int, int]:
     gc.collect()
     found = {}
     for one in gc.get_objects():
-        # Whoever has imported a test of lazy modules has a parameter without a storage.
+        # test_torch.py keeps a lazy module, whose parameters have no storage yet.
         if issubclass(type(one), torch.Tensor) and not is_lazy(one):
             storage = getattr(one, "_local_tensor", one).untyped_storage()
             found[storage._cdata] = storage.nbytes()

@@ -179,7 +179,9 @@ MANIFEST = {
     ),
     "*tox run-parallel -p 2": Held(".ci/run", LONG),
     "*tox run-parallel -p 2 -m matrix": Held(".ci/run", LONG),
-    "*tox run-parallel -p 2 -m between": Held(".ci/release.py", LONG),
+    "*tox run-parallel -p 2 -m between": Held(
+        ".ci/release.py", "it builds environments and runs for half an hour, before a release"
+    ),
     "tox run -e te": Held(why_not="it compiles TransformerEngine, for ten minutes"),
     "tox run -e coverage": Held(why_not="it runs these tests, for minutes"),
     "tox run -e mutation -- *": Held(why_not="it runs these tests a thousand times"),

@@ -45,7 +45,7 @@ def train_model(call: Call) -> Any:
 
 
 def _on_each_pass(function: _Function) -> _Function:
-    # The last of several on one function is declared first.
+    # In the order of decorators that stand above one another: the lowest is applied first.
     for worker in (
         f"{BASE}:CriticWorkerBase",
         f"{BASE}:PolicyWorkerBase",

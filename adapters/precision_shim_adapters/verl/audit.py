@@ -79,7 +79,7 @@ def legacy(call: Call) -> Any:
 
 
 def _on_each_update(function: _Function) -> _Function:
-    # The last of several on one function is declared first.
+    # In the order of decorators that stand above one another: the lowest is applied first.
     for update, kind in (
         ("verl.workers.actor.dp_actor:DataParallelPPOActor.update_policy", "actor"),
         ("verl.workers.critic.dp_critic:DataParallelPPOCritic.update_critic", "critic"),
