@@ -25,7 +25,7 @@ COMMANDS = (
     # tox installs the built wheel into each framework's environment.
     ("the wheel in the newest of each framework", "tox run-parallel -p 2"),
     ("the wheel in all others", "tox run-parallel -p 2 -m matrix"),
-    ("what takes long there", "tox run-parallel -p 2 -m between"),
+    ("what takes long there", "tox run-parallel -p 2 -m release"),
     ("wheel and source package", "uv build --out-dir dist --clear"),
     ("what PyPI will say to them", "uvx twine check --strict dist/*"),
 )

@@ -94,6 +94,7 @@ def test_the_audit_alone(ranks: Ranks, model: Path, tmp_path: Path, kind: str) -
     audited(audits, "fp32", None)
 
 
+@pytest.mark.oldest
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", ["v1", "v2"])
 def test_workers_train_skip_save_and_resume(

@@ -19,7 +19,7 @@ from ..rank_server import Ranks
 from .support import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.slow, pytest.mark.oldest]
 
 HOOK = '''
 def setup():

@@ -179,7 +179,7 @@ MANIFEST = {
     ),
     "*tox run-parallel -p 2": Held(".ci/run", LONG),
     "*tox run-parallel -p 2 -m matrix": Held(".ci/run", LONG),
-    "*tox run-parallel -p 2 -m between": Held(
+    "*tox run-parallel -p 2 -m release": Held(
         ".ci/release.py", "it builds environments and runs for half an hour, before a release"
     ),
     "tox run -e te": Held(why_not="it compiles TransformerEngine, for ten minutes"),

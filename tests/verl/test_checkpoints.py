@@ -373,6 +373,7 @@ def test_weights_that_are_loaded_alone(
 
 
 @pytest.mark.slow
+@pytest.mark.oldest
 def test_two_ranks(megatron_ranks: Ranks) -> None:
     """Parameters reach the other rank, and a refusal is everybody's."""
     one, other = megatron_ranks("checkpoints")

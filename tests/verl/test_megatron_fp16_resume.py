@@ -25,6 +25,7 @@ from .test_checkpoints import SHARDINGS, Job, same
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.oldest,
     pytest.mark.skipif(
         Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
     ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ..probes_hold import hold, hold_on_a_changed_megatron
 
 
@@ -11,5 +13,6 @@ def test_what_the_rules_assume_holds() -> None:
     hold("verl")
 
 
+@pytest.mark.slow
 def test_a_dropped_assertion_is_named(tmp_path: Path) -> None:
     hold_on_a_changed_megatron(tmp_path)

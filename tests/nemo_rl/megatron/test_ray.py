@@ -51,6 +51,7 @@ def driven(ranks: Ranks, model: Path, folder: Path, **environment: str) -> dict[
     return found
 
 
+@pytest.mark.oldest
 @pytest.mark.timeout(600)  # a driver and a worker each import all of it
 def test_an_actor_skips_an_overflow_and_reports_it(
     ranks: Ranks, model: Path, tmp_path: Path
