@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim._settings import resolve
+from precision_shim.errors import SettingsError
 from precision_shim.planning import shapes
 from precision_shim.planning.counting import Precision, Share, part
 from precision_shim.planning.record import ModelPlan, Stage
@@ -185,6 +186,31 @@ def test_gradients_that_cannot_be_clipped_are_named_by_the_buckets_key() -> None
     asked = replace(aware, dtype=torch.float16, key="optimizer.{}", bucket_key="ddp.it")
     _, found = plan_model(asked, SETTINGS, NEWEST)
     assert [(one.code, one.key) for one in found] == [("fp16-gradients", "ddp.it")]
+
+
+def test_megatrons_scaler_is_foreseen_with_the_users_values() -> None:
+    asked = replace(qwen3(asked={"initial_loss_scale": 2.0**20}), dtype=torch.float16)
+    variables = {"PRECISION_SHIM_GROWTH_FACTOR": "4", "PRECISION_SHIM_LOSS_SCALE_INIT": "8"}
+    made, _ = plan_model(asked, resolve(environ=variables), NEWEST)
+    assert made is not None
+    (told,) = [one for one in made.decisions if one.feature == "fp16-scaling"]
+    assert told.chosen.endswith("from 1.04858e+06, growth x4 after 1000 steps, backoff x0.5")
+    assert told.because == "the model is fp16; growth_factor by the shim's settings"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_no_scaler_is_foreseen_beside_a_static_scale_or_for_bf16(dtype: torch.dtype) -> None:
+    asked = {"loss_scale": 128.0} if dtype is torch.float16 else {}
+    made, _ = plan_model(replace(qwen3(asked=asked), dtype=dtype), SETTINGS, NEWEST)
+    assert made is not None
+    assert "fp16-scaling" not in [one.feature for one in made.decisions]
+    assert made.decisions
+
+
+def test_a_first_scale_below_the_least_is_an_error_before_the_job() -> None:
+    settings = resolve(environ={"PRECISION_SHIM_LOSS_SCALE_INIT": "0.5"})
+    with pytest.raises(SettingsError, match=r"LOSS_SCALE_INIT=0\.5 is below min_loss_scale=1"):
+        plan_model(replace(qwen3(), dtype=torch.float16), settings, NEWEST)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import importlib.util
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from precision_shim.cli import main
 from precision_shim.errors import PlanError
@@ -42,6 +44,19 @@ def gib(stage: dict[str, Any]) -> float:
 
 def subjects(plan: dict[str, Any]) -> list[str]:
     return [one["subject"] for one in plan["models"]]
+
+
+def scaling(plan: dict[str, Any], model: int = 0) -> list[tuple[str, str]]:
+    """What is decided of a model's loss, and why."""
+    return [
+        (one["chosen"], one["because"])
+        for one in plan["models"][model]["decisions"]
+        if one["feature"] == "fp16-scaling"
+    ]
+
+
+OURS = "loss scaling from 65536, growth x2 after 400 steps, backoff x0.5"
+"""By the shim's own defaults."""
 
 
 # -- verl --------------------------------------------------------------------------------------
@@ -95,7 +110,14 @@ def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], mo
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert part["components"]["params"]["dtypes"] == ["fp32"]
     assert part["components"]["params"]["sharded"] is True
+    assert scaling(plan) == []
+    half = "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"
     reference = "actor_rollout_ref.actor.use_kl_loss=True"
+    _, plan = planned(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, reference, half)
+    assert scaling(plan, 1) == []
+    own = Version(version("verl")) >= Version("0.8")
+    instead = "verl's own scaler, counted and kept with the checkpoints"
+    assert scaling(plan) == [(OURS, instead if own else "fp16 parameters")]
     _, two = planned(capsys, "--", *VERL, "algorithm.adv_estimator=grpo", path, reference)
     assert subjects(two) == ["actor", "ref"]
     totals = two["models"][1]["after"][0]["totals"]
@@ -197,6 +219,11 @@ def test_skyrl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     fsdp = [one for one in words if "megatron" not in one]
     code, plan = planned(capsys, "--", *fsdp, "trainer.strategy=fsdp2")
     assert code == 0
+    assert scaling(plan) == []
+    half = "trainer.policy.fsdp_config.mixed_precision.param_dtype=fp16"
+    _, scaled = planned(capsys, "--", *fsdp, "trainer.strategy=fsdp2", half)
+    key = "policy.fsdp_config.mixed_precision.param_dtype is fp16"
+    assert scaling(scaled) == [(OURS, key), ("autocast to fp16", "it follows param_dtype")]
     assert plan["models"][0]["after"][0]["parts"][0]["data_parallel_size"] == 64
     critic = f"trainer.critic.model.path={model}"
     apart = ("trainer.placement.colocate_all=false", "trainer.algorithm.use_kl_loss=true", critic)
@@ -252,6 +279,18 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert code == 0
     assert plan["models"][0]["layout"] == {"fsdp": 32, "replicas": 1, "tp": 2}
     (part,) = plan["models"][0]["after"][0]["parts"]
+    assert scaling(plan) == []
+    half = ("policy.precision=float16", "++policy.precision_shim.growth_interval=7")
+    _, scaled = planned(capsys, "--", *words, *off, *half)
+    because = "policy.precision is float16, and NeMo-RL does not scale the loss"
+    assert scaling(scaled) == [(OURS.replace("400", "7"), because)]
+    _, scaled = planned(capsys, "--", *words, *half)
+    megatrons = "Megatron's dynamic loss scaler from 32768, growth x2 after 7 steps, backoff x0.5"
+    assert scaling(scaled) == [(megatrons, "the model is fp16")]
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--", *words, *off, *half[:1], "++policy.precision_shim.growth_interval=0"])
+    assert end.value.code == 2
+    assert "policy.precision_shim.growth_interval: " in capsys.readouterr().err
     copies = ("++policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.dp_replicate_size=2")
     code, plan = planned(capsys, "--", *words, *off, *copies)
     assert (code, plan["models"][0]["layout"]["replicas"]) == (0, 2)
@@ -421,6 +460,8 @@ def test_torchtitan_reads_the_names_that_the_job_may_write(
     code, plan = planned(capsys, "--", "torchrun", "--nproc-per-node=8", *words)
     assert (code, plan["problems"]) == (0, [])
     assert plan["models"][0]["after"] == plan["models"][0]["before"]
+    because = "training.mixed_precision_param is float16, and torchtitan does not scale the loss"
+    assert scaling(plan) == ([] if name == "bf16" else [(OURS, because)])
 
 
 @needs("torchtitan")

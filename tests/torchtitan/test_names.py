@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import precision_shim
 from precision_shim.errors import DtypeError
@@ -34,6 +35,27 @@ def test_every_spelling_becomes_torchtitans_own(
         assert TrainingConfig(dtype=name).dtype == own
     built = dataclasses.replace(TrainingConfig(), mixed_precision_param=name)
     assert built.mixed_precision_param == own
+
+
+@pytest.mark.parametrize("own", SPELLINGS)
+def test_a_torch_dtype_becomes_torchtitans_name(torchtitan: None, shim: Any, own: str) -> None:
+    from torchtitan.config import TrainingConfig
+
+    from precision_shim_adapters.torchtitan.names import generator_dtype_name
+
+    shim()
+    dtype: Any = getattr(torch, own)
+    assert TrainingConfig(mixed_precision_param=dtype).mixed_precision_param == own
+    assert generator_dtype_name(dtype) == own
+
+
+def test_a_torch_dtype_that_torchtitan_has_not(torchtitan: None, shim: Any) -> None:
+    from torchtitan.config import TrainingConfig
+
+    shim()
+    dtype: Any = torch.float64
+    with pytest.raises(DtypeError, match=r"training\.dtype=torch\.float64"):
+        TrainingConfig(dtype=dtype)
 
 
 def test_alone_constructors_check_nothing(torchtitan: None) -> None:
@@ -95,8 +117,6 @@ def test_names_that_were_assigned_later(torchtitan: None, shim: Any, tmp_path: P
 
 
 def test_the_generators_dtype(policy: Any, shim: Any) -> None:
-    import torch
-
     shim()
     assert policy(generator_dtype=" BF16")._transfer_dtype is torch.bfloat16
     assert policy(generator_dtype="fp32")._transfer_dtype is None  # the trainer's own

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from precision_shim.adapting import Settings
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import SIZES, Precision, Share, part
@@ -17,8 +18,11 @@ from precision_shim.planning.record import Decided, Held, ModelPlan, Part, Probl
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.text import parked
+from precision_shim.scaling import ScalerSettings
 
 from ..megatron.layout import Sizes, rank_numel
+from .settings import chosen, settings_for
+from .training import FEATURE
 
 LIKE_PARAMETERS = ("adamw", "adam", "_adamw", "_adam")
 """Optimizers whose two moments have the parameters' dtype."""
@@ -79,6 +83,29 @@ class Asked:
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
         """See ``Plannable``; the shim has none for torch's optimizers."""
         return ()
+
+
+def scaling(
+    settings: Settings,
+    compute: str,
+    because: str,
+    *,
+    configured: Mapping[str, Any] | None = None,
+    framework_default: ScalerSettings | None = None,
+) -> tuple[Decided, ...]:
+    """What the shim would decide of a trained model's loss; nothing if it does not compute in fp16.
+
+    Args:
+        settings: the shim's, of the job.
+        compute: dtype of the parameters while a layer computes, canonical.
+        because: as the worker says it.
+        configured: see ``settings_for``.
+        framework_default: see ``settings_for``.
+    """
+    if compute != "fp16" or FEATURE not in settings.features:
+        return ()
+    made = settings_for(configured, framework_default, settings)
+    return (Decided(FEATURE, chosen(made), because),)
 
 
 def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:

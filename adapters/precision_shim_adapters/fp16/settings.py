@@ -48,3 +48,23 @@ def settings_for(
     # Only the user sets a first scale below the usual minimum: make it the minimum.
     least = min(ScalerSettings.min_scale, values["init_scale"])
     return ScalerSettings(**values, min_scale=least, chosen=frozenset(chosen))
+
+
+def in_words(
+    init_scale: float, growth_factor: float, growth_interval: float, backoff_factor: float
+) -> str:
+    """What a scaler does, as a decision says it."""
+    return (
+        f"from {init_scale:g}, growth x{growth_factor:g} after {growth_interval:g} steps, "
+        f"backoff x{backoff_factor:g}"
+    )
+
+
+def chosen(settings: ScalerSettings) -> str:
+    """What the shim's own scaler is made with, as a decision says it."""
+    return "loss scaling " + in_words(
+        settings.init_scale,
+        settings.growth_factor,
+        settings.growth_interval,
+        settings.backoff_factor,
+    )

@@ -19,7 +19,7 @@ from precision_shim.adapting import current_settings, decide, version_of, warn
 from precision_shim.errors import ScalerCheckpointError, SeamError
 from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings
 
-from .settings import settings_for
+from .settings import chosen, settings_for
 from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
 
 FEATURE = "fp16-scaling"
@@ -87,14 +87,7 @@ class ScaledTraining:
             drives: false where the framework's own loop uses the scaler.
         """
         settings = settings_for(configured, framework_default)
-        decide(
-            framework,
-            subject,
-            FEATURE,
-            f"loss scaling from {settings.init_scale:g}, growth x{settings.growth_factor:g} after "
-            f"{settings.growth_interval} steps, backoff x{settings.backoff_factor:g}",
-            because,
-        )
+        decide(framework, subject, FEATURE, chosen(settings), because)
         scaler = LossScaler(settings, device=device, process_group=process_group)
         return cls(framework, subject, scaler, drives=drives)
 

@@ -24,13 +24,11 @@ from precision_shim.adapting import (
     current_settings,
     decide,
     in_force,
-    parse_settings,
     seam,
     warn,
 )
 from precision_shim.errors import (
     InconsistentPrecisionError,
-    SettingsError,
     UnsupportedPrecisionError,
 )
 from precision_shim.rules.dtypes import coerce_dtype, name_of, parse_dtype
@@ -40,6 +38,7 @@ from precision_shim.rules.model import TrainableDtypes, trainable_dtypes
 from .build import Build, current_build, megatron_label
 from .checkpoint import note_precision_aware
 from .ddp import told_of
+from .scaler import scaler_fields
 from .told import note_told
 from .wishes import (
     ALIGNMENT,
@@ -49,13 +48,9 @@ from .wishes import (
     SCALING,
     coerced,
     fused_adam_support,
-    scaler_row,
 )
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
-
-SCALER_FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
-"""The shim's settings, to the fields of Megatron's OptimizerConfig."""
 
 
 # -- Megatron's OptimizerConfig ----------------------------------------------------------------
@@ -190,32 +185,8 @@ def settle(build: Build, *, native: bool = False) -> Settled:
     else:
         asked = coerced(wishes.asked, wishes.where)
     if in_force(build.framework, SCALING, GROUP) and build.dtype is torch.float16:
-        added.update(_scaler_fields(build, asked))
+        added.update(scaler_fields(wishes, asked, current_settings()))
     return Settled(dtype, asked, added, by_user)
-
-
-def _scaler_fields(build: Build, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaler's fields that the user left open: the framework's block over the variables."""
-    wishes, settings = build.wishes, current_settings()
-    block = parse_settings(wishes.scaler, SCALER_FIELDS, wishes.scaler_where)
-    fields = scaler_row()
-    for name, field in SCALER_FIELDS.items():
-        if name in block or settings.is_set(name):
-            fields[field] = block.get(name, settings[name])
-    fields = {key: value for key, value in fields.items() if key not in asked}
-    first, least = ({**asked, **fields}[key] for key in ("initial_loss_scale", "min_loss_scale"))
-    dynamic = not asked.get("loss_scale")
-    if dynamic and "initial_loss_scale" in fields and least is not None and first < least:
-        place, key, way = wishes.where, "initial_loss_scale", "Write a higher one"
-        if "loss_scale_init" in block:
-            place, key, way = wishes.scaler_where, "loss_scale_init", "Raise it"
-        elif settings.is_set("loss_scale_init"):
-            key, way = "PRECISION_SHIM_LOSS_SCALE_INIT", "Raise it"
-        raise SettingsError(
-            f"{place}: {key}={first:g} is below min_loss_scale={least:g} of Megatron's "
-            f"OptimizerConfig. {way}, or lower min_loss_scale."
-        )
-    return fields
 
 
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:

@@ -37,6 +37,7 @@ from precision_shim.adapting import Call, current_settings, decide, seam, warn
 from precision_shim.scaling import SkipCounter
 
 from .build import current_build, megatron_label
+from .scaler import factors_set, told
 from .wishes import GROUP, SCALING
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -300,8 +301,7 @@ def take_settings(
 ) -> Any:
     """Make a scaler with the factors that the user set, and say what it was made with."""
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
-    settings = current_settings()
-    taken = {key: settings[key] for key in factors if settings.is_set(key)}
+    taken = factors_set(current_settings())
     call.arguments.update(taken)
     factors.update(taken)
     build = current_build()
@@ -309,9 +309,6 @@ def take_settings(
         build.framework if build is not None else "megatron",
         build.wishes.subject if build is not None else "direct caller",
         SCALING,
-        f"Megatron's dynamic loss scaler from {initial_scale:g}, growth "
-        f"x{factors['growth_factor']:g} after {growth_interval:g} steps, backoff "
-        f"x{factors['backoff_factor']:g}",
-        "the model is fp16" + (f"; {', '.join(taken)} by the shim's settings" if taken else ""),
+        *told(initial_scale, growth_interval, factors, taken),
     )
     return call.proceed()

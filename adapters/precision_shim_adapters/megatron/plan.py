@@ -35,7 +35,8 @@ from precision_shim.rules.model import TrainableDtypes
 
 from . import layout, reader
 from .layout import Sizes, StageCount
-from .wishes import ALIGNMENT, DISPATCH, PRECISION_AWARE, InForce, Planned, Wishes, plan
+from .scaler import foreseen
+from .wishes import ALIGNMENT, DISPATCH, PRECISION_AWARE, SCALING, InForce, Planned, Wishes, plan
 
 _ADAM = ("adam", "adamw")
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -397,6 +398,9 @@ def _decisions(asked: Asked, one: Side, settings: Settings) -> list[Decided]:
         dtype = "fp32" if in_fp32 else name_of(asked.dtype)
         chosen = f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})"
         found.append(Decided(ALIGNMENT, chosen, one.bucket.because))
+    if SCALING in settings.features and asked.dtype is torch.float16:
+        scaler = foreseen(asked.wishes, one.planned.asked, settings)
+        found += [] if scaler is None else [Decided(SCALING, *scaler)]
     return found
 
 

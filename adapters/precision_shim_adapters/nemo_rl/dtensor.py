@@ -109,7 +109,8 @@ def _on_each_clipping(function: _Function) -> _Function:
             delete_when=_DELETE,
             aliases=(f"{worker.module}:{worker.clip.partition(':')[2]}",),
             optional=True,  # without nemo_automodel there is no such worker in this process
-            only_if=worker.only_if,
+            # Another worker clips by the same function: it says nothing of this one.
+            only_if=(*worker.only_if, *((worker.module,) if worker.optional else ())),
             unless=worker.unless,
         )(function)
     return function
@@ -204,8 +205,8 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             FRAMEWORK,
             name,
             device="cuda" if torch.cuda.is_available() else "cpu",
-            because=f"{name}.precision is float16, and NeMo-RL does not scale the loss",
-            configured=_configured(instance.cfg, name),
+            because=scaled_because(name),
+            configured=configured(instance.cfg, name),
         )
         # Only here: the first worker's __init__ loads its checkpoint by load_checkpoint, the
         # second's from 0.6 on without it.
@@ -214,7 +215,12 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
         training.keep(instance)
 
 
-def _configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def scaled_because(name: str) -> str:
+    """Why a model's loss is scaled; ``name`` is that of its config."""
+    return f"{name}.precision is float16, and NeMo-RL does not scale the loss"
+
+
+def configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The optional block of a config, by the names of ``ScalerSettings``.
 
     Raises:

@@ -16,15 +16,17 @@ import torch
 from precision_shim.adapting import version_of
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
+from precision_shim.planning.record import Decided
 from precision_shim.planning.request import Plannable, Request
 from precision_shim.planning.shapes import is_router
 from precision_shim.rules.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import Asked as Sharded
+from ..fp16.plan import scaling
 from ..megatron.layout import Sizes
 from ..megatron.plan import Asked
 from ..resolving import plain
-from . import megatron
+from . import dtensor, megatron
 from .dtensor import FRAMEWORK
 
 _SIZES = {
@@ -291,6 +293,14 @@ def _group(cfg: Mapping[str, Any], key: str) -> int:
     return 1 if value is None else int(value)
 
 
+def _scaling(
+    job: Job, section: Mapping[str, Any], subject: str, compute: str
+) -> tuple[Decided, ...]:
+    because = dtensor.scaled_because(subject)
+    block = dtensor.configured(section, subject)
+    return scaling(job.settings, compute, because, configured=block)
+
+
 def _on_dtensor(
     job: Job, section: Mapping[str, Any], key: str, subject: str, world: int
 ) -> Sharded:
@@ -314,6 +324,7 @@ def _on_dtensor(
         replicas=_group(cfg, "dp_replicate_size"),
         compute=name_of(precision),
         optimizer=name if trains else "",
+        decisions=_scaling(job, section, subject, name_of(precision)) if trains else (),
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value"
         or bool((section.get("reward_model_cfg") or {}).get("enabled")),

@@ -23,6 +23,9 @@ from .overflow import add_figures
 CLIENT_KEY = "precision_shim_scaler"
 """Where the scaler's state lies in a checkpoint's ``client_state``."""
 
+AUTOCAST = ("autocast to fp16", "it follows param_dtype")
+"""What becomes of SkyRL's autocast beside a scaler, and why."""
+
 _STRATEGY = "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy"
 _WORKERS = "skyrl.backends.skyrl_train.workers.worker"
 _Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
@@ -37,6 +40,11 @@ def _seam(target: str, why: str, *relies_on: str) -> Callable[[_Wrapper], _Wrapp
         delete_when="SkyRL scales fp16 losses on FSDP",
         relies_on=relies_on,
     )
+
+
+def scaled_because(subject: str) -> str:
+    """Why a model's loss is scaled; ``subject`` is that of its config."""
+    return f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16"
 
 
 def _is_fp16(strategy: Any) -> bool:
@@ -106,10 +114,10 @@ def scale_train_model(call: Call) -> Any:
             "skyrl",
             subject,
             device=call.instance.device_mesh.device_type,
-            because=f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16",
+            because=scaled_because(subject),
         )
         training.keep(call.instance)
-        decide("skyrl", subject, FEATURE, "autocast to fp16", "it follows param_dtype")
+        decide("skyrl", subject, FEATURE, *AUTOCAST)
     return model, optimizer, scheduler
 
 

@@ -17,14 +17,17 @@ import torch
 from precision_shim.adapting import version_of
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job, imported
+from precision_shim.planning.record import Decided
 from precision_shim.planning.request import Plannable, Request
 from precision_shim.planning.shapes import Model, is_router
 from precision_shim.rules.dtypes import name_of, parse_dtype
 
+from ..fp16 import FEATURE
 from ..fp16.plan import Asked as Sharded
+from ..fp16.plan import scaling
 from ..megatron.layout import Sizes
 from ..megatron.plan import Asked
-from . import megatron
+from . import fsdp, megatron
 from .config import note_command_line
 
 _SIZES = {
@@ -152,7 +155,7 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         if strategy == "megatron" and role != "critic":
             yield _on_megatron(trainer, role, model, gpus)
         else:
-            yield _on_fsdp(trainer, role, model, gpus)
+            yield _on_fsdp(job, trainer, role, model, gpus)
 
 
 def _roles(trainer: Any) -> list[str]:
@@ -238,11 +241,17 @@ def _parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
     return {f"trainer.placement.{key}": everything} if key and not alone else {}
 
 
-def _on_fsdp(trainer: Any, role: str, model: Model, world: int) -> Sharded:
+def _scaling(job: Job, role: str, compute: str) -> tuple[Decided, ...]:
+    found = scaling(job.settings, compute, fsdp.scaled_because(role))
+    return (*found, Decided(FEATURE, *fsdp.AUTOCAST)) if found else ()
+
+
+def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Sharded:
     section = getattr(trainer, role)
     config = section.fsdp_config
     mixed = config.mixed_precision
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
+    compute = _name(getattr(mixed, "param_dtype", None) or "bf16")
     low = (role == "ref" and trainer.bf16) or (role == "policy" and not trains)
     return Sharded(
         role,
@@ -251,9 +260,10 @@ def _on_fsdp(trainer: Any, role: str, model: Model, world: int) -> Sharded:
         "bf16" if low else "fp32",  # what trains is loaded in fp32, whatever trainer.bf16 says
         shards=int(config.fsdp_size),
         context=int(getattr(section, "sequence_parallel_size", 1)),
-        compute=_name(getattr(mixed, "param_dtype", None) or "bf16"),
+        compute=compute,
         reduce=_name(getattr(mixed, "reduce_dtype", None) or "fp32"),
         optimizer="AdamW" if trains else "",
+        decisions=_scaling(job, role, compute) if trains else (),
         offload=bool(config.cpu_offload),
         value_head=role == "critic",
         keys={

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
+import torch
+
 from precision_shim.adapting import Call, seam
 from precision_shim.errors import DtypeError
 from precision_shim.rules.dtypes import ALIASES, CANONICAL, parse_dtype
@@ -36,18 +38,19 @@ _UPSTREAM = "https://github.com/pytorch/torchtitan/issues/2356"
 
 
 def own_name(value: Any, key: str) -> Any:
-    """Torchtitan's name for the dtype that a name means; what is no string stays as it is.
+    """Torchtitan's name for the dtype that a name means, or that was written as a ``torch.dtype``.
 
     Args:
-        value: what stands in the config.
+        value: what stands in the config; anything else stays as it is.
         key: the config's key, for the message.
 
     Raises:
         DtypeError: it names no dtype that torchtitan has.
     """
-    if not isinstance(value, str):
+    if not isinstance(value, str | torch.dtype):
         return value
-    name = OWN_NAMES.get(parse_dtype(value))  # type: ignore[arg-type]
+    dtype = parse_dtype(value) if isinstance(value, str) else value
+    name = OWN_NAMES.get(dtype)  # type: ignore[arg-type]
     if name is None:
         raise DtypeError(
             f"{where()}: {key}={value!r} names no dtype that torchtitan computes in; allowed: "

@@ -21,8 +21,9 @@ from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.rules.dtypes import name_of, parse_dtype
 
-from ..fp16.plan import Asked
+from ..fp16.plan import Asked, scaling
 from . import names
+from .scaled import BECAUSE
 
 _KEYS = {
     "world": "parallelism",
@@ -68,6 +69,7 @@ def plan(job: Job) -> Request:
         return Request("torchtitan", version, world, (), problems=tuple(found))
     model = _model(job, config)
     found += _heads(subject, prefix, parallel, config, model)
+    compute = _name(training.mixed_precision_param)
     asked = Asked(
         subject,
         model,
@@ -75,9 +77,10 @@ def plan(job: Job) -> Request:
         _name(training.dtype),
         shards=shards,
         tensor=parallel.tensor_parallel_degree,
-        compute=_name(training.mixed_precision_param),
+        compute=compute,
         reduce=_name(training.mixed_precision_reduce),
         optimizer=_optimizer(trainer.optimizer),
+        decisions=scaling(job.settings, compute, BECAUSE),
         offload=bool(training.enable_cpu_offload),
         gathers=1 if parallel.fsdp_reshard_after_forward == "never" else 2,
         keys={name: prefix + key for name, key in _KEYS.items()},

@@ -31,6 +31,7 @@ from .places import (
     where,
 )
 
+BECAUSE = "training.mixed_precision_param is float16, and torchtitan does not scale the loss"
 INIT_OPTIM_STATE = "torchtitan.components.optimizer.utils:init_optim_state"
 
 
@@ -46,7 +47,7 @@ def make(trainer: Any, subject: str) -> ScaledTraining:
         FRAMEWORK,
         subject,
         device=trainer.device.type,
-        because="training.mixed_precision_param is float16, and torchtitan does not scale the loss",
+        because=BECAUSE,
     ).keep(trainer)
 
 

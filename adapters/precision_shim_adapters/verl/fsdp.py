@@ -29,6 +29,11 @@ _Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
 _SCALER = "scaler"
 """Where verl keeps a scaler, on its engines and on 0.7.1's actor; its loops use what is there."""
 
+VERLS = ScalerSettings()
+"""As verl makes its scaler: torch's defaults, and a growth interval of 400."""
+
+_OWN = "verl's own scaler, counted and kept with the checkpoints"
+
 
 # -- what verl does itself ---------------------------------------------------------------------
 
@@ -150,7 +155,13 @@ def build_critic(call: Call) -> Any:
 
 def _instead_of(own: Any, owner: Any) -> None:
     if type(own) is ShardedGradScaler:  # a subclass is another scaler that somebody chose
-        _make(owner, own, "verl's own scaler, counted and kept with the checkpoints")
+        _make(owner, own, _OWN)
+
+
+def scaled_because() -> str:
+    """Why the installed version's fp16 models have our scaler; for a plan, which has no engine."""
+    made = look(f"{_SHARDED}._build_fsdp_module")
+    return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
 
 
 def _where_none_was(owner: Any, where: str) -> None:
@@ -161,7 +172,7 @@ def _where_none_was(owner: Any, where: str) -> None:
 def _make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
     from verl.utils.device import get_device_name
 
-    verls = ScalerSettings()  # as verl makes it; torch turns its scaler off without an accelerator
+    verls = VERLS  # torch turns verl's off without an accelerator
     on = own is not None and own.is_enabled()
     if on:
         verls = ScalerSettings(

@@ -19,16 +19,18 @@ import torch
 from precision_shim.adapting import look, version_of
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
+from precision_shim.planning.record import Decided
 from precision_shim.planning.request import Plannable, Request
 from precision_shim.planning.shapes import Model
 from precision_shim.rules.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import Asked as Sharded
+from ..fp16.plan import scaling
 from ..megatron import PRECISION_AWARE, Wishes
 from ..megatron.layout import Sizes
 from ..megatron.plan import Asked
 from ..resolving import plain
-from . import megatron
+from . import fsdp, megatron
 
 _ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
@@ -288,7 +290,7 @@ def _model(job: Job, section: _Section) -> Plannable:
     value = section.at.subject == "critic"
     if _ENGINES[section.strategy] == "megatron":
         return _on_megatron(section, found, value)
-    return _on_fsdp(section, found, value)
+    return _on_fsdp(job, section, found, value)
 
 
 def _on_megatron(section: _Section, model: Model, value: bool) -> Asked:
@@ -378,7 +380,11 @@ def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _on_fsdp(section: _Section, model: Model, value: bool) -> Sharded:
+def _scaling(job: Job, compute: str) -> tuple[Decided, ...]:
+    return scaling(job.settings, compute, fsdp.scaled_because(), framework_default=fsdp.VERLS)
+
+
+def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Sharded:
     engine, optim = section.engine, section.optim
     trains = optim is not None
     # A model that only computes is kept as it computes.
@@ -402,6 +408,7 @@ def _on_fsdp(section: _Section, model: Model, value: bool) -> Sharded:
         compute=name_of(compute),
         reduce=name_of(reduce),
         optimizer=str((optim or {}).get("optimizer") or "AdamW") if trains else "",
+        decisions=_scaling(job, name_of(compute)) if trains else (),
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
         value_head=value,
         keys={
