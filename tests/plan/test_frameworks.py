@@ -525,6 +525,22 @@ def test_what_torchtitan_itself_refuses_is_illegal(
 
 
 @needs("torchtitan")
+@pytest.mark.parametrize(("ways", "codes"), [(2, []), (3, ["experts"]), (6, ["experts"])])
+def test_experts_that_torchtitan_cannot_spread(
+    capsys: pytest.CaptureFixture[str], ways: int, codes: list[str]
+) -> None:
+    """64 of them: each rank looks at as many."""
+    model = ("--module", "qwen3", "--config", "qwen3_moe_debug")
+    words = ("-m", "torchtitan.train", *model, "--training.disable_cuda_graphs")
+    degree = f"--parallelism.expert_parallel_degree={ways}"
+    _, plan = planned(capsys, "--", "torchrun", "--nproc-per-node=6", *words, degree)
+    assert [one["code"] for one in plan["problems"]] == codes
+    for one in plan["problems"]:
+        assert one["key"] == "parallelism.expert_parallel_degree"
+        assert one["message"] == f"64 experts cannot be spread over {ways} ranks"
+
+
+@needs("torchtitan")
 def test_torchtitans_adapters_are_refused() -> None:
     from torchtitan.components.lora import LoRAConverter
     from torchtitan.models.llama3 import model_registry

@@ -38,6 +38,8 @@ _DEGREES = (
     "pipeline_parallel_degree",
     "expert_parallel_degree",
 )
+_EXPERTS = ".routed_experts."
+"""In the names of weights whose first dimension is the experts, in torchtitan's own models."""
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """What tyro draws around a message."""
 
@@ -69,6 +71,7 @@ def plan(job: Job) -> Request:
         return Request("torchtitan", version, world, (), problems=tuple(found))
     model = _model(job, config)
     found += _heads(subject, prefix, parallel, config, model)
+    found += _experts(subject, prefix, parallel, model)
     compute = _name(training.mixed_precision_param)
     asked = Asked(
         subject,
@@ -201,6 +204,22 @@ def _heads(
                 f"{prefix}{_KEYS['tensor']}",
                 f"{name} of {heads} cannot be split {parallel.tensor_parallel_degree} ways",
                 f"Take a divisor of {heads}.",
+            )
+
+
+def _experts(subject: str, prefix: str, parallel: Any, model: Model) -> Iterator[Problem]:
+    """Experts that cannot be spread; their tokens are counted in equal parts by each rank."""
+    ways = parallel.expert_parallel_degree
+    counts = {model.experts} if model.config else set()
+    counts |= {one.shape[0] for one in model.weights if _EXPERTS in one.name}
+    for experts in sorted(counts):
+        if experts % ways:
+            yield Problem(
+                "experts",
+                subject,
+                f"{prefix}parallelism.expert_parallel_degree",
+                f"{experts} experts cannot be spread over {ways} ranks",
+                f"Take a divisor of {experts}.",
             )
 
 
