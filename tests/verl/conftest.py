@@ -83,6 +83,13 @@ def megatron_ranks(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -
 
 
 @pytest.fixture(scope="session")
+def ray_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Starts drivers of Ray clusters, and what they start."""
+    with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("ray-drivers")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
 def fresh_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Starts processes that have imported what verl stands on, and neither verl nor Megatron."""
     folder = tmp_path_factory.mktemp("fresh-processes")

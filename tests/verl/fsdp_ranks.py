@@ -22,7 +22,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import precision_shim
 
 from ..checkpoint_doctor import FP16, verdict
-from ..rank_server import Launch
+from ..rank_server import Launch, look_ahead
 from . import fsdp_support as support
 
 LOUD = 2.0**11
@@ -767,6 +767,7 @@ def zeros(module: torch.nn.Module) -> list[int]:
 def prepare() -> None:
     """Import verl, in the server."""
     support.prepare()
+    look_ahead("verl")
 
 
 def run(launch: Launch) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
-from ..rank_server import look_ahead
 from ..tiny_models import VOCABULARY
 from .support import batch as supervised_batch
 
@@ -113,7 +112,6 @@ def prepare() -> None:
 
         # It reports the cache of freed memory, of which a CPU has none.
         verl.workers.fsdp_workers.aggressive_empty_cache = lambda **kwargs: None
-    look_ahead("verl")
 
 
 def engine(

@@ -1,0 +1,155 @@
+"""What verl's workers in a Ray cluster are given: a CPU for their GPU, a loss, a report.
+
+Ray imports this in the workers. Nothing here installs the shim, which has to come by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+BACKEND = "VERL_TEST_BACKEND"
+"""Names in a worker's environment what it trains on: ``fsdp`` or ``megatron``."""
+
+_open = contextlib.ExitStack()
+"""Lasts as long as the worker."""
+
+
+def setup() -> None:
+    """Run by Ray in each worker as it starts."""
+    import torch.distributed as dist
+
+    own = dist.init_process_group
+    dist.init_process_group = lambda *args, **kwargs: own(*args, **{**kwargs, "backend": "gloo"})
+    if os.environ[BACKEND] == "fsdp":
+        from . import fsdp_support
+
+        fsdp_support.prepare()
+    else:
+        _prepare_megatron()
+    from verl.utils import flops_counter
+    from verl.workers import engine_workers
+    from verl.workers.engine import base
+
+    flops_counter.get_device_flops = lambda *args, **kwargs: 1.0  # asks for the GPU's name
+
+    # verl lists its engines by the accelerator that they are for.
+    listed = base.EngineRegistry._engines
+    for backends in listed.values():
+        for devices in backends.values():
+            if "cuda" in devices:
+                devices.setdefault("cpu", devices["cuda"])
+    if hasattr(engine_workers, "set_numa_affinity"):  # asks for the driver of a GPU
+        engine_workers.set_numa_affinity = lambda: None
+
+
+def _prepare_megatron() -> None:
+    import torch
+
+    from precision_shim.testing import megatron_on_cpu, stand_in_transformer_engine
+
+    _open.enter_context(stand_in_transformer_engine())
+    from verl.workers.engine.megatron import transformer_impl
+
+    transformer_impl.load_mcore_dist_weights = lambda *args, **kwargs: None  # of a first start
+    from .support import local_layers
+
+    _open.enter_context(megatron_on_cpu())
+    _open.enter_context(local_layers())
+    from megatron.core import parallel_state, tensor_parallel
+
+    own = parallel_state.initialize_model_parallel
+
+    def with_generators(*args: Any, **kwargs: Any) -> None:
+        own(*args, **kwargs)
+        # verl seeds them where there is a GPU, and its checkpoints want them.
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+    parallel_state.initialize_model_parallel = with_generators
+    for name in ("empty_cache", "max_memory_allocated", "max_memory_reserved"):
+        setattr(torch.cpu, name, lambda *args: 0)
+
+
+def worker_config(backend: str, model: str) -> Any:
+    """verl's own config of a worker that trains a tiny model in fp16."""
+    import inspect
+
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers import config as verls
+
+    if backend == "fsdp":
+        engine = verls.FSDPEngineConfig(
+            strategy="fsdp2",
+            mixed_precision={"param_dtype": "fp16"},
+            use_torch_compile=False,
+            use_dynamic_bsz=False,
+        )
+        optimizer = verls.FSDPOptimizerConfig(lr=1e-2, total_training_steps=40)
+    else:
+        from .support import CPU_FIELDS, optim_config
+
+        engine = verls.McoreEngineConfig(
+            dtype="float16",
+            vanilla_mbridge=True,
+            use_dist_checkpointing=True,  # mbridge writes no weights of Megatron's own layers
+            override_transformer_config=dict(CPU_FIELDS),
+            use_dynamic_bsz=False,
+        )
+        # By verl's default the LR schedule starts anew in a Megatron job that goes on.
+        optimizer = optim_config(use_checkpoint_opt_param_scheduler=True)
+    contents = ["model", "optimizer", "extra"]
+    fields = {
+        "model_type": "language_model",
+        "model_config": verls.HFModelConfig(
+            path=model,
+            use_remove_padding=False,
+            enable_gradient_checkpointing=False,
+            override_config={"attn_implementation": "eager"},
+        ),
+        "engine_config": engine,
+        "optimizer_config": optimizer,
+        "checkpoint_config": CheckpointConfig(save_contents=contents, load_contents=contents),
+    }
+    known = inspect.signature(verls.TrainingWorkerConfig).parameters
+    return verls.TrainingWorkerConfig(**{k: v for k, v in fields.items() if k in known})
+
+
+def weighted_loss(*args: Any, **kwargs: Any) -> Any:
+    """verl's SFT loss, by the weight that stands in the batch."""
+    from verl.workers.utils.losses import sft_loss
+
+    loss, metrics = sft_loss(None, *args, **kwargs)
+    data = kwargs["data"] if "data" in kwargs else args[1]
+    return loss.float() * float(data["loss_weight"].max()), metrics
+
+
+def report(worker: Any) -> dict[str, Any]:
+    """What a worker holds; runs in its actor."""
+    import hashlib
+    import sys
+
+    import torch
+
+    engine = worker.engine
+    chunks = engine.module if isinstance(engine.module, list) else [engine.module]
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        for one in chunk.parameters():
+            local = one.to_local() if hasattr(one, "to_local") else one
+            digest.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    shim = sys.modules.get("precision_shim")
+    frameworks = shim.status().frameworks if shim is not None else {}
+    scaler = getattr(engine, "scaler", None)
+    return {
+        "pid": os.getpid(),
+        "shim": shim is not None and bool(frameworks),
+        "wrapped": sorted(
+            seam.target
+            for seam in (frameworks["verl"].seams if "verl" in frameworks else ())
+            if seam.state == "wrapped"
+        ),
+        "parameters": digest.hexdigest(),
+        "scaler": type(scaler).__name__,
+        "decisions": [str(one) for one in shim.status().decisions] if frameworks else [],
+    }
