@@ -280,6 +280,9 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     assert plan["models"][0]["layout"] == {"fsdp": 32, "replicas": 1, "tp": 2}
     (part,) = plan["models"][0]["after"][0]["parts"]
     assert scaling(plan) == []
+    block = "++policy.precision_shim.growth_interval=0"
+    code, plan = planned(capsys, "--", *words, *off, block)
+    assert (code, scaling(plan)) == (0, [])  # a worker in bfloat16 does not read it either
     half = ("policy.precision=float16", "++policy.precision_shim.growth_interval=7")
     _, scaled = planned(capsys, "--", *words, *off, *half)
     because = "policy.precision is float16, and NeMo-RL does not scale the loss"
@@ -288,7 +291,7 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     megatrons = "Megatron's dynamic loss scaler from 32768, growth x2 after 7 steps, backoff x0.5"
     assert scaling(scaled) == [(megatrons, "the model is fp16")]
     with pytest.raises(SystemExit) as end:
-        main(["plan", "--", *words, *off, *half[:1], "++policy.precision_shim.growth_interval=0"])
+        main(["plan", "--", *words, *off, *half[:1], block])
     assert end.value.code == 2
     assert "policy.precision_shim.growth_interval: " in capsys.readouterr().err
     copies = ("++policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.dp_replicate_size=2")

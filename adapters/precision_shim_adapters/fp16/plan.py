@@ -85,27 +85,32 @@ class Asked:
         return ()
 
 
-def scaling(
-    settings: Settings,
-    compute: str,
-    because: str,
-    *,
-    configured: Mapping[str, Any] | None = None,
-    framework_default: ScalerSettings | None = None,
-) -> tuple[Decided, ...]:
-    """What the shim would decide of a trained model's loss; nothing if it does not compute in fp16.
+def scales(settings: Settings, compute: str) -> bool:
+    """Whether the shim scales the loss of a trained model.
 
     Args:
         settings: the shim's, of the job.
         compute: dtype of the parameters while a layer computes, canonical.
+    """
+    return compute == "fp16" and FEATURE in settings.features
+
+
+def scaling(
+    settings: Settings,
+    because: str,
+    *,
+    configured: Mapping[str, Any] | None = None,
+    framework_default: ScalerSettings | None = None,
+) -> Decided:
+    """What the shim would decide of a loss that it scales.
+
+    Args:
+        settings: the shim's, of the job.
         because: as the worker says it.
         configured: see ``settings_for``.
         framework_default: see ``settings_for``.
     """
-    if compute != "fp16" or FEATURE not in settings.features:
-        return ()
-    made = settings_for(configured, framework_default, settings)
-    return (Decided(FEATURE, chosen(made), because),)
+    return Decided(FEATURE, chosen(settings_for(configured, framework_default, settings)), because)
 
 
 def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:

@@ -400,7 +400,8 @@ def _decisions(asked: Asked, one: Side, settings: Settings) -> list[Decided]:
         found.append(Decided(ALIGNMENT, chosen, one.bucket.because))
     if SCALING in settings.features and asked.dtype is torch.float16:
         scaler = foreseen(asked.wishes, one.planned.asked, settings)
-        found += [] if scaler is None else [Decided(SCALING, *scaler)]
+        if scaler is not None:
+            found.append(Decided(SCALING, *scaler))
     return found
 
 

@@ -22,7 +22,7 @@ from precision_shim.planning.shapes import is_router
 from precision_shim.rules.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import Asked as Sharded
-from ..fp16.plan import scaling
+from ..fp16.plan import scales, scaling
 from ..megatron.layout import Sizes
 from ..megatron.plan import Asked
 from ..resolving import plain
@@ -296,9 +296,10 @@ def _group(cfg: Mapping[str, Any], key: str) -> int:
 def _scaling(
     job: Job, section: Mapping[str, Any], subject: str, compute: str
 ) -> tuple[Decided, ...]:
-    because = dtensor.scaled_because(subject)
+    if not scales(job.settings, compute):
+        return ()
     block = dtensor.configured(section, subject)
-    return scaling(job.settings, compute, because, configured=block)
+    return (scaling(job.settings, dtensor.scaled_because(subject), configured=block),)
 
 
 def _on_dtensor(

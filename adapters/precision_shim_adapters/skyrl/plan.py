@@ -24,7 +24,7 @@ from precision_shim.rules.dtypes import name_of, parse_dtype
 
 from ..fp16 import FEATURE
 from ..fp16.plan import Asked as Sharded
-from ..fp16.plan import scaling
+from ..fp16.plan import scales, scaling
 from ..megatron.layout import Sizes
 from ..megatron.plan import Asked
 from . import fsdp, megatron
@@ -242,8 +242,10 @@ def _parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
 
 
 def _scaling(job: Job, role: str, compute: str) -> tuple[Decided, ...]:
-    found = scaling(job.settings, compute, fsdp.scaled_because(role))
-    return (*found, Decided(FEATURE, *fsdp.AUTOCAST)) if found else ()
+    if not scales(job.settings, compute):
+        return ()
+    found = scaling(job.settings, fsdp.scaled_because(role))
+    return (found, Decided(FEATURE, *fsdp.AUTOCAST))
 
 
 def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Sharded:

@@ -21,7 +21,7 @@ from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.rules.dtypes import name_of, parse_dtype
 
-from ..fp16.plan import Asked, scaling
+from ..fp16.plan import Asked, scales, scaling
 from . import names
 from .scaled import BECAUSE
 
@@ -83,7 +83,7 @@ def plan(job: Job) -> Request:
         compute=compute,
         reduce=_name(training.mixed_precision_reduce),
         optimizer=_optimizer(trainer.optimizer),
-        decisions=scaling(job.settings, compute, BECAUSE),
+        decisions=(scaling(job.settings, BECAUSE),) if scales(job.settings, compute) else (),
         offload=bool(training.enable_cpu_offload),
         gathers=1 if parallel.fsdp_reshard_after_forward == "never" else 2,
         keys={name: prefix + key for name, key in _KEYS.items()},

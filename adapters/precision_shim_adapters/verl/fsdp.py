@@ -29,7 +29,7 @@ _Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
 _SCALER = "scaler"
 """Where verl keeps a scaler, on its engines and on 0.7.1's actor; its loops use what is there."""
 
-VERLS = ScalerSettings()
+VERLS_SCALER = ScalerSettings()
 """As verl makes its scaler: torch's defaults, and a growth interval of 400."""
 
 _OWN = "verl's own scaler, counted and kept with the checkpoints"
@@ -172,7 +172,7 @@ def _where_none_was(owner: Any, where: str) -> None:
 def _make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
     from verl.utils.device import get_device_name
 
-    verls = VERLS  # torch turns verl's off without an accelerator
+    verls = VERLS_SCALER  # torch turns verl's off without an accelerator
     on = own is not None and own.is_enabled()
     if on:
         verls = ScalerSettings(

@@ -25,7 +25,7 @@ from precision_shim.planning.shapes import Model
 from precision_shim.rules.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import Asked as Sharded
-from ..fp16.plan import scaling
+from ..fp16.plan import scales, scaling
 from ..megatron import PRECISION_AWARE, Wishes
 from ..megatron.layout import Sizes
 from ..megatron.plan import Asked
@@ -381,7 +381,10 @@ def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
 
 
 def _scaling(job: Job, compute: str) -> tuple[Decided, ...]:
-    return scaling(job.settings, compute, fsdp.scaled_because(), framework_default=fsdp.VERLS)
+    if not scales(job.settings, compute):
+        return ()
+    because = fsdp.scaled_because()
+    return (scaling(job.settings, because, framework_default=fsdp.VERLS_SCALER),)
 
 
 def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Sharded:
