@@ -10,7 +10,6 @@ import inspect
 import json
 import os
 import sys
-import tempfile
 import traceback
 import warnings
 from pathlib import Path
@@ -141,16 +140,10 @@ def main(kind: str, model: Path, folder: Path, precision: str) -> dict[str, obje
 
     from tests.forks import WORKER_PYTHON
     from tests.nemo_rl import support
+    from tests.ray_cluster import start
 
     fqn = support.NAMES[kind].replace(":", ".")
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver="NEMO_RL_TEST_LOG" in os.environ,
-        object_store_memory=100_000_000,
-        _temp_dir=tempfile.mkdtemp(prefix="ray", dir="/tmp"),
-    )
+    start(4)
     from nemo_rl.distributed import ray_actor_environment_registry as registry
     from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
     from nemo_rl.models.policy.lm_policy import Policy

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
+from .. import ray_cluster
 from ..rank_server import Ranks
 from .support import NAMES, NEMO_RL
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 REFUSED = ["got an unexpected keyword argument 'nonsense'"] * 2
 """What Ray says in the driver, with the shim and without."""
@@ -26,41 +25,13 @@ CLIP_V2 = (
 pytestmark = [pytest.mark.usefixtures("start_up_file"), pytest.mark.slow]
 
 
-def environment(**variables: str) -> dict[str, str]:
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PRECISION_SHIM", "RAY_", "PYTHONPATH"))
-    }
-    return {
-        **inherited,
-        "RAY_AUTH_MODE": "disabled",  # a token would be written to the user's home
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # A busy machine of two cores takes its time.
-        "RAY_raylet_start_wait_time_s": "300",
-        "RAY_worker_register_timeout_seconds": "300",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": f"{HERE / 'site'}:{ROOT}",
-        **variables,
-    }
-
-
 def drive(
     ranks: Ranks, kind: str, model: Path, folder: Path, precision: str, **variables: str
 ) -> Any:
-    script = str(Path(__file__).with_name("ray_driver.py"))
-    ranks(
-        "script",
-        world=1,
-        timeout=1100,
-        arguments=[script, kind, str(model), str(folder), precision],
-        environment=environment(**variables),
-        cwd=str(ROOT),
-        workers=True,
-    )
-    lines = [line for line in ranks.said[0].splitlines() if line.startswith("FOUND ")]
-    return json.loads(lines[-1].removeprefix("FOUND "))
+    script = HERE / "ray_driver.py"
+    paths = (HERE / "site",)
+    arguments = (kind, model, folder, precision)
+    return ray_cluster.drive(ranks, script, *arguments, paths=paths, timeout=1100, **variables)
 
 
 def audited(folder: Path, dtype: str, scaler: str | None) -> None:

@@ -19,11 +19,21 @@ IMPORTED = (
 )
 
 
-def prepare() -> None:
-    """Import what is neither verl's nor Megatron's, in the server."""
+def import_them(*but: str) -> None:
+    """Import what is neither verl's nor Megatron's.
+
+    Args:
+        *but: what is left out.
+    """
     for name in IMPORTED:
-        with contextlib.suppress(ModuleNotFoundError):  # not in every environment
-            importlib.import_module(name)
+        if name not in but:
+            with contextlib.suppress(ModuleNotFoundError):  # not in every environment
+                importlib.import_module(name)
+
+
+def prepare() -> None:
+    """Import it, in the server."""
+    import_them()
     look_ahead("verl")
 
 

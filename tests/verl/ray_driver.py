@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import traceback
 import warnings
 from pathlib import Path
@@ -27,6 +26,7 @@ def main(backend: str, model: str, folder: Path) -> dict[str, Any]:
     import torch
 
     from tests.forks import WORKER_PYTHON
+    from tests.ray_cluster import start
     from tests.verl import ray_workers
     from tests.verl.support import batch
 
@@ -34,13 +34,8 @@ def main(backend: str, model: str, folder: Path) -> dict[str, Any]:
     # with most of the imports.
     own = backend == "fsdp" and "PRECISION_SHIM" in os.environ
     python = sys.executable if own else os.environ[WORKER_PYTHON]
-    ray.init(
-        address="local",
-        num_cpus=2 * RANKS,  # the first group keeps its place
-        include_dashboard=False,
-        log_to_driver="VERL_TEST_LOG" in os.environ,
-        object_store_memory=100_000_000,
-        _temp_dir=tempfile.mkdtemp(prefix="ray", dir="/tmp"),
+    start(
+        2 * RANKS,  # the first group keeps its place
         runtime_env={
             "worker_process_setup_hook": "tests.verl.ray_workers.setup",
             "py_executable": python,
@@ -84,8 +79,10 @@ def main(backend: str, model: str, folder: Path) -> dict[str, Any]:
 
     first = workers()
     found: dict[str, Any] = {"start": reports(first), "driver": os.getpid()}
-    found["steps"] = [train(first, 0), train(first, 1, 2.0**40)]
-    found["after the overflow"] = reports(first)
+    found["steps"] = [train(first, 0)]
+    found["taken"] = reports(first)
+    found["steps"].append(train(first, 1, 2.0**40))
+    found["skipped"] = reports(first)
     found["steps"].append(train(first, 2))
     first.save_checkpoint(str(folder / "saved"), global_step=3)
     found["saved"] = reports(first)

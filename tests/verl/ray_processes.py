@@ -5,19 +5,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-
 from ..forks import script
 from ..rank_server import Launch
-from .fresh_processes import IMPORTED
+from .fresh_processes import import_them
 
 
 def prepare() -> None:
     """Import what is neither verl's nor Megatron's, in the server."""
-    for name in set(IMPORTED) - {"ray"}:  # which takes note of the process that imports it
-        with contextlib.suppress(ModuleNotFoundError):  # not in every environment
-            importlib.import_module(name)
+    import_them("ray")  # a worker of Ray's ends at its start in a fork of what has imported it
 
 
 def run(launch: Launch) -> None:

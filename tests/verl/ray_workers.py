@@ -140,7 +140,6 @@ def report(worker: Any) -> dict[str, Any]:
             digest.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
     shim = sys.modules.get("precision_shim")
     frameworks = shim.status().frameworks if shim is not None else {}
-    scaler = getattr(engine, "scaler", None)
     return {
         "pid": os.getpid(),
         "shim": shim is not None and bool(frameworks),
@@ -150,6 +149,4 @@ def report(worker: Any) -> dict[str, Any]:
             if seam.state == "wrapped"
         ),
         "parameters": digest.hexdigest(),
-        "scaler": type(scaler).__name__,
-        "decisions": [str(one) for one in shim.status().decisions] if frameworks else [],
     }

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.version import Version
 
 from ..rank_server import Ranks
+from ..ray_cluster import drive
 from .conftest import VERL
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.usefixtures("start_up_file"),
     pytest.mark.slow,
@@ -25,44 +23,7 @@ pytestmark = [
 ]
 
 
-def drive(
-    drivers: Ranks, backend: str, model: Path, folder: Path, **variables: str
-) -> dict[str, Any]:
-    """What a driver found with such an environment."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PRECISION_SHIM", "RAY_", "PYTHONPATH"))
-    }
-    environment = {
-        **inherited,
-        "RAY_AUTH_MODE": "disabled",  # a token would be written to the user's home
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # A busy machine of two cores takes its time.
-        "RAY_raylet_start_wait_time_s": "300",
-        "RAY_worker_register_timeout_seconds": "300",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
-        **variables,
-    }
-    drivers(
-        "script",
-        world=1,
-        timeout=900,
-        arguments=[
-            str(Path(__file__).with_name("ray_driver.py")),
-            backend,
-            str(model),
-            str(folder),
-        ],
-        environment=environment,
-        cwd=str(ROOT),
-        workers=True,
-    )
-    lines = [one for one in drivers.said[0].splitlines() if one.startswith("FOUND ")]
-    found: dict[str, Any] = json.loads(lines[-1].removeprefix("FOUND "))
-    return found
+DRIVER = Path(__file__).with_name("ray_driver.py")
 
 
 @pytest.mark.timeout(1000)
@@ -73,9 +34,11 @@ def test_workers_train_skip_save_and_resume(
     audits = tmp_path / "audits"
     found = drive(
         ray_drivers,
+        DRIVER,
         backend,
         checkpoint,
         tmp_path,
+        timeout=900,
         PRECISION_SHIM="1",
         PRECISION_SHIM_AUDIT_DIR=str(audits),
         PRECISION_SHIM_LOSS_SCALE_INIT="1024",
@@ -91,15 +54,16 @@ def test_workers_train_skip_save_and_resume(
     # Megatron's scaler halves its scale only after a second overflow (hysteresis 2).
     after = {"fsdp": 512, "megatron": 1024}[backend]
     assert [one[0] for one in figures] == [1024, 1024, after, after, after]
-    assert found["after the overflow"][0]["parameters"] != start[0]["parameters"]
+    trained, skipped = ([one["parameters"] for one in found[key]] for key in ("taken", "skipped"))
+    assert trained == skipped != [one["parameters"] for one in start]
     # New actors go on where the old ones were.
     assert {one["pid"] for one in start}.isdisjoint(one["pid"] for one in found["resumed"])
     for before, after in (("saved", "resumed"), ("end", "same end")):
         for old, new in zip(found[before], found[after], strict=True):
             assert old["parameters"] == new["parameters"]
     if backend == "megatron":  # the scaler's state is Megatron's own; the counts are not part of it
-        skipped = [step.pop("skipped_steps") for step in (*found["on"], *found["again"])]
-        assert skipped == [[1], [1], [0], [0]]
+        counts = [step.pop("skipped_steps") for step in (*found["on"], *found["again"])]
+        assert counts == [[1], [1], [0], [0]]
         assert len({step["lr"][0] for step in (*found["steps"], *found["on"])}) == 5
     assert found["again"] == found["on"]
     # Each rank has written what its optimizer is.
@@ -115,6 +79,6 @@ def test_workers_train_skip_save_and_resume(
 def test_without_the_variable_nothing_is_there(
     ray_drivers: Ranks, checkpoint: Path, tmp_path: Path
 ) -> None:
-    found = drive(ray_drivers, "fsdp", checkpoint, tmp_path)
+    found = drive(ray_drivers, DRIVER, "fsdp", checkpoint, tmp_path, timeout=900)
     assert not any(one["shim"] for one in found["start"])
     assert not {"loss_scale", "skipped_steps"} & set(found["steps"][1])

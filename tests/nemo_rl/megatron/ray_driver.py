@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
     from tests.forks import WORKER_PYTHON
     from tests.nemo_rl.megatron import support
     from tests.nemo_rl.support import batch, nll_loss
+    from tests.ray_cluster import start
 
     support.import_worker_modules()
     config = support.policy_config(
@@ -50,13 +50,8 @@ def main(model: Path, folder: Path) -> dict[str, Any]:
     with support.harness(folder):
         support.convert(config, folder)
     os.environ["NEMO_RL_TEST_CONVERTED"] = str(folder)
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver="NEMO_RL_TEST_LOG" in os.environ,
-        object_store_memory=100_000_000,
-        _temp_dir=tempfile.mkdtemp(prefix="ray", dir="/tmp"),
+    start(
+        2,
         runtime_env={
             "worker_process_setup_hook": "tests.nemo_rl.megatron.support.stay_on_cpu",
             "py_executable": os.environ[WORKER_PYTHON],

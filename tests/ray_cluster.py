@@ -1,0 +1,83 @@
+"""A real local Ray cluster: what its driver is given, how it starts, what it found.
+
+A driver is a script, because its environment is what its workers get. It prints one line that
+begins with ``FOUND``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .rank_server import Ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+LOG = "TEST_RAY_LOG"
+"""Where it is set, the workers' output is shown."""
+
+
+def drive(
+    ranks: Ranks,
+    script: Path,
+    *arguments: object,
+    paths: tuple[Path, ...] = (),
+    timeout: float,
+    **variables: str,
+) -> dict[str, Any]:
+    """What a driver found.
+
+    Args:
+        ranks: a server that runs scripts.
+        script: the driver.
+        *arguments: its own.
+        paths: what stands in its ``PYTHONPATH`` before this repository.
+        timeout: seconds after which it is killed.
+        **variables: of its environment, beside the inherited ones without the shim's and Ray's.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PRECISION_SHIM", "RAY_", "PYTHONPATH"))
+    }
+    environment = {
+        **inherited,
+        "RAY_AUTH_MODE": "disabled",  # a token would be written to the user's home
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # A busy machine of two cores takes its time.
+        "RAY_raylet_start_wait_time_s": "300",
+        "RAY_worker_register_timeout_seconds": "300",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(str(one) for one in (*paths, ROOT)),
+        **variables,
+    }
+    ranks(
+        "script",
+        world=1,
+        timeout=timeout,
+        arguments=[str(script), *(str(one) for one in arguments)],
+        environment=environment,
+        cwd=str(ROOT),
+        workers=True,
+    )
+    lines = [line for line in ranks.said[0].splitlines() if line.startswith("FOUND ")]
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("FOUND "))
+    return found
+
+
+def start(num_cpus: int, **options: Any) -> None:
+    """Start the cluster, in its driver."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=LOG in os.environ,
+        object_store_memory=100_000_000,
+        _temp_dir=tempfile.mkdtemp(prefix="ray", dir="/tmp"),
+        **options,
+    )
