@@ -1,8 +1,9 @@
-"""The shell commands that README and docs show, for ``tests/unit/test_commands.py``.
+"""The shell commands that README and docs show, for the tests that hold them.
 
-A command is a line of a ``sh`` block, of an indented block that begins with a known program, a line
-behind ``$`` in any other block, or a piece of inline code that begins with a known program and has
-arguments. Lines that end in a backslash are joined; comments are left out.
+A command is a line of a ``sh`` block, of an indented block that begins with a known program or with
+a setting of a framework's, a line behind ``$`` in any other block, or a piece of inline code that
+begins with a known program and has arguments. Lines that end in a backslash are joined; comments
+are left out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _PROGRAM = re.compile(
     (?:precision-shim|python3?|pip|uv|tox|torchrun|ray|sh|git|export|unset)\b[ ]+[^\s`]""",
     re.VERBOSE,
 )
+SETTING = re.compile(r"(?:\+{0,2}|--)[a-z_]\w*(?:\.\w+)+=\S")
+"""The beginning of a setting of a framework's: ``a.b=c``, with ``+``, ``++`` or ``--`` in front."""
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:\A|(?<=\n\n))((?: {4}.*\n|\n(?= {4}))+)")
 
@@ -39,11 +42,17 @@ def commands(page: Path) -> list[str]:
             found += _lines("".join(_behind_prompts(block)))
     rest = _FENCE.sub("\n", text)
     for block in _INDENTED.findall(rest):
-        if _PROGRAM.match(block.strip()):
+        if _PROGRAM.match(block.strip()) or SETTING.match(block.strip()):
             found += _lines(block)
     rest = _INDENTED.sub("\n", rest)
     inline = (" ".join(one.split()) for one in re.findall(r"(?<!`)`([^`]+)`(?!`)", rest))
     return found + [one for one in inline if _PROGRAM.match(one)]
+
+
+def blocks(page: Path) -> list[str]:
+    """All blocks of code of one page, whatever is in them."""
+    text = page.read_text(encoding="utf-8")
+    return [one for _, _, one in _FENCE.findall(text)] + _INDENTED.findall(_FENCE.sub("\n", text))
 
 
 def _behind_prompts(block: str) -> Iterator[str]:

@@ -20,30 +20,95 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 BEGIN, END = "<!-- messages -->", "<!-- /messages -->"
 ERRORS = ("ShimError", "SettingsError", "DtypeError", "SeamError", "SourceError", "PrecisionError")
 ERRORS += ("LayoutError", "LossScaleError", "CheckpointError", "UnreadableError")
-ERRORS += ("AuditError", "PlanError")
+ERRORS += ("AuditError", "PlanError", "AnotherSaveError")
 WARNINGS = ("warn",)
 PARTS = ("message", "problem", "problems", "warnings", "bucket_warning")
 """Names under which a text is kept or collected before it is told."""
-GROUPS = {
-    "precision_shim": "Settings, start and status",
-    "precision_shim/carriers": "Settings, start and status",
-    "precision_shim/rules": "Dtypes",
-    "precision_shim/scaling": "Loss scaling",
-    "precision_shim/auditing": "Audit",
-    "precision_shim/planning": "Plan",
-    "precision_shim/checkpoints": "Checkpoints",
-    "precision_shim/seams": "Adapters and seams",
-    "precision_shim/cli": "Command line",
-    "precision_shim_adapters": "Adapters and seams",
-    "precision_shim_adapters/checkpoints": "Checkpoints",
-    "precision_shim_adapters/megatron": "Megatron",
-    "precision_shim_adapters/fp16": "Loss scaling",
-    "precision_shim_adapters/verl": "verl",
-    "precision_shim_adapters/skyrl": "SkyRL",
-    "precision_shim_adapters/nemo_rl": "NeMo-RL",
-    "precision_shim_adapters/torchtitan": "torchtitan",
+SETTINGS, DTYPES, STATES = "Settings, start and status", "Dtypes", "Optimizer states and buckets"
+SCALING, AUDIT, PLAN = "Loss scaling", "Audit and lost updates", "Plan"
+CHECKPOINTS, SEAMS, COMMANDS = "Checkpoints", "Adapters and seams", "Command line"
+HEADINGS = (SETTINGS, DTYPES, STATES, SCALING, AUDIT, CHECKPOINTS, PLAN, COMMANDS, SEAMS)
+"""The headings in the docs, in their order."""
+OF_AN_ERROR = {
+    "SettingsError": SETTINGS,
+    "DtypeError": DTYPES,
+    "InconsistentPrecisionError": STATES,
+    "UnsupportedPrecisionError": STATES,
+    "LossScaleError": SCALING,
+    "ScalerCheckpointError": SCALING,
+    "ScalerOfAnotherSaveError": SCALING,
+    "AuditError": AUDIT,
+    "CheckpointLayoutError": CHECKPOINTS,
+    "CheckpointUnreadableError": CHECKPOINTS,
+    "PlanError": PLAN,
+    "SourceError": COMMANDS,
+    "SeamError": SEAMS,
 }
-"""Folder of the source to the heading in the docs."""
+"""What each class of errors is about: its heading. A warning has none: its text is below."""
+OF_A_TEXT = {
+    # errors that are about something else than the others of their class
+    "--config …": COMMANDS,
+    "--set …": COMMANDS,
+    "audit(expected=...): …=…": AUDIT,
+    "watch_updates(every=…)": AUDIT,
+    "min_loss_scale=…": SCALING,
+    "a step came before the gradients were unscaled": SCALING,
+    "Megatron scales no loss then": SCALING,
+    "its float16 training gets no loss scaling": SCALING,
+    "precision_shim's audit under strict": AUDIT,
+    # warnings, and what the doctor tells
+    "start-up file is not active": SETTINGS,
+    "_FRAMEWORKS names …, which is not installed": SETTINGS,
+    "nothing to patch here": SETTINGS,
+    "on Megatron: …. Install TransformerEngine": STATES,
+    "gives the gradient bucket another dtype": STATES,
+    "brings Megatron's HybridDeviceOptimizer": STATES,
+    "makes exp_avg_sq bf16": STATES,
+    "the states follow the model": STATES,
+    "the OptimizerConfig is for … parameters": STATES,
+    "main grads, the gradient bucket is": STATES,
+    "the layer-wise optimizer's parameter layout": STATES,
+    "Let fp16, bf16 and main_grads_dtype": STATES,
+    "FusedAdam has no argument": STATES,
+    "the shim leaves it as it is. Set the dtypes": STATES,
+    "expect 'No dot product attention": DTYPES,
+    "is a key that verl never reads": DTYPES,
+    "Megatron optimizer checkpoint": CHECKPOINTS,
+    "masters of fp32 parameters are not these parameters' values": CHECKPOINTS,
+    "optimizer checkpoint, sharding type": CHECKPOINTS,
+    "the optimizer checkpoint's fp32 masters were rounded": CHECKPOINTS,
+    "weights were loaded without the optimizer's states": CHECKPOINTS,
+    "cannot be copied": CHECKPOINTS,
+    "Training continues with a fresh scaler": SCALING,
+    "no loss scaler state at": SCALING,
+    "check_for_nan_in_grad=True is the user's": SCALING,
+    "have different loss scales": SCALING,
+    "float16 trains without loss scaling": SCALING,
+    "formed outside of its train_step": SCALING,
+    "the shim cannot scale its loss": SCALING,
+    "is no fp16 training here": SCALING,
+    "mixed_precision.param_dtype=float16, but": SCALING,
+    "expected …, found …": AUDIT,
+    "were rounded away": AUDIT,
+    "the audit was not written": AUDIT,
+}
+"""Part of a message to its heading: of each warning, and of errors that differ from their class."""
+
+
+def heading(kind: str, text: str) -> str:
+    """What a message is about, as it is declared.
+
+    Raises:
+        LookupError: no place is declared for it, or two are.
+    """
+    declared = {place for part, place in OF_A_TEXT.items() if part in text}
+    place = declared or {OF_AN_ERROR[kind]} if kind in OF_AN_ERROR else declared
+    if len(place) != 1:
+        raise LookupError(
+            f"{kind}: {text!r} has {len(place) or 'no'} heading(s) in OF_A_TEXT or OF_AN_ERROR of "
+            "tests/messages.py; declare what it is about"
+        )
+    return next(iter(place))
 
 
 @dataclass(frozen=True, order=True)
@@ -68,7 +133,7 @@ def messages() -> tuple[list[Message], list[str]]:
                 if text.startswith("<"):
                     elsewhere.add(f"{folder}/{file.name}: {text[1:]}")
                 else:
-                    found.add(Message(GROUPS[folder], text, kind))
+                    found.add(Message(heading(kind, text), text, kind))
     return sorted(found), sorted(elsewhere)
 
 
@@ -131,7 +196,7 @@ def _text(node: ast.expr, names: dict[str, str]) -> str | None:
 def listed(found: list[Message]) -> str:
     """The messages as Markdown, by heading."""
     lines = []
-    for group in dict.fromkeys(GROUPS.values()):
+    for group in HEADINGS:
         kinds: dict[str, set[str]] = {}
         for one in found:
             if one.group == group:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 WORDS = {
     "pending": "yes",
-    "partly": "yes, beside its own",
+    "partly pending": "yes, beside its own",
     "native": "its own",
     "refused": "**refused**",
     "unsupported": "no",

@@ -28,6 +28,7 @@ _WHERE = {
     "CheckpointUnreadableError": "errors",
     "LossScaleError": "errors",
     "ScalerCheckpointError": "errors",
+    "ScalerOfAnotherSaveError": "errors",
     "AuditError": "errors",
     "PlanError": "errors",
     "PrecisionShimWarning": "errors",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from .errors import PrecisionShimError as PrecisionShimError
     from .errors import PrecisionShimWarning as PrecisionShimWarning
     from .errors import ScalerCheckpointError as ScalerCheckpointError
+    from .errors import ScalerOfAnotherSaveError as ScalerOfAnotherSaveError
     from .errors import SeamError as SeamError
     from .errors import SettingsError as SettingsError
     from .errors import SourceError as SourceError

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import warnings
 
+from . import _startup
+from ._forks import Lock
 from ._status import Decision
 from .errors import PrecisionShimWarning
 
-_lock = threading.Lock()
+say = _startup.say
+_lock = Lock(patching=False)
 _decisions: list[Decision] = []
 _warned: set[str] = set()
 verbosity = "info"
@@ -42,21 +44,20 @@ def decisions() -> tuple[Decision, ...]:
         return tuple(_decisions)
 
 
-def say(line: str) -> None:
-    """Write one line to stderr, where it survives frameworks that configure logging late."""
-    print(f"[precision_shim] {line}", file=sys.stderr, flush=True)
-
-
 def warn(message: str, stacklevel: int | None = 2) -> None:
     """Warn once per message and process; without a stack level where nobody's line is at fault."""
     with _lock:
         if message in _warned:
             return
         _warned.add(message)
-    if stacklevel is None:  # from within an import: a source line would show importlib's, or ours
-        warnings.warn_explicit(message, PrecisionShimWarning, "<precision_shim>", 1)
-    else:
-        warnings.warn(message, PrecisionShimWarning, stacklevel=stacklevel + 1)
+    try:
+        if stacklevel is None:  # from within an import: a source line would show importlib's
+            warnings.warn_explicit(message, PrecisionShimWarning, "<precision_shim>", 1)
+        else:
+            warnings.warn(message, PrecisionShimWarning, stacklevel=stacklevel + 1)
+    except ValueError:  # warnings lets this one through where stderr is closed
+        if not getattr(sys.stderr, "closed", False):
+            raise
 
 
 def clear() -> None:

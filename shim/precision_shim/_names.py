@@ -1,7 +1,24 @@
 """Names and words that several modules share."""
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
 VARIABLE = "PRECISION_SHIM"
 ON = ("1", "true", "on", "yes")
 OFF = ("0", "false", "off", "no")
 ENTRY_POINTS = "precision_shim.adapters"
 """Group of the entry points by which third parties' adapters are found."""
+
+
+def meant(name: str, known: "Collection[str]") -> str:
+    """A question after a name that is not known: whether the nearest one is meant.
+
+    Args:
+        name: what was written.
+        known: the names that there are.
+    """
+    from difflib import get_close_matches  # the start-up file waits for this module
+
+    near = get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else ""

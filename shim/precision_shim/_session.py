@@ -6,14 +6,16 @@ Data goes one way: settings -> engine -> adapter -> rules -> decision -> status.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from precision_shim_adapters.frameworks import SHARED
 
-from . import _journal, _settings, _startup, carriers
+from . import _forks, _journal, _settings, _startup, carriers
 from ._finders import Watcher
+from ._in_force import asked_for
+from ._in_force import in_force as _by_settings
 from ._registry import Entry, entries, is_tested
 from ._settings import PREFIX, Settings
 from ._status import FrameworkStatus, SeamStatus, Status
@@ -21,8 +23,9 @@ from .auditing import kept
 from .errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
 from .seams import Adapter, Engine, check
 from .seams._source import find_spec
+from .seams._trees import stated_version
 
-_lock = threading.RLock()
+_lock = _forks.Lock()
 
 
 class _Session:
@@ -59,14 +62,15 @@ class _Session:
             for package in carriers.PACKAGES:
                 carriers.enter(package)
         for entry in self.wanted():
+            if _current is not self:
+                return  # the child of a fork that an adapter's import has made
             if any(package in sys.modules for package in entry.packages):
                 self.wake(entry)
             else:
                 self.sleeper.watch(entry.packages)
 
     def wants(self, framework: str) -> bool:
-        named = self.settings.frameworks
-        return named is None or framework in named
+        return asked_for(self.settings, framework)
 
     def wanted(self) -> list[Entry]:
         return [one for name, one in self.known.items() if self.wants(name)]
@@ -176,14 +180,10 @@ def _install(
         if _current is None:
             _bad_start = ""
             _journal.verbosity = resolved["log"]
-            for name in _settings.unknown_variables(os.environ):
-                _journal.say(
-                    f"{name} is set and means nothing; known: {PREFIX}_FEATURES, "
-                    f"{PREFIX}_FRAMEWORKS, "
-                    f"{', '.join(row.variable for row in _settings.TABLE.values())}"
-                )
-            _current = _Session(resolved, known)
-            _current.start()
+            _current = session = _Session(resolved, known)
+            session.start()
+            if _current is not session:
+                return None
         if export:
             _export(_current, resolved)
         return _current
@@ -237,6 +237,23 @@ def uninstall() -> None:
         _retire(session)
 
 
+def _give_up_in_child() -> None:
+    """In the child of a fork: take out what was being done while it forked, and say so."""
+    global _bad_start
+    if _forks.interrupted:
+        _forks.interrupted = False
+        uninstall()
+        _bad_start = (
+            "not installed: this process was forked while the shim was being installed, by a "
+            "thread that is not in it or not done. Call install() here, or fork later."
+        )
+        _journal.say(_bad_start)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_give_up_in_child)  # after that of each lock
+
+
 def status() -> Status:
     """Return what the shim did in this process; ``str()`` of it is a table."""
     with _lock:
@@ -247,17 +264,11 @@ def status() -> Status:
         if _bad_start:
             notes.insert(0, _bad_start)
         if session is None:
-            if _refused_by_operator:
-                notes.insert(0, f"{PREFIX} is off: install() does nothing")
-            elif not _bad_start and _startup.asked():
-                notes.insert(
-                    0,
-                    f"{PREFIX} is set, but nothing is installed: this process read no start-up "
-                    "file (python -S?), or uninstall() was called. Call install(), or import "
-                    "precision_shim.autoinstall.",
-                )
+            if not _bad_start:
+                notes.insert(0, _why_off())
             return Status(enabled=False, decisions=_journal.decisions(), notes=tuple(notes))
         settings = session.settings
+        notes += kept.problems()
         return Status(
             enabled=session.fault is None,
             features=settings.features,
@@ -272,15 +283,33 @@ def status() -> Status:
         )
 
 
+def _why_off() -> str:
+    """Why nothing is installed in this process, and how to go on."""
+    try:
+        switch = _settings.switch()
+    except SettingsError as error:
+        return f"not installed: {error}"
+    if _refused_by_operator or switch == "off":
+        return f"{PREFIX} is off: install() does nothing"
+    if switch == "unset":
+        return (
+            "nothing is installed in this process: call install(), or set "
+            f"{PREFIX}=1 where the process is started"
+        )
+    return (
+        f"{PREFIX} is set, but nothing is installed: this process read no start-up file "
+        "(python -S?), or uninstall() was called. Call install(), or import "
+        "precision_shim.autoinstall."
+    )
+
+
 def in_force(framework: str, feature: str, group: str) -> bool:
     """Whether a feature is on for a framework, and one of its groups was not refused."""
     session = _current
     return (
         session is not None
-        and session.wants(framework)
         and framework not in session.broken
-        and feature in session.settings.features
-        and not session.engine.is_refused(framework, feature, group)
+        and _by_settings(session.settings, framework, feature, group, session.engine.is_refused)
     )
 
 
@@ -391,13 +420,34 @@ def _summary(seams: Iterable[SeamStatus]) -> str:
 
 
 def version_of(distribution: str, packages: Iterable[str]) -> str | None:
-    """Version of a framework from its metadata, ``"unknown"`` for a bare checkout, or ``None``."""
-    from importlib.metadata import PackageNotFoundError, version
+    """Version of what would be imported here, without importing it.
+
+    From its metadata; for a checkout, which has none or another's, as its own source states it.
+    ``"unknown"`` where neither tells, ``None`` where there is nothing to import.
+    """
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import distribution as installed
 
     try:
-        return version(distribution)
+        known = installed(distribution)
     except PackageNotFoundError:
-        return "unknown" if any(find_spec(package) for package in packages) else None
+        known = None
+    told = None if known is None else known.version
+    for package in packages:
+        try:
+            spec = find_spec(package)
+        except Exception:  # another package's finder may do anything
+            continue
+        if spec is None:
+            continue
+        folders = [Path(one).resolve() for one in spec.submodule_search_locations or ()]
+        if known is not None:
+            own = Path(str(known.locate_file(package.replace(".", "/")))).resolve()
+            if own in folders or not folders:
+                return told
+        stated = (stated_version(distribution, package, folder) for folder in folders)
+        return next(filter(None, stated), None) or told or "unknown"
+    return told
 
 
 def _describe(adapter: Adapter) -> str:

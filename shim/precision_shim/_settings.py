@@ -169,11 +169,51 @@ def switch(environ: Mapping[str, str] | None = None) -> str:
     )
 
 
-def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables with our prefix that mean nothing: most likely a slip of the pen."""
-    known = {PREFIX, f"{PREFIX}_FEATURES", f"{PREFIX}_FRAMEWORKS"}
-    known.update(row.variable for row in TABLE.values())
-    return sorted(name for name in environ if name.startswith(f"{PREFIX}_") and name not in known)
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Refuse variables with our prefix that mean nothing: most likely a slip of the pen.
+
+    Raises:
+        SettingsError: names each of them, and the variable that was most likely meant.
+    """
+    known = [
+        f"{PREFIX}_FEATURES",
+        f"{PREFIX}_FRAMEWORKS",
+        *(one.variable for one in TABLE.values()),
+    ]
+    unknown = sorted(
+        name for name in environ if name.startswith(f"{PREFIX}_") and name not in known
+    )
+    if unknown:
+        meant = [near for name in unknown for near in _nearest(name, known)]
+        question = f"; did you mean {', '.join(dict.fromkeys(meant))}?" if meant else "."
+        raise SettingsError(
+            f"{', '.join(unknown)} is no variable of precision_shim{question} Allowed: "
+            f"{', '.join(known)}. Correct the name or unset it."
+        )
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The known name that was most likely meant, if one is near."""
+    from difflib import get_close_matches  # only an error needs it
+
+    # What all names begin with would make any two of them alike.
+    rest = {one.removeprefix(f"{PREFIX}_"): one for one in known}
+    word = name.removeprefix(f"{PREFIX}_")
+    begun = [one for one in rest if word and one.startswith(word)]
+    return [rest[one] for one in (get_close_matches(word, rest, n=1) or begun)[:1]]
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = _nearest(name, known)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+BY_CALL: Mapping[str, str] = {
+    "features": "install(features=...)",
+    "frameworks": "install(frameworks=...)",
+    "settings": "install(settings=...)",
+}
+"""Where the arguments of ``resolve`` come from, as the user wrote it."""
 
 
 def parse_features(
@@ -190,8 +230,9 @@ def parse_features(
         taken, bare = name.startswith("-"), name.lstrip("-")
         if bare not in FEATURES:
             raise SettingsError(
-                f"{variable}: unknown feature {bare!r}; allowed: {', '.join(FEATURES)}, each also "
-                "with a leading '-' to take it away from all. Correct the list or unset it for all."
+                f"{variable}: unknown feature {bare!r}{_meant(bare, FEATURES)}; allowed: "
+                f"{', '.join(FEATURES)}, each also with a leading '-' to take it away from all. "
+                "Correct the list or unset it for all."
             )
         if taken and position == 0:
             chosen = list(FEATURES)
@@ -217,6 +258,7 @@ def resolve(
     settings: Mapping[str, object] | None = None,
     known_frameworks: Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
+    where: Mapping[str, str] = BY_CALL,
 ) -> Settings:
     """Bring arguments, variables and defaults together.
 
@@ -227,24 +269,29 @@ def resolve(
         settings: lower-case names of the variables without the prefix, to values.
         known_frameworks: names that are allowed; empty to allow any.
         environ: the environment; ``None`` for the process's own.
+        where: what the user wrote ``features``, ``frameworks`` and ``settings`` as, for messages.
 
     Raises:
-        SettingsError: a name or a value that makes no sense.
+        SettingsError: a name or a value that makes no sense, of an argument or of a variable.
     """
     env = os.environ if environ is None else environ
+    check_variables(env)
     arguments = dict(settings or {})
     unknown = sorted(set(arguments) - set(TABLE))
     if unknown:
         raise SettingsError(
-            f"install(settings=...): unknown setting {unknown[0]!r}; allowed: {', '.join(TABLE)}. "
-            "Correct the name or leave it out."
+            f"{where['settings']}: unknown setting {unknown[0]!r}{_meant(unknown[0], TABLE)}; "
+            f"allowed: {', '.join(TABLE)}. Correct the name or leave it out."
         )
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     given: dict[str, str] = {}
     for name, row in TABLE.items():
         if name in arguments:
-            values[name], origin[name] = row.parse(name, arguments[name]), "argument"
+            try:
+                values[name], origin[name] = row.parse(name, arguments[name]), "argument"
+            except SettingsError as error:
+                raise SettingsError(f"{where['settings']}: {error}") from None
             given[row.variable] = str(values[name])
         elif env.get(row.variable, "").strip():
             values[name], origin[name] = row.parse(name, env[row.variable]), "variable"
@@ -253,7 +300,7 @@ def resolve(
 
     chosen = parse_features(
         features if features is not None else env.get(f"{PREFIX}_FEATURES", ""),
-        "install(features=...)" if features is not None else f"{PREFIX}_FEATURES",
+        where["features"] if features is not None else f"{PREFIX}_FEATURES",
     )
     if features is not None:
         given[f"{PREFIX}_FEATURES"] = ",".join(chosen or [f"-{name}" for name in FEATURES])
@@ -264,10 +311,10 @@ def resolve(
     known = tuple(known_frameworks)
     for name in named or ():
         if known and name not in known:
-            where = "install(frameworks=...)" if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
+            source = where["frameworks"] if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
             raise SettingsError(
-                f"{where}: unknown framework {name!r}; allowed: {', '.join(sorted(known))}. "
-                "Correct the list or unset it for all."
+                f"{source}: unknown framework {name!r}{_meant(name, known)}; allowed: "
+                f"{', '.join(sorted(known))}. Correct the list or unset it for all."
             )
     if frameworks is not None and named:
         given[f"{PREFIX}_FRAMEWORKS"] = ",".join(named)

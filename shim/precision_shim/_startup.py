@@ -10,9 +10,9 @@ Nothing here raises, and nothing here ends a process: it would end pip and Ray's
 
 import os
 import sys
-from _thread import RLock  # threading.RLock, without the import of threading
 
 from ._finders import Watcher
+from ._forks import Lock
 from ._names import ENTRY_POINTS, OFF, ON, VARIABLE
 
 TYPE_CHECKING = False
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FIRST = "PrecisionShimStart"
 """Name of the class that ``zz_precision_shim.py`` puts into ``sys.meta_path``."""
 
-_lock = RLock()
+_lock = Lock(patching=False)
 _called = False
 _waiting: "Watcher | None" = None
 
@@ -40,7 +40,7 @@ def init() -> None:
                 return
             _called = True  # in a virtual environment start-up files are executed twice
             if not asked():
-                _say(
+                say(
                     f"not installed: {VARIABLE}={value!r} is not a valid setting; allowed: "
                     f"{'/'.join(ON)} (on), strict, {'/'.join(OFF)} (off), or unset"
                 )
@@ -49,7 +49,7 @@ def init() -> None:
             watcher.watch(_wanted())
             _waiting = watcher
     except Exception as error:
-        _say(f"not installed: {error!r}")
+        say(f"not installed: {error!r}")
 
 
 def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
@@ -114,7 +114,7 @@ def _seen(package: str) -> None:
 
             _session.start()
     except (Exception, SystemExit) as error:
-        _say(f"not installed: {error!r}")
+        say(f"not installed: {error!r}")
 
 
 def _third_parties() -> bool:
@@ -123,10 +123,14 @@ def _third_parties() -> bool:
     return bool(entry_points(group=ENTRY_POINTS))
 
 
-def _say(line: str) -> None:
-    # As _journal.say, without its imports; stderr is None under pythonw and some daemons.
+def say(line: str) -> None:
+    """Write one line to stderr, where it survives frameworks that configure logging late.
+
+    Without a stderr that can be written (``None`` under pythonw and some daemons, closed, a full
+    disk) nobody reads it, and what is under way, an import or an optimizer's build, goes on.
+    """
     try:
         if sys.stderr is not None:
             print(f"[precision_shim] {line}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # stderr is closed; the import that is under way must go on
+    except (OSError, ValueError):
         pass

@@ -53,6 +53,7 @@ class SeamStatus:
         why: why the shim enters here.
         upstream: link to the discussion upstream.
         delete_when: when the seam can be deleted.
+        group: the adapter's own name of the path; its seams are patched together or not at all.
     """
 
     target: str
@@ -64,6 +65,7 @@ class SeamStatus:
     why: str = ""
     upstream: str = ""
     delete_when: str = ""
+    group: str = ""
 
     def to_dict(self) -> dict[str, str]:
         """What machines read: target, feature, state and reason."""

@@ -22,7 +22,7 @@ _AUDITS = 5  # lines that audits get
 _MORE = "status().details()"
 _WITH_OTHERS = "refused whole, because: "  # what the engine puts before a neighbour's reason
 
-AT_WORK = ("pending", "wrapped", "partly", "native")
+AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
 """Verdicts on a path that has the feature, or will."""
 
 _WORDS = {
@@ -30,13 +30,14 @@ _WORDS = {
     "partly": "in force beside {name}'s own",
     "native": "{name} does it itself",
     "pending": "waits for import",
+    "partly pending": "waits for import",
     "refused": "refused",
     "unsupported": "not on",
 }
 _AHEAD = {
     **_WORDS,
     "pending": "would be in force",
-    "partly": "would be in force beside {name}'s own",
+    "partly pending": "would be in force beside {name}'s own",
 }
 """For the doctor: nothing is imported there, so what waits is what would be patched."""
 
@@ -170,8 +171,8 @@ def _feature(name: str, found: Sequence[SeamStatus], ahead: bool) -> str:
         shown = verdicts
     words = _AHEAD if ahead else _WORDS
     parts = []
-    for verdict, word in words.items():
-        paths = [path for path, one in shown.items() if one == verdict]
+    for word in dict.fromkeys(words.values()):
+        paths = [path for path, one in shown.items() if words.get(one) == word]
         if paths:
             named = ", ".join(path for path in paths if path)
             parts.append(word.format(name=name) + (f": {named}" if named else ""))
@@ -201,7 +202,7 @@ def _together(states: Sequence[str]) -> str:
         # A path that this version lacks may share a symbol with paths that it has.
         return "native" if states.count("native") >= states.count("absent") else "absent"
     if "native" in states:
-        return "partly" if "wrapped" in states else "pending"
+        return "partly" if "wrapped" in states else "partly pending"
     return next((one for one in ("wrapped", "pending") if one in states), "absent")
 
 

@@ -216,7 +216,10 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
         known = versions_of(shipped(), distribution)
         if here is None or not known or plain(here) in known:
             continue
-        found = compare(shipped(), distribution, {one: digest(one) for one in targets})
+        digests = _recorded(distribution, targets)
+        if not digests:
+            continue
+        found = compare(shipped(), distribution, digests)
         told.append(str(found) if own else f"{distribution} {here}: {found}")
     return told
 
@@ -227,11 +230,24 @@ def differing(adapter: Adapter, version: str, installed: Mapping[str, str | None
     for distribution, targets in targets_by_distribution(adapter).items():
         here = version if distribution == adapter.distribution else installed.get(distribution)
         if here is not None and plain(here) in versions_of(shipped(), distribution):
-            digests = {one: digest(one) for one in targets}
+            digests = _recorded(distribution, targets)
             found = compare(shipped(), distribution, digests, plain(here))
-            if not found.same:
+            if digests and not found.same:
                 told.append(f"{distribution} {here} is not what was recorded: {found}")
     return told
+
+
+def same_as(adapter: Adapter, distribution: str) -> str:
+    """The recorded version whose symbols are all those that are here; ``""`` for none."""
+    targets = targets_by_distribution(adapter).get(distribution, ())
+    found = compare(shipped(), distribution, _recorded(distribution, targets))
+    return found.version if found.same else ""
+
+
+def _recorded(distribution: str, targets: Iterable[str]) -> dict[str, str]:
+    """The digests of those symbols that the record knows; a third party's may be none of them."""
+    known = shipped().get(distribution, {})
+    return {one: digest(one) for one in targets if one in known}
 
 
 def missed(
@@ -240,7 +256,9 @@ def missed(
     """What tells which recorded version had a symbol, in words; ``""`` where nobody would miss it.
 
     Of the recorded versions up to the one that is here the newest counts: what came later may be
-    missing in an older one, and what was taken out before is not missed.
+    missing in an older one, and what was taken out before is not missed. A version that nobody
+    tells is the recorded one whose symbols are all those that are here; without one nothing is
+    missed.
 
     Args:
         adapter: whose symbols.
@@ -251,11 +269,9 @@ def missed(
     @cache
     def newest(distribution: str) -> tuple[str, frozenset[str]]:
         here = versions(distribution, packages.get(distribution, adapter.packages))
-        known = versions_of(shipped(), distribution) if here is not None else []
-        if here not in (None, "unknown"):
-            here = plain(str(here))
-            known = [one for one in known if in_order([one, here])[-1] == here]
-        last = known[-1] if known else ""
+        here = same_as(adapter, distribution) if here == "unknown" else plain(here or "")
+        known = versions_of(shipped(), distribution) if here else []
+        last = next((one for one in reversed(known) if in_order([one, here])[-1] == here), "")
         return last, frozenset(digests_of(shipped(), distribution, last))
 
     def told(target: str) -> str:

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import _journal, _settings
+from ._names import meant
 from ._session import current_settings, in_force, version_of
-from ._settings import Settings
+from ._settings import FEATURES, Settings
 from ._status import Decision
 from .errors import SettingsError
 from .seams import (
@@ -29,6 +30,7 @@ from .seams import (
 )
 
 __all__ = [
+    "FEATURES",
     "Adapter",
     "Answer",
     "Call",
@@ -43,6 +45,7 @@ __all__ = [
     "decide",
     "in_force",
     "look",
+    "meant",
     "parse_settings",
     "probe",
     "seam",

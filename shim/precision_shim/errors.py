@@ -16,7 +16,15 @@ class SettingsError(PrecisionShimError, ValueError):
 
 
 class DtypeError(PrecisionShimError, ValueError):
-    """A dtype name is unknown, or the dtype is not legal for the field it was given for."""
+    """A dtype name is unknown, or the dtype is not legal for the field it was given for.
+
+    Attributes:
+        key: where the config has it; empty where that is not known.
+    """
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class SeamError(PrecisionShimError):
@@ -40,7 +48,7 @@ class CheckpointLayoutError(PrecisionShimError, RuntimeError):
 
 
 class CheckpointUnreadableError(PrecisionShimError, ValueError):
-    """A path holds no checkpoint, or one that is damaged; says so in one sentence."""
+    """A path holds no checkpoint, or one that is damaged; says so, and how to go on."""
 
 
 class LossScaleError(PrecisionShimError, RuntimeError):
@@ -49,6 +57,10 @@ class LossScaleError(PrecisionShimError, RuntimeError):
 
 class ScalerCheckpointError(PrecisionShimError, RuntimeError):
     """A saved scaler state is damaged, of a newer format, or could not be written or read."""
+
+
+class ScalerOfAnotherSaveError(ScalerCheckpointError):
+    """A saved scaler state lies beside files that another save has written."""
 
 
 class AuditError(PrecisionShimError, ValueError):

@@ -124,7 +124,7 @@ def test_what_is_refused_everywhere_for_the_same_reasons_fits_a_screen(
     [
         ({"PRECISION_SHIM": "maybe"}, "PRECISION_SHIM='maybe'"),
         ({"PRECISION_SHIM_LOG": "loud"}, "PRECISION_SHIM_LOG"),
-        ({"PRECISION_SHIM_FEATURE": "bf16-dispatch"}, "no variable of precision_shim"),
+        ({"PRECISION_SHIM_FEATURE": "bf16-dispatch"}, "did you mean PRECISION_SHIM_FEATURES?"),
         ({"PRECISION_SHIM_FRAMEWORKS": "verl"}, "verl, which is not installed"),
     ],
 )
@@ -132,6 +132,24 @@ def test_what_is_asked_for_and_cannot_be(found, variables, problem):
     told = found(**variables)
     assert not told["ok"]
     assert any(problem in one for one in told["problems"])
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PRECISION_SHIM_FEATURES": "bf16"},
+        {"PRECISION_SHIM_FRAMEWORKS": "toyy"},
+        {"PRECISION_SHIM_FEATURE": "bf16-dispatch"},
+    ],
+    ids=lambda one: "=".join(*one.items()),
+)
+def test_with_a_setting_that_is_not_valid_nothing_would_be_patched(found, doctor, variables):
+    told = found(**variables)
+    assert told["frameworks"]["toy"]["state"] == "refused"
+    assert (told["frameworks"]["toy"]["seams"], told["features"], told["settings"]) == ([], [], {})
+    text = doctor(**variables).stdout
+    assert "toy 1.0: would not be patched, because a setting is not valid\n" in text
+    assert "in force" not in text
 
 
 def test_a_seam_that_does_not_hold(found, doctor, write_files, tmp_path):

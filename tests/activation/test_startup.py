@@ -135,6 +135,7 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
     assert more == {
         "precision_shim",
         "precision_shim._finders",
+        "precision_shim._forks",
         "precision_shim._names",
         "precision_shim._startup",
         "precision_shim.carriers",

@@ -167,3 +167,34 @@ def test_a_directory_that_cannot_be_written_costs_the_file(shim: Any, tmp_path: 
     with pytest.warns(PrecisionShimWarning, match="the audit was not written"):
         builds.step(*builds.make(HONEST))
     assert [one.complete for one in precision_shim.status().audit] == [True]
+
+
+def test_a_directory_that_cannot_be_written_is_one_warning_with_a_remedy(shim: Any) -> None:
+    """Linux lets nobody make a file in ``/proc/self``, which is there as a read-only mount is."""
+    shim(settings={"audit_dir": "/proc/self"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        builds.step(*builds.make(HONEST))
+        builds.step(*builds.make(HONEST))
+    (told,) = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
+    assert told.startswith("PRECISION_SHIM_AUDIT_DIR=/proc/self: the audit was not written: ")
+    assert ".audit-" not in told, "the name of a temporary file, another one each time"
+    assert "Set PRECISION_SHIM_AUDIT_DIR to a directory that every rank may write to" in told
+    status = precision_shim.status()
+    assert list(status.notes) == [told]
+    shown = " ".join(str(status).split())
+    assert told in shown.partition("what is wrong, and what to do")[2]
+    assert len(status.audit) == 2
+
+
+def test_a_directory_that_can_be_written_again_is_no_problem_any_more(
+    shim: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    shim(settings={"audit_dir": tmp_path / "file" / "audits"})
+    made = builds.make(HONEST)
+    assert len(precision_shim.status().notes) == 1
+    (tmp_path / "file").unlink()
+    builds.step(*made)
+    assert precision_shim.status().notes == ()
+    assert len(list((tmp_path / "file" / "audits").iterdir())) == 1

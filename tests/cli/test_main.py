@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.errors import SettingsError
+
 _HIDE = """
 import sys
 class Hide:
@@ -133,6 +136,65 @@ def test_wrong_usage_is_status_2_on_stderr(arguments, message):
     assert ended.stdout == ""
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--features", "fp16", "--features: unknown feature 'fp16' (did you mean fp16-scaling?)"),
+        ("--frameworks", "verll", "--frameworks: unknown framework 'verll' (did you mean verl?)"),
+        ("--set", "optimiser_states=auto", "--set: unknown setting 'optimiser_states' (did you"),
+        ("--set", "log=loud", "--set: PRECISION_SHIM_LOG='loud' is not a valid setting"),
+    ],
+)
+def test_a_bad_value_of_an_option_names_the_option(option, value, message):
+    ended = python(_MAIN, "run", option, value, "--", sys.executable, "-c", "print('ran')")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"precision-shim run: {message}" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--", sys.executable, "-c", "print('ran')"],
+        ["plan", "--", "python", "-m", "verl.trainer.main_ppo"],
+        ["checkpoint", "nowhere"],
+        ["audit", "nowhere"],
+        ["demo"],
+        ["doctor"],
+    ],
+    ids=lambda one: one[0],
+)
+def test_every_command_objects_to_a_variable_that_there_is_not(arguments):
+    environment = {"PRECISION_SHIM_OPTIMISER_STATES": "as-configured"}
+    ended = python(_MAIN, *arguments, environment=environment)
+    told = " ".join((ended.stdout if arguments == ["doctor"] else ended.stderr).split())
+    assert ended.returncode == (1 if arguments == ["doctor"] else 2)
+    assert (
+        "PRECISION_SHIM_OPTIMISER_STATES is no variable of precision_shim; did you mean "
+        "PRECISION_SHIM_OPTIMIZER_STATES? Allowed: " in told
+    )
+    if arguments != ["doctor"]:
+        assert ended.stdout == ""
+        assert len(ended.stderr.splitlines()) == 1
+
+
+def test_plan_and_checkpoint_object_to_a_framework_that_there_is_not(monkeypatch):
+    environment = {"PRECISION_SHIM_FRAMEWORKS": "verll"}
+    job = ["plan", "--", "python", "-m", "verl.trainer.main_ppo"]
+    ended = python(_MAIN, *job, environment=environment)
+    assert ended.returncode == 2
+    assert "PRECISION_SHIM_FRAMEWORKS" in ended.stderr
+    assert "'verll'" in ended.stderr
+    monkeypatch.setenv("PRECISION_SHIM_FRAMEWORKS", "verll")
+    with pytest.raises(SettingsError, match="PRECISION_SHIM_FRAMEWORKS"):
+        Here.now()
+
+
+def test_help_needs_no_sound_variables():
+    environment = {"PRECISION_SHIM_OPTIMISER_STATES": "as-configured"}
+    for arguments in ([], ["--help"], ["--version"], ["plan", "--help"]):
+        assert python(_MAIN, *arguments, environment=environment).returncode == 0
 
 
 _TELL = "import os, sys; print(sys.argv[1:], os.environ.get('PRECISION_SHIM_FEATURES'))"

@@ -4,6 +4,7 @@ Run with the directory that holds one wheel and one source package.
 """
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -44,13 +45,18 @@ def check_contents(wheel: Path, source: Path) -> None:
     """The wheel holds every file of both source roots, the licence, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
-    about = {name for name in held if name.split("/")[0].endswith(".dist-info")}
+        about = {name for name in held if name.split("/")[0].endswith(".dist-info")}
+        (metadata,) = (name for name in about if name.endswith("/METADATA"))
+        description = archive.read(metadata).decode()
     missing, foreign = SOURCES - held, held - about - SOURCES
     assert not missing, f"not in the wheel: {sorted(missing)}"
     assert not foreign, f"does not belong into the wheel: {sorted(foreign)}"
     assert {path.rsplit(".")[-1] for path in START_UP} == {"pth", "start"}, START_UP
     assert "precision_shim/py.typed" in held
     assert any(name.endswith("licenses/LICENSE") for name in about), "no licence in the wheel"
+    assert "# precision_shim\n" in description, "no description in the wheel"
+    dead = re.findall(r"\]\((?!https?:)[^)]*\)", description)
+    assert not dead, f"links of the description that lead nowhere from an index: {dead}"
     with tarfile.open(source) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"LICENSE", "README.md", "pyproject.toml", "tox.ini", "toxfile.py"}

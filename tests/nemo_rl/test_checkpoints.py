@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.errors import PrecisionShimWarning, ScalerCheckpointError
+from precision_shim.errors import (
+    PrecisionShimWarning,
+    ScalerCheckpointError,
+    ScalerOfAnotherSaveError,
+)
 from precision_shim.scaling import FILE_NAME
 
 from ..checkpoint_doctor import FP16 as FP16_JOB
@@ -136,3 +140,37 @@ def test_a_damaged_file_is_an_error_that_names_it(kind, worker, shim, tmp_path: 
         worker(kind, "float16", tmp_path),
     ):
         pass
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_directory_that_is_saved_again_without_the_shim(
+    kind, worker, shim, tmp_path: Path, strict: bool
+) -> None:
+    """As a killed save leaves a temporary directory, into which the next save goes."""
+    import precision_shim
+
+    shim(settings={"growth_interval": 1})
+    with worker(kind, "float16") as one:
+        train(one, kind, range(2))
+        save(one, tmp_path)
+    record = json.loads((tmp_path / "optimizer" / FILE_NAME).read_text())
+    assert sorted(Path(name).name for name in record["files"]) == [".metadata", "__0_0.distcp"]
+    precision_shim.uninstall()
+    with worker(kind, "float16") as one:
+        train(one, kind, range(3))
+        save(one, tmp_path)
+    shim(strict=strict)
+    assert verdict(tmp_path, "nemo-rl", FP16_JOB) == ("refused" if strict else "starts anew")
+    stack = contextlib.ExitStack()
+    if strict:
+        with (
+            pytest.raises(ScalerOfAnotherSaveError, match="is of another save"),
+            worker(kind, "float16", tmp_path),
+        ):
+            pass
+        return
+    with pytest.warns(PrecisionShimWarning, match="is of another save than the files beside it"):
+        one = stack.enter_context(worker(kind, "float16", tmp_path))
+    with stack:
+        assert scaler_of(one).get_scale() == 65536.0
+        assert scaler_of(one).counter.steps == 0

@@ -118,7 +118,7 @@ def planned(words: list[str]) -> tuple[int, str]:
         if status == 1:
             problems = json.loads(printed.getvalue())["problems"]
             return status, "; ".join(f"{one['key']}: {one['message']}" for one in problems)
-        return -1 if "report this line" in said.getvalue() else status, said.getvalue()
+        return -1 if "Report this line" in said.getvalue() else status, said.getvalue()
     except BaseException:
         return -1, traceback.format_exc()
     return -1, "no exit status"

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from precision_shim._foreseen import Foreseen
 from precision_shim.planning.shapes import Model, Weight
+
+if TYPE_CHECKING:
+    from precision_shim._settings import Settings
 
 QWEN25_7B: dict[str, Any] = {
     "model_type": "qwen2",
@@ -80,3 +85,11 @@ def mixture(config: dict[str, Any]) -> Model:
         Weight("lm_head.weight", (config["vocab_size"], hidden)),
     ]
     return Model(tuple(weights), config)
+
+
+def plan_model(asked: Any, settings: Settings, support: Any) -> Any:
+    """Plan a model on Megatron of a job of verl's, by what would be in force here."""
+    from precision_shim_adapters.megatron import plan
+
+    holds = partial(Foreseen(settings).in_force, "verl")
+    return plan.plan_model(asked, settings, support, holds=holds)

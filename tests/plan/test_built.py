@@ -16,12 +16,12 @@ from precision_shim.rules.legality import NEWEST
 from precision_shim_adapters.fp16.plan import Asked as Sharded
 from precision_shim_adapters.fp16.plan import plan_model as plan_sharded
 from precision_shim_adapters.megatron.layout import Sizes, count, problems
-from precision_shim_adapters.megatron.plan import Asked, plan_model
+from precision_shim_adapters.megatron.plan import Asked
 from precision_shim_adapters.megatron.wishes import Wishes
 
 from ..audit import builds
 from ..rank_server import Ranks
-from .models import DEEPSEEK_V3, QWEN3_30B_A3B, QWEN25_7B
+from .models import DEEPSEEK_V3, QWEN3_30B_A3B, QWEN25_7B, plan_model
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core is not installed")

@@ -12,6 +12,7 @@ import pytest
 
 from precision_shim._settings import resolve
 from precision_shim.cli import main
+from precision_shim.cli import plan as plan_command
 from precision_shim.errors import PlanError
 from precision_shim.planning import plot, shapes
 from precision_shim.planning.command import Job, Options, file_of, read
@@ -19,9 +20,11 @@ from precision_shim.planning.record import Plan
 from precision_shim.planning.request import Request, Rules, make
 from precision_shim.planning.search import search
 from precision_shim.planning.text import GB, render, spans
+from precision_shim.rules.legality import NEWEST
 from precision_shim_adapters.fp16.plan import Asked as Sharded
+from precision_shim_adapters.megatron import plan as megatron_plan
 from precision_shim_adapters.megatron.layout import Sizes
-from precision_shim_adapters.megatron.plan import Asked
+from precision_shim_adapters.megatron.plan import CONFIG, DDP, Asked, plan_model
 from precision_shim_adapters.megatron.wishes import Wishes
 
 from .models import QWEN3_30B_A3B, mixture
@@ -39,7 +42,9 @@ class Toy:
 
 
 def job(words: list[str], **options: Any) -> Job:
-    return read(words, [Toy()], SETTINGS, Options(**options))
+    found = read(words, [Toy()], SETTINGS, Options(**options))
+    # What would be in force is asked of an adapter, and the toy has none.
+    return replace(found, framework="verl")
 
 
 def asked(world: int = 64, **wishes: Any) -> Asked:
@@ -76,7 +81,7 @@ LINE = ["python", "-m", "toytrainer.main", "a=1"]
 def test_the_entry_point_names_the_framework(
     line: str, target: str, arguments: tuple[str, ...]
 ) -> None:
-    found = job(line.split())
+    found = read(line.split(), [Toy()], SETTINGS, Options())
     assert (found.framework, found.target, found.arguments) == ("toy", target, arguments)
 
 
@@ -387,3 +392,75 @@ def test_an_optimizer_whose_states_are_not_known_is_refused() -> None:
     for one in (Sharded("policy", model, 64, "fp32", optimizer="Muon"), asked(optimizer="muon")):
         with pytest.raises(PlanError, match=r"[Mm]uon.*upper bound"):
             plan(one)
+
+
+# -- what goes wrong in the plan itself --------------------------------------------------------
+
+
+def status_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> tuple[object, str]:
+    """Exit status and message of a plan in which an error comes up once the config is read."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(plan_command, "_read", fails)
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--", *LINE])
+    return end.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [AttributeError("no such thing"), RuntimeError("out of luck"), OSError("no number, no name")],
+)
+def test_a_fault_of_the_plan_is_to_be_reported_and_says_nothing_of_the_config(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    code, said = status_where(monkeypatch, capsys, error)
+    assert code == 2
+    assert f"{type(error).__name__}: {error}" in said
+    assert "Report this line with the command." in said
+    assert "Correct" not in said
+
+
+def test_a_file_that_cannot_be_read_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = status_where(
+        monkeypatch, capsys, PermissionError(13, "Permission denied", "/models/config.json")
+    )
+    assert code == 2
+    assert "/models/config.json: Permission denied. Correct the path" in said
+    assert "Report" not in said
+
+
+# -- keys that there are not -------------------------------------------------------------------
+
+
+def test_a_misspelt_field_of_megatrons_is_illegal_and_the_near_one_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fields = {CONFIG: ("use_precision_aware_optimizer", "lr"), DDP: ("grad_reduce_in_fp32",)}
+    monkeypatch.setattr(megatron_plan, "fields_of", fields.__getitem__)
+    wrong = asked(asked={"use_precision_aware_optimiser": True, "lr": 1.0})
+    wrong = replace(wrong, bucket_key="ddp.grad_reduce_in_fp32", bucket_keys=("grad_reduce",))
+    _, found = plan_model(wrong, SETTINGS, NEWEST)
+    assert [(one.code, one.key) for one in found] == [
+        ("key", "optim.use_precision_aware_optimiser"),
+        ("key", "ddp.grad_reduce"),
+    ]
+    assert found[0].remedy.startswith("Did you mean use_precision_aware_optimizer? Correct")
+
+
+def test_a_number_in_the_place_of_a_dtype_is_illegal() -> None:
+    _, found = plan_model(asked(asked={"exp_avg_dtype": 32, "lr": 1}), SETTINGS, NEWEST)
+    assert [(one.code, one.key) for one in found] == [("dtype", "optim.exp_avg_dtype")]
+
+
+def test_traffic_without_the_shim_does_not_read_as_none() -> None:
+    made = make(job(LINE), request(asked()), RULES)
+    shown = " ".join(render(made).split())
+    assert "sends in a step: without the shim: reduce_scatter" in shown
+    assert "computes in bf16" in shown

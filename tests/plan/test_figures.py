@@ -23,10 +23,10 @@ from precision_shim_adapters.megatron.cheaper import changed
 from precision_shim_adapters.megatron.layout import Sizes, count, layers_of_stages, problems
 from precision_shim_adapters.megatron.layout import rank_numel as count_of
 from precision_shim_adapters.megatron.layout import unknown as layout_unknown
-from precision_shim_adapters.megatron.plan import Asked, plan_model, support_of
+from precision_shim_adapters.megatron.plan import Asked, support_of
 from precision_shim_adapters.megatron.wishes import Wishes
 
-from .models import DEEPSEEK_V3, QWEN3_30B_A3B, mixture
+from .models import DEEPSEEK_V3, QWEN3_30B_A3B, mixture, plan_model
 
 SETTINGS = resolve(environ={})
 GIB = 1 << 30

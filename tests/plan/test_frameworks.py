@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import subprocess
@@ -16,6 +17,7 @@ from packaging.version import Version
 from precision_shim.cli import main
 from precision_shim.errors import PlanError
 
+from ..in_force import refused
 from .models import QWEN3_30B_A3B
 
 
@@ -136,6 +138,49 @@ def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], mo
 
 
 @needs("verl")
+@pytest.mark.parametrize("out", ["framework", "group"])
+def test_verl_where_the_shim_is_not_in_force(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    out: str,
+) -> None:
+    """The figures with the shim are those without it; nothing is decided."""
+    policy, beta2 = "PRECISION_SHIM_OPTIMIZER_STATES", "adam_beta2=0.95"
+    monkeypatch.setenv(policy, "follow-model")
+    path = f"actor_rollout_ref.model.path={model}"
+    states = f"+actor_rollout_ref.actor.optim.override_optimizer_config.{beta2}"
+    on_megatron = ("--", *VERL, *MEGATRON, path, states)
+    half = "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"
+    on_fsdp = ("--", *VERL, "algorithm.adv_estimator=grpo", path, half)
+    _, whole = planned(capsys, *on_megatron)
+    (one,) = whole["models"]
+    assert one["before"] != one["after"]
+    assert {"bf16-dispatch", "grad-bucket-alignment"} <= {d["feature"] for d in one["decisions"]}
+    assert scaling(planned(capsys, *on_fsdp)[1])
+    group = fsdp_group_of_verl()
+    with contextlib.ExitStack() as stack:
+        if out == "framework":
+            monkeypatch.setenv("PRECISION_SHIM_FRAMEWORKS", "skyrl")
+        else:
+            for pair in (
+                ("bf16-dispatch", "megatron"),
+                ("grad-bucket-alignment", "megatron"),
+                ("fp16-scaling", group),
+            ):
+                stack.enter_context(refused("verl", *pair))
+        (one,) = planned(capsys, *on_megatron)[1]["models"]
+        assert one["before"] == one["after"]
+        assert one["decisions"] == []
+        assert scaling(planned(capsys, *on_fsdp)[1]) == []
+
+
+def fsdp_group_of_verl() -> str:
+    """The group of the workers that a PPO job gets where its config does not choose."""
+    return "fsdp engine" if Version(version("verl")) >= Version("0.8") else "legacy fsdp workers"
+
+
+@needs("verl")
 def test_verls_config_is_named_where_it_cannot_be_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -164,7 +209,8 @@ def test_a_value_of_another_kind_is_no_traceback(
     assert end.value.code == 2
     said = capsys.readouterr().err
     assert expected in said
-    assert "Correct the value" in said
+    assert "Write" in said
+    assert "Report this line" not in said
 
 
 @needs("verl")
@@ -287,7 +333,13 @@ def test_nemo_rl(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     _, scaled = planned(capsys, "--", *words, *off, *half)
     because = "policy.precision is float16, and NeMo-RL does not scale the loss"
     assert scaling(scaled) == [(OURS.replace("400", "7"), because)]
-    _, scaled = planned(capsys, "--", *words, *half)
+    _, scaled = planned(capsys, "--", *words, *half)  # its YAML says fp16: false, bf16: true
+    assert scaling(scaled) == [("no loss scaling", "the optimizer's config has fp16=False")]
+    checks = Version(version("nemo-rl")) >= Version("0.5.0rc0")  # 0.4 has no such check
+    assert ("flags" in {one["code"] for one in scaled["problems"]}) == checks
+    flags = [f"policy.megatron_cfg.optimizer.{one}" for one in ("fp16=true", "bf16=false")]
+    _, scaled = planned(capsys, "--", *words, *half, *flags)
+    assert "flags" not in {one["code"] for one in scaled["problems"]}
     megatrons = "Megatron's dynamic loss scaler from 32768, growth x2 after 7 steps, backoff x0.5"
     assert scaling(scaled) == [(megatrons, "the model is fp16")]
     with pytest.raises(SystemExit) as end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from precision_shim.errors import LossScaleError, PrecisionShimWarning, ScalerCh
 
 from ..checkpoint_doctor import FP16 as FP16_JOB
 from ..checkpoint_doctor import ask, verdict
+from ..kill_points import kill_points
 from .support import batch, fsdp_worker, metrics_of, scaler_of
 
 ROLES = ("policy", "critic")
@@ -345,6 +347,39 @@ def test_a_damaged_state_is_an_error(make: Any, shim: Any, tmp_path: Path) -> No
     assert verdict(path, "skyrl") == "refused"
     with pytest.raises(ScalerCheckpointError, match=r"extra_state_.*does not match its digest"):
         make().load_checkpoint(path)
+
+
+def test_killed_between_two_files_of_a_save_over_an_old_one(
+    make: Any, shim: Any, tmp_path: Path
+) -> None:
+    """SkyRL overwrites parameters, moments and the rest, one file after the other."""
+    shim()
+    worker = make()
+    seed = settle(worker)
+    path = Path(save(worker, tmp_path))
+
+    def state(one: Any) -> tuple[Any, ...]:
+        scaler = scaler_of(one.strategy)
+        return scaler.get_scale(), scaler.counter.steps, parameters(one).tolist()
+
+    states = [state(worker)]
+    train(worker, seed)
+    states.append(state(worker))
+    with kill_points(path, tmp_path / "copies") as points:
+        save(worker, tmp_path)
+    again = make()
+    outcomes = []
+    for place in points:
+        told = verdict(place, "skyrl")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            again.load_checkpoint(str(place))
+        said = [str(one.message) for one in caught if one.category is PrecisionShimWarning]
+        assert told == ("starts anew" if said else "exact")
+        assert all("is of another save than the files beside it" in line for line in said)
+        outcomes.append("told" if said else ["old", "new"][states.index(state(again))])
+    assert set(outcomes) == {"old", "told", "new"}
+    assert outcomes[-1] == "new"
 
 
 def test_weights_alone_leave_the_scaler_fresh(make: Any, shim: Any, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from precision_shim.errors import (
     UnsupportedPrecisionError,
 )
 from precision_shim.rules.dtypes import name_of
+from precision_shim.rules.legality import not_precision_aware
 from precision_shim_adapters.skyrl.config import written_kwargs
 
 from .conftest import SKYRL
@@ -620,13 +621,18 @@ def test_none_for_the_kwargs(fused_adam: str, shim: Any) -> None:
     assert module.init_megatron_optim_config(OptimizerConfig(), None).bf16
 
 
-def test_combinations_that_megatron_rejects_are_left_to_it(fused_adam: str, shim: Any) -> None:
-    shim()
+def test_a_low_dtype_needs_the_precision_aware_optimizer(fused_adam: str, shim: Any) -> None:
+    """The plan's sentence, in place of Megatron's assertion."""
     import skyrl.backends.skyrl_train.distributed.megatron.optimizer as module
     from skyrl.train.config import OptimizerConfig
 
-    with pytest.raises(AssertionError, match="exp_avg_dtype"):
+    ((_, sentence, remedy),) = not_precision_aware({"exp_avg_dtype": BF16})
+    with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
+        module.init_megatron_optim_config(OptimizerConfig(), {"exp_avg_dtype": BF16})
+    shim()
+    with pytest.raises(DtypeError, match=r"skyrl \d.*kwargs") as caught:
         module.init_megatron_optim_config(OptimizerConfig(), {"exp_avg_dtype": "bf16"})
+    assert f"exp_avg_dtype: {sentence}. {remedy}" in str(caught.value)
 
 
 def test_direct_caller(fused_adam: str, shim: Any) -> None:

@@ -100,7 +100,18 @@ def report(self):
     skyrl = precision_shim.status().to_dict()["frameworks"].get("skyrl", {"seams": []})
     methods = ("init_model", "forward_backward", "make_megatron_module", "init_configs")
     ddp = self.cfg.policy.megatron_config.ddp_config
+    own = {(kind.__module__, kind.__name__) for kind in type(self).__mro__}
+    wrapped = set()
+    for seam in skyrl["seams"]:
+        module, _, path = seam["target"].partition(":")
+        kind, _, name = path.rpartition(".")
+        if (module, kind) in own and seam["state"] == "wrapped":
+            wrapped.add(name)
     return {
+        "of the worker": {
+            name: any(type(one).__name__ == "_BoundSeam" for one in layers(type(self), name))
+            for name in sorted(wrapped)
+        },
         "states": {seam["target"].rpartition(".")[2]: seam["state"] for seam in skyrl["seams"]},
         "patched": {
             name: any(type(one).__name__ == "_BoundSeam" for one in layers(type(self), name))
@@ -132,6 +143,10 @@ found = {"renewed": look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))}
 processes._renewed = lambda actor_class: actor_class
 found["as it was"] = look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))
 print("FOUND", json.dumps(found))
+"""
+
+ONE_GROUP = """
+print("FOUND", json.dumps(look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))))
 """
 
 TRAINING = """
@@ -174,7 +189,13 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 
 
 def drive(
-    ranks: Ranks, folder: Path, script: str, backend: str, *arguments: str, on: bool = True
+    ranks: Ranks,
+    folder: Path,
+    script: str,
+    backend: str,
+    *arguments: str,
+    on: bool = True,
+    **others: str,
 ) -> dict[str, Any]:
     """What a driver found with a worker that SkyRL's actor group has started.
 
@@ -183,6 +204,7 @@ def drive(
     (folder / "cpu_hook.py").write_text(HOOK)
     (folder / "driver.py").write_text(START + script)
     variables = {"PRECISION_SHIM_LOG": "quiet", "PRECISION_SHIM_LOSS_SCALE_INIT": "1024"}
+    variables |= others
     if on:
         variables["PRECISION_SHIM"] = "1"
         variables["PRECISION_SHIM_AUDIT_DIR"] = str(folder / "audits")
@@ -225,6 +247,15 @@ def test_a_megatron_worker_reports_wrapped(ranks: Ranks, tmp_path: Path) -> None
     assert not as_it_was["patched"]["init_model"]
     assert not as_it_was["patched"]["make_megatron_module"]
     assert as_it_was["states"]["init_model"] == "wrapped"
+
+
+@pytest.mark.timeout(600)
+def test_the_audit_alone_gets_into_a_worker(ranks: Ranks, tmp_path: Path) -> None:
+    """What is wrapped of the worker's class is what the actor runs, whatever else is off."""
+    found = drive(ranks, tmp_path, ONE_GROUP, "megatron", PRECISION_SHIM_FEATURES="audit")
+    assert found["carried"]["PRECISION_SHIM_FEATURES"] == "audit"
+    assert found["of the worker"]
+    assert all(found["of the worker"].values()), found
 
 
 @pytest.mark.timeout(600)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from precision_shim.errors import CheckpointUnreadableError
 
 from ..checkpoint_doctor import FP16, verdict
 from ..rank_server import Ranks
@@ -116,10 +119,27 @@ def test_a_damaged_record(ranks: Ranks, tmp_path: Path, case: str) -> None:
             file.write_bytes(content[:at] + b"9" + content[at + 1 :])
             damaged += 1
     assert damaged == 1
-    assert verdict(tmp_path / "checkpoint", "torchtitan", on=True) == "refused"
+    with pytest.raises(
+        CheckpointUnreadableError, match=r"\.distcp: its record 'data/0' is damaged"
+    ):
+        verdict(tmp_path / "checkpoint", "torchtitan", on=True)
     found = one(ranks, case, tmp_path, first=2, last=3, load=True)
     assert "ScalerCheckpointError" in found["error"]
     assert "does not match its digest" in found["error"]
     assert "exclude_from_loading" in found["error"]
     assert "delete" not in found["error"]  # it is a part of the whole checkpoint
     assert "step-2" in found["error"]
+
+
+@pytest.mark.parametrize("how", ["cut off", "another pickle"])
+def test_metadata_that_cannot_be_read_is_an_error(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    """It is not taken for a checkpoint that was written without the shim."""
+    one(ranks, CASES[0], tmp_path, first=0, last=2, save=True)
+    metadata = tmp_path / "checkpoint" / "step-2" / ".metadata"
+    whole = metadata.read_bytes()
+    metadata.write_bytes(whole[: len(whole) // 2] if how == "cut off" else pickle.dumps({}))
+    found = one(ranks, CASES[0], tmp_path, first=2, last=3, load=True)
+    assert "ScalerCheckpointError" in found["error"]
+    assert str(metadata) in found["error"]
+    assert "Whether" in found["error"]
+    assert "warned" not in found or not found["warned"]

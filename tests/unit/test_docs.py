@@ -49,6 +49,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_each_word_of_the_page_of_versions_stands_in_a_cell() -> None:
+    legend, _, tables = text_of("docs/versions.md").partition("\n## ")
+    words = [row.split("|")[1].strip() for row in re.findall(r"^\| [a-z].*$", legend, re.MULTILINE)]
+    assert len(words) == 4
+    cells = {cell.strip() for row in tables.splitlines() for cell in row.split("|")}
+    assert [word for word in words if word not in cells] == []
+
+
 def test_every_page_is_in_the_site() -> None:
     index = text_of("docs/index.md")
     for page in PAGES:
@@ -69,9 +77,11 @@ def test_a_start_page_is_two_screens() -> None:
 PASSED_ON = {
     "precision_shim/_journal.py": "what it is given",
     "precision_shim/_session.py": "the errors of settings and seams, and the doctor's problems",
+    "precision_shim/_settings.py": "the error of a value, behind the argument that has it",
     "precision_shim/adapting.py": "what an adapter gives it, and the errors of settings",
     "precision_shim/auditing/watching.py": "the audit's problems, which docs/audit.md has",
     "precision_shim/auditing/updates.py": "notes of lost updates: docs/lost-updates.md has them",
+    "precision_shim/checkpoints/checking.py": "the first of the files that are damaged",
     "precision_shim/checkpoints/finding.py": "what stands at a path instead of a checkpoint",
     "precision_shim/checkpoints/tensors.py": "what a reader found damaged",
     "precision_shim/checkpoints/units.py": "what a file is instead",
@@ -80,7 +90,9 @@ PASSED_ON = {
     "precision_shim_adapters/fp16/training.py": "the errors of the scaler's record",
     "precision_shim_adapters/megatron/ddp.py": "a part that is listed",
     "precision_shim_adapters/megatron/optimizer.py": "parts that are listed",
+    "precision_shim_adapters/torchtitan/checkpoints.py": "the error of rank 0, on the others",
     "precision_shim_adapters/verl/engines.py": "a part that is listed",
+    "precision_shim_adapters/verl/fsdp.py": "parts that are listed",
 }
 """Files that pass on a message which is made elsewhere, and what they pass on."""
 
@@ -91,6 +103,26 @@ def test_every_message_is_listed() -> None:
     block = page.split(messages.BEGIN)[1].split(messages.END)[0]
     assert block == messages.listed(found), "python -m tests.messages writes the list anew"
     assert {place.partition(":")[0] for place in elsewhere} == set(PASSED_ON)
+
+
+def test_messages_stand_under_what_they_are_about() -> None:
+    found, _ = messages.messages()
+    headings = {one.text: one.group for one in found}
+    for kind, about in messages.OF_AN_ERROR.items():
+        assert about in messages.HEADINGS
+        assert any(kind == one.kind for one in found), f"no {kind} is left: take it out"
+    for part, about in messages.OF_A_TEXT.items():
+        assert about in {headings[text] for text in headings if part in text}, part
+    # Classes whose errors are all about one thing.
+    for kind in (
+        "ScalerCheckpointError",
+        "LossScaleError",
+        "CheckpointUnreadableError",
+        "PlanError",
+    ):
+        assert {one.group for one in found if one.kind == kind} == {messages.OF_AN_ERROR[kind]}
+    with pytest.raises(LookupError, match="declare what it is about"):
+        messages.heading("warning", "a warning that nobody has filed")
 
 
 def test_the_start_page_of_verl_quotes_the_decision_that_its_job_gets() -> None:

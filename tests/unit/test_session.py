@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -292,6 +293,47 @@ def test_installing_while_another_thread_imports_the_framework(toyfw, write_modu
     assert status.frameworks["toyfw"].state == "wrapped"
 
 
+# -- a process without stderr ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_stderr(kind, monkeypatch):
+    """A stderr that takes no line; set in the test itself, since pytest sets its own before."""
+    with open("/dev/full" if kind == "full" else os.devnull, "w", encoding="utf-8") as stream:
+        if kind == "closed":
+            stream.close()
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stderr", None if kind == "none" else stream)
+            yield
+        with contextlib.suppress(OSError):
+            stream.close()
+
+
+STREAMS = ["closed", "none"] + ["full"] * os.path.exists("/dev/full")
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_what_is_decided_without_stderr_is_kept_and_said_nowhere(toyfw, kind, monkeypatch, capsys):
+    install()
+    with no_stderr(kind, monkeypatch):
+        assert ops().scale(3) == -6
+    assert [one.chosen for one in precision_shim.status().decisions] == ["negated"]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("without", ["sys.stderr.close()", "sys.stderr = None"])
+def test_a_warning_without_stderr_ends_nothing(without):
+    code = f"""
+import json, sys, warnings
+from precision_shim import adapting
+warnings.simplefilter("always")
+{without}
+adapting.warn("a test")
+print(json.dumps("went on"))
+"""
+    assert fresh(code) == "went on"
+
+
 # -- the environment ------------------------------------------------------------------------------
 
 
@@ -408,6 +450,32 @@ def test_an_untested_version_says_so(toyfw, write_modules):
     assert (framework.state, framework.version) == ("wrapped", "7.3")
     assert "tested" in framework.reason
     assert "1.0" in framework.reason
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (None, "call install(), or set PRECISION_SHIM=1 where the process is started"),
+        ("maybe", "PRECISION_SHIM='maybe' is not a valid setting; allowed: 1/true/on/yes"),
+        ("0", "PRECISION_SHIM is off: install() does nothing"),
+        ("1", "PRECISION_SHIM is set, but nothing is installed"),
+    ],
+)
+def test_a_status_that_is_off_says_why_and_how_to_go_on(value, says, monkeypatch):
+    if value is not None:
+        monkeypatch.setenv("PRECISION_SHIM", value)
+    shown = " ".join(str(precision_shim.status()).split())
+    assert shown.startswith("precision_shim: off what is wrong, and what to do ")
+    assert says in shown
+
+
+def test_install_raises_for_a_variable_that_there_is_not(toyfw, monkeypatch):
+    monkeypatch.setenv("PRECISION_SHIM_OPTIMISER_STATES", "auto")
+    with pytest.raises(SettingsError, match="did you mean PRECISION_SHIM_OPTIMIZER_STATES"):
+        install()
+    assert ops().scale(3) == 6
+    monkeypatch.setenv("PRECISION_SHIM", "0")  # nothing is asked for then
+    assert not install().enabled
 
 
 def test_status_and_doctor_agree_on_what_was_tested(toyfw, write_modules):

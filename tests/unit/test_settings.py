@@ -334,16 +334,59 @@ def test_an_unknown_framework_names_its_source_itself_and_the_known(as_argument)
     assert re.search(rf"{re.escape(source)}.*'areal'.*skyrl, verl", message)
 
 
-def test_a_slip_of_the_pen_is_named():
-    from precision_shim._settings import unknown_variables
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("PRECISION_SHIM_OPTIMISER_STATES", "PRECISION_SHIM_OPTIMIZER_STATES"),
+        ("PRECISION_SHIM_FEATURE", "PRECISION_SHIM_FEATURES"),
+        ("PRECISION_SHIM_FRAMEWORK", "PRECISION_SHIM_FRAMEWORKS"),
+        ("PRECISION_SHIM_LOSS_SCALE", "PRECISION_SHIM_LOSS_SCALE_INIT"),
+        ("PRECISION_SHIM_grad_bucket", ""),
+        ("PRECISION_SHIM_XYZ", ""),
+    ],
+)
+def test_a_variable_that_there_is_not_is_an_error_that_names_the_nearest_first(wrong, meant):
+    environ = {"PRECISION_SHIM": "1", "PRECISION_SHIM_LOG": "debug", "PRECISION_SHIMMER": "other"}
+    assert resolve(environ=environ)["log"] == "debug"
+    with pytest.raises(SettingsError) as caught:
+        resolve(environ={**environ, wrong: "auto"})
+    message = str(caught.value)
+    question = f"; did you mean {meant}?" if meant else "."
+    assert message.startswith(f"{wrong} is no variable of precision_shim{question} Allowed: ")
+    for row in TABLE.values():
+        assert row.variable in message.partition("Allowed: ")[2]
 
-    environ = {
-        "PRECISION_SHIM": "1",
-        "PRECISION_SHIM_LOG": "debug",
-        "PRECISION_SHIM_OPTIMISER_STATES": "auto",
-        "PRECISION_SHIMMER": "other",
-    }
-    assert unknown_variables(environ) == ["PRECISION_SHIM_OPTIMISER_STATES"]
+
+def test_several_variables_that_there_are_not_are_named_together():
+    environ = {"PRECISION_SHIM_LOGS": "info", "PRECISION_SHIM_FEATURE": "audit"}
+    with pytest.raises(SettingsError) as caught:
+        resolve(environ=environ)
+    told, _, rest = str(caught.value).partition("? Allowed: ")
+    assert rest
+    for name in (*environ, "PRECISION_SHIM_LOG", "PRECISION_SHIM_FEATURES"):
+        assert name in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ({"features": "fp16"}, "fp16-scaling"),
+        ({"frameworks": "verll"}, "verl"),
+        ({"settings": {"optimiser_states": "auto"}}, "optimizer_states"),
+        ({"settings": {"log": "loud"}}, ""),
+    ],
+)
+def test_an_argument_is_named_as_the_user_wrote_it(arguments, meant):
+    (name,) = arguments
+    known = ("verl", "skyrl")
+    where = {"features": "--f", "frameworks": "--w", "settings": "--s"}
+    for told, names in ((f"install({name}=...): ", {}), (f"{where[name]}: ", {"where": where})):
+        with pytest.raises(SettingsError) as caught:
+            resolve(**arguments, known_frameworks=known, environ={}, **names)
+        message = str(caught.value)
+        assert message.startswith(told)
+        assert ("did you mean" in message) is bool(meant)
+        assert f"(did you mean {meant}?)" in message or not meant
 
 
 def test_a_directory_is_made_absolute_because_workers_start_elsewhere(monkeypatch, tmp_path):

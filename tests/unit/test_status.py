@@ -190,6 +190,29 @@ def test_a_feature_is_one_line_of_paths(found, expected):
 
 
 @pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([seam("pending")], "would be in force: Megatron engine"),
+        ([seam("native")], "verl does it itself: Megatron engine"),
+        (
+            [seam("native"), seam("pending")],
+            "would be in force beside verl's own: Megatron engine",
+        ),
+        ([seam("native"), seam("refused", reason="r")], "refused: Megatron engine"),
+    ],
+)  # fmt: skip
+def test_the_doctor_tells_a_part_that_the_framework_has(found, expected):
+    one = FrameworkStatus("1.0", "pending", tuple(found), tested=True)
+    lines = _status_text.framework("verl", one, FEATURES, ahead=True)
+    assert " ".join(" ".join(lines[1:]).split()) == f"bf16-dispatch {expected}"
+
+
+def test_paths_that_wait_share_a_word_whoever_does_a_part():
+    both = line(seam("pending"), seam("native", "FSDP engine"), seam("pending", "FSDP engine"))
+    assert both == "waits for import: Megatron engine, FSDP engine"
+
+
+@pytest.mark.parametrize(
     ("one", "expected"),
     [
         (FrameworkStatus("1.0", "pending"), "verl 1.0: waits for its import"),

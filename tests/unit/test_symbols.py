@@ -9,7 +9,7 @@ import pytest
 
 from precision_shim import _symbols
 from precision_shim._symbols import add, compare, read, seen_in, versions_of, write
-from precision_shim.seams import Adapter
+from precision_shim.seams import Adapter, Seam
 
 
 def made(*versions):
@@ -104,7 +104,7 @@ def test_what_nobody_recorded_is_said_to_be_so():
         ("0.9.5", "toy.m:a", "toy 0.9.0"),
         ("0.11.0", "toy.m:gone", ""),  # 0.10.0 had it no more
         ("0.8.0", "toy.m:a", ""),
-        ("unknown", "toy.m:c", "toy 0.10.0"),
+        ("unknown", "toy.m:c", ""),
         (None, "toy.m:c", ""),
     ],
 )
@@ -118,6 +118,28 @@ def test_what_the_newest_recorded_version_up_to_this_one_had_is_missed(
     monkeypatch.setattr(_symbols, "shipped", lambda: record)
     adapter = Adapter("toy", "toy", ("toy",), (), ())
     assert _symbols.missed(adapter, lambda name, packages: here)(target) == told
+
+
+@pytest.mark.parametrize(
+    ("digests", "told"),
+    [
+        ({"toy.m:a": "1", "toy.m:gone": "1"}, ("toy 0.9.0", "")),
+        ({"toy.m:a": "1", "toy.m:c": "1"}, ("toy 0.10.0", "toy 0.10.0")),
+        ({"toy.m:a": "2", "toy.m:c": "1"}, ("", "")),  # changed: nobody can say
+        ({"toy.m:a": "1"}, ("", "")),
+    ],
+)
+def test_a_version_that_nobody_tells_is_the_recorded_one_that_is_equal(digests, told, monkeypatch):
+    record = made(
+        ("0.9.0", {"toy.m:a": "1", "toy.m:gone": "1"}),
+        ("0.10.0", {"toy.m:a": "1", "toy.m:c": "1"}),
+    )
+    monkeypatch.setattr(_symbols, "shipped", lambda: record)
+    monkeypatch.setattr(_symbols, "digest", lambda target: digests.get(target, ""))
+    names = ("toy.m:a", "toy.m:c", "toy.m:gone", "toy.m:nobodys")
+    seams = tuple(Seam(one, "audit", lambda call: None, why="a test") for one in names)
+    missed = _symbols.missed(Adapter("toy", "toy", ("toy",), (), seams), lambda *_: "unknown")
+    assert (missed("toy.m:a"), missed("toy.m:c")) == told
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "1"])

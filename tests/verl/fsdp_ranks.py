@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 import warnings
@@ -533,44 +533,6 @@ def untouched(job: Job, dtype: str | None, on: bool) -> dict[str, Any]:
 
 
 @case
-def killed(job: Job, when: str) -> dict[str, Any]:
-    """A second save is killed: before our file, while it is written, or after, before verl's."""
-    install()
-    one = support.engine(job.model)
-    support.train(one, range(3), (1,))
-    one.save_checkpoint(job.path("first"), global_step=1, max_ckpt_to_keep=1)
-    Path(job.path("state.json")).write_text(json.dumps(support.engine_state(one)))
-    support.train(one, range(3, 6))
-    from precision_shim.scaling import checkpoint
-
-    def die(*args: Any, **kwargs: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if when == "before":
-        checkpoint.record_of = die
-    elif when == "during":
-        os.fsync = die
-    else:
-        torch.save = die
-    one.save_checkpoint(job.path("second"), global_step=2, max_ckpt_to_keep=1)
-    return {}
-
-
-@case
-def survived(job: Job) -> dict[str, Any]:
-    """The first of two saves, the second of which was killed, loads."""
-    install()
-    one = support.engine(job.model)
-    with ours() as said:
-        one.load_checkpoint(job.path("first"), del_local_after_load=False)
-    return {
-        "loaded": support.engine_state(one),
-        "saved": json.loads(Path(job.path("state.json")).read_text()),
-        "said": said,
-    }
-
-
-@case
 def chosen(job: Job) -> dict[str, Any]:
     """Settings: verl's where the user set none, the user's else."""
     found = {}
@@ -768,6 +730,7 @@ def prepare() -> None:
     """Import verl, in the server."""
     support.prepare()
     look_ahead("verl")
+    importlib.import_module("tests.verl.fsdp_saves")  # more cases, which builds on this module
 
 
 def run(launch: Launch) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from precision_shim.testing.transformer_engine import stand_in_transformer_engin
 
 from ..megatron_bridge import import_megatron_bridge
 from ..rank_server import Launch, look_ahead
+from ..testing import tiny_training as tiny
 from .megatron_fp16_support import Training
+from .states_support import AWARE, KINDS, build, everything
 from .support import local_layers
 from .test_checkpoints import job as adam_job
 from .test_checkpoints import same, shim
@@ -45,9 +47,11 @@ def run(launch: Launch) -> Any:
     """A rank, from its start to its end."""
     torch.set_num_threads(1)
     with stand_in_transformer_engine("2.11.0"), megatron_on_cpu(), local_layers():
-        return {"checkpoints": checkpoints, "overflows": overflows}[launch.case](
-            launch.rank, Path(launch.folder)
-        )
+        return {
+            "checkpoints": checkpoints,
+            "fp32_parameters": fp32_parameters,
+            "overflows": overflows,
+        }[launch.case](launch.rank, Path(launch.folder))
 
 
 def on_all_ranks(one: Any) -> tuple[bool, torch.Tensor]:
@@ -105,6 +109,27 @@ def checkpoints(rank: int, folder: Path) -> dict[str, str]:
                 else:
                     raise AssertionError("loaded")
     return refused
+
+
+def fp32_parameters(rank: int, folder: Path) -> list[str]:
+    """Models with fp32 parameters go on from where they were saved; returns which did."""
+    done = []
+    with model_parallel(2, rank, str(folder / "meet")), shim(on=True, policy="as-configured"):
+        for kind in KINDS:
+            for sharding in ("dp_reshardable", "fully_reshardable"):
+                place = folder / f"{kind}-{sharding}"
+                first = build(kind, **AWARE)
+                tiny.train(*first, steps=3, world=2, rank=rank)
+                tiny.save(*first, place, sharding)
+                torch.distributed.barrier()
+                second = build(kind, seed=1, **AWARE)
+                tiny.load(*second, place)
+                assert all(map(torch.equal, everything(*first), everything(*second)))
+                for one in (first, second):
+                    tiny.train(*one, steps=2, first=3, world=2, rank=rank)
+                assert all(map(torch.equal, everything(*first), everything(*second)))
+            done.append(kind)
+    return sorted(done)
 
 
 # -- overflows ---------------------------------------------------------------------------------

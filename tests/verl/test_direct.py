@@ -9,7 +9,7 @@ import torch
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.errors import InconsistentPrecisionError, PrecisionShimWarning
+from precision_shim.errors import DtypeError, InconsistentPrecisionError, PrecisionShimWarning
 
 from .conftest import VERL
 
@@ -212,7 +212,7 @@ def test_megatron_used_directly_gets_coercion_and_nothing_else(fused_adam: str, 
     )
     assert made.exp_avg_sq_dtype is BF16
     assert made.exp_avg_dtype is FP32
-    with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
+    with pytest.raises(DtypeError, match="exp_avg_dtype: bf16 without use_precision_aware"):
         OptimizerConfig(exp_avg_dtype="bf16")  # type: ignore[arg-type]
 
 

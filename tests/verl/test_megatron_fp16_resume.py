@@ -18,6 +18,7 @@ from packaging.version import Version
 import precision_shim
 
 from ..checkpoint_doctor import verdict
+from ..kill_points import kill_points
 from ..rank_server import Ranks
 from .conftest import VERL
 from .support import optim_config
@@ -178,6 +179,60 @@ def test_saved_before_any_step_was_taken(
     assert "skipped" not in expected
     assert second.train(4, first=2) == expected
     assert same(second.states(), first.states())
+
+
+@pytest.mark.parametrize("over", [True, False], ids=["over an old one", "into a fresh directory"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_killed_at_any_file_operation_of_a_save(
+    fused_adam: str, shim: Any, tmp_path: Path, sharding: str, over: bool
+) -> None:
+    """The scaler lies in Megatron's own files: with them it is old, new, or refused.
+
+    One point is left, over an old directory, and it is Megatron's own: there ``common.pt``, which
+    has the scaler and the step counts, is the new one, and the file of the tensors the old one.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException  # no Exception
+
+    shim()
+    place = tmp_path / "saved"
+    place.mkdir()
+    first = fp16_job()
+    first.train(4)
+    states = {}
+
+    def state(one: Any) -> tuple[Any, ...]:
+        return one.scalers(), {
+            name: [tensor.tolist() for tensor in tensors] for name, tensors in one.states().items()
+        }
+
+    if over:
+        first.save(place, sharding)
+        states["old"] = state(first)
+    first.train(2, first=4)
+    states["new"] = state(first)
+    with kill_points(place, tmp_path / "copies") as points:
+        first.save(place, sharding)
+    second = fp16_job(seed=1)
+    outcomes, mixed = [], []
+    for point in points:
+        second.train(1)
+        try:
+            second.load(point, sharding)
+        except (Exception, CheckpointException):
+            outcomes.append("refused")
+            continue
+        found = state(second)
+        names = [name for name, one in states.items() if one == found]
+        outcomes.append(names[0] if names else "mixed")
+        if not names:
+            mixed.append(point)
+    assert outcomes[-1] == "new"
+    assert "refused" in outcomes
+    assert over or set(outcomes) == {"refused", "new"}
+    for point in mixed:
+        assert (point / "common.pt").read_bytes() == (place / "common.pt").read_bytes()
+        for file in points[0].glob("*.distcp"):
+            assert (point / file.name).read_bytes() == file.read_bytes()
 
 
 class Overflowing(Fp16Job):

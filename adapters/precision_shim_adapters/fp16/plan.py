@@ -51,6 +51,8 @@ class Asked:
         decisions: what the shim would choose.
         parked: the config's keys to the components that they move to the host between phases.
         place: models of one place share their GPUs.
+        illegal: what the adapter found.
+        notes: what is legal and worth knowing.
     """
 
     subject: str
@@ -71,6 +73,8 @@ class Asked:
     decisions: tuple[Decided, ...] = ()
     parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
     place: str = ""
+    illegal: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``."""
@@ -85,14 +89,15 @@ class Asked:
         return ()
 
 
-def scales(settings: Settings, compute: str) -> bool:
+def scales(job: Job, compute: str, group: str) -> bool:
     """Whether the shim scales the loss of a trained model.
 
     Args:
-        settings: the shim's, of the job.
+        job: whose model.
         compute: dtype of the parameters while a layer computes, canonical.
+        group: of the seams that would do it.
     """
-    return compute == "fp16" and FEATURE in settings.features
+    return compute == "fp16" and job.in_force(FEATURE, group)
 
 
 def scaling(
@@ -126,7 +131,7 @@ def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
             "not known here; planned are torch's Adam and AdamW. Plan the job with AdamW for an "
             "upper bound."
         )
-    found = problems(asked)
+    found = [*asked.illegal, *problems(asked)]
     if found:
         return None, found
     whole = part("model", _share(asked), _precision(asked), asked.optimizer)
@@ -144,10 +149,12 @@ def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
             {"before": traffic, "after": traffic},
             stages,
             stages,
-            tuple(parked(stages, asked.parked)),
+            (*asked.notes, *parked(stages, asked.parked)),
             asked.model.source,
             dict.fromkeys(("before", "after"), staying(stages, moved)),
             asked.place,
+            asked.compute,
+            asked.reduce if asked.optimizer else "",
         ),
         found,
     )

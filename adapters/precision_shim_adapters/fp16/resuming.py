@@ -7,12 +7,14 @@ from precision_shim.checkpoints.layout import (
     EXACT,
     EXP_AVG,
     EXP_AVG_SQ,
+    FAILS,
     FRESH,
     MISREAD,
     PARAMS,
     REFUSED,
     Outcome,
     Part,
+    halves,
 )
 from precision_shim.rules.dtypes import parse_dtype
 from precision_shim.rules.scaler_record import taken_over
@@ -30,8 +32,16 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
         here: the environment.
         group: of the seams that load it.
     """
-    if not part.has_states:
-        return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
+    half = halves(part)
+    if half is not None:
+        return half
+    lacking = [name for unit in part.units for name in unit.lacking]
+    if lacking:
+        return Outcome(
+            FAILS,
+            f"its {' and '.join(lacking)} files are missing, which {framework} loads unless the "
+            "job's config leaves them out",
+        )
     params = list(part.dtypes(PARAMS))
     for name in (EXP_AVG, EXP_AVG_SQ):
         for stored in part.dtypes(name):
@@ -41,9 +51,10 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
                     MISREAD, f"torch would cast its {stored} {name} to the parameters' {params[0]}"
                 )
     shimmed = here.in_force(framework, FEATURE, group)
-    return _scaler(framework, part, here, shimmed) or Outcome(
-        EXACT, "states are read in the dtypes that they were saved in"
-    )
+    told = "states are read in the dtypes that they were saved in"
+    if part.scaler.state == "none":
+        told += "; it has no loss scaler's record, which only a job in fp16 needs"
+    return _scaler(framework, part, here, shimmed) or Outcome(EXACT, told)
 
 
 def _scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | None:
@@ -63,5 +74,10 @@ def _scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | 
         )
     if scaler.state == "damaged":
         return Outcome(REFUSED, f"the loss scaler's record is damaged: {scaler.text}")
+    if scaler.state == "of another save":
+        why = f"the loss scaler's record is of another save: {scaler.text}"
+        if here.settings.strict:
+            return Outcome(REFUSED, why)
+        return Outcome(FRESH, f"{why}: the scale begins anew")
     _, _, lines = taken_over(scaler.saved, settings_for(shim=here.settings), scaler.where)
     return Outcome(FRESH, f"the loss scaler goes on otherwise: {lines[0]}") if lines else None

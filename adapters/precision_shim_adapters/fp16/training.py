@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from precision_shim import scaling
 from precision_shim.adapting import current_settings, decide, version_of, warn
-from precision_shim.errors import ScalerCheckpointError, SeamError
-from precision_shim.scaling import FILE_NAME, LossScaler, ScalerSettings
+from precision_shim.errors import ScalerCheckpointError, ScalerOfAnotherSaveError, SeamError
+from precision_shim.scaling import FILE_NAME, Files, LossScaler, ScalerSettings
 
 from .settings import chosen, settings_for
 from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
@@ -269,34 +269,60 @@ class ScaledTraining:
 
     # -- checkpoints ---------------------------------------------------------------------------
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
+    def save(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
         """Write the scaler's state beside a framework's checkpoint; every rank calls it.
 
-        A framework's checkpoint that is complete is not lost for this file's sake: what cannot be
-        written is a warning (in strict mode an error), and the resume will say it again.
+        Call it when the framework's own files are written. A framework's checkpoint that is
+        complete is not lost for this file's sake: what cannot be written is a warning (in strict
+        mode an error), and the resume will say it again.
+
+        Args:
+            directory: the checkpoint's.
+            files: this rank's in it: see ``scaling.save``.
         """
         if not self.scaler.is_enabled():
             return
         try:
-            scaling.save(directory, self.scaler)
+            scaling.save(directory, self.scaler, files=files)
         except ScalerCheckpointError as error:
             if current_settings().strict:
                 raise
             warn(f"{self._where}: {error}")
 
-    def restore(self, directory: str | os.PathLike[str]) -> None:
+    def restore(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
         """Bring the scaler to the state beside a checkpoint; every rank calls it.
 
-        Raises:
-            ScalerCheckpointError: the file is damaged; on every rank.
-        """
-        if self.scaler.is_enabled():
-            where = os.path.join(os.fspath(directory), FILE_NAME)
-            self._tell_restored(where, scaling.load(directory, self.scaler))
+        A state of another save is not taken: the scaler begins anew, with a warning.
 
-    def record(self) -> dict[str, Any] | None:
-        """The scaler's state for a framework's own file; ``None`` where the scaler is off."""
-        return scaling.record_of(self.scaler) if self.scaler.is_enabled() else None
+        Args:
+            directory: the checkpoint's.
+            files: this rank's in it: see ``scaling.load``.
+
+        Raises:
+            ScalerCheckpointError: the file is damaged, or in strict mode of another save; on every
+                rank.
+        """
+        if not self.scaler.is_enabled():
+            return
+        where = os.path.join(os.fspath(directory), FILE_NAME)
+        try:
+            lines = scaling.load(directory, self.scaler, files=files)
+        except ScalerOfAnotherSaveError as error:
+            self._begin_anew(str(error), "Delete the file to continue so without this error.")
+            return
+        self._tell_restored(where, lines)
+
+    def record(self, files: Files | None = None) -> dict[str, Any] | None:
+        """The scaler's state for a framework's own file; ``None`` where the scaler is off.
+
+        Args:
+            files: this rank's that are written before it: the state is bound to them as they are
+                when this record is pickled.
+        """
+        if not self.scaler.is_enabled():
+            return None
+        record = scaling.record_of(self.scaler)
+        return record if files is None else scaling.BoundWhenPickled(record, files)
 
     def record_tensor(self) -> torch.Tensor:
         """The same as a tensor of bytes, always of one size, for torch's distributed checkpoints.
@@ -305,7 +331,9 @@ class ScaledTraining:
         """
         return scaling.to_tensor(scaling.record_of(self.scaler))
 
-    def restore_record(self, record: object, where: str, otherwise: str = "") -> None:
+    def restore_record(
+        self, record: object, where: str, otherwise: str = "", files: Files | None = None
+    ) -> None:
         """Bring the scaler to a record that came in a framework's own file; every rank calls it.
 
         Args:
@@ -313,35 +341,51 @@ class ScaledTraining:
             where: the file, for messages.
             otherwise: how to go on with a fresh scaler, as a sentence, where there is a way: the
                 file holds more than the record, and is not to be deleted.
+            files: this rank's that the record is held against, where it names any.
 
         Raises:
-            ScalerCheckpointError: the record is damaged on a rank, or not the same on all.
+            ScalerCheckpointError: the record is damaged on a rank, or not the same on all; or in
+                strict mode of another save than the files.
         """
         if not self.scaler.is_enabled():
             return
-        problem = ""
+        problem = another = ""
         try:
             if isinstance(record, torch.Tensor):
                 record = scaling.from_tensor(record, where)
-            lines = None if record is None else scaling.restore(self.scaler, record, where)
-            self._tell_restored(where, lines)
+            if record is not None:
+                another = scaling.other_save(record, where, files)
         except ScalerCheckpointError as error:
             problem = f"{error} {otherwise}".rstrip()
-        scaling.agree(problem, record, where)
+        another = scaling.agree(problem, record, where, another)
+        if another:
+            self._begin_anew(another, otherwise)
+            return
+        lines = None if record is None else scaling.restore(self.scaler, record, where)
+        self._tell_restored(where, lines)
 
     def _tell_restored(self, where: str, lines: tuple[str, ...] | None) -> None:
         if lines is None:
-            if isinstance(self.scaler, LossScaler):  # it may have trained before it was restored
-                self.scaler.reset()
-            warn(
-                f"{self._where}: no loss scaler state at {where}: the checkpoint was written "
-                "without the shim, or by an older one. Training continues with a fresh scaler at "
-                f"{self.scaler.get_scale():g}, so that the first steps may differ from a run that "
-                "was not stopped."
+            problem = (
+                f"no loss scaler state at {where}: the checkpoint was written without the shim, or "
+                "by an older one."
             )
+            self._begin_anew(problem, strict=False)
             return
         chosen = f"loss scale {self.scaler.get_scale():g} restored"
         decide(self.framework, self.subject, FEATURE, chosen, "; ".join((f"from {where}", *lines)))
+
+    def _begin_anew(self, why: str, otherwise: str = "", *, strict: bool | None = None) -> None:
+        """Continue with a fresh scaler and a warning, or where it must not be so, with an error."""
+        if current_settings().strict if strict is None else strict:
+            raise ScalerOfAnotherSaveError(f"{self._where}: {why} {otherwise}".rstrip())
+        if isinstance(self.scaler, LossScaler):  # it may have trained before it was restored
+            self.scaler.reset()
+        warn(
+            f"{self._where}: {why} Training continues with a fresh scaler at "
+            f"{self.scaler.get_scale():g}, so that the first steps may differ from a run that was "
+            "not stopped."
+        )
 
     @property
     def _ours(self) -> LossScaler:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from precision_shim.adapting import collect
 
 from ..frameworks import MEGATRON_EFFECTS as EFFECTS
-from . import audit, checkpoint, ddp, masters, offloaded, optimizer, overflow
+from . import audit, checkpoint, ddp, masters, offloaded, optimizer, overflow, states
 from .build import Build, building, current_build, expect_reference
 from .masters import reload_masters
 from .optimizer import Settled, check, settle, with_fields
@@ -29,7 +29,7 @@ from .wishes import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALI
 SETTLING = ("dtype-coercion", DISPATCH, SCALING)
 """The features of a seam with ``settle``."""
 
-SEAMS = collect(optimizer, ddp, checkpoint, masters, offloaded, overflow, audit)
+SEAMS = collect(optimizer, ddp, checkpoint, states, masters, offloaded, overflow, audit)
 """The seams in Megatron itself, for an adapter's table."""
 
 PATHS = {**checkpoint.PATHS, **ddp.PATHS, **masters.PATHS, **offloaded.PATHS, **audit.PATHS}

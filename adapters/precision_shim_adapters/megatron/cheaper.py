@@ -18,7 +18,7 @@ from precision_shim.rules.dtypes import name_of
 from precision_shim.rules.legality import REMAINDERS_SINCE, FusedAdamSupport
 from precision_shim.rules.optimizer import MEGATRON_BETA2, second_moment_can_decay
 
-from .plan import Asked, problems_of, side, with_shim
+from .plan import Asked, Holds, problems_of, side, with_shim
 from .wishes import PRECISION_AWARE
 
 _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -67,7 +67,9 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 """What can be given up, the least first, and the settings that do it."""
 
 
-def variants(asked: Asked, settings: Settings, support: FusedAdamSupport) -> list[Variant]:
+def variants(
+    asked: Asked, settings: Settings, support: FusedAdamSupport, holds: Holds
+) -> list[Variant]:
     """The same model with cheaper settings; only those that are legal here."""
     if not asked.wishes.trains:
         return []
@@ -80,7 +82,7 @@ def variants(asked: Asked, settings: Settings, support: FusedAdamSupport) -> lis
             continue
         other = changed(asked, **fields)
         try:
-            made = side(other, with_shim(settings, support))
+            made = side(other, with_shim(settings, support, holds))
         except DtypeError:
             continue
         if problems_of(other, made, support):

@@ -20,31 +20,28 @@ closed, remainders are stored under a name of their own, and the bucket's dtype 
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from precision_shim.adapting import Call, seam, warn
-from precision_shim.errors import CheckpointLayoutError
-from precision_shim.rules.continuing import how_read, master_is_lost, moment_becomes
-from precision_shim.rules.dtypes import name_of
-from precision_shim.rules.remainders import (
-    join_master,
-    looks_like_remainders,
-    rounds_exactly,
-    split_master,
-)
+from precision_shim.adapting import Call, current_settings, seam, version_of, warn
+from precision_shim.checkpoints.metadata import NAME as METADATA
+from precision_shim.checkpoints.metadata import stored as stored_tensors
+from precision_shim.errors import CheckpointLayoutError, CheckpointUnreadableError
+from precision_shim.rules.continuing import how_read
+from precision_shim.rules.dtypes import name_of, parse_dtype
 
 from ..checkpoints.megatron import DTYPES_IN_KEY, is_master, is_optimizers
 
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _ISSUE = "https://github.com/NVIDIA/Megatron-LM/issues/4222"
 _Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
-_REMEDY = (
+REMEDY = (
     "PRECISION_SHIM_OPTIMIZER_STATES=as-configured to continue with fp32 states (and leave low-"
     "precision dtypes out of the config), or start from the model's weights without the "
     "optimizer's states."
@@ -59,9 +56,10 @@ PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in ch
 """What users call them."""
 
 
-def _seam(
+def checkpoint_seam(
     group: str, target: str, why: str, *relies_on: str, aliases: tuple[str, ...] = ()
 ) -> Callable[[_Wrapper], _Wrapper]:
+    """``seam`` with what all seams for checkpoints have in common."""
     return seam(
         target,
         "bf16-dispatch",
@@ -79,212 +77,93 @@ bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDicti
 """DDP modules whose bucket the shim aligned, to the ``grad_reduce_in_fp32`` they came with: written
 by ``ddp.build_ddp``, read here."""
 
-_added: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""OptimizerConfigs that are precision-aware by the shim alone, by ``id``: they have no hash."""
+_ADDED = "_precision_shim_added"
+"""Attribute of an OptimizerConfig that is precision-aware by the shim alone: it is no field, and
+``copy`` and ``pickle`` take it along."""
 
-_as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
+_OWN = ("adam_eps", "sgd_momentum")
+"""Fields of such a config whose floats are objects of their own: whoever makes a config of another
+one's fields, as ``dataclasses.replace`` does, hands these objects on."""
+
+_own_floats: dict[int, float] = {}
+"""These objects, by ``id``: written by ``note_precision_aware``, read by ``added_by_shim``."""
+
+as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
 """Whether remainders are being written that the same job would write without the shim."""
 
-_loading: weakref.WeakKeyDictionary[Any, list[CheckpointLayoutError]] = weakref.WeakKeyDictionary()
-"""Optimizers whose ``load_state_dict`` is under way, to what was refused in it so far."""
+into_place: ContextVar[bool] = ContextVar("precision_shim_into_place", default=False)
+"""Whether a load reads into the tensors that are handed out."""
 
 
 def note_precision_aware(config: Any, *, by_user: bool) -> None:
     """Remember whether an OptimizerConfig would be precision-aware without the shim.
 
     Args:
-        config: Megatron's OptimizerConfig, the object that the optimizer gets.
+        config: Megatron's OptimizerConfig; the optimizer gets this object or a copy of it.
         by_user: whether the framework makes it so of the user's config alone.
     """
-    if config.use_precision_aware_optimizer and not by_user:
-        _added[id(config)] = config
+    if not config.use_precision_aware_optimizer or by_user:
+        return
+    setattr(config, _ADDED, True)
+    for name in _OWN:
+        value = getattr(config, name, None)
+        if isinstance(value, float):
+            own = value * 1.0  # an object of its own; float() would return the same one
+            _own_floats[id(own)] = own
+            setattr(config, name, own)
 
 
-# -- one parameter's states -------------------------------------------------------------------
-
-
-def _precision_aware(optimizer: Any) -> bool:
-    """Whether FusedAdam keeps the masters (Megatron's offloading optimizer has no such method)."""
-    return bool(
-        optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        and hasattr(optimizer.optimizer, "get_unscaled_state")
+def added_by_shim(config: Any) -> bool:
+    """Whether an OptimizerConfig, or what it was copied from, was noted as the shim's."""
+    values = (getattr(config, name, None) for name in _OWN)
+    return hasattr(config, _ADDED) or any(
+        isinstance(one, float) and _own_floats.get(id(one)) is one for one in values
     )
 
 
-def _shard_of(optimizer: Any, model_param: Any) -> Any:
-    group, order = optimizer.model_param_group_index_map[model_param]
-    return optimizer.optimizer.param_groups[group]["params"][order]
+# -- without TransformerEngine -------------------------------------------------------------------
 
 
-@_seam(
+@checkpoint_seam(
     STATES,
-    f"{_OPTIMIZER}._get_main_param_and_optimizer_states",
-    "every sharding type reads one parameter's states here",
-    "model_param_group_index_map",
-    "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
-    "master_param",
-    "config",
-    "optimizer",
+    f"{OPTIMIZER}.sharded_state_dict",
+    "every sharding type is saved and loaded through it",
 )
-def join_states(call: Call, model_param: Any) -> Any:
-    """Hand out an fp32 master where FusedAdam keeps a remainder."""
-    tensors = call.proceed()
-    if _precision_aware(call.instance) and not _as_they_are.get():
-        shard = _shard_of(call.instance, model_param)
-        if tensors["param"].dtype is torch.int16:
-            # On the remainder's device: verl saves while the optimizer is offloaded.
-            remainder = tensors["param"]
-            tensors["param"] = join_master(shard.detach().to(remainder.device), remainder)
-        elif shard.dtype is torch.float32:
-            # FusedAdam keeps a master beside fp32 parameters and never updates it.
-            tensors["param"] = shard.detach()
-    return tensors
+def refuse_torchs_adam(
+    call: Call, is_loading: bool, metadata: Any = None, sharding_type: Any = None
+) -> Any:
+    """Say at the save that the states of torch's Adam cannot be loaded, and refuse the load.
 
-
-@_seam(
-    STATES,
-    f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-    "every sharding type writes one parameter's states here",
-    "set_scaled_state",
-    "config",
-    "optimizer",
-    "_get_model_param_range_map",
-)
-def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
-    """Take an fp32 master apart again; refuse what would not be continued exactly.
+    Where neither TransformerEngine nor Apex is installed, Megatron steps with torch's Adam. Its
+    load asserts that a fresh optimizer has one step count, which has none; an optimizer with states
+    lacks the count in two sharding types and keeps its own in the third.
 
     Raises:
-        CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
-            were stored as numbers.
+        CheckpointLayoutError: at a load, and under strict at a save.
     """
     optimizer = call.instance
-    # Up to 0.16 the dp_reshardable form hands a bool named 'padding' on, which FusedAdam rejects.
-    tensors = {key: value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
-    try:
-        _refuse_what_is_lost(optimizer, model_param, tensors)
-    except CheckpointLayoutError as error:
-        if optimizer not in _loading:
-            raise
-        # Raised for all ranks alike once each has gone through the loader's collectives.
-        _loading[optimizer].append(error)
-        return None
-    shard = _shard_of(optimizer, model_param)
-    value = tensors["param"]
-    call.arguments["tensors"] = tensors
-    if not _precision_aware(optimizer):
-        if value.dtype is torch.int16:
-            live = model_shard(optimizer, model_param)
-            tensors["param"] = join_master(live, value.to(live.device))
+    kind = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "the default")
+    if kind == "fsdp_dtensor" or not _steps_with_torchs_adam(optimizer):
         return call.proceed()
-    master = optimizer.optimizer.state[shard]["master_param"]
-    if value.dtype is torch.int16 and master.dtype is not torch.int16:
-        tensors["param"] = join_master(shard.detach(), value.to(shard.device))
-    elif value.dtype is not torch.int16 and master.dtype is torch.int16:
-        # The parameter is written too: FusedAdam rounds ties away from zero, Megatron to even.
-        rounded, tensors["param"] = split_master(value.float().to(shard.device))
-        shard.data.copy_(rounded)
-    elif shard.dtype is torch.float32:
-        shard.data.copy_(value)
+    message = (
+        f"megatron-core {version_of('megatron-core', ('megatron',))}, optimizer checkpoint, "
+        f"sharding type {kind}: without TransformerEngine the distributed optimizer steps with "
+        "torch's Adam, whose states this Megatron saves and cannot load: every sharding type "
+        "(dp_reshardable, fully_reshardable, dp_zero_gather_scatter) loses the step count. Install "
+        "TransformerEngine before the job trains, or leave the optimizer's states out of its "
+        "checkpoints and resume from the model's weights."
+    )
+    if is_loading or current_settings().strict:
+        raise CheckpointLayoutError(message)
+    warn(message)
     return call.proceed()
 
 
-def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    value = tensors["param"]
-    aware = _precision_aware(optimizer)
-
-    def live() -> torch.Tensor:
-        return model_shard(optimizer, model_param)
-
-    lost = master_is_lost(
-        name_of(value.dtype),
-        lambda: looks_like_remainders(value, live),
-        precision_aware=aware,
-        params=name_of(model_param.dtype),
+def _steps_with_torchs_adam(optimizer: Any) -> bool:
+    megatron = sys.modules.get(OPTIMIZER.partition(":")[0])
+    return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW) and not getattr(
+        megatron, "HAVE_APEX_OR_TE", True
     )
-    if lost:
-        raise CheckpointLayoutError(
-            "Megatron optimizer checkpoint: its master weights are the int16 remainders of a "
-            "precision-aware optimizer, stored as numbers by a Megatron without the shim; they "
-            "cannot be turned back into weights for certain. The live optimizer keeps "
-            f"{'remainders' if aware else 'fp32 masters'}. Resume with the settings and the "
-            "Megatron that wrote it, save again with the shim on or with "
-            "override_optimizer_config.store_param_remainders=False, or start from the model's "
-            "weights without the optimizer's states."
-        )
-    if not aware:
-        return
-    state = optimizer.optimizer.state[_shard_of(optimizer, model_param)]
-    for name in ("exp_avg", "exp_avg_sq"):
-        kept = state[name].dtype if name in state else torch.float32
-        fits = partial(_fits, tensors, name, kept)
-        becomes = moment_becomes(name_of(kept), fits)
-        if becomes == "rounded":
-            raise CheckpointLayoutError(
-                f"Megatron optimizer checkpoint: its {name} holds fp32 values, the live optimizer "
-                f"keeps {name_of(kept)}: continuing would round them, and training would not be "
-                f"the one that was saved. Set override_optimizer_config.{name}_dtype to fp32, or "
-                f"{_REMEDY}"
-            )
-        if becomes == "scaled":
-            warn(
-                f"Megatron optimizer checkpoint: {name} is kept in {name_of(kept)} with a scale "
-                "that is computed anew on load; training may differ in the last bits."
-            )
-
-
-def _fits(tensors: dict[str, Any], name: str, dtype: torch.dtype) -> bool:
-    return rounds_exactly(tensors[name], dtype)
-
-
-def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
-    """The live parameter's elements that this rank's optimizer owns."""
-    owned = optimizer._get_model_param_range_map(model_param)["param"]
-    shard: torch.Tensor = model_param.detach().view(-1)[owned.start : owned.end]
-    return shard
-
-
-@_seam(
-    STATES,
-    f"{_OPTIMIZER}.load_state_dict",
-    "parameters written with the masters must reach the other ranks",
-    "param_state",
-    "config",
-    "optimizer",
-    "model_chunks",
-    "data_parallel_group",
-)
-def spread_parameters(call: Call, state_dict: Any) -> Any:
-    """Refuse on all ranks alike; gather the parameters that came with the masters, as a step would.
-
-    Raises:
-        CheckpointLayoutError: ``split_states`` refused on this rank or on another one.
-    """
-    optimizer = call.instance
-    refused: list[CheckpointLayoutError] = []
-    _loading[optimizer] = refused
-    try:
-        result = call.proceed()
-    finally:
-        del _loading[optimizer]
-    if "param_state" not in state_dict:
-        return result
-    # Ranks own different parameters: a rank without a fault must learn of the others' and not wait.
-    device = next(iter(optimizer.model_param_group_index_map), torch.zeros(0)).device
-    flag = torch.tensor([float(bool(refused))], device=device)
-    torch.distributed.all_reduce(
-        flag, op=torch.distributed.ReduceOp.MAX, group=optimizer.data_parallel_group
-    )
-    if refused:
-        raise refused[0]
-    if flag.item():
-        raise CheckpointLayoutError(
-            "Megatron optimizer checkpoint: another rank of the data-parallel group refused it; "
-            "its message says why."
-        )
-    if _precision_aware(optimizer):
-        for chunk in optimizer.model_chunks:
-            chunk.start_param_sync(force_sync=True)
-    return result
 
 
 # -- the bucket's dtype in the keys -------------------------------------------------------------
@@ -326,9 +205,9 @@ def _keyed_as_unpatched(optimizer: Any, state: Any) -> Any:
     return state
 
 
-@_seam(
+@checkpoint_seam(
     KEYS,
-    f"{_OPTIMIZER}.sharded_param_state_dp_zero",
+    f"{OPTIMIZER}.sharded_param_state_dp_zero",
     "the bucket's dtype is part of the gathered form's keys, too",
     "model_chunks",
 )
@@ -337,17 +216,17 @@ def name_bucket_of_unpatched(call: Call) -> Any:
     return _keyed_as_unpatched(call.instance, call.proceed())
 
 
-@_seam(
+@checkpoint_seam(
     KEYS,
-    f"{_OPTIMIZER}.sharded_param_state_dp_reshardable",
+    f"{OPTIMIZER}.sharded_param_state_dp_reshardable",
     "the bucket's dtype is part of these keys, and remainders can be read again",
     "per_bucket_numel_unpadded",
     "config",
     "model_chunks",
 )
-@_seam(
+@checkpoint_seam(
     KEYS,
-    f"{_OPTIMIZER}.sharded_param_state_fs_model_space",
+    f"{OPTIMIZER}.sharded_param_state_fs_model_space",
     "up to 0.15 the usual form, whose remainders can be read again, too",
     "config",
     "model_chunks",
@@ -358,17 +237,19 @@ def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     Remainders that the user configured are saved unchanged. Not while loading: what is wanted then
     is whole masters, for ``compare_layouts`` to hold against what is there.
     """
-    by_user = _added.get(id(call.instance.config)) is not call.instance.config
-    token = _as_they_are.set(by_user and not is_loading)
+    by_user = not added_by_shim(call.instance.config)
+    written = as_they_are.set(by_user and not is_loading)
+    read = into_place.set(is_loading)
     try:
         return _keyed_as_unpatched(call.instance, call.proceed())
     finally:
-        _as_they_are.reset(token)
+        as_they_are.reset(written)
+        into_place.reset(read)
 
 
-@_seam(
+@checkpoint_seam(
     KEYS,
-    f"{_OPTIMIZER}.load_parameter_state_from_dp_reshardable",
+    f"{OPTIMIZER}.load_parameter_state_from_dp_reshardable",
     "what the keys say is compared with the live bucket here",
     "per_bucket_numel_unpadded",
 )
@@ -388,9 +269,9 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
     return call.proceed()
 
 
-@_seam(
+@checkpoint_seam(
     KEYS,
-    f"{_OPTIMIZER}.load_parameter_state_from_dp_zero",
+    f"{OPTIMIZER}.load_parameter_state_from_dp_zero",
     "what the keys say is compared with the live bucket here, of the gathered form",
     "gbuf_ranges",
 )
@@ -408,7 +289,7 @@ def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
 # -- layouts compared before a tensor is read ---------------------------------------------------
 
 
-@_seam(
+@checkpoint_seam(
     KEYS,
     "megatron.core.dist_checkpointing.serialization:load",
     "the one call that has the wanted layout and the directory, before a tensor is read",
@@ -426,12 +307,11 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
     ]
     if not wanted:
         return call.proceed()
-    from megatron.core.dist_checkpointing import load_tensors_metadata
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
-        stored = load_tensors_metadata(str(checkpoint_dir))
-    except (CheckpointingException, NotImplementedError) as error:  # no such metadata
+        stored = _stored_dtypes(str(checkpoint_dir))
+    except (CheckpointingException, CheckpointUnreadableError, NotImplementedError) as error:
         warn(
             f"Megatron optimizer checkpoint {checkpoint_dir}: its layout could not be "
             f"compared with the live optimizer's: {error!r}."
@@ -443,7 +323,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
         wants = tensor.data.dtype if hasattr(tensor, "build_fn") else tensor.dtype
         if tensor.key not in stored:
             continue
-        there = stored[tensor.key].dtype
+        there = stored[tensor.key]
         read = how_read(name_of(there), name_of(wants), master=is_master(tensor.key))
         if read == "as it is":
             continue
@@ -456,9 +336,28 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
         raise CheckpointLayoutError(
             f"Megatron optimizer checkpoint {checkpoint_dir}: {tensor.key} is "
             f"{name_of(there)} there and {name_of(wants)} in the live optimizer. Set "
-            f"{_REMEDY}"
+            f"{REMEDY}"
         )
     return call.proceed()
+
+
+def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
+    """The dtypes of a checkpoint's tensors, by their keys; no pickle is opened for them.
+
+    Only on a file system of its own client is Megatron's reader asked, which does open one.
+    """
+    path = Path(directory, METADATA)
+    if not path.is_file():
+        from megatron.core.dist_checkpointing import load_tensors_metadata
+
+        return {key: one.dtype for key, one in load_tensors_metadata(directory).items()}
+    with path.open("rb") as file:
+        found = stored_tensors(file, str(path))
+    return {
+        key: parse_dtype(one.dtype) or getattr(torch, one.dtype)
+        for key, one in found.items()
+        if one.dtype is not None
+    }
 
 
 def _stored_key(key: str, stored: Any) -> str:

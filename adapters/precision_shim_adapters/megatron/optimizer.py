@@ -28,17 +28,18 @@ from precision_shim.adapting import (
     warn,
 )
 from precision_shim.errors import (
+    DtypeError,
     InconsistentPrecisionError,
     UnsupportedPrecisionError,
 )
 from precision_shim.rules.dtypes import coerce_dtype, name_of, parse_dtype
-from precision_shim.rules.legality import check_dtypes
+from precision_shim.rules.legality import check_dtypes, not_precision_aware
 from precision_shim.rules.model import TrainableDtypes, trainable_dtypes
 
 from .build import Build, current_build, megatron_label
 from .checkpoint import note_precision_aware
 from .ddp import told_of
-from .scaler import scaler_fields
+from .scaler import scaler_fields, unscaled
 from .told import note_told
 from .wishes import (
     ALIGNMENT,
@@ -116,7 +117,13 @@ def coerce_config(call: Call) -> Any:
         if dtypes[field.name] is not value:
             setattr(call.instance, field.name, dtypes[field.name])
     check_dtypes(dtypes, fused_adam_support(), where=where)
+    _refuse_low(vars(call.instance), f"{where}, OptimizerConfig")
     return call.proceed()
+
+
+def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
+    for field, message, remedy in not_precision_aware(fields):
+        raise DtypeError(f"{where}: {field}: {message}. {remedy}")
 
 
 # -- a framework's OptimizerConfig -------------------------------------------------------------
@@ -164,7 +171,8 @@ def settle(build: Build, *, native: bool = False) -> Settled:
         native: the framework dispatches on the dtype by itself.
 
     Raises:
-        DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
+        DtypeError: the user wrote a name that is unknown, or a dtype that is not legal or needs
+            the precision-aware optimizer.
         SettingsError: the first loss scale is below the scaler's minimum.
     """
     wishes = build.wishes
@@ -186,6 +194,8 @@ def settle(build: Build, *, native: bool = False) -> Settled:
         asked = coerced(wishes.asked, wishes.where)
     if in_force(build.framework, SCALING, GROUP) and build.dtype is torch.float16:
         added.update(scaler_fields(wishes, asked, current_settings()))
+    if in_force(build.framework, "dtype-coercion", GROUP) and not wishes.precision_aware_by_itself:
+        _refuse_low({**added, **asked}, f"{wishes.where}, {megatron_label()}")
     return Settled(dtype, asked, added, by_user)
 
 
@@ -243,11 +253,7 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
     if build.dtype is not torch.float16 or config.fp16 or getattr(config, "loss_scale", None):
         return
     wishes = build.wishes
-    message = (
-        f"{wishes.where}: fp16={config.fp16}, bf16={config.bf16}, but the model is fp16: "
-        "Megatron scales no loss then, and small gradients are lost. Set fp16 to true and bf16 "
-        "to false there."
-    )
+    message = unscaled(wishes.where, config.fp16, config.bf16)
     if current_settings().strict:
         raise InconsistentPrecisionError(message)
     note_told(config, "scaler-missing", "params-dtype")

@@ -7,18 +7,26 @@ Megatron then keeps: the functions that decide and audit in a worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from precision_shim.adapting import Settings
+from precision_shim.adapting import Settings, look
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import Precision, Share, part, ring
-from precision_shim.planning.record import Decided, ModelPlan, Part, Problem, Stage, staying
+from precision_shim.planning.record import (
+    Decided,
+    ModelPlan,
+    Part,
+    Problem,
+    Stage,
+    staying,
+    unknown_keys,
+)
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.text import parked
@@ -29,17 +37,31 @@ from precision_shim.rules.legality import (
     NEWEST,
     REMAINDERS_SINCE,
     FusedAdamSupport,
+    not_precision_aware,
     release,
 )
 from precision_shim.rules.model import TrainableDtypes
 
 from . import layout, reader
 from .layout import Sizes, StageCount
-from .scaler import foreseen
-from .wishes import ALIGNMENT, DISPATCH, PRECISION_AWARE, SCALING, InForce, Planned, Wishes, plan
+from .scaler import foreseen, unscaled
+from .wishes import (
+    ALIGNMENT,
+    DISPATCH,
+    GROUP,
+    PRECISION_AWARE,
+    SCALING,
+    InForce,
+    Planned,
+    Wishes,
+    plan,
+    what_is_in_force,
+)
 
 _ADAM = ("adam", "adamw")
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
+CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig"
+DDP = "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig"
 _LOW = ("main_grads_dtype", "main_params_dtype", *_MOMENTS)
 
 
@@ -60,6 +82,9 @@ class Asked:
         prefix: what stands before a key that is set on the command line.
         parked: the config's keys to the components that they move to the host between phases.
         place: models of one place share their GPUs.
+        bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
+        illegal: what the adapter found.
+        notes: what is legal and worth knowing.
     """
 
     wishes: Wishes
@@ -74,6 +99,9 @@ class Asked:
     prefix: str = ""
     parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
     place: str = ""
+    bucket_keys: Collection[str] = ()
+    illegal: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def subject(self) -> str:
@@ -84,7 +112,11 @@ class Asked:
         """See ``Plannable``."""
         core = release(rules.megatron_core) if rules.megatron_core else None
         return plan_model(
-            self, job.settings, support_of(rules.transformer_engine), megatron=core or None
+            self,
+            job.settings,
+            support_of(rules.transformer_engine),
+            holds=job.in_force,
+            megatron=core or None,
         )
 
     def on(self, world: int) -> Asked:
@@ -95,7 +127,7 @@ class Asked:
         """See ``Plannable``."""
         from .cheaper import variants  # which builds on this module
 
-        return variants(self, job.settings, support_of(rules.transformer_engine))
+        return variants(self, job.settings, support_of(rules.transformer_engine), job.in_force)
 
 
 @dataclass(frozen=True)
@@ -131,18 +163,13 @@ def without_shim(support: FusedAdamSupport) -> InForce:
     return InForce("as-configured", True, False, False, False, False, support)
 
 
-def with_shim(settings: Settings, support: FusedAdamSupport) -> InForce:
-    """What is in force where the shim is on, by its settings."""
-    features = settings.features
-    return InForce(
-        states=str(settings["optimizer_states"]),
-        coerces=True,
-        dispatches=DISPATCH in features,
-        aligns=ALIGNMENT in features,
-        over_user=settings["grad_bucket"] == "align",
-        whole_masters=DISPATCH in features,
-        support=support,
-    )
+Holds = Callable[[str, str], bool]
+"""Tells whether a feature is in force, as far as one group of seams goes."""
+
+
+def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
+    """What is in force where the shim is on. Names of dtypes are read all the same."""
+    return replace(what_is_in_force(settings, holds, support), coerces=True)
 
 
 def side(asked: Asked, now: InForce) -> Side:
@@ -235,18 +262,8 @@ def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Prob
         )
     if aware and support.problem:
         report("precision-aware", PRECISION_AWARE, support.problem, "Leave it out.")
-    low = [
-        name
-        for name in _LOW
-        if isinstance(fields.get(name), torch.dtype) and fields[name] is not torch.float32
-    ]
-    for name in () if aware else low:
-        report(
-            "dtype",
-            name,
-            f"{name_of(fields[name])} without {PRECISION_AWARE}: Megatron takes fp32 only",
-            f"Write {PRECISION_AWARE}: true, or leave {name} out.",
-        )
+    for name, message, remedy in not_precision_aware(fields):
+        report("dtype", name, message, remedy)
     narrow = asked.dtype is torch.float16 and not one.bucket.grad_reduce_in_fp32
     if aware and narrow and fields.get("clip_grad", 1.0):
         report(
@@ -267,13 +284,37 @@ def _refuse_others(asked: Asked, fields: Mapping[str, Any]) -> None:
         )
 
 
-def dtype_problem(asked: Asked, error: DtypeError) -> Problem:
-    """A dtype that the user wrote and that cannot be."""
-    text = str(error)
-    head, _, tail = text.rpartition(". ")
-    names = [key for key in asked.wishes.asked if f"{key}=" in text]
-    field = names[0] if names else "dtype"
-    return Problem("dtype", asked.wishes.subject, asked.key.format(field), head or text, tail)
+def _unknown(asked: Asked) -> list[Problem]:
+    """Keys that become arguments of Megatron's configs, and that these do not have."""
+    subject = asked.wishes.subject
+    found = unknown_keys(
+        asked.wishes.asked, fields_of(CONFIG), subject, asked.key, "Megatron's OptimizerConfig"
+    )
+    if asked.bucket_keys:
+        key = asked.bucket_key.rpartition(".")[0] + ".{}"
+        whose = "Megatron's DistributedDataParallelConfig"
+        found += unknown_keys(asked.bucket_keys, fields_of(DDP), subject, key, whose)
+    return found
+
+
+def _no_names(asked: Asked) -> list[Problem]:
+    """Numbers and the like where Megatron takes a dtype: YAML makes a number of ``16``."""
+    return [
+        Problem(
+            "dtype",
+            asked.wishes.subject,
+            asked.key.format(name),
+            f"{asked.wishes.where}: {name}={value!r} is no name of a dtype",
+            "Write a name, such as fp32 or bf16.",
+        )
+        for name, value in asked.wishes.asked.items()
+        if name in _LOW and value is not None and not isinstance(value, str | torch.dtype)
+    ]
+
+
+def fields_of(target: str) -> tuple[str, ...]:
+    """The fields of a dataclass of Megatron's; none where Megatron is not installed."""
+    return look(f"{target}.__init__").parameters
 
 
 # -- bytes -----------------------------------------------------------------------------------------
@@ -284,6 +325,7 @@ def plan_model(
     settings: Settings,
     support: FusedAdamSupport,
     *,
+    holds: Holds,
     megatron: tuple[int, ...] | None = None,
 ) -> tuple[ModelPlan | None, list[Problem]]:
     """Plan a model; ``None`` where what is illegal leaves nothing to count.
@@ -292,16 +334,23 @@ def plan_model(
         asked: the model.
         settings: the shim's.
         support: TransformerEngine's FusedAdam.
+        holds: what is in force where the shim is on.
         megatron: megatron-core's release; ``None``: the newest known.
     """
     if not asked.wishes.trains:  # it has no optimizer, whatever its framework passes on
         asked = replace(asked, wishes=replace(asked.wishes, asked={}))
     subject = asked.wishes.subject
-    found = layout.problems(asked.sizes, asked.model, subject, megatron)
+    found = [*asked.illegal, *layout.problems(asked.sizes, asked.model, subject, megatron)]
+    found += _unknown(asked)
+    numbers = _no_names(asked)
+    if numbers:
+        return None, [*found, *numbers]
+    on = with_shim(settings, support, holds)
     try:
-        sides = [side(asked, without_shim(support)), side(asked, with_shim(settings, support))]
+        sides = [side(asked, without_shim(support)), side(asked, on)]
     except DtypeError as error:
-        return None, [*found, dtype_problem(asked, error)]
+        key = asked.key.format(error.key or "dtype")
+        return None, [*found, Problem.of(error, subject, key)]
     if asked.wishes.trains:
         found += problems_of(asked, sides[1], support)
     if any(one.code in ("size", "world-size", "layers") for one in found):
@@ -318,14 +367,15 @@ def plan_model(
             subject,
             asked.model.parameters,
             asked.sizes.to_dict(),
-            tuple(_decisions(asked, sides[1], settings)) if asked.wishes.trains else (),
+            tuple(_decisions(asked, sides[1], settings, holds)) if asked.wishes.trains else (),
             {"before": _traffic(before), "after": _traffic(after)},
             before,
             after,
-            (*_notes(asked, sides[1]), *parked(after, asked.parked)),
+            (*asked.notes, *_notes(asked, sides[1]), *parked(after, asked.parked)),
             asked.model.source,
             _stays(asked, before, after),
             asked.place,
+            name_of(asked.dtype),
         ),
         found,
     )
@@ -388,21 +438,28 @@ def _gathered(part_: Part) -> str:
     return "params" if shared else "grad_buckets"
 
 
-def _decisions(asked: Asked, one: Side, settings: Settings) -> list[Decided]:
+def _decisions(asked: Asked, one: Side, settings: Settings, holds: Holds) -> list[Decided]:
     found = []
     made = one.planned.plan
-    if DISPATCH in settings.features:
+    if holds(DISPATCH, GROUP):
         found.append(Decided(DISPATCH, made.chosen, made.because))
-    if ALIGNMENT in settings.features:
+    if holds(ALIGNMENT, GROUP):
         in_fp32 = one.bucket.grad_reduce_in_fp32
         dtype = "fp32" if in_fp32 else name_of(asked.dtype)
         chosen = f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})"
         found.append(Decided(ALIGNMENT, chosen, one.bucket.because))
-    if SCALING in settings.features and asked.dtype is torch.float16:
+    if holds(SCALING, GROUP) and asked.dtype is torch.float16:
         scaler = foreseen(asked.wishes, one.planned.asked, settings)
         if scaler is not None:
-            found.append(Decided(SCALING, *scaler))
+            fp16 = _fp16(one)
+            off = "no loss scaling", f"the optimizer's config has fp16={fp16}"
+            found.append(Decided(SCALING, *(scaler if fp16 else off)))
     return found
+
+
+def _fp16(one: Side) -> bool:
+    """The ``fp16`` of an fp16 model's OptimizerConfig: Megatron makes a scaler by it."""
+    return bool(one.fields.get("fp16", True))
 
 
 def _notes(asked: Asked, one: Side) -> list[str]:
@@ -412,6 +469,14 @@ def _notes(asked: Asked, one: Side) -> list[str]:
         found += [*made.warnings, *(text for text in (made.bucket_warning,) if text)]
         if one.bucket.problem:
             found.append(one.bucket.problem)
+        static = one.fields.get("loss_scale")
+        if asked.dtype is torch.float16 and not (_fp16(one) or static):
+            found.append(unscaled(asked.wishes.where, False, bool(one.fields.get("bf16"))))
+    if asked.wishes.asked and not fields_of(CONFIG):
+        found.append(
+            "not checked: whether Megatron's OptimizerConfig has the fields that are written; "
+            "megatron-core is not installed here"
+        )
     further = asked.model.number("num_nextn_predict_layers", "mtp_num_hidden_layers")
     if further:
         found.append(

@@ -100,7 +100,7 @@ def accepted() -> Answer:
 @probe(
     "low-precision states need the precision-aware optimizer",
     assumes="without it Megatron takes main gradients, masters and moments at fp32 only",
-    rule="precision_shim.rules.optimizer:_NEED_PRECISION_AWARE",
+    rule="precision_shim.rules.legality:NEED_PRECISION_AWARE",
     needs=(_CONFIG,),
 )
 def states_need_it() -> Answer:

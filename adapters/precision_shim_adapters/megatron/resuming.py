@@ -32,6 +32,7 @@ from precision_shim.checkpoints.layout import (
     UNKNOWN,
     Outcome,
     Part,
+    halves,
 )
 from precision_shim.rules.continuing import how_read, master_is_lost, moment_becomes
 from precision_shim.rules.dtypes import name_of, parse_dtype
@@ -112,8 +113,9 @@ def foretell(
         mends_offload: whether the framework has mends of its own for Megatron's load of an
             optimizer for CPU offload, as SkyRL has.
     """
-    if not part.has_states:
-        return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
+    half = halves(part)
+    if half is not None:
+        return half
     if part.masters == UNKNOWN:
         return Outcome(NOT_HERE, "the values of its masters cannot be read, and nothing else tells")
     holds = partial(here.in_force, framework)

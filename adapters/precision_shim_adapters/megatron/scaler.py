@@ -69,6 +69,15 @@ def told(
     return f"Megatron's dynamic loss scaler {words}", because
 
 
+def unscaled(where: str, fp16: object, bf16: object) -> str:
+    """What is told of an fp16 model whose OptimizerConfig has ``fp16`` off."""
+    message = (
+        f"{where}: fp16={fp16}, bf16={bf16}, but the model is fp16: Megatron scales no loss then, "
+        "and small gradients are lost. Set fp16 to true and bf16 to false there."
+    )
+    return message
+
+
 def foreseen(
     wishes: Wishes, asked: Mapping[str, Any], settings: Settings
 ) -> tuple[str, str] | None:

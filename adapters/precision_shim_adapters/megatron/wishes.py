@@ -154,12 +154,17 @@ def plan_for(
     return plan(wishes, model, now, distributed=distributed)
 
 
-def what_is_in_force(settings: Settings, holds: Callable[[str, str], bool]) -> InForce:
+def what_is_in_force(
+    settings: Settings,
+    holds: Callable[[str, str], bool],
+    support: FusedAdamSupport | None = None,
+) -> InForce:
     """What a plan depends on.
 
     Args:
         settings: the shim's.
         holds: tells whether a feature is in force, and a group of it.
+        support: the FusedAdam that Megatron would use; ``None`` to look.
     """
     return InForce(
         states=str(settings["optimizer_states"]),
@@ -168,7 +173,7 @@ def what_is_in_force(settings: Settings, holds: Callable[[str, str], bool]) -> I
         aligns=holds(ALIGNMENT, GROUP),
         over_user=settings["grad_bucket"] == "align",
         whole_masters=holds(DISPATCH, STATES),
-        support=fused_adam_support(),
+        support=fused_adam_support() if support is None else support,
     )
 
 

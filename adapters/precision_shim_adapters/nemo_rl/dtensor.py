@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,22 +25,24 @@ from precision_shim.adapting import (
     warn,
 )
 from precision_shim.errors import SeamError
+from precision_shim.rules.belonging import files_beneath
+from precision_shim.scaling import Files
 
 from ..fp16 import FEATURE, SETTINGS, ScaledTraining
 from ..ray_actors import class_beneath, put_in_front
-from .places import DTENSOR, at_actor_class
+from .places import DTENSOR, V1, V2, VALUE_V2, at_actor_class
 
 FRAMEWORK = "nemo-rl"
 BLOCK = "precision_shim"
 """Key of the optional block in a policy's or value model's config."""
 
 _KINDS = {
-    "DTensorPolicyWorker": ("dtensor v1", "policy"),
-    "DTensorPolicyWorkerImpl": ("dtensor v1", "policy"),
-    "DTensorPolicyWorkerV2": ("dtensor v2", "policy"),
-    "DTensorPolicyWorkerV2Impl": ("dtensor v2", "policy"),
-    "DTensorValueWorkerV2": ("dtensor value", "value"),
-    "DTensorValueWorkerV2Impl": ("dtensor value", "value"),
+    "DTensorPolicyWorker": (V1, "policy"),
+    "DTensorPolicyWorkerImpl": (V1, "policy"),
+    "DTensorPolicyWorkerV2": (V2, "policy"),
+    "DTensorPolicyWorkerV2Impl": (V2, "policy"),
+    "DTensorValueWorkerV2": (VALUE_V2, "value"),
+    "DTensorValueWorkerV2Impl": (VALUE_V2, "value"),
 }
 """Names of NeMo-RL's classes, to the group of their seams and the name of their config."""
 
@@ -211,8 +214,18 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
         # Only here: the first worker's __init__ loads its checkpoint by load_checkpoint, the
         # second's from 0.6 on without it.
         if optimizer_path and weights_path:
-            training.restore(optimizer_path)
+            training.restore(optimizer_path, _files(optimizer_path))
         training.keep(instance)
+
+
+def group_of(name: str, *, second: bool) -> str:
+    """The group of the workers of a model.
+
+    Args:
+        name: of the model's config: ``"policy"``, ``"value"``.
+        second: whether they are the second kind, ``dtensor_cfg._v2``.
+    """
+    return VALUE_V2 if name == "value" else V2 if second else V1
 
 
 def scaled_because(name: str) -> str:
@@ -318,7 +331,8 @@ def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
         result = call.proceed()
         training = _training(call.instance)
         if outermost and optimizer_path and training is not None:
-            training.save(optimizer_path)
+            files = None if _saves_later(call.instance) else _files(optimizer_path, written=True)
+            training.save(optimizer_path, files)
         return result
 
 
@@ -329,5 +343,29 @@ def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
         result = call.proceed()
         training = _training(call.instance)
         if outermost and optimizer_path and training is not None:
-            training.restore(optimizer_path)
+            training.restore(optimizer_path, _files(optimizer_path))
         return result
+
+
+def _files(path: str, *, written: bool = False) -> Files:
+    """The files of an optimizer's checkpoint, of which each rank has a share.
+
+    Args:
+        path: where the optimizer is saved: the first worker's files are in it, the second's in a
+            directory in it.
+        written: only those that this rank has written, which it sees for certain.
+    """
+    rank, ranks = 0, 1
+    if torch.distributed.is_initialized():
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = files_beneath(path)
+    if not written:
+        return dict(list(found.items())[rank::ranks])
+    mine = (f"__{rank}_", ".metadata") if rank == 0 else (f"__{rank}_",)
+    return {name: place for name, place in found.items() if Path(name).name.startswith(mine)}
+
+
+def _saves_later(instance: Any) -> bool:
+    """Whether a worker's files are written in the background, after it has said that it saved."""
+    manager = getattr(instance, "checkpoint_manager", None)
+    return bool(getattr(getattr(manager, "checkpoint_config", None), "is_async", False))

@@ -50,9 +50,12 @@ _CLIP_V1 = "nemo_rl.models.dtensor.parallelize:get_grad_norm"
 _CLIP_V2 = "nemo_automodel.components.training.utils:scale_grads_and_clip_grad_norm"
 _CLIP_OLD = "nemo_automodel.components.distributed.grad_utils:get_grad_norm"  # until 0.4
 
-_V1 = ("DTensorPolicyWorker", "dtensor v1", _CLIP_V1)
+V1, V2, VALUE_V2 = "dtensor v1", "dtensor v2", "dtensor value"
+"""The groups of the seams on the DTensor workers."""
+
+_V1 = ("DTensorPolicyWorker", V1, _CLIP_V1)
 _V1_OLD = f"{_OLD}.dtensor_policy_worker"
-_V2 = ("DTensorPolicyWorkerV2", "dtensor v2")
+_V2 = ("DTensorPolicyWorkerV2", V2)
 _V2_OLD = f"{_OLD}.dtensor_policy_worker_v2"
 _V2_NEW = f"{_NEW}.dtensor_policy_worker_v2"
 _CLIPS_AS_BEFORE = f"{_V2_NEW}:DTensorPolicyWorkerV2 mentions get_grad_norm"
@@ -67,7 +70,7 @@ DTENSOR = (
     Worker(
         f"{_VALUES}.dtensor_value_worker_v2",
         "DTensorValueWorkerV2",
-        "dtensor value",
+        VALUE_V2,
         _CLIP_V2,
         optional=True,
     ),

@@ -17,16 +17,17 @@ from precision_shim.adapting import version_of
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.record import Decided
-from precision_shim.planning.request import Plannable, Request
+from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import is_router
-from precision_shim.rules.dtypes import name_of, parse_dtype
+from precision_shim.planning.values import number
+from precision_shim.rules.dtypes import name_of
 
 from ..fp16.plan import Asked as Sharded
 from ..fp16.plan import scales, scaling
 from ..megatron.layout import Sizes
 from ..megatron.plan import Asked
 from ..resolving import plain
-from . import dtensor, megatron
+from . import dtensor, legality, megatron
 from .dtensor import FRAMEWORK
 
 _SIZES = {
@@ -190,12 +191,9 @@ def _teaching(config: Mapping[str, Any]) -> int:
     return sum(nodes for _, nodes in found)
 
 
-def _number(section: Mapping[str, Any], key: str) -> int:
-    value = section.get(key, 1)
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise PlanError(f"{_where()}, cluster.{key}={value!r}: expected a number.") from None
+def _number(section: Mapping[str, Any], key: str, place: str = "cluster") -> int:
+    value = section.get(key)
+    return 1 if value is None else number(value, f"{place}.{key}", _where())
 
 
 # -- the models ------------------------------------------------------------------------------------
@@ -209,9 +207,9 @@ def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannab
             if teachers:  # nothing is generated then, and the student keeps its GPUs
                 section = {**section, "generation": None}
             yield _model(job, section, key, subject, world)
-    for number, section in enumerate(teachers):
+    for place, section in enumerate(teachers):
         if isinstance(section, Mapping) and section.get("model_name"):
-            yield _model(job, section, f"teachers.{number}", f"teacher_{number}", world)
+            yield _model(job, section, f"teachers.{place}", f"teacher_{place}", world)
 
 
 def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: int) -> Plannable:
@@ -236,7 +234,9 @@ def _refuse_adapters(key: str, switch: object) -> None:
         )
 
 
-def _on_megatron(job: Job, section: Mapping[str, Any], key: str, subject: str, world: int) -> Asked:
+def _on_megatron(
+    job: Job, section: Mapping[str, Any], key: str, subject: str, world: int
+) -> Plannable:
     cfg = section["megatron_cfg"]
     where = f"{key}.megatron_cfg"
     _refuse_adapters(f"{where}.peft", (cfg.get("peft") or {}).get("enabled"))
@@ -250,6 +250,11 @@ def _on_megatron(job: Job, section: Mapping[str, Any], key: str, subject: str, w
         )
     complete = {**cfg, "optimizer": cfg.get("optimizer") or {}}
     complete["distributed_data_parallel_config"] = ddp
+    names = ("precision", "megatron_cfg.pipeline_dtype")
+    illegal = [*legality.names(section, key, subject, names)]
+    if illegal:
+        return Illegal(subject, tuple(illegal))
+    illegal += legality.of_megatron(section, key, subject)
     wishes = megatron.read_wishes(
         {**section, "megatron_cfg": complete}, subject, megatron_fsdp=fsdp, trains=trains
     )
@@ -276,6 +281,7 @@ def _on_megatron(job: Job, section: Mapping[str, Any], key: str, subject: str, w
         bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
         prefix="++",
         parked=_parked(section, key),
+        illegal=tuple(illegal) if trains else (),
     )
 
 
@@ -288,15 +294,11 @@ def _parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
     return {f"{key}.generation.colocated.enabled": everything} if shared.get("enabled") else {}
 
 
-def _group(cfg: Mapping[str, Any], key: str) -> int:
-    value = cfg.get(key)
-    return 1 if value is None else int(value)
-
-
 def _scaling(
     job: Job, section: Mapping[str, Any], subject: str, compute: str
 ) -> tuple[Decided, ...]:
-    if not scales(job.settings, compute):
+    second = bool((section.get("dtensor_cfg") or {}).get("_v2"))
+    if not scales(job, compute, dtensor.group_of(subject, second=second)):
         return ()
     block = dtensor.configured(section, subject)
     return (scaling(job.settings, dtensor.scaled_because(subject), configured=block),)
@@ -304,15 +306,13 @@ def _scaling(
 
 def _on_dtensor(
     job: Job, section: Mapping[str, Any], key: str, subject: str, world: int
-) -> Sharded:
+) -> Plannable:
     cfg = section["dtensor_cfg"]
     _refuse_adapters(f"{key}.dtensor_cfg.lora_cfg", (cfg.get("lora_cfg") or {}).get("enabled"))
-    precision = parse_dtype(str(section.get("precision", "bfloat16")))
-    if precision is None:
-        raise PlanError(
-            f"{_where()}, {key}.precision={section.get('precision')!r}: expected bfloat16, float16 "
-            "or float32. Correct it."
-        )
+    illegal = tuple(legality.names(section, key, subject, ("precision",)))
+    if illegal:
+        return Illegal(subject, illegal)
+    precision = legality.DTYPES[section.get("precision", "bfloat16")]
     trains = not subject.startswith("teacher")
     name = str((section.get("optimizer") or {}).get("name") or "torch.optim.AdamW")
     return Sharded(
@@ -320,9 +320,9 @@ def _on_dtensor(
         job.model(section["model_name"], section.get("hf_config_overrides")),
         world,
         "fp32",  # NeMo-RL always loads in float32, and computes in policy.precision
-        tensor=_group(cfg, "tensor_parallel_size"),
-        context=_group(cfg, "context_parallel_size"),
-        replicas=_group(cfg, "dp_replicate_size"),
+        tensor=_number(cfg, "tensor_parallel_size", f"{key}.dtensor_cfg"),
+        context=_number(cfg, "context_parallel_size", f"{key}.dtensor_cfg"),
+        replicas=_number(cfg, "dp_replicate_size", f"{key}.dtensor_cfg"),
         compute=name_of(precision),
         optimizer=name if trains else "",
         decisions=_scaling(job, section, subject, name_of(precision)) if trains else (),

@@ -8,8 +8,11 @@ from precision_shim.rules.dtypes import name_of
 
 from ..fp16 import resuming as torchs
 from ..megatron import resuming as megatrons
-from .dtensor import FRAMEWORK
+from .dtensor import FRAMEWORK, group_of
 from .megatron import read_wishes
+
+_SECOND = ("model", "optim")
+"""Directories within ``weights`` and ``optimizer`` that workers with ``dtensor_cfg._v2`` make."""
 
 
 def megatron(part: Part, here: Here) -> Outcome:
@@ -25,5 +28,7 @@ def megatron(part: Part, here: Here) -> Outcome:
 
 
 def dtensor(part: Part, here: Here) -> Outcome:
-    """On DTensor."""
-    return torchs.foretell(FRAMEWORK, part, here, "dtensor v2")
+    """On DTensor; the second kind of workers has directories of its own within the first's."""
+    second = any(unit.path.name in _SECOND for unit in part.units)
+    group = group_of(part.subject or "policy", second=second)
+    return torchs.foretell(FRAMEWORK, part, here, group)

@@ -15,10 +15,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from precision_shim.adapting import Call, decide, seam
+from precision_shim.adapting import Call, decide, seam, version_of
+from precision_shim.scaling import Files
 
 from ..fp16 import FEATURE, ScaledTraining
+from ..fp16.names import own_dtype
 from .overflow import add_figures
+
+GROUP = "fsdp"
+"""The group of the seams on the FSDP workers."""
 
 CLIENT_KEY = "precision_shim_scaler"
 """Where the scaler's state lies in a checkpoint's ``client_state``."""
@@ -35,7 +40,7 @@ def _seam(target: str, why: str, *relies_on: str) -> Callable[[_Wrapper], _Wrapp
     return seam(
         target,
         FEATURE,
-        group="fsdp",
+        group=GROUP,
         why=why,
         delete_when="SkyRL scales fp16 losses on FSDP",
         relies_on=relies_on,
@@ -47,11 +52,32 @@ def scaled_because(subject: str) -> str:
     return f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16"
 
 
-def _is_fp16(strategy: Any) -> bool:
-    from skyrl.backends.skyrl_train.distributed.fsdp_utils import PrecisionType
+MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+"""The keys that SkyRL reads of ``mixed_precision``, and what it takes without that section."""
 
-    mixed = getattr(strategy.fsdp_config, "mixed_precision", None)
-    return mixed is not None and PrecisionType.to_dtype(mixed.param_dtype) is torch.float16
+
+def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
+    """The dtypes that FSDP is given, by the keys of ``mixed_precision``.
+
+    Args:
+        config: ``fsdp_config``.
+        section: where the job's config has it, for messages.
+
+    Raises:
+        DtypeError: SkyRL has no such name, and would stop with an error that names no key.
+    """
+    mixed = getattr(config, "mixed_precision", None)
+    if mixed is None:
+        return dict(MIXED)
+    where = f"skyrl {version_of('skyrl', ('skyrl',))}"
+    return {
+        key: own_dtype(getattr(mixed, key), f"{section}.mixed_precision.{key}", where)
+        for key in MIXED
+    }
+
+
+def _is_fp16(strategy: Any) -> bool:
+    return mixed_dtypes(strategy.fsdp_config)["param_dtype"] is torch.float16
 
 
 # -- autocast ----------------------------------------------------------------------------------
@@ -85,7 +111,12 @@ class _Autocast:
     "fsdp_config",
 )
 def autocast_in_fp16(call: Call) -> Any:
-    """Let SkyRL's autocast follow the dtype of the parameters that FSDP was given."""
+    """Let SkyRL's autocast follow the dtype of the parameters that FSDP was given.
+
+    Raises:
+        DtypeError: a dtype of ``mixed_precision`` is none.
+    """
+    mixed_dtypes(call.instance.fsdp_config)
     module = call.proceed()
     if _is_fp16(call.instance):
         module.register_forward_pre_hook(_Autocast(call.instance.device_mesh.device_type))
@@ -160,15 +191,16 @@ def step(call: Call, optimizer: Any) -> Any:
 
 @_seam(
     f"{_STRATEGY}.save_checkpoint",
-    "client_state is stored with the checkpoint, without a file of its own",
+    "client_state is stored with the checkpoint, in the last of a rank's files",
     "client_state",
     "extra_state_dict",
 )
-def save(call: Call, optimizer: Any, client_state: Any) -> Any:
+def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
     """Put the scaler's state into the ``client_state`` of a checkpoint."""
     training = ScaledTraining.of(call.instance)
     if training is not None and optimizer is not None:
-        kept = {**(client_state or {}), CLIENT_KEY: training.record()}
+        record = training.record(_files(call.instance, ckpt_dir))
+        kept = {**(client_state or {}), CLIENT_KEY: record}
         call.arguments["client_state"] = kept
     return call.proceed()
 
@@ -191,9 +223,22 @@ def load(call: Call, ckpt_dir: Any, optimizer: Any, load_optimizer_states: Any) 
     training = ScaledTraining.of(strategy)
     if training is not None and optimizer is not None and load_optimizer_states:
         record = (states.get("client_state") or {}).get(CLIENT_KEY)
-        name = f"extra_state_world_size_{strategy.world_size}_rank_{strategy.get_rank()}.pt"
-        training.restore_record(record, os.path.join(str(ckpt_dir), name))
+        where = os.path.join(str(ckpt_dir), _name(strategy, "extra_state"))
+        training.restore_record(record, where, files=_files(strategy, ckpt_dir))
     return path, states
+
+
+def _name(strategy: Any, what: str) -> str:
+    return f"{what}_world_size_{strategy.world_size}_rank_{strategy.get_rank()}.pt"
+
+
+def _files(strategy: Any, directory: Any) -> Files:
+    """This rank's files that SkyRL writes before the scaler's state; none of a remote checkpoint.
+
+    SkyRL overwrites them in place: killed between two files, it would mix what is of two saves.
+    """
+    names = [_name(strategy, what) for what in ("model", "optim")]
+    return {name: os.path.join(str(directory), name) for name in names}
 
 
 # -- metrics -----------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import version_of
-from precision_shim.errors import PlanError
+from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job, imported
-from precision_shim.planning.record import Decided
-from precision_shim.planning.request import Plannable, Request
+from precision_shim.planning.record import Decided, Problem
+from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model, is_router
-from precision_shim.rules.dtypes import name_of, parse_dtype
+from precision_shim.rules.dtypes import name_of
 
 from ..fp16 import FEATURE
 from ..fp16.plan import Asked as Sharded
@@ -242,18 +242,21 @@ def _parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
 
 
 def _scaling(job: Job, role: str, compute: str) -> tuple[Decided, ...]:
-    if not scales(job.settings, compute):
+    if not scales(job, compute, fsdp.GROUP):
         return ()
     found = scaling(job.settings, fsdp.scaled_because(role))
     return (found, Decided(FEATURE, *fsdp.AUTOCAST))
 
 
-def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Sharded:
+def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
     section = getattr(trainer, role)
     config = section.fsdp_config
-    mixed = config.mixed_precision
+    try:
+        mixed = fsdp.mixed_dtypes(config, f"trainer.{role}.fsdp_config")
+    except DtypeError as error:
+        return Illegal(role, (Problem.of(error, role, error.key),), _place(trainer, role))
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
-    compute = _name(getattr(mixed, "param_dtype", None) or "bf16")
+    compute = name_of(mixed["param_dtype"])
     low = (role == "ref" and trainer.bf16) or (role == "policy" and not trains)
     return Sharded(
         role,
@@ -263,7 +266,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Sha
         shards=int(config.fsdp_size),
         context=int(getattr(section, "sequence_parallel_size", 1)),
         compute=compute,
-        reduce=_name(getattr(mixed, "reduce_dtype", None) or "fp32"),
+        reduce=name_of(mixed["reduce_dtype"]),
         optimizer="AdamW" if trains else "",
         decisions=_scaling(job, role, compute) if trains else (),
         offload=bool(config.cpu_offload),
@@ -276,13 +279,3 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Sha
         parked={} if config.cpu_offload else _parked(trainer, role),
         place=_place(trainer, role),
     )
-
-
-def _name(value: object) -> str:
-    dtype = parse_dtype(str(value))
-    if dtype is None:
-        raise PlanError(
-            f"{_where()}, fsdp_config.mixed_precision: {value!r} is no dtype; expected bf16, fp16 "
-            "or fp32. Correct it."
-        )
-    return name_of(dtype)

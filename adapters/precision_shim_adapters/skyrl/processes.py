@@ -6,17 +6,15 @@ import json
 import os
 from typing import Any
 
-from precision_shim.adapting import Call, seam
+from precision_shim.adapting import FEATURES, Call, seam
 from precision_shim.carriers import variables
 
 from ..ray_actors import make_again, plain_class
 
-_ALL = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling")
-
 
 @seam(
     "skyrl.train.utils.utils:prepare_runtime_environment",
-    _ALL,
+    FEATURES,
     group="ray",
     why="forwards a fixed list of variables to the workers",
     delete_when="it has a place for variables of others",
@@ -36,7 +34,7 @@ def carry_variables(call: Call) -> Any:
 
 @seam(
     "skyrl.backends.skyrl_train.workers.worker:PPORayActorGroup._initiate_actors",
-    _ALL,
+    FEATURES,
     group="ray",
     why="the one place that starts workers; their actor classes were made while importing",
     delete_when="SkyRL decorates its workers where it starts them",

@@ -9,6 +9,7 @@ from ..fp16 import resuming as torchs
 from ..megatron import resuming as megatrons
 from ..megatron.wishes import Wishes
 from .config import KWARGS
+from .fsdp import GROUP
 
 
 def megatron(part: Part, here: Here) -> Outcome:
@@ -27,4 +28,4 @@ def megatron(part: Part, here: Here) -> Outcome:
 
 def fsdp(part: Part, here: Here) -> Outcome:
     """On FSDP."""
-    return torchs.foretell("skyrl", part, here, "fsdp")
+    return torchs.foretell("skyrl", part, here, GROUP)

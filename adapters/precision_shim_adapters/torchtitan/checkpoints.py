@@ -2,11 +2,12 @@
 
 torch's distributed checkpoint unpickles all that is no tensor. It asks the file for every key that
 the trainer's state has, and a key that is not there is an error: so a checkpoint's metadata is
-looked at first.
+looked at first, by a reader that imports and calls nothing.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from precision_shim.adapting import Call, NativeProbe, seam
-from precision_shim.errors import ScalerCheckpointError
+from precision_shim.checkpoints.metadata import NAME as METADATA
+from precision_shim.checkpoints.metadata import stored
+from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
 
 from ..fp16 import FEATURE, ScaledTraining
 from .places import (
@@ -36,6 +39,7 @@ KEY = "precision_shim_scaler"
 STATE = "train_state"
 """The key of a trainer's state in a checkpoint."""
 
+_ANOTHER = "Take another checkpoint."
 _OTHERWISE = (
     f"Or load this one with {STATE} among checkpoint.exclude_from_loading, to continue with a "
     "fresh scaler."
@@ -112,39 +116,57 @@ def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
     """The size of a checkpoint's record, from its metadata, which rank 0 reads.
 
     Raises:
-        ScalerCheckpointError: what stands at the record's key is no tensor; on every rank.
+        ScalerCheckpointError: the metadata cannot be read, or what stands at the record's key is
+            no tensor of bytes; on every rank.
     """
     box: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        box = [_look(checkpoint)]
+        try:
+            box = [_look(checkpoint, where)]
+        except ScalerCheckpointError as error:  # the others wait for us
+            box = [str(error)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
     if isinstance(box[0], str):
-        raise ScalerCheckpointError(
-            f"{where}: it is {box[0]} where a tensor of bytes was expected: it is damaged, and not "
-            f"read. Take another checkpoint. {_OTHERWISE}"
-        )
+        raise ScalerCheckpointError(box[0])
     size: tuple[int, ...] | None = box[0]
     return size
 
 
-def _look(checkpoint: str) -> tuple[int, ...] | str | None:
-    from torch.distributed.checkpoint._storage_utils import _storage_setup
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
+def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
+    file_name = os.path.join(checkpoint, METADATA)
     try:
-        reader: Any = _storage_setup(None, checkpoint, reader=True)
-        metadata = reader.read_metadata()
-    except Exception:  # torchtitan is about to open it, and to say what is wrong with it
-        return None
-    found = metadata.state_dict_metadata.get(f"{STATE}.{KEY}")
+        with _open_metadata(checkpoint) as file:
+            found = stored(file, file_name).get(f"{STATE}.{KEY}")
+    except CheckpointUnreadableError as error:
+        raise ScalerCheckpointError(
+            f"{error} Whether it has a loss scaler's state cannot be told. {_ANOTHER}"
+        ) from None
+    except Exception as error:  # whatever the file system's client raises
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise ScalerCheckpointError(
+            f"{file_name}: it cannot be read ({why}). Whether the checkpoint has a loss scaler's "
+            f"state cannot be told. {_ANOTHER}"
+        ) from error
     if found is None:
         return None
-    if not isinstance(found, TensorStorageMetadata):
-        return type(found).__name__
-    if found.properties.dtype is not torch.uint8:
-        return f"a tensor of {found.properties.dtype}"
-    return tuple(found.size)
+    if found.dtype != "uint8":
+        what = "an object" if found.dtype is None else f"a tensor of {found.dtype}"
+        raise ScalerCheckpointError(
+            f"{where}: it is {what} where a tensor of bytes was expected: it is damaged, and not "
+            f"read. {_ANOTHER} {_OTHERWISE}"
+        )
+    return found.shape
+
+
+def _open_metadata(checkpoint: str) -> Any:
+    """A checkpoint's metadata as an open file, also of a file system that torch reaches."""
+    if "://" not in checkpoint:
+        return open(os.path.join(checkpoint, METADATA), "rb")
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
+
+    reader: Any = _storage_setup(None, checkpoint, reader=True)
+    return reader.fs.create_stream(reader.fs.concat_path(reader.path, METADATA), "rb")
 
 
 @_on_both("state_dict", "what goes into a checkpoint, and what is asked of one")

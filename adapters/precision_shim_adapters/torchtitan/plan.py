@@ -23,6 +23,7 @@ from precision_shim.rules.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import Asked, scales, scaling
 from . import names
+from .places import PRETRAINING, RL
 from .scaled import BECAUSE
 
 _KEYS = {
@@ -53,6 +54,7 @@ def plan(job: Job) -> Request:
     config = load(job)
     trainer = getattr(config, "trainer", config)  # the RL trainer's is within
     subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")
+    group = PRETRAINING if trainer is config else RL
     parallel, training = trainer.parallelism, trainer.training
     if parallel.pipeline_parallel_degree > 1:
         raise PlanError(
@@ -83,7 +85,7 @@ def plan(job: Job) -> Request:
         compute=compute,
         reduce=_name(training.mixed_precision_reduce),
         optimizer=_optimizer(trainer.optimizer),
-        decisions=(scaling(job.settings, BECAUSE),) if scales(job.settings, compute) else (),
+        decisions=(scaling(job.settings, BECAUSE),) if scales(job, compute, group) else (),
         offload=bool(training.enable_cpu_offload),
         gathers=1 if parallel.fsdp_reshard_after_forward == "never" else 2,
         keys={name: prefix + key for name, key in _KEYS.items()},
@@ -151,16 +153,10 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
         if trainer is not config:
             names.generator_dtype_name(config.generator.model_dtype)
     except DtypeError as error:
-        message, _, remedy = str(error).rpartition(". ")
-        found = re.search(r"(training|generator)\.\w+(?==)", message)
-        key = found.group() if found else "training.dtype"
-        yield Problem(
-            "dtype",
-            subject,
-            f"trainer.{key}" if trainer is not config and key.startswith("training") else key,
-            message,
-            remedy,
-        )
+        found = re.search(r"(training|generator)\.\w+(?==)", str(error))
+        key = error.key or (found.group() if found else "training.dtype")
+        within = trainer is not config and key.startswith("training")
+        yield Problem.of(error, subject, f"trainer.{key}" if within else key)
 
 
 def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Problem]:

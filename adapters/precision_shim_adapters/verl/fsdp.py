@@ -15,16 +15,33 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from precision_shim.adapting import Call, NativeProbe, Symbol, look, seam, version_of, warn
-from precision_shim.rules.dtypes import parse_dtype
+from precision_shim.adapting import (
+    Call,
+    NativeProbe,
+    Symbol,
+    look,
+    meant,
+    seam,
+    version_of,
+    warn,
+)
+from precision_shim.errors import DtypeError
+from precision_shim.rules.dtypes import name_of, parse_dtype
 from precision_shim.scaling import ScalerSettings
 
 from ..fp16 import FEATURE, ScaledTraining
+from ..fp16.names import own_dtype
 
 _SHARDED = "verl.workers.engine.fsdp.transformer_impl:FSDPEngine"
 _ACTOR = "verl.workers.actor.dp_actor:DataParallelPPOActor"
 _CRITIC = "verl.workers.critic.dp_critic:DataParallelPPOCritic"
 _Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
+
+ENGINE, LEGACY = "fsdp engine", "legacy fsdp workers"
+"""The groups of the seams on verl's two kinds of workers."""
+
+WORKERS = "use_legacy_worker_impl"
+"""The key of verl 0.7's ``trainer`` that chooses between them."""
 
 _SCALER = "scaler"
 """Where verl keeps a scaler, on its engines and on 0.7.1's actor; its loops use what is there."""
@@ -49,6 +66,16 @@ def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
     return None if critic.found else "this version has no legacy FSDP workers"
 
 
+def group_of(asked: object = None) -> str:
+    """The group of the workers that a PPO job trains in.
+
+    Args:
+        asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` where it does not say.
+    """
+    legacy = look(f"{_CRITIC}.update_critic").found
+    return LEGACY if legacy and asked != "disable" else ENGINE
+
+
 def engine_seam(
     method: str, why: str, delete_when: str, *relies_on: str, native: NativeProbe | None = None
 ) -> Callable[[_Wrapper], _Wrapper]:
@@ -56,7 +83,7 @@ def engine_seam(
     return seam(
         f"{_SHARDED}.{method}",
         FEATURE,
-        group="fsdp engine",
+        group=ENGINE,
         why=why,
         delete_when=delete_when,
         relies_on=relies_on,
@@ -72,7 +99,7 @@ def legacy_seam(
     return seam(
         target,
         FEATURE,
-        group="legacy fsdp workers",
+        group=LEGACY,
         why=why,
         delete_when="verl 0.8 is the oldest in use",
         relies_on=relies_on,
@@ -93,20 +120,43 @@ def legacy_seam(
     "param_dtype",
 )
 def build_engine(call: Call) -> Any:
-    """Put our scaler where verl made one or nobody did, as the engine wraps its module."""
-    module = call.proceed()
+    """Put our scaler where verl made one or nobody did, as the engine wraps its module.
+
+    Raises:
+        DtypeError: a dtype of ``mixed_precision`` is none.
+    """
     engine = call.instance
     config = engine.engine_config
+    mixed_dtypes(config)
+    module = call.proceed()
     if getattr(config, "forward_only", False):  # a reference model takes no step
         return module
     own = getattr(engine, _SCALER, None)
     if own is not None:
         _instead_of(own, engine)
-    elif _mixed(config, torch.bfloat16) is torch.float16:
+    elif computed(config) is torch.float16:
         _where_none_was(engine, "its FSDP engine")
-    else:
-        _tell_unscaled(config, _mixed(config, torch.bfloat16))
+    _tell_ignored(config)
     return module
+
+
+@engine_seam(
+    "_build_module",
+    "a name that verl does not know ends in an error without key and allowed names",
+    "verl's PrecisionType names the key",
+    "engine_config",
+    "model_dtype",
+)
+def check_names(call: Call) -> Any:
+    """Refuse a dtype name of the engine's config before a model is loaded.
+
+    Raises:
+        DtypeError: a name is none that verl knows.
+    """
+    config = call.instance.engine_config
+    model_dtype(config)
+    mixed_dtypes(config)
+    return call.proceed()
 
 
 @legacy_seam(
@@ -126,7 +176,7 @@ def build_actor(call: Call) -> Any:
     config = _get(actor.config, "fsdp_config")
     if actor.scaler is not None:
         _instead_of(actor.scaler, actor)
-    elif config is not None and _mixed(config, actor.param_dtype) is torch.float16:
+    elif config is not None and computed(config, actor.param_dtype) is torch.float16:
         # The loop can use a scaler, but verl makes one by another key.
         _make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
@@ -145,11 +195,10 @@ def build_critic(call: Call) -> Any:
     critic = call.instance
     config = _get(_get(critic.config, "model"), "fsdp_config")
     if critic.critic_optimizer is not None and config is not None:
-        if _mixed(config, torch.bfloat16) is torch.float16:
+        if computed(config) is torch.float16:
             _where_none_was(critic, "its legacy critic")
             _keep_at_optimizer(critic)
-        else:
-            _tell_unscaled(config, _mixed(config, torch.bfloat16))
+        _tell_ignored(config)
     return result
 
 
@@ -323,10 +372,96 @@ def _dtypes(config: Any) -> dict[str, torch.dtype | None]:
     return found
 
 
-def _mixed(config: Any, default: torch.dtype) -> torch.dtype | None:
-    """The dtype that FSDP computes in: verl reads it from ``mixed_precision.param_dtype``."""
+MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+"""The keys that verl reads of ``mixed_precision``, and what it takes where one is not written."""
+
+
+def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
+    """The dtypes that FSDP is given, by the keys of ``mixed_precision``; none without that section.
+
+    Args:
+        config: of an engine.
+        section: where the job's config has it, for messages.
+
+    Raises:
+        DtypeError: verl has no such name, and would stop with an error that names no key.
+    """
+    mixed, place = _get(config, "mixed_precision"), f"{section}.mixed_precision"
+    if mixed is None:
+        return {}
+    if not hasattr(mixed, "get"):
+        raise DtypeError(
+            f"{versioned()}: {place}={mixed!r} is no section; allowed: the keys "
+            f"{', '.join(MIXED)}, such as mixed_precision: {{param_dtype: bf16}}. Correct {place}.",
+            key=place,
+        )
+    return {
+        key: own_dtype(mixed.get(key, default), f"{place}.{key}", versioned())
+        for key, default in MIXED.items()
+    }
+
+
+def model_dtype(config: Any, section: str = "fsdp_config") -> torch.dtype:
+    """The dtype that the parameters are kept in.
+
+    Raises:
+        DtypeError: verl has no such name.
+    """
+    value = _get(config, "model_dtype")
+    if value is None:
+        return torch.bfloat16 if _get(config, "forward_only") else torch.float32
+    return own_dtype(value, f"{section}.model_dtype", versioned())
+
+
+def computed(config: Any, default: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """The dtype that FSDP computes in: verl reads it from ``mixed_precision.param_dtype`` alone."""
+    return mixed_dtypes(config).get("param_dtype", default)
+
+
+def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config") -> torch.dtype:
+    """The dtype that 0.7.1's actor trains in: either key makes it fp16.
+
+    Args:
+        config: its ``fsdp_config``.
+        mixed: ``mixed_precision.param_dtype``, or its default.
+        section: where the job's config has it, for messages.
+
+    Raises:
+        DtypeError: ``dtype`` is none that verl knows.
+    """
+    value = _get(config, "dtype") or "bfloat16"
+    own = own_dtype(value, f"{section}.dtype", versioned())
+    if torch.float16 in (own, mixed):
+        return torch.float16
+    return own if _get(config, "mixed_precision") is None else mixed
+
+
+def ignored(config: Any, computes: torch.dtype) -> list[str]:
+    """What a worker and a plan tell of keys that make no difference to verl's FSDP.
+
+    Args:
+        config: of an engine.
+        computes: what it trains in.
+    """
     mixed = _get(config, "mixed_precision")
-    return default if mixed is None else parse_dtype(str(_get(mixed, "param_dtype") or "bf16"))
+    found = []
+    for key in mixed or ():
+        if key not in MIXED:
+            near = meant(str(key), MIXED)
+            message = (
+                f"{versioned()}: mixed_precision.{key} is a key that verl never reads; allowed: "
+                f"{', '.join(MIXED)}{'; ' if near else '.'}{near}"
+            )
+            found.append(message)
+    asked = [name for name, dtype in _dtypes(config).items() if dtype is torch.float16]
+    if asked and computes is not torch.float16:
+        message = (
+            f"{versioned()}: {', '.join(asked)}=float16 is no fp16 training here: FSDP takes its "
+            f"dtype from mixed_precision.param_dtype, which is {name_of(computes)}. The loss is "
+            "not scaled. Set mixed_precision: {param_dtype: fp16} to train in float16."
+        )
+        found.append(message)
+    return found
 
 
 def _get(config: Any, key: str) -> Any:
@@ -353,11 +488,6 @@ def _tell_autocast(where: str, otherwise: str) -> None:
     )
 
 
-def _tell_unscaled(config: Any, computed: torch.dtype | None) -> None:
-    asked = [name for name, dtype in _dtypes(config).items() if dtype is torch.float16]
-    if asked:
-        warn(
-            f"{versioned()}: {', '.join(asked)}=float16 is no fp16 training here: FSDP takes its "
-            f"dtype from mixed_precision.param_dtype, which is {computed}. The loss is not "
-            "scaled. Set mixed_precision: {param_dtype: fp16} to train in float16."
-        )
+def _tell_ignored(config: Any) -> None:
+    for message in ignored(config, computed(config)):
+        warn(message)

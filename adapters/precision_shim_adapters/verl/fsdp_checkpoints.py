@@ -2,6 +2,10 @@
 
 Those of an engine are entered at the engine, which has the scaler. Those of the legacy workers are
 entered at the checkpoint manager, one place for actor and critic, which knows the optimizer.
+
+The state is written after verl's own files, and bound to them: verl overwrites them in place, one
+after the other. Killed between verl's last file and ours, a job loses the scaler's state, with a
+warning when it resumes. verl has then already removed an older checkpoint that made room for this.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from precision_shim.adapting import Call, Symbol, look, warn
-from precision_shim.scaling import FILE_NAME
+from precision_shim.scaling import FILE_NAME, Files
 
 from ..fp16 import ScaledTraining
 from .fsdp import engine_seam, legacy_seam, no_legacy_workers, training_of, versioned
@@ -22,6 +26,9 @@ _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 
 _CONTENTS = ("optimizer", "extra")
 """Parts of verl's checkpoints that the scaler goes with."""
+
+_NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+"""How the names of a rank's files begin, by the parts of verl's checkpoints."""
 
 _KEPT = "the engine has the scaler, verl's manager has not"
 _KEEPS = "verl keeps the scaler in its checkpoints"
@@ -40,16 +47,9 @@ def save(call: Call, local_path: Any) -> Any:
     """Write the scaler's state beside what an engine or a legacy worker saves."""
     manager, training = _kept(call.instance)
     contents = manager.checkpoint_save_contents
-    if training is None or not _goes_with(manager, local_path, training, contents):
-        return call.proceed()
-    # Write before verl's own files: verl removes an older checkpoint as soon as those are written.
-    # Write after them into a directory that verl may remove first, to make room.
-    again = _saved_before(manager, local_path)
-    if not again:
-        training.save(local_path)
     result = call.proceed()
-    if again:
-        training.save(local_path)
+    if training is not None and _goes_with(manager, local_path, training, contents):
+        training.save(local_path, _files(manager, local_path))
     return result
 
 
@@ -62,8 +62,9 @@ def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
     # No path: a fresh start.
     contents = manager.checkpoint_load_contents
     if training is not None and _goes_with(manager, local_path, training, contents):
+        files = _files(manager, local_path, contents)
         with _near(local_path, bool(del_local_after_load)) as directory:
-            training.restore(directory)
+            training.restore(directory, files)
     return result
 
 
@@ -75,12 +76,20 @@ def _kept(instance: Any) -> tuple[Any, ScaledTraining | None]:
     return instance, ScaledTraining.of(instance.optimizer)
 
 
-def _saved_before(manager: Any, path: str) -> bool:
-    earlier = map(os.path.abspath, getattr(manager, "previous_saved_paths", ()))
-    box = [os.path.abspath(path) in earlier]
-    if dist.is_initialized() and dist.get_world_size() > 1:  # verl keeps the list on rank 0 only
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
+def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
+    """This rank's files; of a remote checkpoint the copies of those that verl has just loaded."""
+    from verl.utils.fs import copy_to_local, is_non_local
+
+    remote = is_non_local(path)
+    found = {}
+    for part, beginning in _NAMES.items():
+        name = f"{beginning}_world_size_{manager.world_size}_rank_{manager.rank}.pt"
+        place = os.path.join(path, name)
+        if not remote:
+            found[name] = place
+        elif part in loaded:  # verl takes the copy that is there; so does this
+            found[name] = copy_to_local(place)
+    return found
 
 
 def _goes_with(manager: Any, path: Any, training: ScaledTraining, contents: Any) -> bool:

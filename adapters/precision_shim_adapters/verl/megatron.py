@@ -104,19 +104,19 @@ def _overrides(optim_config: Any) -> dict[str, Any]:
     return {str(key): written[key] for key in written}
 
 
-def _has_fields() -> bool:
+def has_fields() -> bool:
     """Whether this verl's own function reads the opt-in's fields."""
     return "bf16" in look(CONFIG).parameters
 
 
-def _opt_in(optim_config: Any, has_fields: bool) -> dict[str, Any]:
+def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     """The fields of verl 0.9's opt-in that the config carries, as dtypes.
 
     Where verl has the fields, False cannot be told from the default: no opt-in then. Where it has
     not, whatever is there was written.
     """
     values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
-    if has_fields and not values[PRECISION_AWARE]:
+    if fields and not values[PRECISION_AWARE]:
         return {}
     found = {
         key: coerce_dtype(value, key=f"optim.{key}", where=_where())
@@ -124,9 +124,7 @@ def _opt_in(optim_config: Any, has_fields: bool) -> dict[str, Any]:
         if value is not None
     }
     return (
-        {**dict.fromkeys(PRECISION_AWARE_FIELDS[1:], torch.float32), **found}
-        if has_fields
-        else found
+        {**dict.fromkeys(PRECISION_AWARE_FIELDS[1:], torch.float32), **found} if fields else found
     )
 
 
@@ -140,15 +138,15 @@ def read_wishes(
         ddp_config: ``override_ddp_config`` as the user wrote it.
         known: further attributes of ``Wishes``.
     """
-    written, has_fields = ddp_config or {}, _has_fields()
+    written, fields = ddp_config or {}, has_fields()
     bucket = bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
     return Wishes(
         where=f"{_where()}, {_KEY}",
         asked=_overrides(optim_config),
-        auto="as-configured" if has_fields else "guarded",
+        auto="as-configured" if fields else "guarded",
         native={torch.float16: ROWS[torch.float16]},  # verl's fp16 branch, in every version
-        opt_in=_opt_in(optim_config, has_fields),
-        reads_opt_in=has_fields,
+        opt_in=_opt_in(optim_config, fields),
+        reads_opt_in=fields,
         optimizer=str(_read(optim_config, "optimizer", "adam")),
         bucket_in_fp32=bucket,
         nan_check_written="check_for_nan_in_grad" in written,
@@ -247,7 +245,7 @@ def configure(
         build = Build(
             "verl", lambda: read_wishes(optim_config, declared=flagged, distributed=distributed)
         )
-    settled = megatron.settle(build, native=_dispatches_itself(_has_fields(), current_settings()))
+    settled = megatron.settle(build, native=_dispatches_itself(has_fields(), current_settings()))
     if settled.fields:
         call.arguments["optim_config"] = _WithOverrides(optim_config, settled.fields)
     if settled.by_user is not None:

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import look, version_of
-from precision_shim.errors import PlanError
+from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import Decided
-from precision_shim.planning.request import Plannable, Request
+from precision_shim.planning.record import Decided, Problem
+from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model
+from precision_shim.planning.values import mapping, number
 from precision_shim.rules.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import Asked as Sharded
@@ -30,7 +31,7 @@ from ..megatron import PRECISION_AWARE, Wishes
 from ..megatron.layout import Sizes
 from ..megatron.plan import Asked
 from ..resolving import plain
-from . import fsdp, megatron
+from . import fsdp, megatron, sections
 
 _ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
@@ -166,16 +167,20 @@ def _decorated(source: Path | None) -> tuple[str, str]:
 
 
 def _gpus(config: Mapping[str, Any]) -> int:
-    trainer = config.get("trainer") or {}
+    trainer = _of(config, "trainer")
     return _number(trainer, "trainer.n_gpus_per_node") * _number(trainer, "trainer.nnodes")
 
 
-def _number(section: Mapping[str, Any], key: str) -> int:
-    value = section.get(key.rpartition(".")[2], 1)
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise PlanError(f"{_where()}, {key}={value!r}: expected a number. Write one.") from None
+def _number(found: Mapping[str, Any], key: str, default: int = 1) -> int:
+    """A number of a section, by the whole key."""
+    value = found.get(key.rpartition(".")[2])
+    return default if value is None else number(value, key, _where())
+
+
+def _of(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A section of a section, by the whole key; empty where there is none."""
+    value = found.get(key.rpartition(".")[2])
+    return {} if value is None else mapping(value, key, _where())
 
 
 def _processes(job: Job, config: Mapping[str, Any]) -> tuple[int, str]:
@@ -192,12 +197,13 @@ def _processes(job: Job, config: Mapping[str, Any]) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Which model, where the config has it, and on how many GPUs."""
+    """Which model, where the config has it, on how many GPUs, and the group of its workers."""
 
     subject: str
     key: str
     world: int
     world_key: str
+    group: str = fsdp.ENGINE
 
 
 @dataclass(frozen=True)
@@ -214,6 +220,7 @@ class _Section:
     optim: Mapping[str, Any] | None
     model: Mapping[str, Any]
     sequence: int = 1
+    illegal: tuple[Problem, ...] = ()
 
     @property
     def optim_key(self) -> str:
@@ -221,20 +228,22 @@ class _Section:
 
 
 def _of_ppo(job: Job, config: Mapping[str, Any], world: int, key: str) -> Iterator[Plannable]:
-    shared = config["actor_rollout_ref"]
-    actor, ref = shared["actor"], shared.get("ref") or {}
-    algorithm, critic = config.get("algorithm") or {}, config.get("critic") or {}
-    model = shared["model"]
-    at = _Place("actor", "actor_rollout_ref.actor", world, key)
-    yield _model(job, _section(at, actor, model))
+    shared = _of(config, "actor_rollout_ref")
+    actor = mapping(shared.get("actor"), "actor_rollout_ref.actor", _where())
+    model = mapping(shared.get("model"), "actor_rollout_ref.model", _where())
+    ref, algorithm = _of(shared, "actor_rollout_ref.ref"), _of(config, "algorithm")
+    critic = _of(config, "critic")
+    group = fsdp.group_of(_of(config, "trainer").get(fsdp.WORKERS))
+    at = _Place("actor", "actor_rollout_ref.actor", world, key, group)
+    yield _model(job, _section(job, at, actor, model))
     if algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss"):
         merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
         at = _Place("ref", "actor_rollout_ref.ref", world, key)
-        yield _model(job, _section(at, merged, model))
+        yield _model(job, _section(job, at, merged, model))
     enabled = critic.get("enable")
     if enabled or (enabled is None and algorithm.get("adv_estimator") == "gae"):
-        at = _Place("critic", "critic", world, key)
-        yield _model(job, _section(at, critic, critic.get("model") or {}))
+        at = _Place("critic", "critic", world, key, group)
+        yield _model(job, _section(job, at, critic, _of(critic, "critic.model")))
 
 
 def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Plannable:
@@ -242,11 +251,17 @@ def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Planna
     target = str(engine.get("_target_", ""))
     strategy = str(engine.get("strategy") or ("megatron" if "Mcore" in target else "fsdp"))
     at = _Place("actor", "", world, key)
-    section = _Section(at, "engine", strategy, engine, config["optim"], config["model"])
-    return _model(job, section)
+    optim = config["optim"]
+    illegal = [
+        problem
+        for name, one in (("engine", engine), ("optim", optim))
+        for problem in sections.unknown(one, name, "actor", job.settings)
+    ]
+    found = _Section(at, "engine", strategy, engine, optim, config["model"], illegal=tuple(illegal))
+    return _model(job, found)
 
 
-def _section(at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _Section:
+def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _Section:
     strategy = str(role.get("strategy") or "fsdp")
     inner = role.get("model")
     # The critic's FSDP section moved twice.
@@ -255,16 +270,20 @@ def _section(at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _
     if isinstance(inner, Mapping):
         places["model.fsdp_config"] = inner.get("fsdp_config")
     name = next((name for name, found in places.items() if found), names[0])
-    engine = places[name] or {}
-    optim = None if at.subject == "ref" else role.get("optim") or {}
-    sequence = int(role.get("ulysses_sequence_parallel_size") or 1)
-    return _Section(at, f"{at.key}.{name}", strategy, engine, optim, model, sequence)
+    engine = mapping(places[name] or {}, f"{at.key}.{name}", _where())
+    optim = None if at.subject == "ref" else _of(role, f"{at.key}.optim")
+    sequence = _number(role, f"{at.key}.ulysses_sequence_parallel_size")
+    key = f"{at.key}.{name}"
+    # verl renames keys of a reference model's section before it makes a dataclass of it.
+    place, checked = (key, engine) if at.subject == "ref" else (at.key, role)
+    illegal = tuple(sections.unknown(checked, place, at.subject, job.settings))
+    return _Section(at, key, strategy, engine, optim, model, sequence, illegal)
 
 
 def _lora(model: Mapping[str, Any]) -> int:
     inner = model.get("lora")
-    rank = inner.get("rank") if isinstance(inner, Mapping) else 0
-    return int(model.get("lora_rank") or rank or 0)
+    inner = inner if isinstance(inner, Mapping) else {}
+    return _number(model, "model.lora_rank", 0) or _number(inner, "model.lora.rank", 0)
 
 
 def _model(job: Job, section: _Section) -> Plannable:
@@ -293,18 +312,26 @@ def _model(job: Job, section: _Section) -> Plannable:
     return _on_fsdp(job, section, found, value)
 
 
-def _on_megatron(section: _Section, model: Model, value: bool) -> Asked:
-    engine = section.engine
-    wishes = megatron.of_engine(
-        SimpleNamespace(
-            engine_config=engine,
-            optimizer_config=section.optim or {},
-            is_value_model=value,
-            param_dtype=_dtype(engine.get("dtype") or "bfloat16", section),
+def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
+    engine, optim = section.engine, section.optim
+    subject, trains = section.at.subject, section.optim is not None
+    keys = section.engine_key, section.optim_key
+    illegal = [*section.illegal, *sections.of_megatron(engine, optim or {}, keys, subject)]
+    try:
+        wishes = megatron.of_engine(
+            SimpleNamespace(
+                engine_config=engine,
+                optimizer_config=optim or {},
+                is_value_model=value,
+                param_dtype=parse_dtype(str(engine.get("dtype") or "bfloat16")),
+            )
         )
-    )
-    trains = section.optim is not None
-    wishes = replace(wishes, subject=section.at.subject, trains=trains)
+    except DtypeError as error:  # of a field that verl's own config refuses as well
+        known = any(one.code == "dtype" for one in illegal)
+        illegal += [] if known else [Problem.of(error, subject, error.key)]
+        return Illegal(subject, tuple(illegal))
+    wishes = replace(wishes, subject=subject, trains=trains)
+    bucket_key = f"{section.engine_key}.override_ddp_config"
     return Asked(
         wishes,
         model,
@@ -313,20 +340,12 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Asked:
         bucket_in_fp32=_bucket(section, wishes),
         value_head=value,
         key=f"{section.optim_key}.override_optimizer_config.{{}}",
-        bucket_key=f"{section.engine_key}.override_ddp_config.grad_reduce_in_fp32",
+        bucket_key=f"{bucket_key}.grad_reduce_in_fp32",
+        bucket_keys=tuple(map(str, _of(engine, bucket_key))),
         prefix="++",  # Hydra's, for keys that are there and for those that are not
         parked=_parked(section),
+        illegal=tuple(illegal),
     )
-
-
-def _dtype(name: object, section: _Section) -> torch.dtype:
-    found = parse_dtype(str(name))
-    if found is None:
-        raise PlanError(
-            f"{_where()}, {section.engine_key}.dtype={name!r}: expected bfloat16, float16 or "
-            "float32. Correct it."
-        )
-    return found
 
 
 def _sizes(section: _Section) -> Sizes:
@@ -380,45 +399,53 @@ def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _scaling(job: Job, compute: str) -> tuple[Decided, ...]:
-    if not scales(job.settings, compute):
+def _scaling(job: Job, compute: str, group: str) -> tuple[Decided, ...]:
+    if not scales(job, compute, group):
         return ()
     because = fsdp.scaled_because()
     return (scaling(job.settings, because, framework_default=fsdp.VERLS_SCALER),)
 
 
-def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Sharded:
+def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannable:
     engine, optim = section.engine, section.optim
-    trains = optim is not None
-    # A model that only computes is kept as it computes.
-    dtype = _dtype(engine.get("model_dtype") or ("fp32" if trains else "bf16"), section)
-    mixed = engine.get("mixed_precision") or {}
-    compute = _dtype(mixed.get("param_dtype") or engine.get("dtype") or "bf16", section)
-    reduce = _dtype(mixed.get("reduce_dtype") or "fp32", section)
+    subject, trains = section.at.subject, optim is not None
+    illegal = [*section.illegal]
+    if optim is not None:
+        illegal += sections.of_torch_optimizer(optim, section.optim_key, subject)
+    try:
+        # A model that only computes is kept as it computes.
+        dtype = fsdp.model_dtype({"forward_only": not trains, **engine}, section.engine_key)
+        mixed = fsdp.mixed_dtypes(engine, section.engine_key)
+        compute = mixed.get("param_dtype", torch.bfloat16)
+        if section.at.group == fsdp.LEGACY and subject == "actor":
+            compute = fsdp.of_legacy_actor(engine, compute, section.engine_key)
+    except DtypeError as error:
+        return Illegal(subject, (*illegal, Problem.of(error, subject, error.key)))
     # verl itself has a model that only computes in the host's memory, whatever its offload says.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
+    context_key = f"{section.engine_key}.ulysses_sequence_parallel_size"
     return Sharded(
         section.at.subject,
         model,
         section.at.world,
         name_of(dtype),
-        shards=int(engine.get("fsdp_size") or -1),
+        shards=_number(engine, f"{section.engine_key}.fsdp_size", -1),
         # The engine's is the newer place; verl takes the older one where it is not 1.
-        context=section.sequence
-        if section.sequence > 1
-        else int(engine.get("ulysses_sequence_parallel_size") or 1),
+        context=section.sequence if section.sequence > 1 else _number(engine, context_key),
         compute=name_of(compute),
-        reduce=name_of(reduce),
+        reduce=name_of(mixed.get("reduce_dtype", torch.float32)),
         optimizer=str((optim or {}).get("optimizer") or "AdamW") if trains else "",
-        decisions=_scaling(job, name_of(compute)) if trains else (),
+        decisions=_scaling(job, name_of(compute), section.at.group) if trains else (),
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
         value_head=value,
         keys={
             "world": section.at.world_key,
             "shards": f"{section.engine_key}.fsdp_size",
-            "context": f"{section.engine_key}.ulysses_sequence_parallel_size",
+            "context": context_key,
             "optimizer": f"{section.optim_key}.optimizer",
         },
         parked={} if on_host else _parked(section),
+        illegal=tuple(illegal),
+        notes=tuple(fsdp.ignored(engine, compute)) if trains else (),
     )

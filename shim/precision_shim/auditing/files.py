@@ -48,6 +48,17 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
     return path
 
 
+def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
+    """Why an audit could not be written, and what to set; the same for each optimizer and step."""
+    # Not the error's own text: it names a temporary file, another one each time.
+    problem = (
+        f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: "
+        f"{error.strerror or error}. Set PRECISION_SHIM_AUDIT_DIR to a directory that every rank "
+        "may write to, or unset it. status() has the audit all the same."
+    )
+    return problem
+
+
 def number(path: Path, audit: Audit) -> str:
     """The number that a file's name has where its rank has several audits of the same names."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")

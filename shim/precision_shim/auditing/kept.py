@@ -1,4 +1,4 @@
-"""The process's audits, for ``status()``: each optimizer's newest."""
+"""The process's audits, for ``status()``: each optimizer's newest, and whether it was written."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .record import Audit
 
 _audits: dict[int, Audit] = {}
+_not_written: dict[int, str] = {}
 _undo: list[Callable[[], object]] = []
 _names: Counter[str] = Counter()
 _numbers = itertools.count()
@@ -37,6 +38,16 @@ def of(number: int) -> Audit | None:
     return _audits.get(number)
 
 
+def written(of: int, problem: str = "") -> None:
+    """Note that an optimizer's newest audit was written, or why it was not."""
+    _not_written[of] = problem
+
+
+def problems() -> list[str]:
+    """Why audits are not in the directory that was asked for, each reason once."""
+    return list(dict.fromkeys(filter(None, _not_written.values())))
+
+
 def at_clear(undo: Callable[[], object]) -> None:
     """Have a function called when everything here is forgotten."""
     _undo.append(undo)
@@ -52,4 +63,5 @@ def clear() -> None:
     while _undo:
         _undo.pop()()
     _audits.clear()
+    _not_written.clear()
     _names.clear()

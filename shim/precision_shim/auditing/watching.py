@@ -196,8 +196,11 @@ class _Watcher:
         self._stem = self._stem or kept.name(files.stem(audit))
         try:
             files.write(directory, self._stem, audit)
+            kept.written(self._number)
         except OSError as error:
-            self._tell(f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: {error}")
+            problem = files.not_written(directory, error)
+            kept.written(self._number, problem)
+            self._tell(problem)
 
     @staticmethod
     def _tell(text: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from precision_shim_adapters.frameworks import CHECKPOINTS
@@ -11,7 +13,9 @@ from ..errors import CheckpointUnreadableError
 from .layout import Part
 from .units import DCP, MEGATRON, SAFETENSORS, SHARDS, kind_of, read_unit
 
-__all__ = ["find"]
+__all__ = ["find", "saying_how_to_go_on"]
+
+_GIVE = "Give the directory of a run, of a step, of a model, or of its files."
 
 _DEPTH = 5
 """How many directories deep a model's files may lie."""
@@ -28,26 +32,27 @@ def find(path: Path, framework: str | None = None) -> list[Part]:
         framework: whose directory it is; ``None`` to tell by its shape.
 
     Raises:
-        CheckpointUnreadableError: there is no checkpoint, or one that is not whole.
+        CheckpointUnreadableError: there is no checkpoint, or one that is not whole; says how to go
+            on.
     """
     if not path.exists():
-        raise CheckpointUnreadableError(f"{path}: there is no such directory.")
+        raise CheckpointUnreadableError(f"{path}: there is no such directory. {_GIVE}")
     if not path.is_dir():
-        raise CheckpointUnreadableError(
-            f"{path}: a file; give the directory of a checkpoint or of a run."
-        )
+        raise CheckpointUnreadableError(f"{path}: a file. {_GIVE}")
     step = _last_step(path)
     notes = [f"the last of the steps there: {step.name}"] if step is not None else []
     top = step or path
-    found = _units_in(top, _DEPTH, set())
+    with saying_how_to_go_on(path):
+        found = _units_in(top, _DEPTH, set())
     if not found:
-        raise CheckpointUnreadableError(f"{path}: {_what_is_there(path)}.")
+        raise CheckpointUnreadableError(f"{path}: {_what_is_there(top)}. {_GIVE}{_instead(top)}")
     whose = framework or _framework_of(top)
     parts: dict[Path, list[tuple[Path, str]]] = {}
     for directory, kind in found:
         model = _model_of(directory, top)
         parts.setdefault(model or top, []).append((directory, kind))
-    return [_part(whose, one, units, notes) for one, units in sorted(parts.items())]
+    with saying_how_to_go_on(path):
+        return [_part(whose, one, units, notes) for one, units in sorted(parts.items())]
 
 
 def _part(framework: str, path: Path, found: list[tuple[Path, str]], notes: list[str]) -> Part:
@@ -82,13 +87,63 @@ def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]
 
 def _last_step(path: Path) -> Path | None:
     """The step of a run's directory that the run would resume from."""
+    steps = _steps(path)
+    return max(steps, key=lambda one: steps[one], default=None)
+
+
+def _steps(path: Path) -> dict[Path, int]:
+    """The directories of steps in a run's, and their numbers."""
     steps = {}
     for row in CHECKPOINTS.values():
         for one in path.iterdir():
             match = re.fullmatch(row["steps"], one.name)
             if match and one.is_dir():
                 steps[one] = int(match[1])
-    return max(steps, key=lambda one: steps[one], default=None)
+    return steps
+
+
+@contextmanager
+def saying_how_to_go_on(path: Path) -> Iterator[None]:
+    """Add to an error of a damaged checkpoint what can be taken instead of it.
+
+    Raises:
+        CheckpointUnreadableError: for whatever a damaged or foreign file makes of plain data.
+    """
+    try:
+        yield
+    except CheckpointUnreadableError as error:
+        raise CheckpointUnreadableError(f"{error} {_go_on(path)}") from error
+    except Exception as error:
+        why = " ".join(str(error).split())[:120]
+        raise CheckpointUnreadableError(
+            f"{path}: a checkpoint in a form that is not known ({type(error).__name__}: {why}). "
+            f"{_go_on(path)}"
+        ) from error
+
+
+def _go_on(path: Path) -> str:
+    before = _step_before(path)
+    other = f"the checkpoint before it, {before}," if before else "another checkpoint"
+    return f"Take {other} or bring what is damaged or missing back from a copy."
+
+
+def _step_before(path: Path) -> Path | None:
+    """The step before the last one of a run, or before the one that a path lies in."""
+    try:
+        whole = _last_step(path.absolute()) or path.absolute()
+        for one in (whole, *whole.parents):
+            steps = _steps(one.parent)
+            if one in steps:
+                earlier = {other: number for other, number in steps.items() if number < steps[one]}
+                return max(earlier, key=lambda other: earlier[other], default=None)
+    except OSError:
+        pass
+    return None
+
+
+def _instead(path: Path) -> str:
+    before = _step_before(path)
+    return f" The step before it is {before}." if before is not None else ""
 
 
 def _framework_of(path: Path) -> str:

@@ -10,12 +10,14 @@ import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
 from precision_shim_adapters.frameworks import CHECKPOINTS
 
 from .. import _session, _settings
+from .._foreseen import Foreseen
 from .._registry import entries
 from .._settings import Settings
 from ..errors import PrecisionShimError
@@ -46,9 +48,10 @@ class Here:
     settings: Settings
     config: Mapping[str, Any] | None = None
     instead: Mapping[str, Any] = field(default_factory=dict)
-    _refused: dict[str, frozenset[tuple[str, str]]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+
+    @cached_property
+    def _foreseen(self) -> Foreseen:
+        return Foreseen(self.settings)
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
@@ -60,7 +63,7 @@ class Here:
         if _session.is_installed():
             return cls(True, _session.current_settings(), config)
         on = _settings.switch() in ("on", "strict")
-        return cls(on, _settings.resolve(), config)
+        return cls(on, _settings.resolve(known_frameworks=entries()), config)
 
     def but(self, **changes: Any) -> Here:
         """The same with other settings, ``on`` or ``config``."""
@@ -73,13 +76,7 @@ class Here:
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
         """Whether a feature would be in force for a framework, and one of its groups patched."""
-        named = self.settings.frameworks
-        return (
-            self.on
-            and (named is None or framework in named)
-            and feature in self.settings.features
-            and (feature, group) not in self._refused_of(framework)
-        )
+        return self.on and self._foreseen.in_force(framework, feature, group)
 
     def only_framework(self, kind: str) -> str:
         """The one installed framework that resumes from such files; empty if there are several."""
@@ -102,18 +99,6 @@ class Here:
             if version is not None:
                 found[name] = version
         return found
-
-    def _refused_of(self, framework: str) -> frozenset[tuple[str, str]]:
-        """Feature and group of the seams that cannot be patched here, told from source."""
-        if framework not in self._refused:
-            adapter = entries(third_party=False)[framework].load()
-            labels = {label: group for group, label in adapter.paths.items()}
-            self._refused[framework] = frozenset(
-                (one.feature, labels.get(one.path, one.path))
-                for one in _session.preview(adapter, self.settings)
-                if one.state == "refused" and not one.refusal
-            )
-        return self._refused[framework]
 
 
 def foretell(part: Part, here: Here) -> Outcome:

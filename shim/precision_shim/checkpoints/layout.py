@@ -29,7 +29,8 @@ class Scaler:
     """The record of a loss scaler.
 
     Attributes:
-        state: ``"whole"``, ``"damaged"`` or ``"none"``.
+        state: ``"whole"``, ``"damaged"``, ``"of another save"`` (than the files beside it) or
+            ``"none"``.
         where: the file, and the key in it.
         text: its figures, or what is wrong with it.
         saved: the validated record, where it is the shim's.
@@ -52,6 +53,7 @@ class Part:
         units: the directories of files in it.
         kind: what wrote the optimizer's states: one of ``units``' kinds.
         beside: directories of other kinds, and these: exports for inference, or the weights.
+        weights: of these, the directories that were read for the parameters.
         held: its tensors, by component.
         facts: what the doctor's readers found beside: ``sharding``, ``params`` and ``bucket``
             (dtypes), ``adam_beta2``, and what a wing's reader has to say to its own foretelling.
@@ -68,6 +70,7 @@ class Part:
     units: tuple[Unit, ...]
     kind: str
     beside: tuple[tuple[Path, str], ...] = ()
+    weights: list[Unit] = field(default_factory=list)
     held: dict[str, list[Tensor]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     scalers: list[dict[str, Any]] = field(default_factory=list)
@@ -133,3 +136,13 @@ class Outcome:
     def exact(self) -> bool:
         """Whether training goes on as if it had not been stopped."""
         return self.verdict == EXACT
+
+
+def halves(part: Part) -> Outcome | None:
+    """What a resume makes of a model that is there by half; ``None`` of one that is whole."""
+    if not part.has_states:
+        return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
+    if not part.held.get(PARAMS):
+        why = f"their files are missing, or {part.path.name} is not all of the checkpoint"
+        return Outcome(FAILS, f"it has no weights: {why}")
+    return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import Any
 from precision_shim_adapters.frameworks import CHECKPOINT_READERS
 
 from ..errors import CheckpointUnreadableError, ScalerCheckpointError
-from ..rules.scaler_record import FILE_NAME, KIND, parse, parse_bytes, read_record
-from .finding import find
+from ..rules.belonging import files_beneath, fingerprints, foreign
+from ..rules.scaler_record import FILE_NAME, KIND, parse, parse_bytes, read_record, state_of
+from .finding import find, saying_how_to_go_on
 from .layout import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -52,19 +53,12 @@ def read(path: str | Path, framework: str | None = None) -> list[Part]:
     Raises:
         CheckpointUnreadableError: there is none, or it is not whole.
     """
-    try:
-        parts = find(Path(path), framework)
+    parts = find(Path(path), framework)
+    with saying_how_to_go_on(Path(path)):
         for part in parts:
             _sort(part)
-    except CheckpointUnreadableError:
-        raise
-    except Exception as error:  # whatever a damaged or foreign file makes of plain data
-        why = " ".join(str(error).split())[:120]
-        raise CheckpointUnreadableError(
-            f"{path}: a checkpoint in a form that is not known ({type(error).__name__}: {why})."
-        ) from error
-    if not any(part.held for part in parts):
-        raise CheckpointUnreadableError(f"{path}: its files hold no tensor.")
+        if not any(part.held for part in parts):
+            raise CheckpointUnreadableError(f"{path}: its files hold no tensor.")
     return parts
 
 
@@ -75,7 +69,8 @@ def _sort(part: Part) -> None:
         take(unit, part)
     for directory, kind in part.beside:
         if not part.held.get(PARAMS):
-            _take(read_unit(directory, kind), part)
+            part.weights.append(read_unit(directory, kind))
+            _take(part.weights[-1], part)
     part.scaler = _scaler_of(part)
     _look_at_values(part)
 
@@ -145,7 +140,19 @@ def _judge_file(file: Path) -> Scaler:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return Scaler("damaged", str(file), f"it cannot be read ({error})")
-    return _judge(partial(parse, text, str(file)), str(file))
+    judged = _judge(partial(parse, text, str(file)), str(file))
+    return _held_against(judged, files_beneath(file.parent))
+
+
+def _held_against(judged: Scaler, files: Mapping[str, str | Path]) -> Scaler:
+    """Whether a whole record is of the save that wrote the files; by their names in it."""
+    if judged.saved is None or judged.saved.files is None:
+        return judged
+    others = foreign(judged.saved.files, fingerprints(files))
+    if not others:
+        return judged
+    text = f"{others[0]} is not the file that it was written with"
+    return Scaler("of another save", judged.where, text, judged.saved)
 
 
 def _judge(make: Callable[[], object], where: str) -> Scaler:
@@ -174,8 +181,15 @@ def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
     broken = [one for one in judged if one.state != "whole"]
     if broken:
         return broken[0]
-    if len({one.get("digest") for _, one in records}) > 1:
+    if len({state_of(one) for _, one in records}) > 1:
         return Scaler("damaged", judged[0].where, "the ranks' files hold different states")
+    for (archive, _), one in zip(records, judged, strict=True):
+        # Each against its own rank's files: those that it names, as far as they are there.
+        beside = files_beneath(archive.path.parent)
+        named = one.saved.files or {}
+        held = _held_against(one, {name: beside[name] for name in named if name in beside})
+        if held.state != "whole":
+            return held
     return judged[0]
 
 

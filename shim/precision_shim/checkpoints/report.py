@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checking import MOST, Checked, check, percent, size_text
+from .finding import saying_how_to_go_on
 from .foretelling import Here, foretell, remedy
 from .layout import (
     COMPONENTS,
@@ -39,12 +41,14 @@ class Examined:
     Attributes:
         part: what its files hold.
         outcome: what becomes of it here.
+        checked: which bytes of its files are known to be whole.
         remedy: the setting that makes the resume exact, where it is not; empty if there is none.
             Where nothing can be resumed here, none is looked for.
     """
 
     part: Part
     outcome: Outcome
+    checked: Checked
     remedy: str = ""
 
     def lines(self) -> Iterator[str]:
@@ -67,8 +71,12 @@ class Examined:
         scaler = part.scaler
         told = f"{scaler.state}: {scaler.text}" if scaler.text else scaler.state
         rows.append(("loss scaler", told))
+        rows += self.checked.rows()
         rows += [("note", one) for one in part.notes]
-        rows.append(("resumed here", f"{self.outcome.verdict}: {self.outcome.because}"))
+        told = f"{self.outcome.verdict}: {self.outcome.because}"
+        if self.outcome.exact and self.checked.share("checked") < 1:
+            told += f"; {percent(self.checked.share('checked'))} of the bytes were checked"
+        rows.append(("resumed here", told))
         if self.outcome.verdict not in (EXACT, NOT_HERE):
             how = self.remedy or "no setting: begin from the weights, or take another checkpoint"
             rows.append(("exact with", how))
@@ -83,7 +91,7 @@ class Examined:
             what = part.masters
         elif name in (EXP_AVG, EXP_AVG_SQ) and part.moments.get(name):
             what += f", every value a {part.moments[name][0]} number"
-        return f"{what}: {sum(dtypes.values()):,} elements, {_size(part.bytes(name))}"
+        return f"{what}: {sum(dtypes.values()):,} elements, {size_text(part.bytes(name))}"
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -116,11 +124,14 @@ class Examined:
                 "because": self.outcome.because,
                 "exact_with": self.remedy or None,
             },
+            "files": self.checked.to_dict(),
             "notes": part.notes,
         }
 
 
-def examine(path: str | Path, here: Here, framework: str | None = None) -> list[Examined]:
+def examine(
+    path: str | Path, here: Here, framework: str | None = None, *, most: int | None = MOST
+) -> list[Examined]:
     """Look at a checkpoint, and foretell its resume.
 
     Args:
@@ -128,27 +139,18 @@ def examine(path: str | Path, here: Here, framework: str | None = None) -> list[
         here: the environment of the resume.
         framework: whose checkpoint it is; ``None`` to tell by the directories, else the one that
             is installed.
+        most: bytes of files that are held against their checksums, at most; ``None``: all.
 
     Raises:
         CheckpointUnreadableError: there is none, or it is not whole.
     """
     found = []
     for part in read(path, framework):
+        with saying_how_to_go_on(Path(path)):
+            checked = check(part, most)
         if not part.framework:
             part.framework = here.only_framework(part.kind)
         outcome = foretell(part, here)
-        found.append(
-            Examined(
-                part, outcome, "" if outcome.verdict in (EXACT, NOT_HERE) else remedy(part, here)
-            )
-        )
+        how = "" if outcome.verdict in (EXACT, NOT_HERE) else remedy(part, here)
+        found.append(Examined(part, outcome, checked, how))
     return found
-
-
-def _size(count: int) -> str:
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 from ..errors import CheckpointUnreadableError
 from .pickles import Made, Name, Persistent, read_pickle
 
-__all__ = ["Archive", "Tensor", "count_of", "dtype_name", "item_size"]
+__all__ = ["Archive", "Tensor", "check_archive", "count_of", "dtype_name", "item_size"]
 
 _SHORT = {
     "float32": "fp32",
@@ -185,6 +186,7 @@ class Archive:
             if len(pickles) != 1:
                 raise CheckpointUnreadableError(f"{path}: a zip file that torch did not write.")
             self._root = pickles[0].removesuffix("data.pkl")
+            self._sizes = {one.filename: one.file_size for one in archive.infolist()}
             self.tree = read_pickle(self._member(archive, pickles[0]), str(path))
             order = f"{self._root}byteorder"
             self._little = order not in archive.namelist() or (
@@ -211,6 +213,9 @@ class Archive:
                 reason = "it is damaged, cut off, or not written by torch.save"
                 raise CheckpointUnreadableError(f"{path}: {reason}.") from None
             with archive:
+                if not _has_checksums(archive):
+                    for one in archive.infolist():
+                        del one.CRC  # zipfile then compares none
                 yield archive
 
     def _member(self, archive: zipfile.ZipFile, name: str, start: int = 0, most: int = -1) -> bytes:
@@ -275,6 +280,12 @@ class Archive:
         elements = count_of(shape)
         parts: tuple[Callable[[int], bytes], ...] = ()
         known = type(start) is int and 0 <= start < _MOST
+        has = self._sizes.get(f"{self._root}data/{label[2]}")
+        needed = start + _reach(shape, stride) if known and elements else 0
+        if has is None or has < needed * item_size(dtype):
+            found = "is missing" if has is None else f"has {has} bytes, too few"
+            name = f"data/{label[2][:64]}"
+            raise CheckpointUnreadableError(f"{self.path}: its record {name!r} {found}.")
         if known and self._little and _is_contiguous(shape, stride):
             size = item_size(dtype)
             parts = (_Piece(self, label[2], start * size, elements * size),)
@@ -295,6 +306,76 @@ class _Piece:
 
     def __call__(self, most: int) -> bytes:
         return self.archive.content(self.key, self.start, min(most, self.size))
+
+
+def _reach(shape: tuple[int, ...], stride: Any) -> int:
+    """Elements of its storage that a tensor reaches over."""
+    if not isinstance(stride, tuple) or not all(type(one) is int for one in stride):
+        return 0
+    reach: int = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
+    return reach
+
+
+def check_archive(path: Path, offset: int = 0, length: int | None = None) -> list[tuple[int, int]]:
+    """Read an archive of ``torch.save`` and hold its records against their checksums.
+
+    torch reads no checksum: it loads a record that was changed as it is.
+
+    Returns:
+        Where in the file the bytes are whose checksums hold; what the zip format has between them
+        has none. Nothing at all where the archive was written without checksums.
+
+    Raises:
+        CheckpointUnreadableError: a record is damaged, or the archive is.
+    """
+    held = []
+    archive = Archive(path, offset, length)
+    for _ in archive.tensors():  # whose records have to be there
+        pass
+    with archive._open() as file:
+        if not _has_checksums(file):
+            return []
+        raw = file.fp
+        assert raw is not None
+        for one in file.infolist():
+            start = _begin(raw, one)
+            summed, left = 0, one.file_size
+            while left:
+                content = raw.read(min(left, _CHUNK))
+                if not content:
+                    break
+                summed, left = zlib.crc32(content, summed), left - len(content)
+            if start is None or left or summed != one.CRC:
+                name = one.filename.partition("/")[2]
+                raise CheckpointUnreadableError(
+                    f"{path}: its record {name[:64]!r} is damaged: the checksum does not hold."
+                )
+            held.append((offset + start, offset + start + one.file_size))
+    return held
+
+
+def _has_checksums(archive: zipfile.ZipFile) -> bool:
+    """Whether torch wrote them: ``torch.serialization.set_crc32_options(False)`` leaves them at 0.
+
+    A record that was changed so that its checksum is 0 has neighbours with others.
+    """
+    return any(getattr(one, "CRC", 0) for one in archive.infolist())
+
+
+def _begin(raw: Any, one: zipfile.ZipInfo) -> int | None:
+    """Where a record's bytes begin, behind its own header; the file stands there."""
+    raw.seek(one.header_offset)
+    header = raw.read(_HEADER)
+    if len(header) < _HEADER or header[:4] != b"PK\x03\x04":
+        return None
+    named, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    start = one.header_offset + _HEADER + named + extra
+    raw.seek(start)
+    return start
+
+
+_HEADER, _CHUNK = 30, 1 << 20
+"""Bytes of a record's header in a zip file, and of what is read at once."""
 
 
 def _is_contiguous(shape: tuple[int, ...], stride: Any) -> bool:

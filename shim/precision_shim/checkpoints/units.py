@@ -54,6 +54,9 @@ class Unit:
         common: what Megatron keeps beside the tensors (``common.pt``; from megatron-core 0.19 an
             object in the ``.distcp`` files), or a rank's extra state.
         world_size: number of ranks that wrote files of their own; ``None`` where it does not show.
+        archives: the archives of ``torch.save`` in its files: file, where in it, and how long;
+            ``None`` for the rest of the file.
+        lacking: kinds of ranks' files that are written together and of which there is none.
     """
 
     kind: str
@@ -62,6 +65,8 @@ class Unit:
     objects: dict[str, Callable[[], Archive]] = field(default_factory=dict)
     common: list[Archive] = field(default_factory=list)
     world_size: int | None = None
+    archives: list[tuple[Path, int, int | None]] = field(default_factory=list)
+    lacking: tuple[str, ...] = ()
 
 
 def kind_of(path: Path) -> str | None:
@@ -143,10 +148,49 @@ def _read_distributed(unit: Unit) -> None:
             f"({type(error).__name__}: {error})."
         ) from None
     common, within = unit.path / "common.pt", unit.objects.pop(_COMMON_STATE, None)
+    config = unit.path / "metadata.json"
+    if unit.kind == MEGATRON or within is not None or _is_megatrons(called):
+        _check_config(config)
+        unit.kind = MEGATRON
     if common.exists():
         unit.common.append(Archive(common))
+        unit.archives.append((common, 0, None))
     elif within is not None:
         unit.common.append(within())
+    elif unit.kind == MEGATRON:
+        raise CheckpointUnreadableError(f"{common}: it is missing.")
+
+
+def _is_megatrons(called: set[str]) -> bool:
+    return any(name.startswith("megatron.core.") for name in called)
+
+
+_WRITTEN = {"sharded_backend": ("torch_dist",), "common_backend": ("torch",)}
+
+
+def _check_config(path: Path) -> None:
+    """What Megatron reads first: without it, it takes the directory for no checkpoint of its own.
+
+    Raises:
+        CheckpointUnreadableError: it is missing or damaged.
+    """
+    try:
+        config = dict(json.loads(path.read_bytes()))
+        found = {name: config[name] for name in _WRITTEN if name in config}
+    except FileNotFoundError:
+        raise CheckpointUnreadableError(f"{path}: it is missing.") from None
+    except (ValueError, TypeError, RecursionError):
+        raise CheckpointUnreadableError(f"{path}: it is no JSON object.") from None
+    known = {*_WRITTEN, *(f"{name}_version" for name in _WRITTEN)}
+    wrong = [name for name, value in found.items() if value not in _WRITTEN[name]]
+    wrong += [name for name in config if name not in known]
+    wrong += [name for name in known - {*_WRITTEN} if type(config.get(name, 1)) is not int]
+    if "sharded_backend" not in config:
+        wrong.append("sharded_backend")
+    if wrong:
+        raise CheckpointUnreadableError(
+            f"{path}: {str(wrong[0])[:40]!r} in it is not as Megatron's torch_dist writes it."
+        )
 
 
 def _take(unit: Unit, metadata: Made) -> None:
@@ -165,6 +209,8 @@ def _take(unit: Unit, metadata: Made) -> None:
             bool(info.get("transform_descriptors")),
         )
         places.setdefault(index.get("fqn"), []).append(place)
+        if place.is_archive:
+            unit.archives.append((file, place.offset, place.length))
         ends[file] = max(ends.get(file, 0), place.offset + place.length)
     for file, end in ends.items():
         size = file.stat().st_size if file.is_file() else None
@@ -194,17 +240,26 @@ class _Place:
     length: int
     transformed: bool
 
+    @property
+    def is_archive(self) -> bool:
+        # Extensions of torch's compress, and its writer of Hugging Face's files writes these.
+        return not self.transformed and self.path.suffix != ".safetensors"
+
     def archive(self) -> Archive:
         return Archive(self.path, self.offset, self.length)
 
     def __call__(self, most: int) -> bytes:
-        if self.transformed:  # compressed by an extension of torch's
+        if not self.is_archive:
             return b""
         found = [one for _, one in self.archive().tensors()]
         return found[0].parts[0](most) if len(found) == 1 and found[0].parts else b""
 
 
 # -- files of ranks -------------------------------------------------------------------------------
+
+
+_TOGETHER = ("model", "optim", "extra_state")
+"""What verl and SkyRL write of each rank, unless the job's config leaves a part out."""
 
 
 def _read_shards(unit: Unit) -> None:
@@ -227,9 +282,11 @@ def _read_shards(unit: Unit) -> None:
             raise CheckpointUnreadableError(
                 f"{unit.path}: {what}_world_size_{unit.world_size}_rank_{lacking}.pt is missing."
             )
+    unit.lacking = tuple(one for one in _TOGETHER if one not in files)
     for what, by_rank in sorted(files.items()):
         for _, path in sorted(by_rank.items()):
             archive = Archive(path)
+            unit.archives.append((path, 0, None))
             if what == "extra_state":
                 unit.common.append(archive)
                 continue
@@ -248,9 +305,42 @@ def _read_shards(unit: Unit) -> None:
 _SAFETENSORS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "float64", "BOOL": "bool"}
 
 
+_EXACT = (*_SAFETENSORS.values(), "int64", "int32", "int16", "int8", "uint8")
+"""Dtypes whose elements are whole bytes."""
+
+_OF_SEVERAL = re.compile(r"(?P<before>.*?)(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+
+
 def _read_safetensors(unit: Unit) -> None:
-    for path in sorted(unit.path.glob("*.safetensors")):
+    there = {path.name: path for path in sorted(unit.path.glob("*.safetensors"))}
+    for path in there.values():
         unit.tensors.update(_read_header(path))
+    wanted = _indexed(unit.path / "model.safetensors.index.json")
+    for name in there:
+        match = _OF_SEVERAL.fullmatch(name)
+        if match and "shard-" not in match["before"]:  # these are as many as there are ranks
+            count = int(match["count"])
+            wanted |= {
+                f"{match['before']}{number:05}-of-{count:05}.safetensors"
+                for number in range(1, min(count, len(there) + 1) + 1)
+            }
+    lacking = sorted(wanted - there.keys())
+    if lacking:
+        raise CheckpointUnreadableError(f"{unit.path / lacking[0]}: it is missing.")
+
+
+def _indexed(path: Path) -> set[str]:
+    """The files that an index names.
+
+    Raises:
+        CheckpointUnreadableError: it is damaged.
+    """
+    if not path.is_file():
+        return set()
+    try:
+        return set(json.loads(path.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointUnreadableError(f"{path}: no whole index of safetensors files.") from None
 
 
 def _read_header(path: Path) -> dict[str, Tensor]:
@@ -261,7 +351,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             if size < 8 or not 2 <= length <= min(size - 8, _HEADER):
                 raise ValueError("its header is not whole")
             header = json.loads(file.read(length))
-        found, end = {}, 0
+        found, spans = {}, []
         for name, one in header.items():
             if name == "__metadata__":
                 continue
@@ -273,8 +363,15 @@ def _read_header(path: Path) -> dict[str, Tensor]:
                 raise ValueError(f"{name} ends before it begins")
             at = _Range(path, 8 + length + start, stop - start)
             found[name] = Tensor(name, dtype_name(dtype), count_of(one["shape"]), (at,))
-            end = max(end, stop)
-        if 8 + length + end > size:
+            if stop - start < found[name].bytes and dtype_name(dtype) in _EXACT:
+                raise ValueError(f"{name} has {stop - start} bytes of {found[name].bytes}")
+            spans.append((start, stop))
+        end = 0
+        for start, stop in sorted(spans):
+            if start != end:
+                raise ValueError(f"nothing says what its bytes {end} to {start} are")
+            end = stop
+        if 8 + length + end != size:
             raise ValueError(f"it has {size} bytes of {8 + length + end}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointUnreadableError(f"{path}: no whole safetensors file ({error}).") from None

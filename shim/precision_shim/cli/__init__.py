@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["COMMANDS", "add_command", "build_parser", "main", "settings_of"]
+__all__ = ["COMMANDS", "OPTIONS", "add_command", "build_parser", "main", "settings_of"]
 
 COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
 """The modules of this package that hold a command, in the order of ``--help``."""
+
+OPTIONS = {"features": "--features", "frameworks": "--frameworks", "settings": "--set"}
+"""What the user typed where ``install()`` has arguments; for messages, see ``resolve``."""
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -132,4 +136,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if known.command is None:
         parser.print_help()
         raise SystemExit(0)
+    name = given[0]
+    if name != "doctor":  # it lists what is wrong here, this too
+        _check_variables(name)
     raise SystemExit(known.command(known))
+
+
+def _check_variables(command: str) -> None:
+    from .._settings import check_variables
+    from ..errors import SettingsError
+
+    try:
+        check_variables(os.environ)
+    except SettingsError as error:
+        print(f"precision-shim {command}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -101,7 +101,7 @@ def _record(asked: argparse.Namespace) -> int:
 def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, str]]]:
     """Distribution, version and digests of the symbols of an adapter's table that are here.
 
-    A checkout without metadata has no version that could be recorded, and is left out.
+    What states no version cannot be recorded, and is left out.
     """
     packages = {name: (package,) for package, name in SHARED.items()}
     for name, targets in _symbols.targets_by_distribution(adapter).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from .. import _session
+from .._in_force import asked_for
 from .._registry import Entry
 from .._settings import PREFIX, Settings
 from .._status import FrameworkStatus, SeamStatus
@@ -32,8 +33,8 @@ def foresee(
         versions: tells a distribution's version there, as ``_session.version_of`` does here.
     """
     name, version = entry.framework, versions(entry.distribution, entry.packages)
-    asked_by_name = settings.frameworks is not None and name in settings.frameworks
-    if settings.frameworks is not None and not asked_by_name:
+    asked_by_name = settings.frameworks is not None and asked_for(settings, name)
+    if not asked_for(settings, name):
         return FrameworkStatus(version, "off", reason="not among the frameworks asked for"), []
     if version is None:
         problem = f"{PREFIX}_FRAMEWORKS names {name}, which is not installed here"
@@ -48,7 +49,7 @@ def foresee(
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:
-            place = seam.feature, seam.path
+            place = seam.feature, seam.group
             if seam.target in seam.reason:  # the cause, not one that is refused with it
                 broken[place] = seam
             broken.setdefault(place, seam)

@@ -13,7 +13,7 @@ from ._output import show
 if TYPE_CHECKING:
     from . import Commands
 
-_HELP = "compare the audits that a job's ranks wrote into PRECISION_SHIM_AUDIT_DIR"
+_HELP = "Compare the audits that a job's ranks wrote into PRECISION_SHIM_AUDIT_DIR."
 _MORE = (
     "Groups the ranks of each model and optimizer, and names those that differ, those that are "
     "missing, and what problems they have. Exit status 0: all there, alike and without a problem; "

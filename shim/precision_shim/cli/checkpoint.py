@@ -5,27 +5,48 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from .._names import meant
 from . import add_command
 from ._output import show
 
 if TYPE_CHECKING:
     from . import Commands
 
-_HELP = "tell what a checkpoint holds, and whether a resume here goes on exactly"
+_HELP = "Tell what a checkpoint holds, and whether a resume here goes on exactly."
 _MORE = (
-    "Reads the files' metadata and a sample of the optimizer's values; opens no pickle, builds no "
-    "model and needs no GPU. What a resume makes of it goes by this environment: the versions that "
-    "are installed, and PRECISION_SHIM and its settings. What your job's own config asks for is "
-    "told with --config; without it the doctor takes what the file shows. Exit status 0: a resume "
-    "goes on exactly; 1: it does not; 2: there is no checkpoint that can be read, for the reason "
-    "given."
+    "Reads the files' metadata, a sample of the optimizer's values and, of the small files, all "
+    "that has a checksum; opens no pickle, builds no model and needs no GPU. What a resume makes "
+    "of it goes by this environment: the versions that are installed, and PRECISION_SHIM and its "
+    "settings. What your job's own config asks for is told with --config; without it the doctor "
+    "takes what the file shows. Exit status 0: a resume goes on exactly; 1: it does not; 2: there "
+    "is no checkpoint that can be read, for the reason given."
 )
 
 _CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__init__"
-_MORE_FIELDS = ("grad_reduce_in_fp32", "precision")
+_MORE_FIELDS = ("grad_reduce_in_fp32", "precision", "use_legacy_worker_impl")
+_DECIDING = (
+    "adam_beta2",
+    "bf16",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "fp16",
+    "loss_scale",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "optimizer",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "params_dtype",
+    "store_param_remainders",
+    "use_distributed_optimizer",
+    "use_precision_aware_optimizer",
+)
+"""Fields of OptimizerConfig that the answer may go by: all that is known where Megatron is not."""
+
+_WORKERS = ("auto", "enable", "disable")
 
 
 def register(commands: Commands) -> None:
@@ -36,6 +57,11 @@ def register(commands: Commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     parser.add_argument(
+        "--full",
+        action="store_true",
+        help="read every byte that has a checksum; by default 256 MiB, the small files first",
+    )
+    parser.add_argument(
         "--framework", metavar="NAME", help="whose checkpoint it is, where that does not show"
     )
     parser.add_argument(
@@ -44,16 +70,18 @@ def register(commands: Commands) -> None:
         action="append",
         default=[],
         help="a field of Megatron's OptimizerConfig that your job's config has, or "
-        "grad_reduce_in_fp32, or precision=fp16 for a job on FSDP or DTensor; may be repeated",
+        "grad_reduce_in_fp32, or precision=fp16 for a job on FSDP or DTensor, or verl 0.7's "
+        "use_legacy_worker_impl; may be repeated",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, foretell, print, and return the exit status."""
     from .._registry import entries
+    from ..checkpoints.checking import MOST
     from ..checkpoints.foretelling import Here
     from ..checkpoints.report import examine
-    from ..errors import CheckpointUnreadableError, SettingsError
+    from ..errors import CheckpointUnreadableError, DtypeError, SettingsError
 
     known = sorted(entries(third_party=False))
     if arguments.framework not in (None, *known):
@@ -62,10 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     try:
         here = Here.now(_config(arguments.config))
-    except SettingsError as error:
+    except (DtypeError, SettingsError) as error:
         arguments.parser.error(str(error))
     try:
-        found = examine(arguments.path, here, arguments.framework)
+        most = None if arguments.full else MOST
+        found = examine(arguments.path, here, arguments.framework, most=most)
     except CheckpointUnreadableError as error:
         if arguments.json:
             print(json.dumps({"ok": False, "path": arguments.path, "unreadable": str(error)}))
@@ -114,7 +143,30 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
                 found[name] = float(value)
             except ValueError:
                 raise SettingsError(f"--config {text!r}: {value!r} is no number.") from None
+    _check_values(found)
     return found or None
+
+
+def _check_values(found: dict[str, Any]) -> None:
+    """Whatever the checkpoint is, and whether its foretelling asks for the field or not.
+
+    Raises:
+        DtypeError: a name of a dtype is unknown.
+        SettingsError: a word is.
+    """
+    from ..errors import SettingsError
+
+    workers = found.get("use_legacy_worker_impl", "auto")
+    if workers not in _WORKERS:
+        raise SettingsError(
+            f"--config use_legacy_worker_impl={workers!r}: allowed: {', '.join(_WORKERS)}."
+        )
+    if find_spec("torch") is None:  # the names are torch's; and nothing is resumed here
+        return
+    from ..rules.dtypes import coerce_dtype, coerce_dtypes
+
+    coerce_dtypes(found, where="--config")
+    coerce_dtype(found.get("precision"), key="precision", where="--config")
 
 
 def _check(text: str, name: str) -> None:
@@ -126,12 +178,12 @@ def _check(text: str, name: str) -> None:
     from ..errors import SettingsError
     from ..seams import look
 
-    fields = look(_CONFIG).parameters  # none where Megatron is not installed
-    if not fields or name in (*fields, *_MORE_FIELDS):
+    fields = look(_CONFIG).parameters or _DECIDING  # none where Megatron is not installed
+    if name in (*fields, *_MORE_FIELDS):
         return
-    near = get_close_matches(name, (*fields, *_MORE_FIELDS), n=1)
-    meant = f"; did you mean {near[0]}?" if near else "."
+    near = meant(name, (*fields, *_MORE_FIELDS))
     raise SettingsError(
-        f"--config {text!r}: Megatron's OptimizerConfig has no field {name!r} here{meant} Allowed: "
-        f"its fields, and {', '.join(_MORE_FIELDS)}."
+        f"--config {text!r}: Megatron's OptimizerConfig has no field {name!r} here"
+        f"{'; ' if near else '.'}{near} Allowed: its fields, and "
+        f"{', '.join(_MORE_FIELDS)}."
     )

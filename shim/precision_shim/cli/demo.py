@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _settings
 from .._settings import PREFIX, TABLE, Settings
 from ..errors import SettingsError
-from . import add_command, settings_of
+from . import OPTIONS, add_command, settings_of
 from ._demo_worker import Spec, precision_keys
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _shim_settings(texts: list[str]) -> tuple[dict[str, object], Settings]:
     try:
         _settings.switch()
         given = settings_of(texts)
-        return given, _settings.resolve(settings=given)
+        return given, _settings.resolve(settings=given, where=OPTIONS)
     except SettingsError as error:
         raise _CannotRunError(str(error)) from None
 

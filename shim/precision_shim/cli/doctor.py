@@ -14,7 +14,7 @@ import platform
 import site
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from .._settings import PREFIX, TABLE, Settings
 from .._status import FrameworkStatus
 from .._status_text import fold
 from ..errors import SettingsError
+from ..rules.releases import BF16_MOMENTS_SINCE, release
 from . import _against, add_command
 from ._foresight import foresee, inapplicable
 from ._output import show
@@ -42,6 +43,8 @@ PACKAGES = (
 )
 _SHOWN = {"pending": "to wrap"}  # of a preview: what status() shows as waiting for the import
 _COLUMN = 16
+_DISPATCH = "bf16-dispatch"
+_NO_SETTINGS = "would not be patched, because a setting is not valid"
 _LONG = 5  # lines of one problem; the whole of it is behind --verbose
 _PATIENCE = 120  # seconds for an import in a child process; TransformerEngine's takes its time
 
@@ -107,24 +110,30 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
     settings = _resolve(problems)
     frameworks: dict[str, FrameworkStatus] = {}
     switch = _switch()
+    packages = {name: _package(name, packages) for name, packages in PACKAGES}
     found: dict[str, Any] = {
         "ok": True,
         "precision_shim": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "switch": switch,
         "start_up": _start_up(switch, problems),
-        "packages": {name: _package(name, packages) for name, packages in PACKAGES},
-        "variables": dict(_variables(problems)),
-        "features": list(settings.features),
-        "settings": {
-            name: {"value": settings[name], "from": settings.origin[name]} for name in TABLE
-        },
-        "strict": settings.strict,
+        "packages": packages,
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(PREFIX)},
+        "features": [] if settings is None else list(settings.features),
+        "settings": {}
+        if settings is None
+        else {name: {"value": settings[name], "from": settings.origin[name]} for name in TABLE},
+        "strict": settings is not None and settings.strict,
         "frameworks": {
             name: _framework(entry, settings, problems, frameworks)
             for name, entry in _registry.entries().items()
         },
     }
+    limits = _limits(packages["transformer-engine"], frameworks)
+    if settings is not None and settings.is_set("optimizer_states"):
+        asked = settings["optimizer_states"] == "follow-model"
+        problems += limits if asked else []
+        limits = [] if asked else limits
     if switch in ("on", "strict") and all(
         one["state"] in ("absent", "off") for one in found["frameworks"].values()
     ):
@@ -134,23 +143,25 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
         )
     # With the kill switch on nothing is asked for, so nothing can be missing.
     found["problems"] = problems
+    found["limits"] = limits
     found["ok"] = not problems or switch == "off"
     return found, frameworks
 
 
-def _resolve(problems: list[str]) -> Settings:
+def _resolve(problems: list[str]) -> Settings | None:
+    """The settings of the variables; ``None`` where they make no sense: nothing is patched then."""
     try:
         return _settings.resolve(known_frameworks=_registry.entries())
     except SettingsError as error:
         problems.append(str(error))
-        return _settings.resolve(environ={})
+        return None
 
 
 def _switch() -> str:
     try:
         return _settings.switch()
     except SettingsError:
-        return "invalid"  # _resolve has said so
+        return "invalid"  # _resolve has told it
 
 
 def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
@@ -183,25 +194,19 @@ def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def _variables(problems: list[str]) -> Iterator[tuple[str, Any]]:
-    known = {PREFIX, f"{PREFIX}_FEATURES", f"{PREFIX}_FRAMEWORKS"}
-    known |= {row.variable for row in TABLE.values()}
-    for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
-        yield name, os.environ[name]
-        if name not in known:
-            problems.append(
-                f"{name} is no variable of precision_shim; allowed: {', '.join(sorted(known))}"
-            )
-
-
 def _framework(
     entry: _registry.Entry,
-    settings: Settings,
+    settings: Settings | None,
     problems: list[str],
     frameworks: dict[str, FrameworkStatus],
 ) -> dict[str, Any]:
-    one, told = foresee(entry, settings, _session.version_of)
-    problems += told
+    if settings is None:
+        version = _session.version_of(entry.distribution, entry.packages)
+        state, reason = ("absent", "") if version is None else ("refused", _NO_SETTINGS)
+        one = FrameworkStatus(version, state, reason=reason)
+    else:
+        one, told = foresee(entry, settings, _session.version_of)
+        problems += told
     frameworks[entry.framework] = one
     return {
         "version": one.version,
@@ -210,6 +215,40 @@ def _framework(
         "reason": one.reason,
         "seams": [seam.to_dict() for seam in one.seams],
     }
+
+
+def _limits(
+    transformer_engine: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus]
+) -> list[str]:
+    """What the installed TransformerEngine rules out where the shim dispatches on Megatron."""
+    since = ".".join(map(str, BF16_MOMENTS_SINCE))
+    version, error = transformer_engine["version"], transformer_engine.get("import_error")
+    if version is None or error:
+        is_not = "cannot be imported" if version else "is not installed"
+        what = (
+            f"TransformerEngine {is_not}: optimizer states stay fp32, and "
+            "use_precision_aware_optimizer=true ends in UnsupportedPrecisionError"
+        )
+    elif (found := release(version)) and found < BF16_MOMENTS_SINCE:
+        what = (
+            f"TransformerEngine {version} takes no bf16 moments: optimizer states stay fp32, and "
+            "exp_avg_dtype=bf16 or exp_avg_sq_dtype=bf16 ends in DtypeError"
+        )
+    else:
+        return []
+    limits = []
+    for name, one in frameworks.items():
+        if any(
+            (seam.feature, seam.state) == (_DISPATCH, "pending")
+            and seam.target.startswith("megatron.")
+            for seam in one.seams
+        ):
+            problem = (
+                f"{name} {one.version}: on Megatron: {what}. Install TransformerEngine {since} or "
+                "newer where the model trains, or leave its states fp32."
+            )
+            limits.append(problem)
+    return limits
 
 
 def _in_child(code: str, environment: Mapping[str, str] | None = None) -> Any:
@@ -261,10 +300,10 @@ def _text(
     said = {
         "unset": f"{PREFIX} is unset: only install() patches; below is what it would do",
         "off": f"{PREFIX} is off: nothing is patched; below is what would be",
-        "invalid": f"{PREFIX} is not valid: nothing is patched; below is what would be",
     }.get(found["switch"], "")
-    lines += _row("", said)
-    if verbose:
+    valid = bool(found["settings"])
+    lines += _row("", said if valid else "a setting is not valid: nothing is patched")
+    if verbose and valid:
         lines += _row("settings", "strict" if found["strict"] else "not strict")
         for name, setting in found["settings"].items():
             lines += _row("", f"{name}={setting['value']}  ({setting['from']})")
@@ -279,7 +318,12 @@ def _text(
     lines += fold(f"not installed: {absent}", 0, 2) if absent else []
     lines += fold(f"not asked for: {off}", 0, 2) if off else []
 
-    lines += ["", "problems" if found["problems"] else "no problems"]
+    if found["limits"]:
+        lines += ["", "limits"]
+        for limit in found["limits"]:
+            lines += fold(limit, 2, 4)
+    none = "no problems, but the limits above" if found["limits"] else "no problems"
+    lines += ["", "problems" if found["problems"] else none]
     for problem in _problems(found["problems"], frameworks):
         lines += _short(fold(problem, 2, 4, break_words=True), verbose)
     return "\n".join(lines)
@@ -288,6 +332,8 @@ def _text(
 def _framework_text(
     name: str, one: FrameworkStatus, features: list[str], verbose: bool
 ) -> list[str]:
+    if one.reason == _NO_SETTINGS:
+        return fold(f"{name} {one.version}: {one.reason}", 0, 2)
     lines = _status_text.framework(name, one, features, ahead=True)
     if verbose:
         lines += ["", *_status_text.seams(one.seams, _SHOWN)]

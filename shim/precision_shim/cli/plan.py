@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import traceback
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._about import __version__
 from . import add_command
 from ._output import show
 
@@ -92,26 +94,29 @@ def run(asked: argparse.Namespace) -> int:
         return _show(asked, job, request, rules)
     except PrecisionShimError as error:
         print(f"precision-shim plan: {error}", file=sys.stderr)
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        print(f"precision-shim plan: {_odd(error)}", file=sys.stderr)
+    except Exception as error:
+        print(f"precision-shim plan: {_fault(error)}", file=sys.stderr)
     return 2
 
 
-def _odd(error: Exception) -> str:
-    """A sentence about a value that no adapter looked for, such as a word for a number."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+def _fault(error: Exception) -> str:
+    """A sentence about what the plan did not expect: a file, or a fault that is to be reported."""
     text = " ".join(str(error).split())[:300]
+    if isinstance(error, OSError) and error.filename is not None:
+        return (
+            f"{os.fsdecode(error.filename)}: {error.strerror or text}. Correct the path, or make "
+            "it accessible. This says nothing of the config."
+        )
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     return (
-        "a value of the config is of a kind that cannot be planned: "
-        f"{type(error).__name__}: {text} (at {Path(frame.filename).name}:{frame.lineno}, "
-        f"{frame.line}). Correct the value; if it is right, report this line."
+        f"the plan itself failed, which says nothing of the config: {type(error).__name__}: {text} "
+        f"(precision-shim {__version__}, {Path(frame.filename).name}:{frame.lineno}, "
+        f"{frame.line}). Report this line with the command."
     )
 
 
 def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:
     """Read the launch line, and its config by the adapter of its framework."""
-    import os
-
     from .. import _registry, _settings
     from .._session import version_of
     from ..errors import PlanError
@@ -123,9 +128,13 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     options = command.Options(
         asked.model, asked.parameters, asked.transformer_engine, asked.megatron_core
     )
-    job = command.read(words, entries.values(), _settings.resolve(environ=os.environ), options)
+    job = command.read(
+        words, entries.values(), _settings.resolve(known_frameworks=entries), options
+    )
     if job.environ:
-        settings = _settings.resolve(environ={**os.environ, **job.environ})
+        settings = _settings.resolve(
+            known_frameworks=entries, environ={**os.environ, **job.environ}
+        )
         job = command.read(words, entries.values(), settings, options)
     entry = entries[job.framework]
     place = entry.plan or getattr(entry.load(), "plan", "")

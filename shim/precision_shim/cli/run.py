@@ -11,10 +11,12 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from precision_shim_adapters.frameworks import FRAMEWORKS
+
 from .. import _settings
 from .._settings import FEATURES, PREFIX, TABLE
 from ..errors import SettingsError
-from . import add_command, settings_of
+from . import OPTIONS, add_command, settings_of
 
 if TYPE_CHECKING:
     from . import Commands
@@ -37,7 +39,10 @@ def register(commands: Commands) -> None:
         metavar="LIST",
         help=f"comma list of {', '.join(FEATURES)}; -NAME takes one away from all",
     )
-    parser.add_argument("--frameworks", metavar="LIST", help="comma list of frameworks")
+    known = ", ".join(one["framework"] for one in FRAMEWORKS.values())
+    parser.add_argument(
+        "--frameworks", metavar="LIST", help=f"comma list of {known}, and those of third parties"
+    )
     parser.add_argument(
         "--strict", action="store_true", help="what cannot be patched is an error in the job"
     )
@@ -47,7 +52,8 @@ def register(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help=f"a setting, one of {', '.join(TABLE)}; may be repeated",
+        help="a setting, such as optimizer_states=follow-model; may be repeated; names: "
+        f"{', '.join(TABLE)}",
     )
     # Everything from the first word that is no option of ours: the command's options are its own.
     parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
@@ -103,5 +109,6 @@ def variables(
         strict=strict or None,
         settings=settings_of(settings),
         known_frameworks=entries(),
+        where=OPTIONS,
     )
     return {**resolved.given, PREFIX: "strict" if resolved.strict else "1"}

@@ -8,9 +8,11 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .._foreseen import Foreseen
 from ..errors import PlanError
 from . import shapes
 from .shapes import Model
@@ -88,6 +90,14 @@ class Job:
             return shapes.of_size(self.options.parameters)
         directory = Path(self.options.model) if self.options.model else _directory(name)
         return shapes.read(directory, overrides)
+
+    def in_force(self, feature: str, group: str) -> bool:
+        """Whether a feature would be in force in the job, as far as one group of seams goes."""
+        return self._foreseen.in_force(self.framework, feature, group)
+
+    @cached_property
+    def _foreseen(self) -> Foreseen:
+        return Foreseen(self.settings)
 
     def launched(self, *names: str) -> int | None:
         """The number behind one of the launcher's options, such as ``--nproc-per-node``.

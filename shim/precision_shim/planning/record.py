@@ -6,9 +6,12 @@ the audits of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from .._names import meant
+from ..errors import DtypeError
 
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """Those of the audit that grow with the parameters, in its order."""
@@ -130,6 +133,42 @@ class Problem:
     message: str
     remedy: str
 
+    @classmethod
+    def of(cls, error: DtypeError, subject: str, key: str) -> Problem:
+        """A dtype that cannot be; the last sentence of the error is the remedy."""
+        message, _, remedy = str(error).rpartition(". ")
+        return cls("dtype", subject, key, message or remedy, remedy if message else "")
+
+
+def unknown_keys(
+    written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
+) -> list[Problem]:
+    """The keys that are not among those that there are.
+
+    Args:
+        written: names of keys.
+        known: the names that there are; empty where that is not known.
+        subject: which model.
+        key: where the config has them; ``{}`` is the name.
+        whose: what the names belong to, such as ``"Megatron's OptimizerConfig"``.
+    """
+    return [
+        Problem(
+            "key",
+            subject,
+            key.format(name),
+            f"{whose} has no {name!r}",
+            f"{_asked(name, known)} Correct the key, or leave it out.".strip(),
+        )
+        for name in written
+        if known and name not in known
+    ]
+
+
+def _asked(name: str, known: Collection[str]) -> str:
+    text = meant(name, known)
+    return text[:1].upper() + text[1:]
+
 
 @dataclass(frozen=True)
 class ModelPlan:
@@ -149,6 +188,8 @@ class ModelPlan:
         stays: ``before`` and ``after``: what of a GPU it keeps while another model of the job is at
             work.
         place: models of one place share their GPUs.
+        computes: dtype of the parameters while a layer computes.
+        reduces: dtype of the gradients while they are reduced, where no bucket tells it.
     """
 
     subject: str
@@ -162,6 +203,8 @@ class ModelPlan:
     source: str = ""
     stays: Mapping[str, int] = field(default_factory=dict)
     place: str = ""
+    computes: str = ""
+    reduces: str = ""
 
 
 @dataclass(frozen=True)

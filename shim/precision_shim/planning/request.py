@@ -57,6 +57,33 @@ class Plannable(Protocol):
 
 
 @dataclass(frozen=True)
+class Illegal:
+    """A model of which nothing can be counted, as what is illegal leaves its dtypes open.
+
+    Attributes:
+        subject: which model.
+        problems: what is illegal.
+        place: see ``Plannable``.
+    """
+
+    subject: str
+    problems: tuple[Problem, ...]
+    place: str = ""
+
+    def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
+        """See ``Plannable``."""
+        return None, list(self.problems)
+
+    def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
+        """See ``Plannable``."""
+        return ()
+
+    def on(self, world: int) -> Illegal:
+        """See ``Plannable``."""
+        return self
+
+
+@dataclass(frozen=True)
 class Request:
     """A job whose config was read.
 

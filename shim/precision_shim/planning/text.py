@@ -99,6 +99,9 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
     layout = ", ".join(f"{key} {value}" for key, value in model.layout.items())
     lines = [f"{model.subject}: {model.parameters:,} parameters, {layout}"]
     lines += [f"  from {model.source}"] if model.source else []
+    if model.computes:
+        reduces = f", gradients are reduced in {model.reduces}" if model.reduces else ""
+        lines += [f"  computes in {model.computes}{reduces}"]
     rows: list[Sequence[str]] = [_TITLES]
     for numbers, before, after in grouped(model):
         rows += _stage(numbers, before, after, len(model.after), memory)
@@ -108,7 +111,7 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
         for side, one in model.traffic.items()
     }
     if any(number for one in model.traffic.values() for number in one.values()):
-        words = f"without {sent['before']}; with {sent['after']}"
+        words = f"without the shim: {sent['before']}; with it: {sent['after']}"
         lines += folded(f"GB that a GPU sends in a step: {words}")
     for one in model.decisions:
         lines += folded(f"{one.feature}: {one.chosen} ({one.because})")

@@ -77,7 +77,8 @@ def coerce_dtype(value: object, *, key: str, where: str = "") -> object:
     if dtype is None:
         raise DtypeError(
             f"{where + ': ' if where else ''}{key}={value!r} is not a dtype name; allowed: "
-            f"{accepted_names()}, in any case, also with the prefix 'torch.'. Correct {key}."
+            f"{accepted_names()}, in any case, also with the prefix 'torch.'. Correct {key}.",
+            key=key,
         )
     return dtype
 

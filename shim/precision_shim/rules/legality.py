@@ -7,7 +7,6 @@ the real constructor by the test environment that builds TransformerEngine.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,13 @@ from typing import Any
 import torch
 
 from ..errors import DtypeError
+from . import releases
 from .dtypes import name_of
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 
-BF16_MOMENTS_SINCE = (2, 3)
-"""TransformerEngine release whose FusedAdam first takes bf16 moments."""
+release = releases.release
+BF16_MOMENTS_SINCE = releases.BF16_MOMENTS_SINCE
 
 REMAINDERS_SINCE = (2, 1)
 """TransformerEngine release that introduced ``store_param_remainders``."""
@@ -63,12 +63,6 @@ class FusedAdamSupport:
 
 NEWEST = FusedAdamSupport((2, 20), True, "")
 """The newest release whose rules are known (2.20.2); they hold where none is installed."""
-
-
-def release(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version string: ``"2.11.0.dev0+cu13"`` is ``(2, 11, 0)``."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ...] | None:
@@ -114,5 +108,38 @@ def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where:
         raise DtypeError(
             f"{where + ': ' if where else ''}{field}={name_of(value)!r} is not legal with "
             f"{support.label}{reason}; allowed: {', '.join(map(name_of, legal))}. "
-            f"Change {field} or leave it out."
+            f"Change {field} or leave it out.",
+            key=field,
         )
+
+
+NEED_PRECISION_AWARE = (
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
+"""Fields that Megatron takes at fp32 only, unless the optimizer is precision-aware."""
+
+
+def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What Megatron refuses of an OptimizerConfig that is not precision-aware.
+
+    Args:
+        config: fields to values, already coerced.
+
+    Returns:
+        For each field that is refused its name, what is wrong, and the remedy.
+    """
+    aware = "use_precision_aware_optimizer"
+    if config.get(aware):
+        return []
+    return [
+        (
+            field,
+            f"{name_of(config[field])} without {aware}: Megatron takes fp32 only",
+            f"Write {aware}: true, or leave {field} out.",
+        )
+        for field in NEED_PRECISION_AWARE
+        if isinstance(config.get(field), torch.dtype) and config[field] is not FP32
+    ]

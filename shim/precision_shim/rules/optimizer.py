@@ -21,6 +21,7 @@ from .legality import (
     CAPTURABLE_BF16_SINCE,
     FP16,
     FP32,
+    NEED_PRECISION_AWARE,
     REMAINDERS_SINCE,
     FusedAdamSupport,
 )
@@ -217,9 +218,6 @@ _FP32_BUCKET = (
 
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
-_NEED_PRECISION_AWARE = (*PRECISION_AWARE_FIELDS[1:], "main_params_dtype")
-"""Fields that Megatron takes at fp32 only, unless the optimizer is precision-aware."""
-
 _PRECISION_FIELDS = frozenset({*PRECISION_AWARE_FIELDS, "store_param_remainders", "params_dtype"})
 
 
@@ -304,7 +302,7 @@ def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> d
     kept.pop("store_param_remainders", None)
     # Write False instead of leaving the field out: verl's fp16 branch turns it on without checking
     # whether it can run. Where the user asked for dtypes that need it, leave the field alone.
-    if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in _NEED_PRECISION_AWARE):
+    if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in NEED_PRECISION_AWARE):
         kept["use_precision_aware_optimizer"] = False
     return kept
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from .. import __version__
 from ..errors import ScalerCheckpointError
+from .belonging import are_fingerprints
 
 KIND = "precision_shim.loss_scaler"
-FORMAT = 1
-"""Version of the format. A reader takes its own and older ones."""
+FORMAT = 2
+"""Version of the format. A reader takes its own and older ones. Format 1 had no ``files``."""
 
 FILE_NAME = "precision_shim_scaler.json"
 """The file of a record, where a framework's checkpoint is a directory."""
@@ -41,7 +42,8 @@ class ScalerSettings:
             (PyTorch's default is 2000): an RL run has some hundred steps, not some ten thousand.
         growth_factor: factor by which it grows, above 1.
         backoff_factor: factor at an overflow, between 0 and 1.
-        min_scale: the scale never falls below; ShardedGradScaler itself has no minimum.
+        min_scale: the scale never falls below; ShardedGradScaler itself has no minimum. For a
+            first scale below 1 the adapters make it that.
         max_skips: skipped steps in a row that are an error.
         chosen: names of the values that this process's user set. They win over the values of a
             checkpoint.
@@ -68,6 +70,8 @@ class ScalerRecord:
         skipped: how many of them were skipped.
         skipped_in_row: skips since the last step that was taken.
         world_size: ranks of the job that wrote it.
+        files: the fingerprints of the files that it was written with (``belonging``), by their
+            names; ``None`` where it is of format 1, or lies within the framework's own file.
     """
 
     scale: float
@@ -77,6 +81,7 @@ class ScalerRecord:
     skipped: int
     skipped_in_row: int
     world_size: int
+    files: Mapping[str, str] | None = None
 
 
 def read_record(record: object, where: str) -> ScalerRecord:
@@ -106,11 +111,15 @@ def read_record(record: object, where: str) -> ScalerRecord:
         raise bad_record(where, "its content does not match its digest: the file is damaged")
     positive, whole = _number(above=0.0), _count(0)
     read = _Reader(record, where)
+    scale = read("state", "scale", positive, "a finite float32 > 0")
+    least = read("settings", "min_scale", positive, "a finite float32 > 0")
+    if version > 1 and least > scale:
+        raise bad_record(where, f"settings.min_scale is {least!r}, above its scale, {scale!r}")
     interval = read("settings", "growth_interval", _count(1), "a whole number >= 1")
     steps = read("counters", "steps", whole, "a whole number >= 0")
     skipped = read("counters", "skipped", _count(0, steps), "a whole number, at most steps")
     return ScalerRecord(
-        scale=read("state", "scale", positive, "a finite float32 > 0"),
+        scale=scale,
         growth_tracker=read("state", "growth_tracker", whole, "a whole number >= 0"),
         settings=ScalerSettings(
             init_scale=read("settings", "init_scale", positive, "a finite float32 > 0"),
@@ -119,7 +128,7 @@ def read_record(record: object, where: str) -> ScalerRecord:
             backoff_factor=read(
                 "settings", "backoff_factor", _number(above=0.0, below=1.0), "between 0 and 1"
             ),
-            min_scale=read("settings", "min_scale", _number(above=0.0), "a finite float32 > 0"),
+            min_scale=min(least, scale),  # format 1 has 1 beside a framework's own lower scale
         ),
         steps=steps,
         skipped=skipped,
@@ -127,6 +136,7 @@ def read_record(record: object, where: str) -> ScalerRecord:
             "counters", "skipped_in_row", _count(0, skipped), "a whole number, at most skipped"
         ),
         world_size=read("", "world_size", _count(1), "a whole number >= 1"),
+        files=read("", "files", _files, "fingerprints by names of files, or nothing"),
     )
 
 
@@ -168,8 +178,8 @@ def taken_over(
         where: the file, for messages.
 
     Returns:
-        Growth interval and both factors; the growth tracker; and a line for each value that is not
-        taken over as it stands there.
+        Growth interval, both factors and the least scale; the growth tracker; and a line for each
+        value that is not taken over as it stands there.
     """
     lines: list[str] = []
     values: dict[str, Any] = {}
@@ -180,6 +190,13 @@ def taken_over(
                 f"{name} {getattr(mine, name):g}, as set here, and not {values[name]:g} of {where}"
             )
             values[name] = getattr(mine, name)
+    # The lower of both: a scale that the file has must not be raised by what is set here.
+    values["min_scale"] = min(saved.settings.min_scale, mine.min_scale)
+    if values["min_scale"] != saved.settings.min_scale:
+        lines.append(
+            f"least scale {mine.min_scale:g}, as set here, and not {saved.settings.min_scale:g} of "
+            f"{where}"
+        )
     # torch tests tracker == interval: a tracker above the interval would never let the scale grow.
     tracker = min(saved.growth_tracker, values["growth_interval"] - 1)
     if tracker != saved.growth_tracker:
@@ -216,6 +233,20 @@ def _count(low: int, high: float = math.inf) -> Any:
         return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
     return check
+
+
+def _files(value: object) -> bool:
+    return value is None or are_fingerprints(value)
+
+
+def state_of(record: object) -> str:
+    """A digest of a record without its files: the same for the records of all ranks of a save.
+
+    Each rank's own file holds a record that names that rank's files.
+    """
+    if not isinstance(record, Mapping):
+        return ""
+    return digest_of({name: value for name, value in record.items() if name != "files"})
 
 
 def digest_of(record: Mapping[str, Any]) -> str:

@@ -6,8 +6,17 @@ These are rules (torch only): they know no framework and patch nothing.
 from __future__ import annotations
 
 from ..rules.scaler_record import ScalerSettings
-from .checkpoint import FILE_NAME, agree, load, save
-from .record import FORMAT, ScalerRecord, from_tensor, read_record, record_of, restore, to_tensor
+from .checkpoint import FILE_NAME, Files, agree, load, other_save, save
+from .record import (
+    FORMAT,
+    BoundWhenPickled,
+    ScalerRecord,
+    from_tensor,
+    read_record,
+    record_of,
+    restore,
+    to_tensor,
+)
 from .scaler import LossScaler
 from .skips import MAX_SKIPS, SkipCounter
 
@@ -15,6 +24,8 @@ __all__ = [
     "FILE_NAME",
     "FORMAT",
     "MAX_SKIPS",
+    "BoundWhenPickled",
+    "Files",
     "LossScaler",
     "ScalerRecord",
     "ScalerSettings",
@@ -22,6 +33,7 @@ __all__ = [
     "agree",
     "from_tensor",
     "load",
+    "other_save",
     "read_record",
     "record_of",
     "restore",

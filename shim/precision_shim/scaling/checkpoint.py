@@ -2,6 +2,9 @@
 
 Rank 0 writes and reads it and tells the others, so that all end with one scale. Where checkpoint
 paths are node-local, the file lies beside rank 0's own shards and comes and goes with them.
+
+The record names the files that it was written with, those of all ranks, each with a fingerprint of
+its content (``rules.belonging``): a record that lies beside files of another save is not taken.
 """
 
 from __future__ import annotations
@@ -10,43 +13,54 @@ import contextlib
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from ..errors import ScalerCheckpointError
-from ..rules.scaler_record import FILE_NAME, parse
+from ..errors import ScalerCheckpointError, ScalerOfAnotherSaveError
+from ..rules.belonging import fingerprints, foreign
+from ..rules.scaler_record import FILE_NAME, parse, read_record, state_of
 from .record import record_of, restore
 
-__all__ = ["FILE_NAME", "agree", "load", "save"]
+__all__ = ["FILE_NAME", "Files", "agree", "load", "save"]
+
+Files = Mapping[str, "str | os.PathLike[str]"]
+"""This rank's files in a checkpoint: by their names in it, where they lie."""
 
 
 def save(
-    directory: str | os.PathLike[str], scaler: GradScaler, group: dist.ProcessGroup | None = None
+    directory: str | os.PathLike[str],
+    scaler: GradScaler,
+    group: dist.ProcessGroup | None = None,
+    files: Files | None = None,
 ) -> Path:
     """Write the scaler's state into a checkpoint's directory; every rank of the group calls it.
 
-    The file appears under its name only when it is complete and flushed to the disk. A process
-    that is killed before leaves the file of an earlier save, or none, and at most a hidden
-    temporary one.
+    Call it when the framework's own files are written. The file appears under its name only when
+    it is complete and flushed to the disk. A process that is killed before leaves the file of an
+    earlier save, or none, and at most a hidden temporary one.
 
     Args:
-        directory: the checkpoint's, as rank 0 sees it; made if it is missing.
+        directory: the checkpoint's, as this rank sees it; rank 0's is made if it is missing.
         scaler: a ``LossScaler``, or a framework's own GradScaler.
         group: the ranks that call it; ``None`` for all.
+        files: this rank's in the checkpoint; the state is held against them when it is loaded.
+            ``None`` to bind it to nothing.
 
     Returns:
         The file.
 
     Raises:
-        ScalerCheckpointError: it cannot be written; raised on every rank.
+        ScalerCheckpointError: it cannot be written, or one of the files cannot be read; raised on
+            every rank.
     """
     path = Path(directory) / FILE_NAME
-    text = json.dumps(record_of(scaler), indent=1, sort_keys=True) + "\n"
-    failure = None
-    if _is_first(group):
+    bound, failure = _fingerprints_of_all(path, files, group)
+    if not failure and _is_first(group):
+        text = json.dumps(record_of(scaler, bound), indent=1, sort_keys=True) + "\n"
         try:
             _write(path, text)
         except OSError as error:
@@ -62,22 +76,27 @@ def save(
 
 
 def load(
-    directory: str | os.PathLike[str], scaler: GradScaler, group: dist.ProcessGroup | None = None
+    directory: str | os.PathLike[str],
+    scaler: GradScaler,
+    group: dist.ProcessGroup | None = None,
+    files: Files | None = None,
 ) -> tuple[str, ...] | None:
     """Restore the scaler's state from a checkpoint's directory; every rank calls it.
 
     Args:
-        directory: the checkpoint's, as rank 0 sees it.
+        directory: the checkpoint's, as this rank sees it.
         scaler: the scaler to restore.
         group: the ranks that call it; ``None`` for all.
+        files: this rank's in the checkpoint; ``None`` not to hold the state against any.
 
     Returns:
         ``None`` if the checkpoint has no scaler state; else a line for each value that was not
-        taken over as it stands there.
+        taken over as it stands there, and one if there is nothing to hold it against.
 
     Raises:
-        ScalerCheckpointError: the file is damaged or cannot be read; raised on every rank, and
-            the scaler is as it was.
+        ScalerOfAnotherSaveError: the files are not those that it was written with.
+        ScalerCheckpointError: the file is damaged or cannot be read. Each is raised on every rank,
+            and the scaler is as it was.
     """
     path = Path(directory) / FILE_NAME
     text: str | None = None
@@ -95,15 +114,61 @@ def load(
     if text is None:
         return None
     try:
-        return restore(scaler, parse(text, str(path)), str(path))
+        record = parse(text, str(path))
+        bound = read_record(record, str(path)).files
     except ScalerCheckpointError as error:
         raise ScalerCheckpointError(
             f"{error} Or delete the file to continue with a fresh scaler."
         ) from None
+    unknown: tuple[str, ...] = ()
+    if files is not None and bound is None:
+        unknown = ("it does not say which files it was written with: not held against them",)
+    elif files is not None and bound is not None:
+        found, failure = _fingerprints_of_all(path, files, group)
+        if failure:
+            raise ScalerCheckpointError(failure)
+        others = foreign(bound, found or {})
+        if others:
+            raise _of_another_save(str(path), others)
+    return (*restore(scaler, record, str(path)), *unknown)
 
 
-def agree(problem: str, record: object, where: str) -> None:
-    """Stop all ranks unless each has read the same record; every rank calls it.
+def other_save(record: object, where: str, files: Files | None) -> str:
+    """Validate a record of a framework's own file; for the ranks to agree on before it is taken.
+
+    Args:
+        record: see ``read_record``.
+        where: the file, for messages.
+        files: this rank's that it is held against, if it names any.
+
+    Returns:
+        What is said if the files are not those that it was written with; else empty.
+
+    Raises:
+        ScalerCheckpointError: the record is damaged, or a file cannot be read.
+    """
+    bound = read_record(record, where).files
+    if bound is None or files is None:
+        return ""
+    try:
+        others = foreign(bound, fingerprints(files))
+    except OSError as error:
+        raise _unreadable(error, where) from None
+    return str(_of_another_save(where, others)) if others else ""
+
+
+def _of_another_save(where: str, files: list[str]) -> ScalerOfAnotherSaveError:
+    """The error of a record beside files that another save has written."""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return ScalerOfAnotherSaveError(
+        f"{where}: the loss scaler's state is of another save than the files beside it: "
+        f"{files[0]}{more} came from a later or an earlier one, which did not end, or was made "
+        "without the shim, or in another dtype."
+    )
+
+
+def agree(problem: str, record: object, where: str, another: str = "") -> str:
+    """Stop all ranks unless each has read the same state; every rank calls it.
 
     Where every rank reads a file of its own, or its own part of one.
 
@@ -111,28 +176,53 @@ def agree(problem: str, record: object, where: str) -> None:
         problem: what was wrong with this rank's record; empty if nothing.
         record: this rank's; ``None`` if it has none.
         where: the file, for messages.
+        another: what ``other_save`` said on this rank.
+
+    Returns:
+        What it said on the first rank on which it said anything.
 
     Raises:
         ScalerCheckpointError: the first rank's problem, or that they differ.
     """
-    digest = record.get("digest") if isinstance(record, dict) else None
-    mine = problem, digest
-    all_of_them = [mine]
-    if _together() and dist.get_world_size() > 1:
-        all_of_them = [mine] * dist.get_world_size()
-        dist.all_gather_object(all_of_them, mine)
-    problems = [text for text, _ in all_of_them if text]
+    all_of_them = _from_all((problem, state_of(record), another))
+    problems = [text for text, *_ in all_of_them if text]
     if problems:
         raise ScalerCheckpointError(problems[0])
-    if len({digest for _, digest in all_of_them}) > 1:
+    if len({digest for _, digest, _ in all_of_them}) > 1:
         ranks = ", ".join(
             f"{rank}: {digest[:8] if digest else 'none'}"
-            for rank, (_, digest) in enumerate(all_of_them)
+            for rank, (_, digest, _) in enumerate(all_of_them)
         )
         raise ScalerCheckpointError(
             f"{where}: the ranks' files hold different loss scaler states (digests by rank: "
             f"{ranks}): they are of different checkpoints. Give every rank the files of one."
         )
+    return next((text for *_, text in all_of_them if text), "")
+
+
+def _fingerprints_of_all(
+    path: Path, files: Files | None, group: dist.ProcessGroup | None
+) -> tuple[dict[str, str] | None, str]:
+    """The fingerprints of all ranks' files, and what went wrong on one; the same on all."""
+    if files is None:
+        return None, ""
+    mine: dict[str, str] = {}
+    failure = ""
+    try:
+        mine = fingerprints(files)
+    except OSError as error:
+        failure = str(_unreadable(error, str(path)))
+    every = _from_all((mine, failure), group)
+    failures = [one for _, one in every if one]
+    found = {name: one for of_rank, _ in every for name, one in of_rank.items()}
+    return found or None, failures[0] if failures else ""
+
+
+def _unreadable(error: OSError, where: str) -> ScalerCheckpointError:
+    return ScalerCheckpointError(
+        f"{error.filename}: cannot be read ({error.strerror or error}), so that the loss scaler's "
+        f"state, {where}, cannot be held against it."
+    )
 
 
 def _write(path: Path, text: str) -> None:
@@ -162,6 +252,15 @@ def _together() -> bool:
 
 def _is_first(group: dist.ProcessGroup | None) -> bool:
     return not _together() or dist.get_rank(group) == 0
+
+
+def _from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of the group has, on every rank of it."""
+    if not _together() or dist.get_world_size(group) == 1:
+        return [value]
+    every = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, value, group=group)
+    return every
 
 
 def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from .. import __version__
 from ..errors import ScalerCheckpointError
+from ..rules.belonging import fingerprints
 from ..rules.scaler_record import (
     FORMAT,
     KIND,
@@ -28,6 +32,7 @@ from .scaler import LossScaler
 
 __all__ = [
     "FORMAT",
+    "BoundWhenPickled",
     "ScalerRecord",
     "from_tensor",
     "parse",
@@ -41,15 +46,17 @@ _BYTES = 2048
 """Size of a record as a tensor: three times what one takes now."""
 
 
-def record_of(scaler: GradScaler) -> dict[str, Any]:
+def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dict[str, Any]:
     """A scaler's state, ready for JSON.
 
     Args:
-        scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters.
+        scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
+            least scale.
+        files: the fingerprints of the files that it is written with; ``None`` to name none.
 
     Returns:
         ``kind``, ``format``, ``state``, ``settings``, ``counters``, ``world_size``,
-        ``written_by``, and a ``digest`` over all of it.
+        ``written_by``, ``files`` if there are any, and a ``digest`` over all of it.
     """
     state = scaler.state_dict()
     ours = isinstance(scaler, LossScaler)
@@ -64,7 +71,7 @@ def record_of(scaler: GradScaler) -> dict[str, Any]:
             "growth_interval": state["growth_interval"],
             "growth_factor": state["growth_factor"],
             "backoff_factor": state["backoff_factor"],
-            "min_scale": settings.min_scale,
+            "min_scale": min(state.get("min_scale", settings.min_scale), state["scale"]),
         },
         "counters": {
             "steps": counter.steps if counter else 0,
@@ -74,8 +81,37 @@ def record_of(scaler: GradScaler) -> dict[str, Any]:
         "world_size": _world_size(),
         "written_by": {"precision_shim": __version__, "torch": str(torch.__version__)},
     }
+    if files is not None:
+        record["files"] = dict(files)
     record["digest"] = digest_of(record)
     return record
+
+
+class BoundWhenPickled(OrderedDict[str, Any]):
+    """A record that names the files beside it as they are when it is pickled.
+
+    For a framework that pickles the record into the last of its files, after it was given to it. It
+    is pickled as an ``OrderedDict``, so that a process without the shim reads it.
+
+    Args:
+        record: from ``record_of``.
+        files: by the names that the record has for them, where they lie.
+    """
+
+    def __init__(
+        self, record: Mapping[str, Any], files: Mapping[str, str | os.PathLike[str]]
+    ) -> None:
+        super().__init__(record)
+        self._files = files
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        bound = OrderedDict(self)
+        with contextlib.suppress(OSError):  # the framework's own save must not fail for it
+            found = fingerprints(self._files)
+            if found:
+                bound["files"] = found
+                bound["digest"] = digest_of(bound)
+        return bound.__reduce_ex__(protocol)
 
 
 def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:

@@ -88,6 +88,7 @@ class LossScaler(ShardedGradScaler):
     ) -> None:
         self.settings = settings or ScalerSettings()
         self.counter = SkipCounter(self.settings.max_skips)
+        self._min_scale = self.settings.min_scale
         self._last_scale: float | None = None
         self._overflow: bool | None = None
         super().__init__(
@@ -210,14 +211,25 @@ class LossScaler(ShardedGradScaler):
         if not self._enabled:
             return
         assert self._scale is not None
-        self._scale.clamp_(min=self.settings.min_scale, max=MAX_SCALE)
+        self._scale.clamp_(min=self._min_scale, max=MAX_SCALE)
         overflow, self._overflow = self._overflow, None
         if overflow is not None:
             self.counter.note(overflow, self.loss_scale)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As GradScaler's, with the scale below which this one does not fall."""
+        found: dict[str, Any] = super().state_dict()
+        return {**found, "min_scale": self._min_scale} if found else found
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over scale, growth tracker and settings, as GradScaler does."""
+        """Take over scale, growth tracker and settings, as GradScaler does, and the least scale.
+
+        A state of GradScaler's own has no least scale. The scale of a state is never raised by it.
+        """
         super().load_state_dict(state_dict)
+        if self._enabled:
+            least = state_dict.get("min_scale", self.settings.min_scale)
+            self._min_scale = min(least, state_dict["scale"])
         self._last_scale = None
 
     def reset(self) -> None:
@@ -229,6 +241,7 @@ class LossScaler(ShardedGradScaler):
                 "backoff_factor": self.settings.backoff_factor,
                 "growth_interval": self.settings.growth_interval,
                 "_growth_tracker": 0,
+                "min_scale": self.settings.min_scale,
             }
         )
         self.counter = SkipCounter(self.settings.max_skips)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 from .._finders import Watcher
+from .._forks import Lock
 from .._status import SeamStatus
 from ..errors import PrecisionShimError, SeamError
 from ._call import prepare, through
@@ -24,6 +25,9 @@ from ._plan import Group, Missed, Row, check, nothing_missed, refusal, unchecked
 from ._seam import Adapter, Seam
 from ._sites import Layer, Sites, locate
 from ._source import Symbol
+
+_lock = Lock()
+"""One for all engines, of which a process has one after the other."""
 
 
 @dataclass
@@ -67,7 +71,6 @@ class Engine:
         self._on_fault = on_fault
         self._describe = describe
         self._missed = missed
-        self._lock = threading.RLock()
         self._known: dict[str, _Known] = {}
         self._faults: dict[str, list[PrecisionShimError]] = {}
         self._refused: set[Group] = set()
@@ -80,7 +83,7 @@ class Engine:
 
     def add(self, adapter: Adapter) -> None:
         """Take on an adapter: patch what is loaded, wait for what is not. A second time: no-op."""
-        with self._lock:
+        with _lock:
             if adapter.framework in self._known or not self._live:
                 return
             rows = list(unchecked(adapter, self._features))
@@ -91,7 +94,7 @@ class Engine:
 
     def fault(self, framework: str, error: PrecisionShimError, effects: Iterable[str]) -> None:
         """Keep an error for a framework whose adapter could not even be loaded."""
-        with self._lock:
+        with _lock:
             if not self._live:
                 return
             self._faults.setdefault(framework, []).append(error)
@@ -106,7 +109,7 @@ class Engine:
         Their code began before the engine's watcher was in place. Hold no lock that a module's
         code may want.
         """
-        with self._lock:
+        with _lock:
             slow = [
                 row.seam.module
                 for known in self._known.values()
@@ -116,7 +119,7 @@ class Engine:
         for module in dict.fromkeys(slow):
             with suppress(Exception):  # its error is raised in the thread that imports it
                 __import__(module)
-            with self._lock:
+            with _lock:
                 if self._live and _loaded(module) is not None:
                     self._arrived(module)
                     self._sites.reach_copies()
@@ -130,8 +133,9 @@ class Engine:
                 self._arrived(module)
 
     def _imported(self, module: str) -> None:
-        with self._lock:
+        with _lock:
             if self._live:
+                _lock.patched = getattr(sys.modules.get(module), "__spec__", None), get_ident()
                 self._forget(module)
                 self._arrived(module)
                 self._sites.reach_copies()
@@ -171,7 +175,8 @@ class Engine:
         # when the watcher was put in place has not been reported.
         for row in known.rows if known.checked else ():
             if (
-                row.state == "pending"
+                self._live
+                and row.state == "pending"
                 and row.group not in self._refused
                 and (row.seam.module == module or _loaded(row.seam.module) is not None)
             ):
@@ -179,7 +184,7 @@ class Engine:
 
     def _refuse(self, group: Group, problems: Iterable[str]) -> None:
         """Take a whole group out, keep why, and say so."""
-        if group in self._refused:
+        if group in self._refused or not self._live:
             return
         self._refused.add(group)
         self._sites.take_out(group)
@@ -209,6 +214,8 @@ class Engine:
             self._sites.put(site, Layer(seam.wrapper, function, owner, {row.group}, seam.replaces))
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(row.group, [f"{seam.target}: {error}"])
+            return
+        if not self._live:  # the child of a fork that was made in there: all is taken out
             return
         unreached = self._sites.reach(site, seam.aliases)
         # A seam that only refuses is patched too, in order to say so; users see "refused".
@@ -254,7 +261,7 @@ class Engine:
             What could not be restored because another tool has wrapped it since; our wrapper is
             left beneath the other one and passes every call through.
         """
-        with self._lock:
+        with _lock:
             self._live = False
             self._watcher.remove()
             left = self._sites.remove()
@@ -268,7 +275,7 @@ class Engine:
 
     def report(self, framework: str) -> tuple[SeamStatus, ...]:
         """States of a framework's seams, in the order of its table."""
-        with self._lock:
+        with _lock:
             known = self._known.get(framework)
             if known is None:
                 return ()
@@ -276,12 +283,12 @@ class Engine:
 
     def faults(self, framework: str) -> tuple[PrecisionShimError, ...]:
         """What was refused for a framework, oldest first."""
-        with self._lock:
+        with _lock:
             return tuple(self._faults.get(framework, ()))
 
     def is_refused(self, framework: str, feature: str, group: str) -> bool:
         """Whether a group of a feature was refused whole for a framework."""
-        with self._lock:
+        with _lock:
             return (framework, feature, group) in self._refused
 
 

@@ -49,6 +49,7 @@ class Row:
             why=seam.why,
             upstream=seam.upstream,
             delete_when=seam.delete_when,
+            group=seam.group,
         )
 
 

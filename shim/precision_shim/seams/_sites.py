@@ -148,6 +148,8 @@ class Sites:
         before, top = site.top, site.raw
         for layer in site.layers:
             top = layer.over(top, site.target)
+        if site.top is not before:  # what makes a replacement has forked, and this is the child
+            return
         if top is not before:
             setattr(site.parent, site.name, top)
             site.top = top

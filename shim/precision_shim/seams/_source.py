@@ -33,7 +33,8 @@ class Symbol:
         target: ``"module:attribute"``.
         module_found: whether the module's file was found.
         found: whether the symbol is defined there.
-        parameters: names of its parameters; of a dataclass's generated ``__init__`` its fields.
+        parameters: names of its parameters; of a dataclass's generated ``__init__`` its fields,
+            those of bases in the same file included.
         positional: those of a function's parameters that may be passed by position.
         defaults: a function's defaults that are written as literals.
         names: identifiers and string constants in its source; for a method, in its class's.
@@ -191,7 +192,7 @@ def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
         if inner is None:
             last = position == len(parts) - 1
             if last and part == "__init__" and _is_dataclass(scope):
-                return Symbol(target, True, True, _fields(scope), _names(scope))
+                return Symbol(target, True, True, _fields(scope, tree), _names(scope))
             return Symbol(target, True, problem=f"{target} not found: no {part!r} there")
         owner, scope = scope, inner
     evidence = owner if isinstance(owner, ast.ClassDef) else scope
@@ -272,12 +273,20 @@ def _is_dataclass(node: ast.AST) -> bool:
     return any((getattr(h, "id", None) or getattr(h, "attr", None)) == "dataclass" for h in heads)
 
 
-def _fields(node: ast.AST) -> tuple[str, ...]:
-    return tuple(
+def _fields(node: ast.AST, tree: ast.Module) -> tuple[str, ...]:
+    """A dataclass's fields, and before them those of its bases in the same file."""
+    bases = (_member(tree, one.id) for one in getattr(node, "bases", ()) if _is_name(one))
+    inherited = [name for base in bases if base not in (None, node) for name in _fields(base, tree)]
+    own = [
         line.target.id
         for line in getattr(node, "body", ())
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    )
+    ]
+    return tuple(dict.fromkeys((*inherited, *own)))
+
+
+def _is_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name)
 
 
 @lru_cache(maxsize=32)  # the seams of one class ask for the same

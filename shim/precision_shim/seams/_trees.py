@@ -125,7 +125,7 @@ class Tree:
     def version_of(self, distribution: str, package: str) -> str:
         """A distribution's version from its metadata, or as its source writes it; ``"unknown"``."""
         known = self._metadata.get(_normal(distribution))
-        return known or next(self._written(package), None) or "unknown"
+        return known or next(_written(self._files, distribution, package), None) or "unknown"
 
     def _place(self, module: str) -> str | None:
         """Path of a module's file, ``""`` for a package without one, ``None`` for none."""
@@ -154,28 +154,6 @@ class Tree:
                     head = dict(re.findall(r"^(Name|Version): *(\S+)", text, re.MULTILINE))
                     if len(head) == 2:
                         yield _normal(head["Name"]), head["Version"]
-
-    def _written(self, package: str) -> Iterator[str]:
-        base = package.replace(".", "/")
-        for file in (f"{base}/version/version", f"{base}/VERSION", f"{base}/version.txt"):
-            if self._files.is_file(file):
-                yield self._files.read(file).decode("utf-8", "replace").strip()
-        for name in _VERSION_FILES:
-            if self._files.is_file(f"{base}/{name}"):
-                try:
-                    text = decode_source(self._files.read(f"{base}/{name}"))
-                    yield from _assigned(ast.parse(text))
-                except (SyntaxError, ValueError):
-                    continue
-        for file in ("pyproject.toml", "../pyproject.toml"):
-            if self._files.is_file(file):
-                text = self._files.read(file).decode("utf-8", "replace")
-                project = re.search(r"^\[project\]$(.*?)(^\[|\Z)", text, re.MULTILINE | re.DOTALL)
-                written = project and re.search(
-                    r"^version *= *[\"']([^\"']+)", project[1], re.MULTILINE
-                )
-                if written:
-                    yield written[1]
 
 
 class _Over:
@@ -224,6 +202,57 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
         f"{path} holds no framework, neither in itself nor in src, python or lib/python3*/"
         f"site-packages. {looked_for}"
     )
+
+
+def stated_version(distribution: str, package: str, folder: Path) -> str | None:
+    """The version that a package's own source states, where it does; nothing is executed.
+
+    Args:
+        distribution: what the package belongs to.
+        package: its name.
+        folder: where it is.
+    """
+    root = folder.parents[package.count(".")]
+    try:
+        return next(_written(_Folder(root), distribution, package), None)
+    except OSError:
+        return None
+
+
+def _written(files: _Files, distribution: str, package: str) -> Iterator[str]:
+    base = package.replace(".", "/")
+    for file in (f"{base}/version/version", f"{base}/VERSION", f"{base}/version.txt"):
+        if files.is_file(file):
+            yield files.read(file).decode("utf-8", "replace").strip()
+    for name in _VERSION_FILES:
+        if files.is_file(f"{base}/{name}"):
+            try:
+                yield from _assigned(ast.parse(decode_source(files.read(f"{base}/{name}"))))
+            except (SyntaxError, ValueError):
+                continue
+    for folder in ("", "../"):
+        if files.is_file(f"{folder}pyproject.toml"):
+            text = files.read(f"{folder}pyproject.toml").decode("utf-8", "replace")
+            yield from _declared(text, distribution, files, folder)
+
+
+def _declared(text: str, distribution: str, files: _Files, folder: str) -> Iterator[str]:
+    """The version in a ``pyproject.toml``, or in the file that it names, if it is this one's."""
+
+    def written(section: str, key: str) -> str:
+        pattern = rf"^\[{section}\]\s*$(.*?)(^\[|\Z)"
+        found = re.search(pattern, text, re.MULTILINE | re.DOTALL)
+        value = found and re.search(rf"^{key} *[\"']([^\"']+)", found[1], re.MULTILINE)
+        return value[1] if value else ""
+
+    if _normal(written("project", "name *=")) != _normal(distribution):
+        return
+    version = written("project", "version *=")
+    if version:
+        yield version
+    file = written(r"tool\.setuptools\.dynamic", r"version *= *\{ *file *= *\[?")
+    if file and files.is_file(folder + file):
+        yield files.read(folder + file).decode("utf-8", "replace").strip()
 
 
 def _assigned(tree: ast.Module) -> Iterator[str]:

@@ -11,6 +11,7 @@ from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import DtypeError
+from precision_shim.rules.legality import not_precision_aware
 
 from ..support import NEMO_RL
 from . import support
@@ -63,6 +64,19 @@ def test_a_name_for_fp32_is_fp32_without_the_precision_aware_optimizer(
         made(exp_avg_dtype="float32")
     shim()
     assert made(exp_avg_dtype="float32").exp_avg_dtype is torch.float32
+
+
+def test_a_low_dtype_needs_the_precision_aware_optimizer(
+    cpu: None, shim: Callable[..., Any]
+) -> None:
+    """The plan's sentence, in place of Megatron's assertion."""
+    ((_, sentence, remedy),) = not_precision_aware({"exp_avg_dtype": torch.bfloat16})
+    with pytest.raises(AssertionError, match="exp_avg_dtype can only be fp32"):
+        made(exp_avg_dtype=torch.bfloat16)
+    shim()
+    with pytest.raises(DtypeError, match=r"megatron-core \d.*OptimizerConfig") as caught:
+        made(exp_avg_dtype="bfloat16")
+    assert f"exp_avg_dtype: {sentence}. {remedy}" in str(caught.value)
 
 
 def test_the_users_mapping_stays_as_it_is(cpu: None, shim: Callable[..., Any]) -> None:

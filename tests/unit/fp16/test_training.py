@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -11,14 +13,20 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+import precision_shim
+from precision_shim._settings import resolve
 from precision_shim.errors import (
     LossScaleError,
     PrecisionShimWarning,
     ScalerCheckpointError,
+    ScalerOfAnotherSaveError,
     SeamError,
 )
+from precision_shim.rules.scaler_record import digest_of
 from precision_shim.scaling import LossScaler, to_tensor
 from precision_shim_adapters.fp16 import ScaledTraining
+from precision_shim_adapters.fp16 import training as training_module
+from precision_shim_adapters.fp16.settings import settings_for
 
 OVERFLOWS = (0, 4)
 """Steps whose gradients overflow; the first is one of them."""
@@ -424,3 +432,169 @@ def test_a_checkpoint_without_a_record_leaves_a_fresh_scaler(tmp_path):
             restore(training)
         assert isinstance(training.scaler, LossScaler)
         assert (training.scaler.get_scale(), training.scaler.counter.steps) == (2.0**10, 0)
+
+
+# -- records of another save -----------------------------------------------------------------
+
+
+def shards(folder, **content):
+    """The files of one rank, as a framework writes them; returns them by their names."""
+    found = {}
+    for what, value in content.items():
+        name = f"{what}_world_size_1_rank_0.pt"
+        torch.save({"weight": torch.full((3,), float(value))}, folder / name)
+        found[name] = folder / name
+    return found
+
+
+def decided(word):
+    """The decisions that hold a word, in their order."""
+    lines = [f"{one.chosen}: {one.because}" for one in precision_shim.status().decisions]
+    return [line for line in lines if word in line]
+
+
+def saved(folder):
+    """A training that has six steps behind it and is saved with its files."""
+    source = make()
+    drive(Trainer(), source, range(6))
+    files = shards(folder, model=1, optim=1, extra_state=1)
+    source.save(folder, files)
+    return source, files
+
+
+def test_a_record_beside_the_files_it_was_written_with(tmp_path):
+    source, files = saved(tmp_path)
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path, moved)
+    (moved / "optim_world_size_1_rank_0.pt").unlink()  # by somebody who needs the weights alone
+    for place in (tmp_path, moved):
+        target = make()
+        target.restore(place, {name: place / name for name in files})
+        assert target.scaler.state_dict() == source.scaler.state_dict()
+        assert target.scaler.counter == source.scaler.counter
+
+
+@pytest.mark.parametrize("what", ["model", "optim", "extra_state"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_record_beside_a_file_of_another_save_is_not_taken(tmp_path, what, strict, monkeypatch):
+    settings = resolve(strict=strict, environ={})
+    monkeypatch.setattr(training_module, "current_settings", lambda: settings)
+    _, files = saved(tmp_path)
+    shards(tmp_path, **{what: 2})
+    target = make()
+    drive(Trainer(), target, range(2))
+    says = f"is of another save .*: {what}_world_size_1_rank_0.pt came from a later or an earlier"
+    if strict:
+        with pytest.raises(ScalerOfAnotherSaveError, match=says):
+            target.restore(tmp_path, files)
+        assert target.scaler.counter.steps == 2
+        return
+    with pytest.warns(PrecisionShimWarning, match=f"{says}.*a fresh scaler at 1024"):
+        target.restore(tmp_path, files)
+    assert (target.scaler.get_scale(), target.scaler.counter.steps) == (2.0**10, 0)
+
+
+def test_a_record_beside_a_file_that_it_does_not_name_is_not_taken(tmp_path):
+    source, _ = saved(tmp_path)
+    other = tmp_path / "model_world_size_2_rank_0.pt"
+    torch.save({}, other)
+    with pytest.warns(PrecisionShimWarning, match="another save .*: model_world_size_2_rank_0.pt"):
+        source.restore(tmp_path, {other.name: other})
+
+
+def test_a_record_of_the_first_format_is_taken_with_one_line(tmp_path):
+    source, files = saved(tmp_path)
+    place = tmp_path / "precision_shim_scaler.json"
+    record = json.loads(place.read_text())
+    del record["files"]
+    record["format"] = 1
+    record["digest"] = digest_of(record)
+    place.write_text(json.dumps(record))
+    target = make()
+    target.restore(tmp_path, files)
+    assert target.scaler.state_dict() == source.scaler.state_dict()
+    assert "does not say which files it was written with" in decided("restored")[-1]
+
+
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path, monkeypatch):
+    source, files = saved(tmp_path)
+    name = "optim_world_size_1_rank_0.pt"
+
+    def refused(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr("precision_shim.rules.belonging.fingerprint", refused)
+    before = source.scaler.state_dict()
+    with pytest.raises(ScalerCheckpointError, match=r"rank_0\.pt: cannot be read"):
+        source.restore(tmp_path, {name: files[name]})
+    assert source.scaler.state_dict() == before
+    with pytest.warns(PrecisionShimWarning, match=r"rank_0\.pt: cannot be read"):
+        source.save(tmp_path, files)
+
+
+def test_a_record_within_a_frameworks_own_file_names_the_files_before_it(tmp_path):
+    source = make()
+    drive(Trainer(), source, range(6))
+    files = {name: tmp_path / name for name in ("model_world_size_1_rank_0.pt",)}
+    record = source.record(files)
+    shards(tmp_path, model=1)  # after the framework was given the record
+    torch.save({"client_state": record}, tmp_path / "extra.pt")
+    kept = torch.load(tmp_path / "extra.pt", weights_only=True)["client_state"]
+    target = make()
+    target.restore_record(kept, "here", files=files)
+    assert target.scaler.counter == source.scaler.counter
+    shards(tmp_path, model=2)
+    with pytest.warns(PrecisionShimWarning, match="another save .*: model_world_size_1_rank_0.pt"):
+        target.restore_record(kept, "here", files=files)
+    assert target.scaler.counter.steps == 0
+
+
+# -- first scales below 1 --------------------------------------------------------------------
+
+
+def stepped(scaler, *overflows):
+    """The scales after steps of which some overflow."""
+    scales = []
+    for overflow in overflows:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([parameter])
+        parameter.grad = torch.full((1,), math.inf if overflow else 0.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("here", [{}, {"loss_scale_init": 2.0**16}])
+def test_a_first_scale_below_1_is_the_least_one_over_resumes(here):
+    """Straight, and stopped and resumed in a process that sets no first scale, or another one."""
+
+    def training(**settings):
+        made = settings_for(shim=resolve(settings=settings, environ={}))
+        return ScaledTraining("toy", "model", LossScaler(made, device="cpu"))
+
+    one = training(loss_scale_init=0.25, growth_interval=2)
+    assert stepped(one.scaler, True, False, True) == [0.25, 0.25, 0.25]
+    for record in (one.record(), one.record_tensor()):
+        other = training(**here)
+        other.restore_record(record, "here")
+        assert other.record()["state"] == one.record()["state"]
+        assert other.record()["settings"]["min_scale"] == 0.25
+        straight = training(**here)  # the record of a resumed job is as good
+        straight.restore_record(other.record(), "here")
+        rest = (False, False, True, True, False)
+        assert stepped(other.scaler, *rest) == [0.25, 0.5, 0.25, 0.25, 0.25]
+        assert stepped(straight.scaler, *rest) == [0.25, 0.5, 0.25, 0.25, 0.25]
+        other.scaler.reset()
+        assert other.scaler.state_dict()["min_scale"] == 1.0
+    stepped(one.scaler, *rest)
+    assert one.record()["state"] == straight.record()["state"]
+
+
+def test_a_lower_first_scale_that_is_set_here_lowers_the_least_one_with_a_line():
+    one = make(init_scale=2.0)
+    settings = settings_for(shim=resolve(settings={"loss_scale_init": 0.5}, environ={}))
+    other = ScaledTraining("toy", "model", LossScaler(settings, device="cpu"))
+    other.restore_record(one.record(), "there")
+    assert decided("restored")[-1].endswith("least scale 0.5, as set here, and not 1 of there")
+    assert stepped(other.scaler, True, True, True) == [1.0, 0.5, 0.5]

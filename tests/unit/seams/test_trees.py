@@ -131,6 +131,15 @@ def test_a_site_packages_is_all_there_is(tmp_path, write_modules):
         ({"toy/version/version": "0.10.0.dev\n"}, "0.10.0.dev"),
         ({"pyproject.toml": '[project]\nname = "the-toy"\nversion = "4.0"\n[x]\n'}, "4.0"),
         ({"pyproject.toml": '[tool.x]\nversion = "4.0"\n'}, "unknown"),
+        ({"pyproject.toml": '[project]\nname = "the-job"\nversion = "4.0"\n'}, "unknown"),
+        (
+            {
+                "pyproject.toml": '[project]\nname = "The_Toy"\ndynamic = ["version"]\n'
+                '[tool.setuptools.dynamic]\nversion = {file = "assets/version.txt"}\n',
+                "assets/version.txt": "4.1\n",
+            },
+            "4.1",
+        ),
     ],
 )
 def test_the_version_is_read_and_nothing_is_run(files, version, tmp_path):

@@ -1,0 +1,43 @@
+"""The names of dtypes that verl's and SkyRL's FSDP engines take: each looks them up in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from precision_shim.errors import DtypeError
+
+OWN: Mapping[torch.dtype, tuple[str, ...]] = {
+    torch.bfloat16: ("bf16", "bfloat16"),
+    torch.float16: ("fp16", "float16", "16"),
+    torch.float32: ("fp32", "float32", "32"),
+}
+"""Dtype to its names in ``PrecisionType.to_dtype``, which takes no others."""
+
+_BY_NAME = {name: dtype for dtype, names in OWN.items() for name in names}
+
+
+def own_dtype(value: Any, key: str, where: str) -> torch.dtype:
+    """The dtype that a name means to such an engine.
+
+    Args:
+        value: as the config has it; 16 and 32 may be numbers.
+        key: where the config has it.
+        where: framework and version.
+
+    Raises:
+        DtypeError: the engine has no such name, and would stop with an error that names no key.
+    """
+    if isinstance(value, torch.dtype) and value in OWN:
+        return value
+    name = str(value) if isinstance(value, int | str) and value is not True else ""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    allowed = ", ".join("/".join(names) for names in OWN.values())
+    raise DtypeError(
+        f"{where}: {key}={value!r} names no dtype that its FSDP engine takes; allowed: {allowed}, "
+        f"spelled so. Correct {key}.",
+        key=key,
+    )

@@ -1,0 +1,100 @@
+"""What NeMo-RL itself refuses of a policy's dtypes: the checks that its workers run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import look, version_of
+from precision_shim.planning.record import Problem
+
+from ..megatron import PRECISION_AWARE
+from .dtensor import FRAMEWORK
+from .places import POLICIES, SETUP
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""The names that NeMo-RL looks a dtype up by; others end in a KeyError or a ValueError."""
+
+_CHECKS = (
+    f"{SETUP}:_validate_dtype_config",
+    *(f"{POLICIES[1]}:MegatronPolicyWorker{end}.__init__" for end in ("", "Impl")),
+)
+"""Where the check of the optimizer's flags is, from 0.5 on."""
+_ABSENT = object()
+_FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _where() -> str:
+    return f"nemo-rl {version_of(FRAMEWORK, ('nemo_rl',))}"
+
+
+def names(
+    section: Mapping[str, Any], key: str, subject: str, fields: Iterable[str]
+) -> Iterator[Problem]:
+    """The keys whose value is no name of a dtype to NeMo-RL; one that is not written is left out.
+
+    Args:
+        section: a policy's, a value model's or a teacher's.
+        key: where the config has it.
+        subject: which model.
+        fields: the keys, with dots where they are deeper.
+    """
+    for field in fields:
+        value: Any = section
+        for part in field.split("."):
+            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        if value is not _ABSENT and (not isinstance(value, str) or value not in DTYPES):
+            yield Problem(
+                "dtype",
+                subject,
+                f"{key}.{field}",
+                f"{_where()}: {key}.{field}={value!r} names no dtype that NeMo-RL takes; allowed: "
+                f"{', '.join(DTYPES)}, spelled so",
+                f"Correct {key}.{field}.",
+            )
+
+
+def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
+    """Flags of Megatron's optimizer that contradict ``precision``: NeMo-RL asserts against them."""
+    if not any("use_precision_aware_optimizer" in look(one).names for one in _CHECKS):
+        return  # 0.4 has no such check
+    dtype = DTYPES[section.get("precision", "bfloat16")]
+    optimizer = section["megatron_cfg"].get("optimizer") or {}
+    place = f"{key}.megatron_cfg.optimizer"
+    if all(optimizer.get(flag, False) for flag in _FLAGS.values()):
+        yield Problem(
+            "flags",
+            subject,
+            f"{place}.fp16",
+            f"{_where()}: fp16=true and bf16=true: Megatron-Bridge takes one of them",
+            f"Write false for the other one than {key}.precision.",
+        )
+        return
+    if dtype is torch.float32:
+        for flag in _FLAGS.values():
+            if optimizer.get(flag, False):
+                yield Problem(
+                    "flags",
+                    subject,
+                    f"{place}.{flag}",
+                    f"{_where()}: {flag}=true beside {key}.precision=float32",
+                    f"Write {place}.{flag}: false.",
+                )
+        return
+    flag = _FLAGS[dtype]
+    if optimizer.get(PRECISION_AWARE, False) and not optimizer.get(flag, False):
+        other = _FLAGS[torch.bfloat16 if dtype is torch.float16 else torch.float16]
+        yield Problem(
+            "flags",
+            subject,
+            f"{place}.{flag}",
+            f"{_where()}: {flag}={str(optimizer.get(flag, False)).lower()} beside {key}.precision="
+            f"{section.get('precision')} and {PRECISION_AWARE}=true",
+            f"Write {place}.{flag}: true and {place}.{other}: false.",
+        )

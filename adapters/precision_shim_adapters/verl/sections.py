@@ -1,0 +1,121 @@
+"""The sections of verl's config that become its dataclasses: which keys these have.
+
+Read from source: hydra makes the dataclasses in a worker, and ends with a TypeError at a key that
+they lack.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Settings, look, meant
+from precision_shim.planning.record import Problem, unknown_keys
+from precision_shim.rules.dtypes import parse_dtype
+from precision_shim.rules.optimizer import PRECISION_AWARE_FIELDS
+
+from .fsdp import versioned
+from .megatron import has_fields
+
+_PACKAGE = "verl.workers.config"
+_MODULES = ("engine", "optimizer", "actor", "critic")
+_HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
+
+
+def unknown(
+    section: Mapping[str, Any], key: str, subject: str, settings: Settings
+) -> Iterator[Problem]:
+    """The keys that verl's dataclass of a section lacks, and those of the sections in it.
+
+    Args:
+        section: with hydra's ``_target_``; without it any key goes.
+        key: where the config has it; may be empty.
+        subject: which model.
+        settings: the shim's, of the job.
+    """
+    name = str(section.get("_target_", "")).rpartition(".")[2]
+    known = set(_fields(name))
+    if name == "McoreOptimizerConfig" and "bf16-dispatch" in settings.features:
+        known.update(PRECISION_AWARE_FIELDS)  # the shim brings them to versions that lack them
+    yield from unknown_keys(
+        [one for one in section if one not in _HYDRAS],
+        known,
+        subject,
+        f"{key}.{{}}" if key else "{}",
+        f"{versioned()}'s {name}",
+    )
+    for one, inner in section.items():
+        if isinstance(inner, Mapping) and "_target_" in inner:
+            yield from unknown(inner, f"{key}.{one}" if key else str(one), subject, settings)
+
+
+def _fields(name: str) -> tuple[str, ...]:
+    """The fields of a dataclass of verl's; none where it is not found."""
+    if not name:
+        return ()
+    looks = (look(f"{_PACKAGE}.{one}:{name}.__init__") for one in _MODULES)
+    return next((found.parameters for found in looks if found.found), ())
+
+
+def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
+    """What torch refuses of an optimizer's name and of its further arguments."""
+    place = str(optim.get("optimizer_impl") or "torch.optim")
+    name = str(optim.get("optimizer") or "AdamW")
+    if place != "torch.optim":
+        return
+    kind = getattr(torch.optim, name, None)
+    if not inspect.isclass(kind):
+        names = [one for one in dir(torch.optim) if inspect.isclass(getattr(torch.optim, one))]
+        yield Problem(
+            "key",
+            subject,
+            f"{key}.optimizer",
+            f"torch.optim has no {name!r}; {meant(name, names)}".rstrip("; ?"),
+            "Write the name of a class of torch.optim.",
+        )
+        return
+    written = optim.get("override_optimizer_config") or {}
+    known = [one for one in inspect.signature(kind).parameters if one != "params"]
+    whose = f"torch.optim.{name}"
+    place = f"{key}.override_optimizer_config.{{}}"
+    yield from unknown_keys(list(map(str, written)), known, subject, place, whose)
+
+
+def of_megatron(
+    engine: Mapping[str, Any], optim: Mapping[str, Any], keys: tuple[str, str], subject: str
+) -> Iterator[Problem]:
+    """What verl's own checks refuse of the dtypes of its Megatron engine and its optimizer.
+
+    Args:
+        engine: the engine's section.
+        optim: the optimizer's; empty for a model that is not trained.
+        keys: where the config has both.
+        subject: which model.
+    """
+    allowed = ("bfloat16", "float16")
+    dtype = engine.get("dtype", "bfloat16")
+    if dtype not in allowed:
+        yield Problem(
+            "dtype",
+            subject,
+            f"{keys[0]}.dtype",
+            f"{versioned()}: {keys[0]}.dtype={dtype!r}: its Megatron engine takes "
+            f"{' or '.join(allowed)}",
+            f"Correct {keys[0]}.dtype.",
+        )
+    for field in PRECISION_AWARE_FIELDS[1:] if has_fields() else ():
+        value = optim.get(field)
+        # YAML makes a number of verl's "32".
+        known = parse_dtype(str(value)) if isinstance(value, int | str) else None
+        if field in optim and known not in (torch.float32, torch.bfloat16):
+            yield Problem(
+                "dtype",
+                subject,
+                f"{keys[1]}.{field}",
+                f"{versioned()}: {keys[1]}.{field}={value!r}: its optimizer's config takes fp32 or "
+                "bf16",
+                f"Write one of them, or {keys[1]}.override_optimizer_config.{field}.",
+            )

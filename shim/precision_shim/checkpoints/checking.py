@@ -1,0 +1,234 @@
+"""Which bytes of a checkpoint's files are known to be whole, and which are not.
+
+``torch.save`` writes a checksum for each of its records, and torch reads none of them. They are
+held against the bytes here. The metadata of a distributed checkpoint, files of safetensors, and
+what the zip format has between the records have no checksum: a change there may go unnoticed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointUnreadableError
+from ..rules.scaler_record import FILE_NAME
+from .layout import Part
+from .tensors import check_archive
+
+__all__ = ["MOST", "Checked", "File", "check", "percent", "size_text"]
+
+MOST = 256 << 20
+"""Bytes whose checksums are computed, at most, unless all are asked for: the small files first."""
+
+_ARCHIVES = 4096
+"""Archives that are opened for it, at most, unless all are asked for."""
+
+_KNOWN = re.compile(
+    r"\.metadata|metadata\.json|.*\.(distcp|safetensors)|model\.safetensors\.index\.json"
+)
+"""Files of the kinds that are read, beside archives."""
+
+_NAMED = 4
+"""Files that a line of text names."""
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a checkpoint.
+
+    Attributes:
+        path: where it is.
+        size: its bytes.
+        held: where the bytes are whose checksum holds.
+        unread: where the bytes are that have checksums which were not computed.
+        ours: whether it is of a kind that the doctor reads.
+    """
+
+    path: Path
+    size: int
+    held: tuple[Span, ...] = ()
+    unread: tuple[Span, ...] = ()
+    ours: bool = True
+
+    def bytes(self, state: str) -> int:
+        """How many are in a state: ``checked`` or one of ``_SAID``."""
+        held, unread = (sum(b - a for a, b in spans) for spans in (self.held, self.unread))
+        if not self.ours:
+            return self.size if state == "not_looked_at" else 0
+        rest = self.size - held - unread
+        return {"checked": held, "not_read": unread, "no_checksum": rest}.get(state, 0)
+
+    def is_checked(self, place: int) -> bool:
+        """Whether a checksum covers a byte, and holds."""
+        return any(start <= place < end for start, end in self.held)
+
+
+_SAID = {
+    "not_read": "not read",
+    "no_checksum": "no checksum",
+    "not_looked_at": "other files",
+}
+_MEANS = {
+    "not_read": "but for a sample of the values; --full reads them",
+    "no_checksum": "a change there may go unnoticed",
+    "not_looked_at": "not looked at",
+}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is known of the bytes of a model's checkpoint.
+
+    Attributes:
+        top: the model's directory.
+        files: those in it.
+    """
+
+    top: Path
+    files: tuple[File, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(one.size for one in self.files)
+
+    def bytes(self, state: str) -> int:
+        """Bytes in a state, of all files."""
+        return sum(one.bytes(state) for one in self.files)
+
+    def share(self, state: str) -> float:
+        """The same as a share of all bytes."""
+        return self.bytes(state) / max(1, self.size)
+
+    def name(self, one: File) -> str:
+        """A file's name within the directory."""
+        return os.path.relpath(one.path, self.top)
+
+    def _in(self, state: str) -> list[File]:
+        found = [one for one in self.files if one.bytes(state)]
+        return sorted(found, key=lambda one: (-one.bytes(state), one.path))
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """The lines of the text: what each is called, and what it says."""
+        held = self.bytes("checked")
+        yield (
+            "checked",
+            f"{size_text(held)} of {size_text(self.size)} in {_files(self.files)} hold their "
+            f"checksums ({percent(self.share('checked'))})",
+        )
+        for state, said in _SAID.items():
+            found = self._in(state)
+            if found:
+                names = ", ".join(self.name(one) for one in found[:_NAMED])
+                more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+                yield (
+                    said,
+                    f"{size_text(self.bytes(state))} in {_files(found)} "
+                    f"({percent(self.share(state))}): {names}{more}: {_MEANS[state]}",
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON: how many bytes are in each state, and in which files."""
+        found: dict[str, Any] = {"count": len(self.files), "bytes": self.size}
+        for state in ("checked", *_SAID):
+            found[state] = {
+                "bytes": self.bytes(state),
+                "share": self.share(state),
+                "files": {self.name(one): one.bytes(state) for one in self._in(state)},
+            }
+        return found
+
+
+def check(part: Part, most: int | None = MOST) -> Checked:
+    """Hold what a model's files hold against the checksums in them.
+
+    Args:
+        part: the model.
+        most: bytes whose checksums are computed, at most; ``None``: all.
+
+    Raises:
+        CheckpointUnreadableError: some do not hold; names the files.
+    """
+    archives: dict[Path, list[tuple[int, int | None]]] = {}
+    units = [*part.units, *part.weights]
+    for unit in units:
+        for path, offset, length in unit.archives:
+            archives.setdefault(path, []).append((offset, length))
+    sizes = {path: path.stat().st_size for path in _paths(part)}
+    folders = {unit.path for unit in units}
+    left, count = most, 0
+    found, damaged = [], []
+    for path in sorted(sizes, key=lambda one: (sizes[one], one)):
+        held: list[Span] = []
+        unread: list[Span] = []
+        for offset, length in sorted(archives.get(path, ()), key=lambda one: one[0]):
+            end = sizes[path] if length is None else offset + length
+            count += 1
+            if left is not None and (end - offset > left or count > _ARCHIVES):
+                unread.append((offset, end))
+                continue
+            left = None if left is None else left - (end - offset)
+            try:
+                held += check_archive(path, offset, length)
+            except CheckpointUnreadableError as error:
+                damaged.append(str(error).rstrip("."))
+                break
+        if path.name == FILE_NAME and part.scaler.where == str(path):
+            held = [(0, sizes[path])] if part.scaler.state == "whole" else []
+        known = path.parent in folders and _KNOWN.fullmatch(path.name)
+        ours = path in archives or bool(known) or path.name == FILE_NAME
+        found.append(File(path, sizes[path], _merged(held), _merged(unread), ours))
+    if damaged:
+        others = f"{len(damaged) - 1} more " + ("file is" if len(damaged) == 2 else "files are")
+        more = f"; {others} damaged" if damaged[1:] else ""
+        raise CheckpointUnreadableError(f"{damaged[0]}{more}.")
+    return Checked(part.path, tuple(found))
+
+
+def _paths(part: Part) -> list[Path]:
+    """All files of a model: in its directory, and where links lead its units."""
+    tops = [part.path, *(unit.path for unit in (*part.units, *part.weights))]
+    found = {
+        Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names
+    }
+    return sorted(one for one in found if one.is_file())
+
+
+def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same without overlaps: a damaged directory may name one place twice."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        elif end > start:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def _files(found: Iterable[File]) -> str:
+    count = len(tuple(found))
+    return f"{count} file" + ("s" if count != 1 else "")
+
+
+def percent(share: float) -> str:
+    """A share, so that neither all nor nothing is said of what is not."""
+    text = f"{100 * share:.1f}%"
+    if 0 < share < 1 and text in ("0.0%", "100.0%"):
+        return "under 0.1%" if text == "0.0%" else "over 99.9%"
+    return text
+
+
+def size_text(count: int) -> str:
+    """A number of bytes, as people read it."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,83 @@
+"""A framework as a checkout on ``PYTHONPATH``: the installed sources, and no metadata of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from precision_shim import _registry
+
+_DOCTOR = """
+import json, sys
+from precision_shim import _registry, _session, _settings
+from precision_shim.cli._foresight import foresee
+
+entry = _registry.entries()[sys.argv[1]]
+found, problems = foresee(entry, _settings.resolve(environ={}), _session.version_of)
+seams = {f"{one.target} {one.feature}": [one.state, one.reason] for one in found.seams}
+print(json.dumps([found.version, found.tested, found.reason, seams, problems]))
+"""
+
+
+class Told:
+    """What the doctor says of a framework."""
+
+    def __init__(self, framework: str, path: list[str], *flags: str) -> None:
+        done = subprocess.run(
+            [sys.executable, *flags, "-c", _DOCTOR, framework],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr
+        self.version: str
+        self.tested: bool
+        self.reason: str
+        self.seams: Mapping[str, Any]
+        self.problems: list[str]
+        self.version, self.tested, self.reason, self.seams, self.problems = json.loads(
+            done.stdout.splitlines()[-1]
+        )
+
+
+def as_installed(framework: str) -> Told:
+    """What it says of what is installed."""
+    return Told(framework, [one for one in sys.path if one])
+
+
+def as_checkout(
+    framework: str, folder: Path, change: Callable[[Path], None] = lambda root: None
+) -> Told:
+    """What it says of a copy, where the rest of the environment is as it was.
+
+    Args:
+        framework: its name.
+        folder: an empty one.
+        change: changes the copy, whose root it gets.
+    """
+    entry = _registry.entries()[framework]
+    root, site = folder / "checkout", folder / "site"
+    root.mkdir()
+    site.mkdir()
+    own = {*entry.packages, entry.distribution.replace("-", "_")}
+    path = [one for one in sys.path if one and "site-packages" not in one]
+    for one in dict.fromkeys(os.path.realpath(one) for one in sys.path):
+        if "site-packages" in one:
+            for file in sorted(Path(one).iterdir()):
+                if file.name.partition("-")[0].lower() not in own:
+                    with contextlib.suppress(FileExistsError):  # Ray brings a psutil of its own
+                        (site / file.name).symlink_to(file)
+                elif file.name in entry.packages:
+                    shutil.copytree(file, root / file.name)
+    change(root)
+    # Without start-up files Python adds no site-packages of its own to this path.
+    return Told(framework, [*path, str(root), str(site)], "-S")

@@ -1,0 +1,90 @@
+"""Whether a feature is in force: each who asks gets the worker's answer."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import precision_shim
+from precision_shim import _session
+from precision_shim._registry import entries
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.cli import _foresight
+from precision_shim.planning.command import Job
+
+Pair = tuple[str, str]
+"""A feature, and a group of its seams."""
+
+
+@contextlib.contextmanager
+def refused(framework: str, feature: str, group: str) -> Iterator[None]:
+    """The adapter of a framework with a group that cannot be patched."""
+    place, _, name = entries(third_party=False)[framework].adapter.partition(":")
+    module = importlib.import_module(place)
+    whole = getattr(module, name)
+    broken = tuple(
+        replace(one, relies_on=("no_such_name",))
+        if (one.feature, one.group) == (feature, group) and one.wrapper is not None
+        else one
+        for one in whole.seams
+    )
+    setattr(module, name, replace(whole, seams=broken))
+    try:
+        yield
+    finally:
+        setattr(module, name, whole)
+
+
+def answers(framework: str, pair: Pair) -> dict[str, bool]:
+    """What each says, where verl and the like are imported and the shim is to be on."""
+    precision_shim.install(export=False)
+    try:
+        settings = _session.current_settings()
+        worker = _session.in_force(framework, *pair)
+    finally:
+        precision_shim.uninstall()
+    found, _ = _foresight.foresee(entries()[framework], settings, _session.version_of)
+    doctor = found.state != "off" and not any(
+        one.state == "refused" and not one.refusal
+        for one in found.seams
+        if (one.feature, one.group) == pair
+    )
+    job = Job(framework, "", None, (), (), {}, settings)
+    return {
+        "worker": worker,
+        "doctor": doctor,
+        "plan": job.in_force(*pair),
+        "checkpoint": Here(True, settings).in_force(framework, *pair),
+    }
+
+
+def disagreements(framework: str) -> list[Any]:
+    """Groups of which somebody says other than they are: each refused once."""
+    adapter = entries(third_party=False)[framework].load()
+    importlib.import_module(adapter.packages[0])  # which wakes the adapter
+    _import_a_target(adapter.seams)
+    pairs = sorted({(one.feature, one.group) for one in adapter.seams if one.wrapper is not None})
+    found: list[Any] = []
+    seen = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for pair in pairs:
+            with refused(framework, *pair):
+                told = {one: answers(framework, one) for one in (pair, pairs[0], pairs[-1])}
+            seen |= {one["worker"] for one in told.values()}
+            found += [(pair, one, said) for one, said in told.items() if len({*said.values()}) > 1]
+    assert seen == {True, False}
+    return found
+
+
+def _import_a_target(seams: Iterable[Any]) -> None:
+    """A worker's engine looks at a framework as soon as one module of a seam is there."""
+    for module in dict.fromkeys(one.module for one in seams if one.wrapper is not None):
+        with contextlib.suppress(Exception):  # needs what is not installed here
+            importlib.import_module(module)
+            return
+    raise AssertionError("no module of a seam can be imported here")

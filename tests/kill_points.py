@@ -1,0 +1,174 @@
+"""What a process leaves of a directory that is killed at any of its file operations.
+
+Before each operation below the directory a copy is made of what lies there: that is what a kill at
+this point leaves, since what a process has not yet handed to the system is lost with it. So one
+save shows all its points; ``killed_at`` ends a process at one of them, to hold the two together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link"}
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class _Hook:
+    """Calls a function before each file operation below a directory, in this process."""
+
+    def __init__(self) -> None:
+        self.directory = ""
+        self.call: Callable[[], None] | None = None
+        self._busy = False
+        self._added = False
+        self._process = 0
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.call is None or self._busy:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            changes = isinstance(flags, int) and bool(flags & _WRITING)
+        else:
+            path, changes = arguments[0] if arguments else None, event in _CHANGES
+        if changes and isinstance(path, (str, bytes, os.PathLike)) and self._below(path):
+            self.point()
+
+    def point(self) -> None:
+        """A file operation is about to happen."""
+        # Megatron-core up to 0.16 forks processes that write; their list of copies is not ours.
+        if self.call is None or self._busy or os.getpid() != self._process:
+            return
+        self._busy = True
+        try:
+            self.call()
+        finally:
+            self._busy = False
+
+    def _below(self, path: Any) -> bool:
+        whole = os.path.abspath(os.fsdecode(path))
+        return whole == self.directory or whole.startswith(self.directory + os.sep)
+
+    @contextlib.contextmanager
+    def watching(self, directory: Path, call: Callable[[], None]) -> Iterator[None]:
+        if not self._added:  # a process cannot get rid of it; a rank is one of many forks
+            sys.addaudithook(self)
+            self._added = True
+        self.directory, self.call = os.path.abspath(directory), call
+        self._process = os.getpid()
+        try:
+            with _torch_saves_by_python(self):
+                yield
+        finally:
+            self.call = None
+
+
+class _Watched(io.FileIO):
+    """A file without a buffer whose every write is a point."""
+
+    hook: _Hook
+
+    def write(self, data: Any) -> int:
+        self.hook.point()
+        return super().write(data)
+
+
+@contextlib.contextmanager
+def _torch_saves_by_python(hook: _Hook) -> Iterator[None]:
+    """torch.save writes by C++, which nothing here sees, unless it is given an open file."""
+    import torch
+
+    save = torch.save
+
+    def watched(obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
+        if not isinstance(f, (str, os.PathLike)):
+            return save(obj, f, *arguments, **named)
+        with _Watched(f, "wb") as file:
+            file.hook = hook
+            return save(obj, file, *arguments, **named)
+
+    torch.save = watched
+    try:
+        yield
+    finally:
+        torch.save = save
+
+
+_HOOK = _Hook()
+
+
+@contextlib.contextmanager
+def kill_points(directory: Path, copies: Path, rank: int = 0) -> Iterator[list[Path]]:
+    """Copy a directory before each file operation below it, and once more at the end.
+
+    Yields:
+        The copies, in their order, with two after each other never the same; filled meanwhile.
+    """
+    found: list[Path] = []
+    last = [""]
+
+    def copy() -> None:
+        place = copies / f"{len(found):05d}-{rank}"
+        _copy(directory, place)
+        seen = content_of(place)
+        if seen == last[0]:
+            shutil.rmtree(place)
+            return
+        last[0] = seen
+        found.append(place)
+
+    copies.mkdir(parents=True, exist_ok=True)
+    with _HOOK.watching(directory, copy):
+        yield found
+    copy()
+
+
+@contextlib.contextmanager
+def killed_at(directory: Path, content: str) -> Iterator[None]:
+    """End this process by SIGKILL before the first operation at which the directory holds this."""
+
+    def kill() -> None:
+        if content_of(directory) == content:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with _HOOK.watching(directory, kill):
+        yield
+
+
+def content_of(directory: Path) -> str:
+    """A digest of the names and contents of a directory's files.
+
+    The name of a temporary file is another one in each process.
+    """
+    digest = hashlib.sha256()
+    lines = []
+    for path in sorted(directory.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # of another rank
+            if path.is_file():
+                name = path.relative_to(directory).as_posix()
+                hidden = path.name.startswith(".precision_shim_scaler.json.")
+                name = "temporary" if hidden else name
+                lines.append(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    digest.update("\n".join(sorted(lines)).encode())
+    return digest.hexdigest()
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in sorted(source.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # of another rank
+            place = target / path.relative_to(source)
+            if path.is_dir():
+                place.mkdir(parents=True, exist_ok=True)
+            else:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, place)

@@ -1,0 +1,139 @@
+"""The plan's verdict and that of NeMo-RL's own workers, on the same generated configs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from packaging.version import Version
+
+import precision_shim
+from precision_shim import _registry
+from precision_shim._settings import resolve
+from precision_shim.planning.command import Options, read
+from precision_shim.rules.dtypes import name_of
+from precision_shim_adapters.nemo_rl.plan import load
+
+from ...plan.verdicts import Drawn, Key, Verdict, by_worker, draw, hold, of_audit, of_plan
+from ..cpu import nemo_rl_on_cpu
+from ..support import NEMO_RL, actor_class, make_worker, scaler_of
+from ..support import policy_config as dtensor_config
+from . import support
+
+pytestmark = pytest.mark.skipif(Version("0.7.0") != NEMO_RL, reason="held on the newest version")
+
+_FLAG = ("true", "false")
+_OPTIMIZER = "policy.megatron_cfg.optimizer"
+_BUCKET = "policy.megatron_cfg.distributed_data_parallel_config"
+PRECISION = (
+    Key("policy.precision"),
+    Key("policy.precision", ("float16", "bfloat16", "float32"), ()),
+)
+DTENSOR = (
+    *PRECISION,
+    Key("policy.precision_shim.growth_interval", ("7",), ("0",)),
+    Key("policy.precision_shim.init_scale", ("512",), ("-1",)),
+)
+MEGATRON = (
+    *PRECISION,
+    Key("policy.megatron_cfg.pipeline_dtype"),
+    Key(f"{_OPTIMIZER}.bf16", _FLAG, ()),
+    Key(f"{_OPTIMIZER}.fp16", _FLAG, ()),
+    Key(f"{_OPTIMIZER}.use_precision_aware_optimizer", _FLAG, ()),
+    *(
+        Key(f"{_OPTIMIZER}.{name}")
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
+    Key(f"{_OPTIMIZER}.initial_loss_scale", ("4096",), ()),
+    Key(f"{_OPTIMIZER}.adam_beta2", ("0.95",), ()),
+    Key(f"{_BUCKET}.grad_reduce_in_fp32", _FLAG, ()),
+)
+SEEDS = [pytest.param(1, 6), *(pytest.param(n, 15, marks=pytest.mark.slow) for n in (2, 3, 4))]
+
+
+def words_of(drawn: Drawn, file: Path) -> list[str]:
+    written = [f"++{key}={value}" for key, value in drawn.written.items()]
+    return ["python3", "nemo_rl/run_grpo.py", "--config", str(file), *written]
+
+
+def policy_of(drawn: Drawn, file: Path) -> dict[str, Any]:
+    """The policy's section, by NeMo-RL's own loader."""
+    entries = _registry.entries().values()
+    job = read(words_of(drawn, file), entries, resolve(environ={}), Options())
+    return dict(load(job)["policy"])
+
+
+def written(section: dict[str, Any], folder: Path) -> Path:
+    file = folder / "job.yaml"
+    cluster = {"gpus_per_node": 1, "num_nodes": 1}
+    file.write_text(yaml.safe_dump({"policy": json.loads(json.dumps(section)), "cluster": cluster}))
+    return file
+
+
+def on_dtensor(drawn: Drawn, file: Path) -> Verdict:
+    """A DTensor worker, one step on made-up gradients."""
+    with nemo_rl_on_cpu():
+        actor_class("v2")
+        worker = make_worker("v2", policy_of(drawn, file))
+        for one in worker.model.parameters():
+            one.grad = torch.ones_like(one)
+        worker.optimizer.step()
+        scaler = scaler_of(worker)
+        return Verdict(
+            computes=name_of(worker.dtype),
+            scale=None if scaler is None else float(scaler.get_scale()),
+            held=of_audit(precision_shim.audit(worker.model, worker.optimizer).to_dict()),
+        )
+
+
+def on_megatron(drawn: Drawn, file: Path, folder: Path) -> Verdict:
+    """A Megatron worker, one step on made-up gradients."""
+    with support.harness(folder):
+        section = policy_of(drawn, file)
+        if not folder.exists():
+            support.convert(section, folder)
+        worker = support.worker(section, init_reference_model=False)
+        chunks = worker.model if isinstance(worker.model, list) else [worker.model]
+        for chunk in chunks:
+            for buffer in chunk.buffers:
+                buffer.grad_data.normal_(std=1e-2)
+        worker.optimizer.step()
+        scaler: Any = getattr(worker.optimizer, "grad_scaler", None)
+        dynamic = scaler is not None and type(scaler).__name__ == "DynamicGradScaler"
+        (computes,) = {one.dtype for chunk in chunks for one in chunk.parameters()}
+        return Verdict(
+            computes=name_of(computes),
+            scale=float(scaler.scale) if dynamic else None,
+            held=of_audit(precision_shim.audit(chunks, worker.optimizer).to_dict()),
+        )
+
+
+def plan_of(file: Path, *options: str) -> Callable[[Drawn], Verdict]:
+    return lambda one: of_plan(words_of(one, file), one, *options)
+
+
+@pytest.mark.parametrize(("seed", "count"), SEEDS)
+def test_on_dtensor(model: Path, tmp_path: Path, seed: int, count: int) -> None:
+    file = written(dtensor_config(model, "bfloat16", "v2"), tmp_path)
+    drawn = draw(DTENSOR, seed, count)
+    workers = [by_worker(lambda one=one: on_dtensor(one, file), one.settings) for one in drawn]
+    ended = hold(drawn, plan_of(file), workers)
+    assert len(ended) > 1, ended
+
+
+@pytest.mark.parametrize(("seed", "count"), SEEDS)
+def test_on_megatron(
+    cpu: None, fused_adam: str, model: Path, tmp_path: Path, seed: int, count: int
+) -> None:
+    file = written(support.policy_config(model), tmp_path)
+    drawn, folder = draw(MEGATRON, seed, count), tmp_path / "converted"
+    workers = [
+        by_worker(lambda one=one: on_megatron(one, file, folder), one.settings) for one in drawn
+    ]
+    ended = hold(drawn, plan_of(file, "--transformer-engine", fused_adam), workers)
+    assert len(ended) > 1, ended

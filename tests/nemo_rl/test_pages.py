@@ -1,0 +1,176 @@
+"""NeMo-RL's jobs on README and docs: the config that they name goes through NeMo-RL's own set-up.
+
+The configs are those of NeMo-RL's checkout: its package has none, and uv keeps the checkout that it
+was installed from. Its config classes, ``setup`` and ``Policy`` run up to where Ray would start the
+first worker; of Megatron's workers also what they ask of dtypes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from dataclasses import replace
+from importlib.metadata import distribution
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ..page_jobs import Job, of
+from .support import NEMO_RL
+
+JOBS = of("nemo-rl")
+
+
+class NextIsAWorkerError(Exception):
+    """NeMo-RL would now start a worker."""
+
+
+class Cluster:
+    """GPUs that are not there; NeMo-RL counts them."""
+
+    _sorted_bundle_indices = None
+
+    def __init__(self, bundle_ct_per_node_list: list[int], **more: object) -> None:
+        self.gpus = bundle_ct_per_node_list
+
+    def world_size(self) -> int:
+        return sum(self.gpus)
+
+
+class Anything:
+    """What is made and told before the policy: the logger, the engine that generates."""
+
+    def __init__(self, *args: object, **more: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **more: None
+
+
+def start_no_worker(*args: object, **more: object) -> None:
+    raise NextIsAWorkerError
+
+
+@pytest.fixture(scope="module")
+def checkout() -> Path:
+    """NeMo-RL at the commit that is installed."""
+    commit = json.loads(distribution("nemo-rl").read_text("direct_url.json") or "{}")
+    commit = commit.get("vcs_info", {}).get("commit_id", "none")
+    cache = os.environ.get("UV_CACHE_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "uv"
+    )
+    for found in Path(cache).glob("git-v*/checkouts/*/*"):
+        if commit.startswith(found.name) and (found / "examples" / "configs").is_dir():
+            return found
+    pytest.skip(f"uv's cache {cache} has no checkout of NeMo-RL {NEMO_RL} any more")
+
+
+def loaded(job: Job, checkout: Path) -> Any:
+    """The config as NeMo-RL's script makes it, by its own loader and of its own class."""
+    from nemo_rl.algorithms.grpo import MasterConfig
+    from nemo_rl.utils import config as loader
+    from omegaconf import OmegaConf
+    from pydantic import TypeAdapter
+
+    register = getattr(loader, "register_omegaconf_resolvers", None)
+    if register is not None:
+        register()
+    else:  # up to 0.5 each script registers it
+        OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
+    path = job.value("config")
+    assert path is not None
+    at = job.settings.index("--config") if "--config" in job.settings else -1
+    words = (
+        [one for n, one in enumerate(job.settings) if n not in (at, at + 1)]
+        if at >= 0
+        else [one for one in job.settings if not one.startswith("--config=")]
+    )
+    config = loader.parse_hydra_overrides(loader.load_config(checkout / path), words)
+    plain = OmegaConf.to_container(config, resolve=True)
+    made = TypeAdapter(MasterConfig).validate_python(plain)
+    return plain if isinstance(made, dict) else made  # a TypedDict up to 0.6
+
+
+def policy_of(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = config["policy"] if isinstance(config, dict) else config.policy
+    return found
+
+
+def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Run NeMo-RL's set-up until the first worker would start."""
+    from nemo_rl.algorithms import grpo
+    from nemo_rl.models.generation import configure_generation_config
+    from nemo_rl.models.policy import lm_policy
+
+    monkeypatch.chdir(folder)  # it makes the directories that the config names
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")  # NeMo-RL's container has it
+    monkeypatch.setattr(grpo, "RayVirtualCluster", Cluster)
+    monkeypatch.setattr(grpo, "Logger", Anything)
+    monkeypatch.setattr(grpo, "VllmGeneration", Anything)
+    monkeypatch.setattr(lm_policy, "RayWorkerGroup", start_no_worker)
+    monkeypatch.setattr(lm_policy, "RayWorkerBuilder", Anything)
+    if hasattr(lm_policy, "RayQueue"):
+        monkeypatch.setattr(lm_policy, "RayQueue", Anything)
+    tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+    policy = policy_of(config)
+    policy["generation"] = configure_generation_config(policy["generation"], tokenizer)
+    rows: Any = [{}] * 64
+    with pytest.raises(NextIsAWorkerError):
+        grpo.setup(config, tokenizer, rows, rows)
+
+
+def dtypes_of_megatron(policy: dict[str, Any]) -> None:
+    """What a Megatron worker asks of its config's dtypes; from 0.6 on functions of their own."""
+    try:
+        setup = importlib.import_module("nemo_rl.models.megatron.setup")
+    except ModuleNotFoundError:
+        return
+    import torch
+
+    dtype = getattr(torch, policy["precision"])
+    model = SimpleNamespace()
+    setup._apply_precision_config(model, policy, dtype)
+    setup._validate_optimizer_config(policy)
+    setup._validate_dtype_config(
+        dtype, model, SimpleNamespace(**policy["megatron_cfg"]["optimizer"])
+    )
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_a_job_passes_nemo_rls_set_up(
+    job: Job, checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = loaded(job, checkout)
+    policy = policy_of(config)
+    set_up(config, monkeypatch, tmp_path)
+    assert policy["generation"]["vllm_cfg"]["precision"] == policy["precision"]
+    megatron = bool(policy["megatron_cfg"]["enabled"])
+    for part in ("megatron_cfg", "dtensor_cfg"):
+        if any(f".{part}." in word for word in job.settings):
+            assert megatron == (part == "megatron_cfg"), f"nothing else reads {part}"
+    if megatron:
+        dtypes_of_megatron(policy)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_the_script_is_there(job: Job, checkout: Path) -> None:
+    if not (checkout / job.entry).exists():
+        other = "examples/run_grpo_math.py"
+        text = Path(__file__).parents[2].joinpath("docs/start/nemo-rl.md").read_text("utf-8")
+        assert (checkout / other).exists()
+        assert f"in {NEMO_RL} the script is `{Path(other).name}`" in " ".join(text.split())
+
+
+def test_a_job_that_nemo_rl_does_not_take_is_noticed(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start = JOBS[0]
+    wrong = replace(start, settings=(*start.settings, "policy.dtensor_cfg.tensor_parallel_size=3"))
+    with pytest.raises(ValueError, match="must be divisible"):
+        set_up(loaded(wrong, checkout), monkeypatch, tmp_path)
+    for word in ("policy.no_such_key=1", "cluster.gpus_per_node=eight"):
+        with pytest.raises(Exception, match=r"no_such_key|gpus_per_node"):
+            loaded(replace(start, settings=(*start.settings, word)), checkout)

@@ -1,0 +1,134 @@
+"""The training jobs that README and docs show, each as it is run, for the frameworks' tests.
+
+A job is a command with an entry point of a framework's, whatever stands in front of it. A command
+that is settings alone is added to the job above it on its page. ``...`` stands for the settings of
+the first job on the framework's start page that has the same entry point and the same config, or
+else the same entry point; what the command says itself wins.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from .documented import PAGES, ROOT, SETTING, commands
+
+ENTRIES = {
+    "verl.trainer.main_ppo": "verl",
+    "skyrl.train.entrypoints.main_base": "skyrl",
+    "examples/run_grpo.py": "nemo-rl",
+    "torchtitan.train": "torchtitan",
+    "torchtitan.experiments.rl.train": "torchtitan",
+}
+"""Entry points that pages start, with their frameworks."""
+
+_CONFIGS = ("--config", "--config-name", "--module")
+"""Options that say what the settings are settings of."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job on a page.
+
+    Attributes:
+        page: where it is, from the root of the repository.
+        shown: the command as the page has it, on one line.
+        framework: as users write it.
+        launcher: the words in front of the entry point.
+        entry: the module or script that it starts.
+        settings: the words behind it, whole.
+    """
+
+    page: str
+    shown: str
+    framework: str
+    launcher: tuple[str, ...]
+    entry: str
+    settings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """A name for a test: the page, and where the job is on it."""
+        number = [one.shown for one in jobs() if one.page == self.page].index(self.shown)
+        return f"{self.page}:{number}"
+
+    def value(self, key: str) -> str | None:
+        """What the job sets a key to; the last word counts."""
+        found = [value for name, value in _pairs(self.settings) if _key(name) == key]
+        return found[-1] if found else None
+
+
+def of(framework: str) -> list[Job]:
+    """The jobs of a framework on all pages, in the order of the pages."""
+    found = [one for one in jobs() if one.framework == framework]
+    assert found, f"no page has a job of {framework}"
+    return found
+
+
+@cache
+def jobs() -> tuple[Job, ...]:
+    """The jobs of all pages."""
+    return tuple(one for page in PAGES for one in on_page(page))
+
+
+def on_page(page: Path) -> Iterator[Job]:
+    """The jobs of one page, in order."""
+    where = page.relative_to(ROOT).as_posix()
+    above: Job | None = None
+    for shown in commands(page):
+        words = shlex.split(shown)
+        entry = next((one for one in words if one in ENTRIES), None)
+        if entry is not None:
+            at = words.index(entry)
+            settings = tuple(words[at + 1 :])
+            if "..." in settings:
+                settings = _completed(entry, settings)
+            launcher = tuple(words[:at])
+            yield (above := Job(where, shown, ENTRIES[entry], launcher, entry, settings))
+        elif SETTING.match(shown):
+            assert above is not None, f"{where}: these settings have no job above them: {shown}"
+            settings = (*above.settings, *words)
+            yield Job(where, shown, above.framework, above.launcher, above.entry, settings)
+
+
+def _completed(entry: str, settings: tuple[str, ...]) -> tuple[str, ...]:
+    """The settings with those of the start page's job in the place of ``...``."""
+    start = ROOT / "docs" / "start" / f"{ENTRIES[entry]}.md"
+    own = _pairs([word for word in settings if word != "..."])
+    said = {_key(name) for name, _ in own}
+    bases = [_pairs(job.settings) for job in on_page(start) if job.entry == entry]
+    assert bases, f"{start} starts no {entry}"
+    base = next((one for one in bases if _config(one) == _config(own)), bases[0])
+    more = [_word(*one) for one in base if _key(one[0]) not in said]
+    at = settings.index("...")
+    return (*settings[:at], *more, *settings[at + 1 :])
+
+
+def _config(pairs: list[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
+    return [(name, value) for name, value in pairs if name in _CONFIGS]
+
+
+def _pairs(words: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Names and values: of ``name=value``, ``--name value`` and ``--flag``."""
+    found: list[tuple[str, str | None]] = []
+    waits = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if waits and not word.startswith("-"):
+            found[-1] = (found[-1][0], word)
+            waits = False
+        else:
+            found.append((name, value if equals else None))
+            waits = word.startswith("--") and not equals
+    return found
+
+
+def _word(name: str, value: str | None) -> str:
+    return name if value is None else f"{name}={value}"
+
+
+def _key(name: str) -> str:
+    return re.sub(r"^(\+{1,2}|--)", "", name)

@@ -1,0 +1,61 @@
+"""Two servers whose forks are the jobs of all pairs; see ``test_pairs.py``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from ..rank_server import Ranks, rank_server
+
+try:
+    VERL = Version(version("verl"))
+except PackageNotFoundError:
+    collect_ignore_glob = ["test_*.py"]
+    VERL = Version("0")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What to run instead of the pairs that the tests name."""
+    parser.addoption("--pair", action="append", default=[], help="run this pair, given as its text")
+    parser.addoption(
+        "--drawn", default="", metavar="SEED:COUNT", help="run so many pairs, drawn by this seed"
+    )
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Ranks]]:
+    """The server of a backend, started when it is first asked for."""
+    servers: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+
+        def server(backend: str) -> Ranks:
+            if backend not in servers:
+                folder = tmp_path_factory.mktemp(backend)
+                servers[backend] = stack.enter_context(
+                    rank_server(f"tests.pairs.{backend}", folder, MODEL=str(folder / "model"))
+                )
+            return servers[backend]
+
+        yield server
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """How many pairs ended how; with ``--pair`` or ``--drawn`` each pair, too."""
+    said = [
+        (name, value)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if report.when == "call"
+    ]
+    if config.getoption("--pair", None) or config.getoption("--drawn", None):
+        for line in sorted(value for name, value in said if name == "pair"):
+            terminalreporter.write_line(line)
+    for end, count in sorted(Counter(value for name, value in said if name == "end").items()):
+        terminalreporter.write_line(f"pairs, {end}: {count}")

@@ -1,0 +1,205 @@
+"""What the processes of a pair do, whatever they train on; ``tests/rank_server.py`` starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import precision_shim
+
+from ..rank_server import Launch
+from .drawing import OFF, Job, Pair, parse
+
+
+class Training(Protocol):
+    """One job's model, optimizer and scaler."""
+
+    def steps(self, steps: range, overflows: tuple[int, ...]) -> list[list[Any]]:
+        """Train; losses and gradient norm of each step."""
+
+    def state(self) -> dict[str, Any]:
+        """What two trainings must share to be the same, by component, on this rank."""
+
+    def effective(self) -> dict[str, Any]:
+        """What two trainings must share for their next steps to be the same."""
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint."""
+
+    def load(self, directory: Path) -> None:
+        """Read it."""
+
+
+def watched(launch: Launch, work: Callable[[Launch], dict[str, Any]]) -> dict[str, Any]:
+    """Do a rank's work; where it may be killed in the middle, in a fork of this process."""
+    pair = parse(launch.options["pair"])
+    if not pair.kill or launch.options["number"] != len(pair.jobs) - 2:
+        return work(launch)
+    place = Path(launch.folder, "watched.json")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            place.write_text(json.dumps(work(launch)))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == -signal.SIGKILL:
+        return {"error": None, "killed": True}
+    assert code == 0
+    found: dict[str, Any] = json.loads(place.read_text())
+    return found
+
+
+def run(launch: Launch, build: Callable[[Pair, Job], Training]) -> dict[str, Any]:
+    """Be one job of a pair on one rank; returns what became of it.
+
+    Options: ``pair``, its text, and ``number``, that of the job.
+    """
+    pair, number = parse(launch.options["pair"]), launch.options["number"]
+    job, last = pair.jobs[number], number == len(pair.jobs) - 1
+    directory = Path(launch.folder, "checkpoint")
+    found: dict[str, Any] = {"error": None, "phase": "build"}
+    said: list[str] = []
+    try:
+        with ours(said):
+            switch(job)
+            one = build(pair, job)
+            if last:
+                found["phase"] = "load"
+                one.load(directory)
+                found["state"] = one.state()
+                found["phase"] = "train"
+                found["next"] = one.steps(range(pair.stop, pair.stop + pair.more), pair.overflowing)
+                found["end"] = one.state()
+            else:
+                found["phase"] = "train"
+                one.steps(range(pair.stop), pair.overflowing)
+                found["state"] = one.state()
+                Path(launch.folder, f"saved-{number}-{launch.rank}.json").write_text(
+                    json.dumps(found["state"])
+                )
+                found["phase"] = "save"
+                if pair.kill and number == len(pair.jobs) - 2:
+                    die_at(pair.kill, directory)
+                one.save(directory)
+                found["unmoved"] = one.state() == found["state"]
+                if number == len(pair.jobs) - 2:
+                    found["phase"] = "train"
+                    found["next"] = one.steps(
+                        range(pair.stop, pair.stop + pair.more), pair.overflowing
+                    )
+                    found["end"] = one.state()
+            found["effective"] = one.effective()
+            found["phase"] = ""
+    except Exception as error:
+        found["error"] = [
+            type(error).__name__,
+            str(error),
+            isinstance(error, precision_shim.PrecisionShimError),
+        ]
+        traceback.print_exc()
+    found["said"] = said
+    found["decisions"] = [f"{one.chosen}; {one.because}" for one in _decisions()]
+    return found
+
+
+def _decisions() -> Iterable[Any]:
+    return precision_shim.status().decisions
+
+
+def switch(job: Job) -> None:
+    """Turn the shim on as the job has it."""
+    if job.shim == OFF:
+        return
+    chosen = {
+        "optimizer_states": job.policy,
+        "loss_scale_init": job.init,
+        "growth_interval": job.interval,
+    }
+    settings = {name: value for name, value in chosen.items() if value}
+    features = None if job.shim == "on" else job.shim.split("+")
+    precision_shim.install(features=features, settings=settings)
+
+
+@contextlib.contextmanager
+def ours(said: list[str]) -> Iterator[None]:
+    """Collect the shim's own warnings, also of a job that ends in an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            said += [
+                str(one.message)
+                for one in caught
+                if issubclass(one.category, precision_shim.PrecisionShimWarning)
+            ]
+
+
+def numbers(values: Iterable[Any]) -> list[str]:
+    """Numbers as text that keeps all bits and is equal for NaN and NaN."""
+    return ["nan" if math.isnan(one) else float(one).hex() for one in map(float, values)]
+
+
+def bits(tensors: Iterable[torch.Tensor]) -> str:
+    """A digest of the tensors' values, the same for bf16 and for fp32 of the same values."""
+    digest = hashlib.sha256()
+    for one in tensors:
+        flat = one.detach().reshape(-1).float().contiguous().cpu()
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+# -- a process that ends in the middle of a save ------------------------------------------------
+
+
+def die_at(count: int, directory: Path) -> None:
+    """Kill this process before the ``count``-th file operation in the directory.
+
+    What counts: making directories, opening for writing, renaming, removing, ``torch.save``. A
+    child that writes for this process takes it along.
+    """
+    main, left, place = os.getpid(), [count], str(directory)
+    own = torch.save
+
+    def operation(path: Any) -> None:
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return
+        if not os.path.abspath(os.fsdecode(path)).startswith(place):
+            return
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(main, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = arguments
+            writes = any(one in mode for one in "wxa+") if isinstance(mode, str) else False
+            if writes or flags & (os.O_WRONLY | os.O_RDWR):
+                operation(path)
+        elif event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            operation(arguments[0])
+
+    def save(what: Any, where: Any, *args: Any, **kwargs: Any) -> Any:
+        operation(where)
+        return own(what, where, *args, **kwargs)
+
+    torch.save = save
+    sys.addaudithook(look)

@@ -1,0 +1,152 @@
+"""Save and resume, by pairs of jobs that are drawn: none may go on with other numbers unsaid.
+
+Each pair runs the real framework in processes of its own and is held against the training that was
+not stopped; ``ends.py`` has the closed list of what is allowed. A failure prints the pair as one
+line. To run that pair again::
+
+    tox run -e verl-0.9.1 -- tests/pairs --pair "LINE"
+
+and to draw others: ``--drawn SEED:COUNT``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from ..rank_server import Ranks
+from .conftest import VERL
+from .drawing import draw, parse
+from .ends import end_of
+
+pytestmark = [
+    pytest.mark.skipif(
+        Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+    ),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the jobs are forked"),
+]
+
+SEED = 22
+FIRST_RING, MATRIX = 12, 100
+"""How many of the seed's pairs run before a commit, and how many in the matrix."""
+
+GOES_ON = ("exact", "refused", "told")
+"""The ends of a pair with the shim on that is not left to the framework."""
+
+KNOWN = {
+    "fp32-parameters-precision-aware": (
+        "backend=megatron sharding=dp_reshardable "
+        "| dtype=fp32 aware=yes | dtype=fp32 aware=yes seed=1"
+    ),
+    "fp32-norms-precision-aware": (
+        "backend=megatron sharding=dp_reshardable "
+        "| dtype=mixed aware=yes | dtype=mixed aware=yes seed=1"
+    ),
+    "saved-again-without-the-shim": (
+        "overflows=2 | dtype=fp16 init=1024 | dtype=fp16 shim=off seed=1 | dtype=fp16 seed=2"
+    ),
+    "saved-again-in-bf16": (
+        "overflows=2 | dtype=fp16 init=1024 | dtype=bf16 seed=1 | dtype=fp16 seed=2"
+    ),
+    **{
+        f"killed-at-{kill}": (
+            f"overflows=2 kill={kill} "
+            "| dtype=fp16 init=1024 | dtype=fp16 init=2 interval=2 seed=1 | dtype=fp16 seed=2"
+        )
+        for kill in range(1, 13)
+    },
+    **{
+        f"config-by-{how}": (
+            f"backend=megatron sharding=dp_reshardable | policy=follow-model copied={how} "
+            "| shim=off seed=1"
+        )
+        for how in ("replace", "pickle", "deepcopy")
+    },
+    "first-scale-below-one": "| dtype=fp16 init=0.25 | dtype=fp16 seed=1",
+    **{
+        f"without-transformer-engine-{sharding}": (
+            f"backend=megatron engine=none sharding={sharding} | - | seed=1"
+        )
+        for sharding in ("fully_reshardable", "dp_zero_gather_scatter")
+    },
+}
+"""Pairs that went on with other numbers, or ended without a word, in a version of this project."""
+
+
+def drawn(seed: int, count: int, first: int = 0) -> list[pytest.param]:
+    """Pairs of a seed, by their numbers."""
+    return [
+        pytest.param(str(draw(seed, number)), id=f"{seed}-{number}")
+        for number in range(first, first + count)
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The pairs of the command line instead of those of the tests."""
+    if metafunc.function is not test_drawn:
+        return
+    given, asked = (metafunc.config.getoption(name, None) for name in ("--pair", "--drawn"))
+    if given:
+        pairs = [pytest.param(text, id=f"given-{i}") for i, text in enumerate(given)]
+    elif asked:
+        seed, _, count = asked.partition(":")
+        pairs = drawn(int(seed), int(count or MATRIX))
+    else:
+        rest = drawn(SEED, MATRIX, first=FIRST_RING)
+        pairs = [*drawn(SEED, FIRST_RING), *(_slow(one) for one in rest)]
+    metafunc.parametrize("text", pairs)
+
+
+def _slow(one: pytest.param) -> pytest.param:
+    return pytest.param(*one.values, id=one.id, marks=pytest.mark.slow)
+
+
+def hold(
+    text: str,
+    launch: Callable[[str], Ranks],
+    folder: Path,
+    node: pytest.Item,
+    allowed: tuple[str, ...] = (),
+) -> None:
+    """Run a pair; its end must be an allowed one."""
+    pair = parse(text)
+    if pair.backend == "fsdp" and Version("0.8") > VERL:
+        pytest.skip("0.7.1's FSDP engine has no scaler; its own tests have it")
+    end = end_of(pair, launch, folder)
+    # As record_property, which warns of the report's format.
+    node.user_properties.append(("end", f"{pair.backend}: {end.kind}"))
+    node.user_properties.append(("pair", f"{end.kind}: {pair}\n    {end.why}"))
+    if not (end.kind in allowed if allowed else end.allowed):
+        pytest.fail(f'{end.kind}: {end.why}\nTo run it again: --pair "{pair}"', pytrace=False)
+
+
+MATRIX_ONLY = {"config-by-deepcopy", *(f"killed-at-{kill}" for kill in range(1, 13) if kill != 4)}
+"""Those of the known ones that are marked slow: the others are alike."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one in MATRIX_ONLY)) for one in KNOWN]
+)
+def test_known(
+    name: str,
+    launch: Callable[[str], Ranks],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Each fault that pairs have found."""
+    torn = ("killed", "as unpatched") if name.startswith("killed") else ()
+    hold(KNOWN[name], launch, tmp_path, request.node, (*GOES_ON, *torn))
+
+
+def test_drawn(
+    text: str,
+    launch: Callable[[str], Ranks],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """What was drawn."""
+    hold(text, launch, tmp_path, request.node)

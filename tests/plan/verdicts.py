@@ -1,0 +1,250 @@
+"""Plan and worker held against each other on generated configs.
+
+A framework's test draws launch lines from a schema of keys, asks the plan for its verdict on each,
+has the framework's real code build the same, and compares the two (``disagreement``): whether it
+is refused, the dtype that it computes in, the loss scaler's first scale, and the dtypes of
+parameters, gradient buckets and optimizer states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+NAMES = ("fp32", "bf16", "fp16", "float32", "bfloat16", "float16")
+ODD = ("half", "FP16", "torch.bfloat16", "16", "32")
+"""Other spellings, which some of the frameworks take."""
+
+WRONG = ("fp61", "int8", "null", "true", "fp8", "''")
+DTYPES = (*NAMES, *NAMES, *ODD)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a config.
+
+    Attributes:
+        name: with its dots.
+        good: values that mostly make sense.
+        bad: values that mostly make none.
+    """
+
+    name: str
+    good: Sequence[str] = DTYPES
+    bad: Sequence[str] = WRONG
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One config: what is written, and the shim's settings."""
+
+    written: Mapping[str, str]
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return " ".join(
+            f"{key}={value}" for key, value in {**self.settings, **self.written}.items()
+        )
+
+
+SETTINGS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("loss_scale_init", ("1024", "4")),
+    ("growth_interval", ("7",)),
+    ("optimizer_states", ("follow-model", "as-configured")),
+    ("grad_bucket", ("align",)),
+)
+"""The shim's settings that change a verdict."""
+
+
+def draw(keys: Sequence[Key], seed: int, count: int) -> list[Drawn]:
+    """Draw configs, the same ones for the same seed."""
+    chance = random.Random(seed)
+    found = []
+    for _ in range(count):
+        written = {}
+        for key in chance.sample(keys, k=min(chance.choice((1, 1, 2, 2, 3)), len(keys))):
+            wrong = chance.random() < 0.2 and key.bad
+            name = misspelt(key.name, chance) if chance.random() < 0.12 else key.name
+            written[name] = chance.choice(key.bad if wrong else key.good)
+        name, values = chance.choice(SETTINGS)
+        settings = {name: chance.choice(values)} if chance.random() < 0.3 else {}
+        found.append(Drawn(written, settings))
+    return found
+
+
+def misspelt(name: str, chance: random.Random) -> str:
+    """The same key with a letter of its last word lost, doubled, or in another's place."""
+    path, dot, word = name.rpartition(".")
+    place = chance.randrange(1, len(word) - 1)
+    changed = chance.choice(
+        (
+            word[:place] + word[place + 1 :],
+            word[:place] + word[place] + word[place:],
+            word[: place - 1] + word[place] + word[place - 1] + word[place + 1 :],
+        )
+    )
+    return f"{path}{dot}{changed}"
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a config.
+
+    Attributes:
+        refused: why it is refused; empty where it runs.
+        computes: dtype that the model computes in.
+        scale: the loss scaler's first scale, if there is one.
+        held: component to its dtypes.
+        told: notes or warnings.
+    """
+
+    refused: str = ""
+    computes: str = ""
+    scale: float | None = None
+    held: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    told: Sequence[str] = ()
+
+
+def of_plan(words: Sequence[str], drawn: Drawn, *options: str) -> Verdict:
+    """The plan's verdict on a launch line, by the command itself.
+
+    Args:
+        words: the line.
+        drawn: its settings stand in front of it.
+        options: of the command.
+    """
+    from precision_shim.cli import main
+
+    front = [f"PRECISION_SHIM_{name.upper()}={value}" for name, value in drawn.settings.items()]
+    out, err = io.StringIO(), io.StringIO()
+    code: Any = None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(["plan", "--parameters", "1M", "--json", *options, "--", *front, *words])
+        except SystemExit as end:
+            code = end.code
+    said = err.getvalue()
+    assert "Report this line" not in said, said
+    assert code in (0, 1, 2), said
+    if code == 2:
+        return Verdict(said.strip())
+    plan = json.loads(out.getvalue())
+    if code == 1:
+        problems = [f"{one['key']}: {one['message']}. {one['remedy']}" for one in plan["problems"]]
+        return Verdict("; ".join(problems))
+    model = plan["models"][0]
+    scales = [
+        float(found.group(1))
+        for one in model["decisions"]
+        if one["feature"] == "fp16-scaling"
+        and (found := re.search(r"from ([\d.e+]+),", one["chosen"]))
+    ]
+    held = {
+        name: tuple(one["dtypes"])
+        for part in model["after"][0]["parts"]
+        for name, one in {**part["at_step"], **part["components"]}.items()
+    }
+    scale = scales[0] if scales else None
+    return Verdict("", model["computes"], scale, held, (*plan["notes"], *model["notes"]))
+
+
+def of_audit(audit: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Component to its dtypes, of a live model and optimizer."""
+    return {
+        name: tuple(one["dtypes"])
+        for part in audit["parts"]
+        for name, one in part["components"].items()
+        if name != "other" and one["bytes"]
+    }
+
+
+def disagreement(drawn: Drawn, plan: Verdict, worker: Verdict) -> str:
+    """In what the two differ; empty where they agree."""
+    if bool(plan.refused) != bool(worker.refused):
+        said = plan.refused or "legal"
+        return f"plan: {said[:300]}; worker: {worker.refused[:300] or 'runs'}"
+    if "unexpected precision" in worker.refused:
+        return f"the worker names no key: {worker.refused}"
+    if plan.refused:
+        named = [key for key in drawn.written if key.rpartition(".")[2] in plan.refused]
+        return "" if named else f"the plan names none of the keys: {plan.refused[:300]}"
+    differ = [
+        f"{name}: plan {getattr(plan, name)}, worker {getattr(worker, name)}"
+        for name in ("computes", "scale")
+        if getattr(plan, name) != getattr(worker, name)
+    ]
+    differ += [
+        f"{name}: plan {plan.held.get(name)}, worker {dtypes}"
+        for name, dtypes in worker.held.items()
+        if tuple(plan.held.get(name, ())) != tuple(dtypes)
+    ]
+    differ += [
+        f"the plan does not tell: {text}"
+        for text in worker.told
+        if not any(one.rstrip(".") in text for one in plan.told)
+    ]
+    return "; ".join(differ)
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[list[str]]:
+    """The shim's warnings; all others are left out."""
+    from precision_shim.errors import PrecisionShimWarning
+
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(one.message) for one in caught if issubclass(one.category, PrecisionShimWarning)]
+
+
+def by_worker(look: Callable[[], Verdict], settings: Mapping[str, str]) -> Verdict:
+    """The verdict of a worker that is built with the shim on, or why it is refused."""
+    import precision_shim
+
+    precision_shim.install(settings={**settings, "log": "quiet"})
+    try:
+        with ours() as said:
+            found = look()
+        return replace(found, told=said)
+    except Exception as error:
+        return Verdict(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    finally:
+        precision_shim.uninstall()
+
+
+def hold(
+    drawn: Iterable[Drawn], plan: Callable[[Drawn], Verdict], workers: Iterable[Verdict]
+) -> Counter[str]:
+    """Hold the two against each other on all configs; returns how many ended how.
+
+    Args:
+        drawn: the configs.
+        plan: gives the plan's verdict on one.
+        workers: the workers' verdicts, in the configs' order.
+
+    Raises:
+        AssertionError: they disagree on a config; all such configs are named.
+    """
+    ended: Counter[str] = Counter()
+    wrong = []
+    for one, found in zip(drawn, workers, strict=True):
+        expected = plan(one)
+        ended["refused" if found.refused else f"{found.computes}, scale {found.scale}"] += 1
+        differs = disagreement(one, expected, found)
+        if differs:
+            wrong.append(f"{one}\n    {differs}")
+    print(dict(ended))
+    assert not wrong, f"{len(wrong)} of {sum(ended.values())} differ\n" + "\n".join(wrong)
+    return ended

@@ -1,0 +1,16 @@
+"""SkyRL as a checkout on ``PYTHONPATH``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..checkouts import as_checkout, as_installed
+
+
+def test_a_checkout_is_the_version_that_it_states(tmp_path: Path) -> None:
+    installed, found = as_installed("skyrl"), as_checkout("skyrl", tmp_path)
+    assert found.version == installed.version.partition("+")[0]
+    assert found.tested is True
+    assert found.reason == installed.reason
+    assert found.problems == installed.problems
+    assert found.seams == installed.seams

@@ -1,0 +1,78 @@
+"""SkyRL's jobs on README and docs: its own validation takes each, and their keys have an effect."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from importlib.metadata import metadata
+from typing import Any
+
+import pytest
+
+from ..page_jobs import Job, of
+
+JOBS = of("skyrl")
+MEGATRON = "trainer.policy.megatron_config.optimizer_config_kwargs"
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_new_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No account of Weights & Biases; flash-attn, which SkyRL's extras install, is there."""
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if importlib.util.find_spec("flash_attn") is None:  # 0.2.0 asks for its version
+        stand_in = types.ModuleType("flash_attn")
+        stand_in.__version__ = "2.8.1"  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+
+
+def validated(settings: tuple[str, ...]) -> Any:
+    """The config after what SkyRL's entry point does with it before it starts Ray."""
+    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.train.utils.utils import validate_cfg
+
+    config = SkyRLTrainConfig.from_cli_overrides(list(settings))
+    validate_cfg(config)
+    return config
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_a_job_passes_skyrls_validation(job: Job) -> None:
+    assert importlib.util.find_spec(job.entry)
+    config = validated(job.settings)
+    megatron = config.trainer.strategy == "megatron"
+    for part in ("megatron_config", "fsdp_config"):
+        if any(f".{part}." in word for word in job.settings):
+            assert megatron == (part == "megatron_config"), f"nothing else reads {part}"
+    (extra,) = (job.launcher[at + 1] for at, one in enumerate(job.launcher) if one == "--extra")
+    assert extra == ("megatron" if megatron else "fsdp")
+    assert extra in metadata("skyrl").get_all("Provides-Extra", [])
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_both_sides_of_a_job_compute_in_one_dtype(job: Job) -> None:
+    config = validated(job.settings)
+    dtypes = {config.generator.inference_engine.model_dtype}
+    for section in (config.trainer.policy, config.trainer.ref):
+        mixed = section.fsdp_config.mixed_precision
+        half = mixed is not None and mixed.param_dtype == "fp16"
+        dtypes.add("float16" if half else "bfloat16")
+    assert len(dtypes) == 1, dtypes
+
+
+def test_low_precision_states_are_asked_for_with_the_optimizer_that_has_them() -> None:
+    states = [one for one in JOBS if one.value(f"{MEGATRON}.exp_avg_dtype")]
+    assert "README.md" in {one.page for one in states}
+    for job in states:
+        asked = validated(job.settings).trainer.policy.megatron_config.optimizer_config_kwargs
+        assert asked["use_precision_aware_optimizer"] is True
+        assert asked["main_grads_dtype"] == asked["exp_avg_dtype"] == "bf16"
+
+
+def test_a_job_that_skyrl_does_not_take_is_noticed() -> None:
+    start = next(one for one in JOBS if one.page == "docs/start/skyrl.md")
+    without = tuple(one for one in start.settings if not one.startswith("trainer.logger"))
+    with pytest.raises(AssertionError, match="WANDB_API_KEY"):
+        validated(without)
+    with pytest.raises(Exception, match="no_such_key"):
+        validated((*start.settings, "trainer.no_such_key=1"))

@@ -1,0 +1,104 @@
+"""The plan's verdict and that of SkyRL's own workers, on the same generated configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.rules.dtypes import name_of
+
+from ..plan.verdicts import Drawn, Key, Verdict, by_worker, draw, hold, of_audit, of_plan
+from .conftest import SKYRL
+from .support import build, fsdp_worker, scaler_of
+
+pytestmark = pytest.mark.skipif(Version("0.4.0") != SKYRL, reason="held on the newest version")
+
+_FLAG = ("true", "false")
+_POLICY = "trainer.policy"
+_MIXED = f"{_POLICY}.fsdp_config.mixed_precision"
+FSDP = (
+    Key("trainer.bf16", _FLAG, ()),
+    Key(f"{_MIXED}.param_dtype"),
+    Key(f"{_MIXED}.param_dtype", ("fp16", "float16")),
+    Key(f"{_MIXED}.reduce_dtype"),
+    Key(f"{_POLICY}.optimizer_config.adam_betas", ("[0.9,0.95]",), ()),
+)
+_KWARGS = f"{_POLICY}.megatron_config.optimizer_config_kwargs"
+_BUCKET = f"{_POLICY}.megatron_config.ddp_config"
+MEGATRON = (
+    Key("trainer.bf16", _FLAG, ()),
+    Key(f"{_KWARGS}.use_precision_aware_optimizer", ("true", "true", "false"), ()),
+    *(
+        Key(f"{_KWARGS}.{name}")
+        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
+    Key(f"{_KWARGS}.initial_loss_scale", ("4096",), ()),
+    Key(f"{_KWARGS}.store_param_remainders", _FLAG, ()),
+    Key(f"{_POLICY}.optimizer_config.adam_betas", ("[0.9,0.95]",), ()),
+    Key(f"{_BUCKET}.grad_reduce_in_fp32", _FLAG, ()),
+)
+SEEDS = [pytest.param(1, 10), *(pytest.param(n, 30, marks=pytest.mark.slow) for n in (2, 3))]
+
+
+def words_of(drawn: Drawn) -> list[str]:
+    return [f"{key}={value}" for key, value in drawn.written.items()]
+
+
+def plan_of(strategy: str, *options: str) -> Callable[[Drawn], Verdict]:
+    entry = ("python3", "-m", "skyrl.train.entrypoints.main_base", f"trainer.strategy={strategy}")
+    gpus = ("trainer.placement.policy_num_gpus_per_node=1", "trainer.algorithm.use_kl_loss=false")
+    return lambda one: of_plan([*entry, *gpus, *words_of(one)], one, *options)
+
+
+def on_fsdp(drawn: Drawn, checkpoint: Path) -> Verdict:
+    """A policy worker on FSDP, one step on made-up gradients."""
+    worker = fsdp_worker("policy", checkpoint, None, *words_of(drawn))
+    module = getattr(worker.model, "model", worker.model)
+    for one in module.parameters():
+        one.grad = torch.ones_like(one)
+    worker.optimizer.step()
+    scaler = scaler_of(worker.strategy)
+    return Verdict(
+        computes=name_of(module._get_fsdp_state()._mp_policy.param_dtype),
+        scale=None if scaler is None else float(scaler.get_scale()),
+        held=of_audit(precision_shim.audit(module, worker.optimizer).to_dict()),
+    )
+
+
+def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
+    """A policy worker on Megatron, one step on made-up gradients."""
+    worker = build(checkpoint, *words_of(drawn))
+    for chunk in worker.actor_module:
+        for buffer in chunk.buffers:
+            buffer.grad_data.normal_(std=1e-2)
+    worker.optimizer.step()
+    (computes,) = {one.dtype for chunk in worker.actor_module for one in chunk.parameters()}
+    scaler: Any = getattr(worker.optimizer, "grad_scaler", None)
+    dynamic = scaler is not None and type(scaler).__name__ == "DynamicGradScaler"
+    return Verdict(
+        computes=name_of(computes),
+        scale=float(scaler.scale) if dynamic else None,
+        held=of_audit(precision_shim.audit(worker.actor_module, worker.optimizer).to_dict()),
+    )
+
+
+@pytest.mark.parametrize(("seed", "count"), SEEDS)
+def test_on_fsdp(cpu: None, checkpoints: dict[str, Path], seed: int, count: int) -> None:
+    drawn, model = draw(FSDP, seed, count), checkpoints["float32"]
+    workers = [by_worker(lambda one=one: on_fsdp(one, model), one.settings) for one in drawn]
+    ended = hold(drawn, plan_of("fsdp"), workers)
+    assert len(ended) > 1, ended
+
+
+@pytest.mark.parametrize(("seed", "count"), SEEDS)
+def test_on_megatron(fused_adam: str, checkpoints: dict[str, Path], seed: int, count: int) -> None:
+    drawn, model = draw(MEGATRON, seed, count), checkpoints["bfloat16"]
+    workers = [by_worker(lambda one=one: on_megatron(one, model), one.settings) for one in drawn]
+    ended = hold(drawn, plan_of("megatron", "--transformer-engine", fused_adam), workers)
+    assert len(ended) > 1, ended

@@ -1,0 +1,121 @@
+"""torchtitan's jobs on README and docs: its own config takes each, float16 only with the shim."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ..documented import ROOT
+from ..page_jobs import Job, of
+
+JOBS = of("torchtitan")
+RL = "torchtitan.experiments.rl.train"
+ABSENT = tuple(one for one in ("vllm", "renderers") if importlib.util.find_spec(one) is None)
+
+
+class StandIn(types.ModuleType):
+    """A module of a package that is not here: whatever is imported from it is a class."""
+
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the packages that the RL trainer's config imports for their names alone."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> Any:
+        if name.partition(".")[0] in ABSENT:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> StandIn:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def importable(torchtitan: None) -> Iterator[None]:
+    """vLLM and the renderers, by name, while a config is read."""
+    finder = Finder()
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [one for one in sys.modules if one.partition(".")[0] in ABSENT]:
+            del sys.modules[name]
+
+
+def validated(job: Job) -> Any:
+    """The config by torchtitan's manager, its own checks, and its degrees on the job's GPUs."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.distributed import ParallelDims
+
+    config = ConfigManager().parse_args(list(job.settings))
+    trainer = config.trainer if job.entry == RL else config
+    world = [word.partition("=")[2] for word in job.launcher if word.startswith("--nproc_per_node")]
+    if job.entry == RL:
+        from torchtitan.experiments.rl.train import _compute_trainer_world_size
+
+        world = [str(_compute_trainer_world_size(trainer.parallelism))]
+    ParallelDims.from_config(trainer.parallelism, int(world[0]))
+    return config
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_a_job_passes_torchtitans_validation(
+    job: Job, shim: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert importlib.util.find_spec(job.entry)
+    half = any("float16" in word and "bfloat16" not in word for word in job.settings)
+    if half:  # the page says so
+        with pytest.raises(SystemExit):
+            validated(job)
+        assert "invalid choice" in capsys.readouterr().err
+        shim()
+    config = validated(job)
+    trainer = config.trainer if job.entry == RL else config
+    dtype = "float16" if half else "bfloat16"
+    assert trainer.training.mixed_precision_param == dtype
+    if job.entry == RL:
+        assert config.generator.model_dtype == dtype
+        assert config.metrics.enable_wandb is False, "it asks for an account"
+
+
+def test_both_trainers_are_on_the_start_page() -> None:
+    entries = {one.entry for one in JOBS if one.page == "docs/start/torchtitan.md"}
+    assert entries == {"torchtitan.train", RL}
+
+
+def test_a_job_that_torchtitan_does_not_take_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    start = next(one for one in JOBS if one.page == "docs/start/torchtitan.md")
+    wrong = replace(start, settings=(*start.settings, "--training.no_such_key=1"))
+    with pytest.raises(SystemExit):
+        validated(wrong)
+    assert "no_such_key" in capsys.readouterr().err
+    wrong = replace(start, settings=(*start.settings, "--parallelism.tensor_parallel_degree=3"))
+    with pytest.raises(AssertionError, match="parallel dims"):
+        validated(wrong)
+
+
+def test_the_error_that_readme_quotes_is_torchtitans_own() -> None:
+    from torchtitan.config import TORCH_DTYPE_MAP
+
+    with pytest.raises(KeyError) as raised:
+        TORCH_DTYPE_MAP["bf16"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"\n| `{raised.type.__name__}: {raised.value}` | " in readme

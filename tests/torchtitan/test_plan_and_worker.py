@@ -1,0 +1,81 @@
+"""The plan's verdict and that of torchtitan's own trainer, on the same generated configs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+
+import precision_shim
+from precision_shim.rules.dtypes import name_of
+
+from ..plan.verdicts import Drawn, Key, Verdict, by_worker, draw, hold, of_audit, of_plan
+
+KEYS = (
+    Key("training.dtype"),
+    Key("training.dtype", ("float32", "bfloat16"), ()),
+    Key("training.mixed_precision_param"),
+    Key("training.mixed_precision_param", ("float16", "fp16", "half"), ()),
+    Key("training.mixed_precision_reduce"),
+)
+SEEDS = [pytest.param(1, 10), *(pytest.param(n, 30, marks=pytest.mark.slow) for n in (2, 3))]
+MODULE = """
+from tests.torchtitan import cpu
+
+
+def tiny():
+    return cpu.trainer_config({folder!r}, "bfloat16")
+"""
+
+
+def arguments(drawn: Drawn) -> list[str]:
+    written = [f"--{key}={value}" for key, value in drawn.written.items()]
+    return ["--module", "a_tiny_job", "--config", "tiny", *written]
+
+
+def on_fsdp(drawn: Drawn) -> Verdict:
+    """A trainer of the config that torchtitan's own manager reads, one step on ones."""
+    import torch
+    from torchtitan.config import ConfigManager
+    from torchtitan.trainer import Trainer
+
+    from precision_shim_adapters.fp16 import ScaledTraining
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config = ConfigManager().parse_args(arguments(drawn))
+    except SystemExit as ended:  # tyro's way to refuse a word
+        raise ValueError(said.getvalue()) from ended
+    trainer = Trainer(config)
+    (model,) = trainer.model_parts
+    for one in model.parameters():
+        one.grad = torch.ones_like(one)
+    trainer.optimizers.step()
+    (optimizer,) = trainer.optimizers
+    training = ScaledTraining.of(trainer)
+    return Verdict(
+        computes=name_of(_computes(model)),
+        scale=None if training is None else float(training.scaler.get_scale()),
+        held=of_audit(precision_shim.audit(model, optimizer).to_dict()),
+    )
+
+
+def _computes(model: object) -> object:
+    policy = model._get_fsdp_state()._mp_policy  # type: ignore[attr-defined]
+    return policy.param_dtype or next(model.parameters()).dtype  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("seed", "count"), SEEDS)
+def test_on_fsdp(
+    torchtitan: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, count: int
+) -> None:
+    (tmp_path / "a_tiny_job.py").write_text(MODULE.format(folder=str(tmp_path)))
+    monkeypatch.syspath_prepend(tmp_path)
+    drawn = draw(KEYS, seed, count)
+    workers = [by_worker(lambda one=one: on_fsdp(one), one.settings) for one in drawn]
+    words = ("torchrun", "--nproc-per-node=1", "-m", "torchtitan.train")
+    ended = hold(drawn, lambda one: of_plan([*words, *arguments(one)], one), workers)
+    assert len(ended) > 1, ended

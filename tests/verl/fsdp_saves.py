@@ -1,0 +1,182 @@
+"""Cases of the ranks in ``fsdp_ranks.py``: saves that end early, and records of other saves."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import precision_shim
+from precision_shim.errors import CheckpointUnreadableError
+
+from ..checkpoint_doctor import FP16, verdict
+from ..kill_points import content_of, kill_points, killed_at
+from . import fsdp_support as support
+from .fsdp_ranks import GROWING, Job, case, install, ours
+
+
+def whole_state(one: Any) -> dict[str, Any]:
+    """All that verl and the shim keep of an engine."""
+    return {
+        **support.engine_state(one),
+        "rate": one.lr_scheduler.state_dict()["last_epoch"],
+        "random": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+    }
+
+
+def disturb(one: Any) -> None:
+    """Make an engine's state one that no checkpoint has."""
+    with torch.no_grad():
+        for parameter in one.module.parameters():
+            support.local(parameter).add_(1)
+        for state in one.optimizer.state.values():
+            for value in state.values():
+                support.local(value).add_(1)
+    one.scaler.counter.steps += 1000
+    one.lr_scheduler.last_epoch += 1000
+    torch.manual_seed(99)
+
+
+def everywhere(value: Any) -> list[Any]:
+    """What each rank has."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+def readable(place: Path) -> bool:
+    """Whether torch reads every file of every rank: else verl's load ends, on that rank alone."""
+    for what in ("model", "optim", "extra_state"):
+        for rank in range(dist.get_world_size()):
+            name = f"{what}_world_size_{dist.get_world_size()}_rank_{rank}.pt"
+            try:
+                torch.load(place / name, weights_only=False)
+            except Exception:
+                return False
+    return True
+
+
+def resume(one: Any, place: Path, states: dict[str, Any]) -> dict[str, Any]:
+    """What a resume from a directory comes to, on this rank; and the doctor's word before it."""
+    try:
+        foretold = verdict(place, "verl", FP16)
+    except CheckpointUnreadableError:
+        foretold = "unreadable"
+    found = {"point": place.name, "foretold": foretold, "said": []}
+    if not readable(place):
+        return {**found, "outcome": "refused by verl"}
+    disturb(one)
+    with ours() as said:
+        one.load_checkpoint(str(place), del_local_after_load=False)
+    state = whole_state(one)
+    names = [name for name, one in states.items() if one == state]
+    return {**found, "outcome": names[0] if names else "mixed", "said": said}
+
+
+def two_states(job: Job, target: Path, over: bool) -> tuple[Any, dict[str, Any]]:
+    """An engine, trained to a first state that is saved where asked, and on to a second one."""
+    random.seed(7)  # each fork has its own else, and verl saves it
+    one = support.engine(job.model)
+    support.train(one, range(4), (1,))
+    states = {}
+    if over:
+        one.save_checkpoint(str(target), global_step=1)
+        states["old"] = whole_state(one)
+    support.train(one, range(4, 7), (5,))
+    states["new"] = whole_state(one)
+    return one, states
+
+
+@case
+def ended_early(job: Job, over: bool) -> dict[str, Any]:
+    """A save that ends before any of its file operations, over a fresh or an old directory."""
+    install(**GROWING)
+    target, copies = Path(job.path("target")), Path(job.path("points"))
+    one, states = two_states(job, target, over)
+    dist.barrier()
+    with kill_points(target, copies, dist.get_rank()) as mine:
+        one.save_checkpoint(str(target), global_step=2)
+    points = sorted(place for places in everywhere(mine) for place in places)
+    two = support.engine(job.model)
+    support.train(two, range(2))
+    return {
+        "outcomes": [resume(two, place, states) for place in points],
+        "contents": {place.name: content_of(place) for place in mine},
+    }
+
+
+@case
+def ended(job: Job, over: bool, content: str) -> dict[str, Any]:
+    """The same save in a process that is killed at one of these points."""
+    install(**GROWING)
+    target = Path(job.path("target"))
+    one, _ = two_states(job, target, over)
+    with killed_at(target, content):
+        one.save_checkpoint(str(target), global_step=2)
+    return {}
+
+
+@case
+def saved_again(job: Job, how: str) -> dict[str, Any]:
+    """A directory that was saved in fp16 with the shim, and is saved again, with or without."""
+    found: dict[str, Any] = {}
+    install(**GROWING)
+    one = support.engine(job.model)
+    support.train(one, range(4), (1,))
+    place = job.path("place")
+    one.save_checkpoint(place, global_step=1)
+    first = whole_state(one)
+    if how == "without the shim":
+        precision_shim.uninstall()
+        one = support.engine(job.model)
+    elif how == "in bfloat16":
+        one = support.engine(job.model, param_dtype="bf16")
+    support.train(one, range(4, 6))
+    if how != "copied":
+        one.save_checkpoint(place, global_step=2)
+    else:
+        if dist.get_rank() == 0:
+            shutil.move(place, job.path("moved"))
+            shutil.copytree(job.path("moved"), job.path("copy"), copy_function=shutil.copyfile)
+        dist.barrier()
+        place = job.path("copy")
+    install(**GROWING)
+    found["foretold"] = verdict(place, "verl", FP16)
+    two = support.engine(job.model)
+    with ours() as said:
+        two.load_checkpoint(place, del_local_after_load=False)
+    found |= {"first": first, "loaded": whole_state(two), "said": said}
+    precision_shim.uninstall()
+    precision_shim.install(settings=GROWING, strict=True)
+    found["foretold_strict"] = verdict(place, "verl", FP16)
+    three = support.engine(job.model)
+    try:
+        three.load_checkpoint(place, del_local_after_load=False)
+        found["strict"] = ""
+    except precision_shim.PrecisionShimError as error:
+        found["strict"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@case
+def legacy_saved_again(job: Job, role: str) -> dict[str, Any]:
+    """The same of a legacy worker's directory, saved again without the shim."""
+    install(**GROWING)
+    model = job.model if role == "actor" else job.value_model
+    one = support.Legacy(model, role)
+    one.train(range(4), (1,))
+    one.worker.save_checkpoint(job.path("place"), global_step=1)
+    precision_shim.uninstall()
+    two = support.Legacy(model, role)
+    two.train(range(2))
+    two.worker.save_checkpoint(job.path("place"), global_step=2)
+    install(**GROWING)
+    three = support.Legacy(model, role)
+    with ours() as said:
+        three.worker.load_checkpoint(job.path("place"), del_local_after_load=False)
+    return {"loaded": three.state(), "said": said}

@@ -1,0 +1,95 @@
+"""Models with fp32 parameters and their optimizers, made by Megatron's own classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision_shim.testing import tiny_gpt
+
+from ..optimizer_states import live_states
+
+AWARE: dict[str, Any] = {"use_precision_aware_optimizer": True}
+
+KINDS = ("fp32", "fp32 norms", "fp32 head")
+"""All parameters, or some of a bf16 model."""
+
+
+def build(
+    kind: str, *, seed: int = 0, experts: int | None = None, **fields: Any
+) -> tuple[list[Any], Any]:
+    """DDP chunks and the distributed optimizer over them.
+
+    Args:
+        kind: of ``KINDS``, or ``"bf16"``.
+        seed: of the first weights.
+        experts: of a mixture.
+        fields: of the OptimizerConfig.
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    provider: Any = tiny_gpt(dtype, num_moe_experts=experts)
+    torch.manual_seed(seed)
+    model = provider()
+    if dtype is torch.bfloat16:
+        model = Float16Module(provider.config, model)
+    for name, module in model.named_modules():
+        if kind == "fp32 norms" and "Norm" in type(module).__name__:
+            module.float()
+            module.register_forward_pre_hook(_in_fp32)
+            module.register_forward_hook(lambda module, given, made: made.bfloat16())
+        elif kind == "fp32 head" and name.endswith("output_layer"):
+            module.float()
+            module.register_forward_pre_hook(_in_fp32)
+    chunks = [
+        DistributedDataParallel(
+            provider.config,
+            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            model,
+        )
+    ]
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        weight_decay=0.0,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        **fields,
+    )
+    return chunks, get_megatron_optimizer(config, chunks)
+
+
+def _in_fp32(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(one.float() if isinstance(one, torch.Tensor) else one for one in given)
+
+
+def everything(chunks: list[Any], optimizer: Any) -> list[torch.Tensor]:
+    """All parameters, and of each that this rank has states of: its master and its moments.
+
+    The master of an fp32 parameter is the parameter.
+    """
+    found = [one.detach().float().clone() for chunk in chunks for one in chunk.parameters()]
+    names = {p: name for chunk in chunks for name, p in chunk.named_parameters()}
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not any(one.optimizer.state.values()):
+            continue
+        # By name: where a shard stands in its group is what goes wrong.
+        ranges = {p: one._get_model_param_range_map(p)["param"] for p in names if p in _owned(one)}
+        states = {p: (master, state) for p, master, state in live_states(one)}
+        for parameter in sorted(ranges, key=names.__getitem__):
+            master, state = states[parameter]
+            owned = ranges[parameter]
+            assert master.numel() == owned.end - owned.start, names[parameter]
+            if parameter.dtype is not torch.float32:
+                found.append(master)
+            found += [state[name].detach().float().clone() for name in ("exp_avg", "exp_avg_sq")]
+    return found
+
+
+def _owned(optimizer: Any) -> Any:
+    return optimizer.model_param_group_index_map

@@ -1,0 +1,81 @@
+"""The plan's verdict and that of verl's own engines, on the same generated configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.rules.dtypes import name_of
+
+from ..plan.verdicts import Drawn, Verdict, by_worker, draw, hold, of_audit, of_plan
+from ..rank_server import Ranks, rank_server
+from .conftest import VERL
+from .support import CPU_FIELDS
+from .verdict_lines import FSDP, MEGATRON, ON_FSDP, ON_MEGATRON, actor_of, line
+
+pytestmark = pytest.mark.skipif(Version("0.9.1") != VERL, reason="held on the newest version")
+
+SEEDS = [pytest.param(1, 12), *(pytest.param(n, 40, marks=pytest.mark.slow) for n in (2, 3))]
+
+
+def plan_of(*more: str, version: str = "") -> Callable[[Drawn], Verdict]:
+    options = ("--transformer-engine", version) if version else ()
+    return lambda drawn: of_plan(line(drawn, *more), drawn, *options)
+
+
+def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
+    """Build verl's Megatron engine from the composed config, step once, and look."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    role = actor_of(line(drawn, *ON_MEGATRON))
+    object.__setattr__(role.engine, "override_transformer_config", dict(CPU_FIELDS))
+    engine = MegatronEngineWithLMHead(
+        model_config=HFModelConfig(path=str(checkpoint), use_remove_padding=False),
+        engine_config=role.engine,
+        optimizer_config=role.optim,
+        checkpoint_config=CheckpointConfig(save_contents=[], load_contents=[]),
+    )
+    engine.initialize()
+    for chunk in engine.module:
+        for buffer in chunk.buffers:
+            buffer.grad_data.normal_(std=1e-2)
+    engine.optimizer.step()
+    scaler = getattr(engine.optimizer, "grad_scaler", None)
+    dynamic = scaler is not None and type(scaler).__name__ == "DynamicGradScaler"
+    return Verdict(
+        computes=name_of(engine.param_dtype),
+        scale=float(scaler.scale) if dynamic else None,
+        held=of_audit(precision_shim.audit(engine.module, engine.optimizer).to_dict()),
+    )
+
+
+@pytest.mark.parametrize(("seed", "count"), SEEDS)
+def test_on_megatron(fused_adam: str, checkpoint: Path, seed: int, count: int) -> None:
+    drawn = draw(MEGATRON, seed, count)
+    workers = [
+        by_worker(lambda one=one: on_megatron(one, checkpoint), one.settings) for one in drawn
+    ]
+    ended = hold(drawn, plan_of(*ON_MEGATRON, version=fused_adam), workers)
+    assert len(ended) > 1, ended
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Ranks]:
+    folder = tmp_path_factory.mktemp("engines")
+    with rank_server("tests.verl.verdict_ranks", folder, MODEL=str(checkpoint)) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("seed", "count"), SEEDS)
+def test_on_fsdp(engines: Ranks, seed: int, count: int) -> None:
+    drawn = draw(FSDP, seed, count)
+    (found,) = engines("verdicts", world=1, drawn=[asdict(one) for one in drawn])
+    ended = hold(drawn, plan_of(*ON_FSDP), [Verdict(**one) for one in found])
+    assert len(ended) > 1, ended

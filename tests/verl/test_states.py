@@ -1,0 +1,266 @@
+"""States that would be lost: of fp32 parameters, of copied configs, of torch's Adam.
+
+Models and optimizers are made by Megatron's own classes, beside verl, whose adapter brings the
+seams; "off" is the unpatched Megatron.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from precision_shim import PrecisionShimWarning
+from precision_shim.errors import CheckpointLayoutError, DtypeError
+
+from ..rank_server import Ranks
+from ..testing import tiny_training as tiny
+from .conftest import VERL
+from .states_support import AWARE, KINDS, build, everything
+from .test_checkpoints import SHARDINGS, job, same, shim
+
+pytestmark = pytest.mark.skipif(
+    Version("0.7") > VERL, reason="verl 0.6's environment is for the untested version"
+)
+
+CORE = Version(version("megatron-core")) if Version("0") < VERL else Version("0")
+
+
+def go_on(folder: Path, sharding: str, kind: str, fields: dict[str, Any]) -> None:
+    """Save, load into another model, and hold all there is and what further steps make of it."""
+    with shim(on=True, policy="as-configured"):
+        first = build(kind, **fields)
+        tiny.train(*first, steps=5)
+        tiny.save(*first, folder, sharding)
+        saved = everything(*first)
+        second = build(kind, seed=1, **fields)
+        assert not all(map(torch.equal, saved, everything(*second)))
+        tiny.load(*second, folder)
+        assert all(map(torch.equal, saved, everything(*second)))
+        straight = tiny.train(*first, steps=3, first=5)
+        assert tiny.train(*second, steps=3, first=5) == straight
+        assert all(map(torch.equal, everything(*first), everything(*second)))
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("kind", KINDS)
+class TestFp32Parameters:
+    """All of them, or a few in a bf16 model, in one group with 16-bit parameters."""
+
+    def test_a_precision_aware_optimizer_goes_on(
+        self, fused_adam: str, tmp_path: Path, sharding: str, kind: str
+    ) -> None:
+        go_on(tmp_path / "saved", sharding, kind, AWARE)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {},
+            AWARE | {"store_param_remainders": False},
+            AWARE | {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+        ],
+        ids=["fp32-states", "whole-masters", "bf16-moments"],
+    )
+    def test_other_states_go_on(
+        self, fused_adam: str, tmp_path: Path, sharding: str, kind: str, fields: dict[str, Any]
+    ) -> None:
+        go_on(tmp_path / "saved", sharding, kind, fields)
+
+
+@pytest.mark.parametrize("sharding", ["dp_reshardable", "fully_reshardable"])
+@pytest.mark.parametrize("fields", [AWARE, {}], ids=["precision-aware", "fp32-states"])
+def test_masters_that_fused_adam_never_updated(
+    fused_adam: str, tmp_path: Path, sharding: str, fields: dict[str, Any]
+) -> None:
+    """Saved without the shim they are the first weights: the parameters stay, and it is said."""
+    first = build("fp32", **AWARE)
+    tiny.train(*first, steps=5)
+    tiny.save(*first, tmp_path / "saved", sharding)
+    straight = tiny.train(*first, steps=3, first=5)
+    with shim(on=True, policy="as-configured"):
+        second = build("fp32", seed=1, **fields)
+        with pytest.warns(PrecisionShimWarning, match="masters of fp32 parameters are not"):
+            tiny.load(*second, tmp_path / "saved")
+        assert tiny.train(*second, steps=3, first=5) == straight
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_an_unpatched_megatron_reads_fp32_parameters(
+    fused_adam: str, tmp_path: Path, sharding: str
+) -> None:
+    with shim(on=True, policy="as-configured"):
+        first = build("fp32", **AWARE)
+        tiny.train(*first, steps=5)
+        tiny.save(*first, tmp_path / "saved", sharding)
+        straight = tiny.train(*first, steps=3, first=5)
+    second = build("fp32", seed=1, **AWARE)
+    if sharding == "dp_reshardable" and Version("0.17") > CORE:  # it trips over its own padding
+        with pytest.raises(AttributeError, match="bool"):
+            tiny.load(*second, tmp_path / "saved")
+        return
+    tiny.load(*second, tmp_path / "saved")
+    assert tiny.train(*second, steps=3, first=5) == straight
+
+
+@pytest.mark.slow
+def test_on_two_ranks(megatron_ranks: Ranks) -> None:
+    """Each rank owns parts of the parameters, in every sharding type."""
+    assert megatron_ranks("fp32_parameters", world=2) == [sorted(KINDS)] * 2
+
+
+# -- a copied config ---------------------------------------------------------------------------
+
+
+def pickled(config: Any) -> Any:
+    return pickle.loads(pickle.dumps(config))
+
+
+def from_fields(config: Any) -> Any:
+    return type(config)(
+        **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    )
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "replace": dataclasses.replace,
+    "replace, another lr": lambda one: dataclasses.replace(one, lr=2e-2),
+    "pickle": pickled,
+    "fields": from_fields,
+    "replace, copy, replace": lambda one: dataclasses.replace(
+        copy.copy(dataclasses.replace(one, lr=2e-2)), min_lr=1e-3
+    ),
+}
+
+
+@pytest.mark.parametrize("by", COPIES)
+def test_a_copied_config_is_written_as_its_original(
+    fused_adam: str, tmp_path: Path, by: str
+) -> None:
+    """dp_reshardable, shim on at the save and off at the load: whole masters."""
+    with shim(on=True):
+        first = job(through=COPIES[by])
+        assert first.optimizer.config.use_precision_aware_optimizer
+        first.train(3)
+        first.save(tmp_path / "saved", "dp_reshardable")
+        saved = first.states()
+    second = job(seed=1)
+    assert not second.optimizer.config.use_precision_aware_optimizer
+    second.load(tmp_path / "saved", "dp_reshardable")
+    assert same(saved, second.states())
+
+
+def test_a_pickled_config_in_another_process(
+    fused_adam: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from precision_shim_adapters.megatron import checkpoint
+
+    def elsewhere(config: Any) -> Any:
+        data = pickle.dumps(config)
+        monkeypatch.setattr(checkpoint, "_own_floats", {})  # what the other process does not have
+        return pickle.loads(data)
+
+    with shim(on=True):
+        made = job(through=elsewhere).optimizer.config
+        assert checkpoint.added_by_shim(made)
+
+
+@pytest.mark.parametrize("by", COPIES)
+def test_a_users_own_config_stays_the_users(fused_adam: str, by: str) -> None:
+    from precision_shim_adapters.megatron.checkpoint import added_by_shim
+
+    with shim(on=True, policy="as-configured"):
+        made = job(use_precision_aware_optimizer=True, through=COPIES[by]).optimizer.config
+        assert made.use_precision_aware_optimizer
+        assert not added_by_shim(made)
+
+
+def test_the_mark_is_nothing_that_a_config_shows(fused_adam: str) -> None:
+    from megatron.core.optimizer import OptimizerConfig
+
+    from precision_shim_adapters.megatron.checkpoint import added_by_shim, note_precision_aware
+
+    def made() -> Any:
+        return OptimizerConfig(
+            use_precision_aware_optimizer=True, use_distributed_optimizer=True, bf16=True
+        )
+
+    config, plain = made(), made()
+    note_precision_aware(config, by_user=False)
+    assert added_by_shim(config)
+    assert not added_by_shim(plain)
+    assert config == plain
+    assert repr(config) == repr(plain)
+    assert dataclasses.asdict(config) == dataclasses.asdict(plain)
+    assert [type(one) for one in dataclasses.astuple(config)] == [
+        type(one) for one in dataclasses.astuple(plain)
+    ]
+
+
+# -- torch's Adam ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_states_of_torchs_adam(cpu: None, tmp_path: Path, sharding: str) -> None:
+    """Without TransformerEngine: told at the save, refused at the load, an error under strict."""
+    first = build("bf16")
+    tiny.train(*first, steps=2)
+    tiny.save(*first, tmp_path / "off", sharding)
+    with pytest.raises(AssertionError):  # Megatron's, without a word
+        tiny.load(*build("bf16", seed=1), tmp_path / "off")
+    told = rf"megatron-core {CORE}.*{sharding}.*TransformerEngine"
+    with shim(on=True):
+        with pytest.warns(PrecisionShimWarning, match=told):
+            tiny.save(*first, tmp_path / "on", sharding)
+        with pytest.raises(CheckpointLayoutError, match=told):
+            tiny.load(*build("bf16", seed=1), tmp_path / "on")
+        warm = build("bf16", seed=1)
+        tiny.train(*warm, steps=1)
+        with pytest.raises(CheckpointLayoutError, match=told):
+            tiny.load(*warm, tmp_path / "on")
+    with shim(on=True, strict=True), pytest.raises(CheckpointLayoutError, match=told):
+        tiny.save(*first, tmp_path / "strict", sharding)
+
+
+def test_with_fused_adam_nothing_is_told_at_a_save(fused_adam: str, tmp_path: Path) -> None:
+    with shim(on=True, policy="as-configured"), warnings.catch_warnings():
+        first = build("bf16")
+        tiny.train(*first, steps=1)
+        warnings.simplefilter("error", PrecisionShimWarning)
+        tiny.save(*first, tmp_path / "saved", "dp_reshardable")
+
+
+# -- low dtypes without the precision-aware optimizer ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "field", ["exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"]
+)
+def test_the_worker_says_the_plans_sentence(fused_adam: str, field: str) -> None:
+    from precision_shim.rules.legality import not_precision_aware
+
+    name = "fp16" if field == "main_params_dtype" else "bf16"
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+    ((_, sentence, remedy),) = not_precision_aware({field: dtype})
+    with shim(on=True, policy="as-configured"):
+        with pytest.raises(DtypeError, match="override_optimizer_config") as caught:
+            job(**{field: name})
+        assert f"{field}: {sentence}. {remedy}" in str(caught.value)
+        from megatron.core.optimizer import OptimizerConfig
+
+        with pytest.raises(DtypeError, match="OptimizerConfig") as caught:
+            OptimizerConfig(**{field: dtype})
+        assert f"{field}: {sentence}. {remedy}" in str(caught.value)
+    with pytest.raises(AssertionError, match="can only be fp32"):
+        OptimizerConfig(**{field: dtype})
