@@ -16,7 +16,8 @@ from precision_shim.errors import DtypeError
 from precision_shim.planning.request import Variant
 from precision_shim.rules.dtypes import name_of
 from precision_shim.rules.legality import REMAINDERS_SINCE, FusedAdamSupport
-from precision_shim.rules.optimizer import MEGATRON_BETA2, second_moment_can_decay
+from precision_shim.rules.moments import second_moment_can_decay
+from precision_shim.rules.optimizer import MEGATRON_BETA2
 
 from .plan import Asked, Holds, problems_of, side, with_shim
 from .wishes import PRECISION_AWARE

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import AuditError, DtypeError
 from ..rules.dtypes import accepted_names, name_of, parse_dtype
-from ..rules.optimizer import second_moment_can_decay
+from ..rules.moments import second_moment_can_decay
 from . import lost, meters
 from .reading import SIXTEEN_BIT, Owned, Reading
 from .record import COMPONENTS, AuditPart, Finding

@@ -1,9 +1,7 @@
 """Which fields Megatron's OptimizerConfig gets from the model's dtype: the dispatch table.
 
-The table follows verl's pull request 6526. The guard on the second moment is ours: a bf16
-exponential average ``v <- beta2 * v + (1 - beta2) * g^2`` is rounded to 8 significant bits, and
-where a step's relative change ``1 - beta2`` is no more than half an ulp (2^-9 to 2^-8 of the
-value), rounding to nearest puts ``v`` back where it was: it cannot decay.
+The table follows verl's pull request 6526. The guard on the second moment is ours
+(``precision.moments``).
 """
 
 from __future__ import annotations
@@ -26,10 +24,7 @@ from .legality import (
     FusedAdamSupport,
 )
 from .model import TrainableDtypes
-
-SECOND_MOMENT_LIMIT = 2.0**-8
-"""``1 - beta2`` must exceed this for a bf16 second moment: the largest half ulp of bf16,
-relative to the value it rounds."""
+from .moments import second_moment_can_decay
 
 MEGATRON_BETA2 = 0.999
 """Megatron's default of ``adam_beta2``."""
@@ -120,11 +115,6 @@ class OptimizerPlan:
     because: str
     warnings: tuple[str, ...] = ()
     bucket_warning: str = ""
-
-
-def second_moment_can_decay(beta2: float) -> bool:
-    """Whether a bf16 ``exp_avg_sq`` can decay at this ``beta2``."""
-    return 1.0 - beta2 > SECOND_MOMENT_LIMIT
 
 
 def obstacles(request: OptimizerRequest) -> list[str]:

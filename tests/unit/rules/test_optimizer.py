@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from precision_shim.rules.legality import FusedAdamSupport
 from precision_shim.rules.model import TrainableDtypes
+from precision_shim.rules.moments import second_moment_can_decay
 from precision_shim.rules.optimizer import (
     OptimizerRequest,
     plan_optimizer,
-    second_moment_can_decay,
 )
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8

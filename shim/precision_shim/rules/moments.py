@@ -1,0 +1,17 @@
+"""Whether an exponential average in bf16 can decay.
+
+``v <- beta2 * v + (1 - beta2) * g^2`` is rounded to 8 significant bits. Where a step's relative
+change ``1 - beta2`` is no more than half an ulp (2^-9 to 2^-8 of the value), rounding to nearest
+puts ``v`` back where it was: it cannot decay.
+"""
+
+from __future__ import annotations
+
+SECOND_MOMENT_LIMIT = 2.0**-8
+"""``1 - beta2`` must exceed this for a bf16 second moment: the largest half ulp of bf16,
+relative to the value it rounds."""
+
+
+def second_moment_can_decay(beta2: float) -> bool:
+    """Whether a bf16 ``exp_avg_sq`` can decay at this ``beta2``."""
+    return 1.0 - beta2 > SECOND_MOMENT_LIMIT
