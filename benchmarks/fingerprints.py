@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from precision_shim.rules import belonging
+from precision_shim.precision import belonging
 
 TENSOR = 1 << 20
 """Elements of a tensor: 4 MiB in float32."""

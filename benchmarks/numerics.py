@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "shim")]
 
-from precision_shim.rules.remainders import join_master, split_master  # noqa: E402
+from precision_shim.precision.remainders import join_master, split_master  # noqa: E402
 
 PAGE = ROOT / "docs" / "numerics.md"
 IMAGES = ROOT / "docs" / "images"

@@ -12,7 +12,7 @@ class PrecisionShimStart:
     def find_spec(self, name, path=None, target=None):
         if name in self.names:
             try:
-                from precision_shim._startup import take_over
+                from precision_shim.process.startup import take_over
             except ImportError:  # a tool has replaced sys.path, as pex does: go on without
                 return
             self.names = ()
@@ -21,7 +21,7 @@ class PrecisionShimStart:
 
 # In a virtual environment start-up files are executed twice. The second time does nothing, also
 # where the shim was taken out in between.
-if "precision_shim._startup" not in sys.modules and not any(
+if "precision_shim.process.startup" not in sys.modules and not any(
     hasattr(one, "finds_nothing") for one in sys.meta_path
 ):
     named = os.environ.get("PRECISION_SHIM_FRAMEWORKS", "").lower().replace("-", "_")

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from precision_shim import _registry
+from precision_shim.process import registry as _registry
 
 _DOCTOR = """
 import json, sys
 from precision_shim import _registry, _session, _settings
-from precision_shim.cli._foresight import foresee
+from precision_shim.upstream.foresight import foresee
 
 entry = _registry.entries()[sys.argv[1]]
 found, problems = foresee(entry, _settings.resolve(environ={}), _session.version_of)

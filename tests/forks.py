@@ -62,7 +62,7 @@ def begin(environment: Mapping[str, str], cwd: str) -> None:
     if place is not None:
         site.addpackage(place, START_UP_FILE, None)
     else:  # run from the source tree: what that file would come to
-        importlib.import_module("precision_shim._startup").init()
+        importlib.import_module("precision_shim.process.startup").init()
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import precision_shim
-from precision_shim import _session
-from precision_shim._registry import entries
 from precision_shim.checkpoints.foretelling import Here
-from precision_shim.cli import _foresight
 from precision_shim.planning.command import Job
+from precision_shim.process import session as _session
+from precision_shim.process.registry import entries
+from precision_shim.upstream import foresight as _foresight
 
 Pair = tuple[str, str]
 """A feature, and a group of its seams."""

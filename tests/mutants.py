@@ -47,9 +47,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from precision_shim import _session, _settings
-from precision_shim._registry import entries
 from precision_shim.errors import SeamError
+from precision_shim.process import session as _session
+from precision_shim.process import settings as _settings
+from precision_shim.process.registry import entries
 from precision_shim.seams import Adapter, Seam, Symbol, _source, check, look
 from precision_shim.seams._call import prepare, through
 from precision_shim.seams._plan import Plan, Row

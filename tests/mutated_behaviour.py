@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from precision_shim import _startup
-from precision_shim._registry import entries
-from precision_shim.seams._probe import Probe, probes_in, run
+from precision_shim.process import startup as _startup
+from precision_shim.process.registry import entries
 from precision_shim.seams._source import look
+from precision_shim.upstream.probes import Probe, probes_in, run
 
 SEED = 13
 KIND = "behaviour changed"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from precision_shim.rules.remainders import join_master
+from precision_shim.precision.remainders import join_master
 
 
 def live_states(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, dict[str, Any]]]:

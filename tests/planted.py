@@ -23,7 +23,7 @@ import pytest
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 MEGATRON, FP16 = (
-    "precision_shim_adapters.megatron.probes",
+    "precision_shim_adapters.megatron.reading.probes",
     "precision_shim_adapters.fp16.probes",
 )
 
@@ -395,8 +395,8 @@ FRAMEWORKS: dict[str, tuple[Callable[[], None], dict[str, Plant]]] = {
 
 def main(framework: str) -> None:
     """Ask the probes of a framework, as they are and with their plants."""
-    from precision_shim._registry import entries
-    from precision_shim.seams._probe import probes_in, run
+    from precision_shim.process.registry import entries
+    from precision_shim.upstream.probes import probes_in, run
 
     output, sys.stdout = sys.stdout, sys.stderr  # frameworks print
     prepare, plants = FRAMEWORKS[framework]

@@ -82,7 +82,7 @@ class Changed:
         return spec_from_file_location(name, path)
 
 sys.meta_path.insert(0, Changed())
-from precision_shim.seams._probe import probes_in, run
-outcomes = [run(one) for one in probes_in("precision_shim_adapters.megatron.probes")]
+from precision_shim.upstream.probes import probes_in, run
+outcomes = [run(one) for one in probes_in("precision_shim_adapters.megatron.reading.probes")]
 print("; ".join(f"{one.name}: {one.found}" for one in outcomes if one.state == "fails"))
 """

@@ -148,7 +148,7 @@ def look_ahead(framework: str) -> None:
     Nothing is patched, and no framework is imported: this fills the cache of what was found in a
     source, which a rank inherits.
     """
-    from precision_shim._registry import entries
+    from precision_shim.process.registry import entries
     from precision_shim.seams import look
 
     for seam in entries(third_party=False)[framework].load().seams:

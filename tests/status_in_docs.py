@@ -29,7 +29,7 @@ def tell() -> None:
 
     Of the framework's version what a build has added ("+" and a commit) is left out.
     """
-    from precision_shim._registry import entries
+    from precision_shim.process.registry import entries
 
     status = precision_shim.status()
     known = entries(third_party=False)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from precision_shim import _symbols
-from precision_shim._registry import entries
 from precision_shim.cli._against import installed_digests
+from precision_shim.process.registry import entries
 from precision_shim.seams import Adapter
+from precision_shim.upstream import symbols as _symbols
 
 HOW = "python tests/environments/record_symbols.py, or here: precision-shim doctor --record"
 

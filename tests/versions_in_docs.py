@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from precision_shim import _session, _status_text
-from precision_shim._registry import entries
-from precision_shim._settings import FEATURES, resolve
-from precision_shim._symbols import plain
-from precision_shim.cli._foresight import foresee
+from precision_shim.process import session as _session
+from precision_shim.process.registry import entries
+from precision_shim.process.settings import FEATURES, resolve
+from precision_shim.reporting import text as _status_text
+from precision_shim.upstream.foresight import foresee
+from precision_shim.upstream.symbols import plain
 
 from .environments.record_symbols import pinned
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim.rules.bucket import choose_bucket
-from precision_shim.rules.model import TrainableDtypes
+from precision_shim.precision.model import TrainableDtypes
 from precision_shim_adapters.megatron import Build, Wishes
-from precision_shim_adapters.megatron.wishes import Planned
+from precision_shim_adapters.megatron.deciding.bucket import choose_bucket
+from precision_shim_adapters.megatron.deciding.wishes import Planned
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 AWARE = "use_precision_aware_optimizer"

@@ -23,7 +23,7 @@ MEGATRON_EFFECTS = (
 """Megatron's part of a framework's effects, and all that is known of a third party's adapter that
 cannot be loaded."""
 
-PROBES = ("precision_shim_adapters.megatron.probes", "precision_shim_adapters.fp16.probes")
+PROBES = ("precision_shim_adapters.megatron.reading.probes", "precision_shim_adapters.fp16.probes")
 """Modules that ask what every framework here is built on."""
 
 VERL: "dict[str, Any]" = {
@@ -96,10 +96,10 @@ SHARED = {
 }
 """Packages that frameworks build on and that seams are in, with their distributions' names."""
 
-AUDIT_READERS = {"megatron": "precision_shim_adapters.megatron.reader:read"}
+AUDIT_READERS = {"megatron": "precision_shim_adapters.megatron.reading.reader:read"}
 """Top-level package of an optimizer's class, to what reads such optimizers for the audit."""
 
-CHECKPOINT_READERS = {"megatron": "precision_shim_adapters.checkpoints.megatron:read"}
+CHECKPOINT_READERS = {"megatron": "precision_shim_adapters.megatron_checkpoints:read"}
 """Kind of a checkpoint's files, to what sorts their tensors; others are sorted as torch's own."""
 
 CHECKPOINTS: "dict[str, dict[str, Any]]" = {

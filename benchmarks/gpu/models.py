@@ -113,7 +113,7 @@ def config_of(made: Any) -> Any:
 
 def held(made: Any) -> dict[str, torch.Tensor]:
     """Copies of what is trained and of what the optimizer holds, masters and moments as fp32."""
-    from precision_shim.rules.remainders import join_master
+    from precision_shim.precision.remainders import join_master
 
     names = {param: name for name, param in made.model.named_parameters()}
     found = {f"{name} param": param.detach().clone() for param, name in names.items()}

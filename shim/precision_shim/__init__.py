@@ -9,14 +9,14 @@ first use, because a start-up file may import the package in every Python proces
 
 _WHERE = {
     "__version__": "_about",
-    "install": "_session",
-    "uninstall": "_session",
-    "status": "_session",
+    "install": "process.session",
+    "uninstall": "process.session",
+    "status": "process.session",
     "audit": "auditing.looking",
-    "watch_updates": "auditing.updates",
+    "watch_updates": "updates.watch",
     "Audit": "auditing.record",
-    "UpdateWatch": "auditing.updates",
-    "Status": "_status",
+    "UpdateWatch": "updates.watch",
+    "Status": "reporting.record",
     "PrecisionShimError": "errors",
     "SettingsError": "errors",
     "DtypeError": "errors",
@@ -39,14 +39,8 @@ __all__ = list(_WHERE)
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without the 2 ms that importing typing costs
 if TYPE_CHECKING:
     from ._about import __version__ as __version__
-    from ._session import install as install
-    from ._session import status as status
-    from ._session import uninstall as uninstall
-    from ._status import Status as Status
     from .auditing.looking import audit as audit
     from .auditing.record import Audit as Audit
-    from .auditing.updates import UpdateWatch as UpdateWatch
-    from .auditing.updates import watch_updates as watch_updates
     from .errors import AuditError as AuditError
     from .errors import CheckpointLayoutError as CheckpointLayoutError
     from .errors import CheckpointUnreadableError as CheckpointUnreadableError
@@ -62,6 +56,12 @@ if TYPE_CHECKING:
     from .errors import SettingsError as SettingsError
     from .errors import SourceError as SourceError
     from .errors import UnsupportedPrecisionError as UnsupportedPrecisionError
+    from .process.session import install as install
+    from .process.session import status as status
+    from .process.session import uninstall as uninstall
+    from .reporting.record import Status as Status
+    from .updates.watch import UpdateWatch as UpdateWatch
+    from .updates.watch import watch_updates as watch_updates
 
 
 def __getattr__(name: str) -> object:

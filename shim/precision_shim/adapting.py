@@ -1,6 +1,6 @@
 """What an adapter may use: ``seam`` to declare, ``Call`` to act, settings and decisions.
 
-Adapters translate between a framework's shapes and the rules' (``precision_shim.rules``); they
+Adapters translate between a framework's shapes and the rules' (``precision_shim.precision``); they
 hold no rule themselves. See CONTRIBUTING.md for how to write one.
 """
 
@@ -9,25 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from . import _journal, _settings
-from ._names import meant
-from ._session import current_settings, in_force, version_of
-from ._settings import FEATURES, Settings
-from ._status import Decision
 from .errors import SettingsError
-from .seams import (
-    Adapter,
-    Answer,
-    Call,
-    NativeProbe,
-    Seam,
-    Symbol,
-    around,
-    collect,
-    look,
-    probe,
-    seam,
-)
+from .process import settings as _settings
+from .process.names import meant
+from .process.session import current_settings, in_force, version_of
+from .process.settings import FEATURES, Settings
+from .reporting import journal as _journal
+from .reporting.record import Decision
+from .seams import Adapter, Call, NativeProbe, Seam, Symbol, around, collect, look, seam
+from .upstream.probes import Answer, probe
 
 __all__ = [
     "FEATURES",

@@ -10,6 +10,6 @@ read as everywhere (``0`` keeps it off), and it never raises. As the import is t
 ``PRECISION_SHIM`` need not be set; it is exported to processes started later.
 """
 
-from ._session import start
+from .process.session import start
 
 start(export=True)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from precision_shim._settings import TABLE
+from precision_shim.process.settings import TABLE
 
 REFUSED = {"toy/__init__.py": "", "toy/ops.py": "", "toy/train.py": ""}
 

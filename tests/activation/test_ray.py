@@ -247,7 +247,8 @@ found.update(task=task())
 
 
 def test_rays_own_processes_do_not_start_a_session():
-    code = "import sys, ray; print('precision_shim._session' in sys.modules, ray.init.__wrapped__)"
+    session = "'precision_shim.process.session' in sys.modules"
+    code = f"import sys, ray; print({session}, ray.init.__wrapped__)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, env=environment(PRECISION_SHIM="1"), capture_output=True, text=True, check=True

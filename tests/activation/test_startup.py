@@ -7,7 +7,10 @@ import json
 
 import pytest
 
-from precision_shim import _names, _settings, _startup, carriers
+from precision_shim.process import carriers
+from precision_shim.process import names as _names
+from precision_shim.process import settings as _settings
+from precision_shim.process import startup as _startup
 from precision_shim_adapters import frameworks
 
 from .conftest import ROOT
@@ -134,11 +137,11 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
     more = set(on) - set(off)
     assert more == {
         "precision_shim",
-        "precision_shim._finders",
-        "precision_shim._forks",
-        "precision_shim._names",
-        "precision_shim._startup",
-        "precision_shim.carriers",
+        "precision_shim.process.finders",
+        "precision_shim.process.forks",
+        "precision_shim.process.names",
+        "precision_shim.process.startup",
+        "precision_shim.process.carriers",
         "precision_shim_adapters",
         "precision_shim_adapters.frameworks",
     }
@@ -209,7 +212,7 @@ assert not ours(), ours()
 
 
 def test_the_entry_point_of_pep_829_is_inert_when_off(environment):
-    code = "import precision_shim._startup as s; s.init(); print(s.waiting())"
+    code = "import precision_shim.process.startup as s; s.init(); print(s.waiting())"
     assert environment.run("-c", code).stdout == "False\n"
     assert environment.run("-c", code, PRECISION_SHIM="0").stdout == "False\n"
     assert environment.run("-c", code, PRECISION_SHIM="1").stdout == "True\n"
@@ -242,7 +245,7 @@ import sys, importlib.util
 import torch, transformers
 for name in ("verl", "nosuch"):
     assert importlib.util.find_spec(name) is None
-assert not {"wrapt", "precision_shim._session"} & set(sys.modules)
+assert not {"wrapt", "precision_shim.process.session"} & set(sys.modules)
 """
     try:
         done = editable.run("-c", code, PRECISION_SHIM="1", PYTHONPATH=str(tmp_path))
@@ -426,6 +429,7 @@ def test_pip_starts_under_strict_and_a_bad_value(environment, on):
 
 def test_no_stderr_no_exception(environment):
     code = (
-        "import sys; sys.stderr = None; import precision_shim._startup as s; s.init(); print('on')"
+        "import sys; sys.stderr = None; import precision_shim.process.startup as s; "
+        "s.init(); print('on')"
     )
     assert environment.run("-c", code, PRECISION_SHIM="maybe").stdout == "on\n"

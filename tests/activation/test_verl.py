@@ -87,7 +87,7 @@ def test_an_inference_engines_kind_of_child_is_silent():
     code = """
 import sys, torch, transformers
 from transformers import AutoConfig, AutoTokenizer
-print("precision_shim._session" in sys.modules)
+print("precision_shim.process.session" in sys.modules)
 """
     off = run(sys.executable, "-c", code)
     on = run(sys.executable, "-c", code, PRECISION_SHIM="1", PRECISION_SHIM_LOG="debug")

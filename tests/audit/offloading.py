@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.rules.remainders import join_master
+from precision_shim.precision.remainders import join_master
 
 from . import builds
 

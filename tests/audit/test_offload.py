@@ -1,6 +1,6 @@
 """What an optimizer costs that Megatron offloads to the CPU, and which steps it takes.
 
-``rules.optimizer.obstacles`` and docs/megatron.md have the figures.
+``deciding.table.obstacles`` and docs/megatron.md have the figures.
 """
 
 from __future__ import annotations

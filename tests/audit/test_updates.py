@@ -14,11 +14,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import precision_shim
-from precision_shim.auditing import lost, meters, sampling
-from precision_shim.auditing.updates import Meter
 from precision_shim.errors import AuditError, PrecisionShimWarning, SettingsError
 from precision_shim.scaling import LossScaler
 from precision_shim.testing import FusedAdam
+from precision_shim.updates import lost, meters, sampling
+from precision_shim.updates.watch import Meter
 
 from .updates_reference import Reference, hold
 
@@ -149,7 +149,7 @@ def test_a_second_moment_that_cannot_decay(beta2: float, stuck: bool) -> None:
 
 def test_the_other_rules_against_their_optimizers_in_fp64() -> None:
     """In fp64 nothing is rounded that counts: what the rule says is what the optimizer does."""
-    from precision_shim.auditing.update_rules import Rule, Taken
+    from precision_shim.updates.rules import Rule, Taken
 
     rate = torch.tensor(0.1, dtype=FP64)
     cases: list[Make] = [

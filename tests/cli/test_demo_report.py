@@ -4,7 +4,6 @@ import copy
 
 import pytest
 
-from precision_shim._settings import FEATURES
 from precision_shim.cli._demo_report import (
     check,
     differences,
@@ -12,6 +11,7 @@ from precision_shim.cli._demo_report import (
     sparkline,
     tolerance,
 )
+from precision_shim.process.settings import FEATURES
 
 _SIZE = {"float32": 4, "bfloat16": 2, "int16": 2}
 

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from precision_shim._finders import Watcher
+from precision_shim.process.finders import Watcher
 
 __all__ = ["config_modules_pickle", "nemo_rl_on_cpu", "stay_on_cpu"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.rules.remainders import join_master
+from precision_shim.precision.remainders import join_master
 from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
 from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from precision_shim._foreseen import Foreseen
 from precision_shim.planning.shapes import Model, Weight
+from precision_shim.process.foreseen import Foreseen
 
 if TYPE_CHECKING:
-    from precision_shim._settings import Settings
+    from precision_shim.process.settings import Settings
 
 QWEN25_7B: dict[str, Any] = {
     "model_type": "qwen2",
@@ -89,7 +89,7 @@ def mixture(config: dict[str, Any]) -> Model:
 
 def plan_model(asked: Any, settings: Settings, support: Any) -> Any:
     """Plan a model on Megatron of a job of verl's, by what would be in force here."""
-    from precision_shim_adapters.megatron import plan
+    from precision_shim_adapters.megatron.planning import plan
 
     holds = partial(Foreseen(settings).in_force, "verl")
     return plan.plan_model(asked, settings, support, holds=holds)

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from precision_shim._settings import resolve
 from precision_shim.planning import shapes
 from precision_shim.planning.record import ModelPlan
 from precision_shim.planning.shapes import Model, Weight
-from precision_shim.rules.legality import NEWEST
+from precision_shim.process.settings import resolve
 from precision_shim_adapters.fp16.plan import Asked as Sharded
 from precision_shim_adapters.fp16.plan import plan_model as plan_sharded
-from precision_shim_adapters.megatron.layout import Sizes, count, problems
-from precision_shim_adapters.megatron.plan import Asked
-from precision_shim_adapters.megatron.wishes import Wishes
+from precision_shim_adapters.megatron.deciding.legality import NEWEST
+from precision_shim_adapters.megatron.deciding.wishes import Wishes
+from precision_shim_adapters.megatron.planning.layout import Sizes, count, problems
+from precision_shim_adapters.megatron.planning.plan import Asked
 
 from ..audit import builds
 from ..rank_server import Ranks

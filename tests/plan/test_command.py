@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from precision_shim._settings import resolve
 from precision_shim.cli import main
 from precision_shim.cli import plan as plan_command
 from precision_shim.errors import PlanError
@@ -20,12 +19,13 @@ from precision_shim.planning.record import Plan
 from precision_shim.planning.request import Request, Rules, make
 from precision_shim.planning.search import search
 from precision_shim.planning.text import GB, render, spans
-from precision_shim.rules.legality import NEWEST
+from precision_shim.process.settings import resolve
 from precision_shim_adapters.fp16.plan import Asked as Sharded
-from precision_shim_adapters.megatron import plan as megatron_plan
-from precision_shim_adapters.megatron.layout import Sizes
-from precision_shim_adapters.megatron.plan import CONFIG, DDP, Asked, plan_model
-from precision_shim_adapters.megatron.wishes import Wishes
+from precision_shim_adapters.megatron.deciding.legality import NEWEST
+from precision_shim_adapters.megatron.deciding.wishes import Wishes
+from precision_shim_adapters.megatron.planning import plan as megatron_plan
+from precision_shim_adapters.megatron.planning.layout import Sizes
+from precision_shim_adapters.megatron.planning.plan import CONFIG, DDP, Asked, plan_model
 
 from .models import QWEN3_30B_A3B, mixture
 

@@ -13,18 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision_shim._settings import resolve
 from precision_shim.errors import SettingsError
 from precision_shim.planning import shapes
 from precision_shim.planning.counting import Precision, Share, part
 from precision_shim.planning.record import ModelPlan, Stage
-from precision_shim.rules.legality import NEWEST
-from precision_shim_adapters.megatron.cheaper import changed
-from precision_shim_adapters.megatron.layout import Sizes, count, layers_of_stages, problems
-from precision_shim_adapters.megatron.layout import rank_numel as count_of
-from precision_shim_adapters.megatron.layout import unknown as layout_unknown
-from precision_shim_adapters.megatron.plan import Asked, support_of
-from precision_shim_adapters.megatron.wishes import Wishes
+from precision_shim.process.settings import resolve
+from precision_shim_adapters.megatron.deciding.legality import NEWEST
+from precision_shim_adapters.megatron.deciding.wishes import Wishes
+from precision_shim_adapters.megatron.planning.cheaper import changed
+from precision_shim_adapters.megatron.planning.layout import (
+    Sizes,
+    count,
+    layers_of_stages,
+    problems,
+)
+from precision_shim_adapters.megatron.planning.layout import rank_numel as count_of
+from precision_shim_adapters.megatron.planning.layout import unknown as layout_unknown
+from precision_shim_adapters.megatron.planning.plan import Asked, support_of
 
 from .models import DEEPSEEK_V3, QWEN3_30B_A3B, mixture, plan_model
 
@@ -381,7 +386,7 @@ def test_a_trillion_parameters_on_1024_gpus_are_planned_without_listing_experts(
             at[0] += 1
             return int(inner(weight, where))
 
-        monkeypatch.setattr("precision_shim_adapters.megatron.layout.rank_numel", counting)
+        monkeypatch.setattr("precision_shim_adapters.megatron.planning.layout.rank_numel", counting)
         tracemalloc.start()
         made = planned(asked)
         peaks.append(tracemalloc.get_traced_memory()[1])

@@ -23,8 +23,8 @@ from precision_shim.errors import (
     PrecisionShimWarning,
     UnsupportedPrecisionError,
 )
-from precision_shim.rules.dtypes import name_of
-from precision_shim.rules.legality import not_precision_aware
+from precision_shim.precision.dtypes import name_of
+from precision_shim_adapters.megatron.deciding.legality import not_precision_aware
 from precision_shim_adapters.skyrl.config import written_kwargs
 
 from .conftest import SKYRL

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import precision_shim
-from precision_shim.rules.dtypes import name_of
+from precision_shim.precision.dtypes import name_of
 
 from ..plan.verdicts import Drawn, Key, Verdict, by_worker, draw, hold, of_audit, of_plan
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from precision_shim._registry import entries
 from precision_shim.cli._probing import ask
+from precision_shim.process.registry import entries
 
 from ..probes_hold import hold
 

@@ -16,7 +16,7 @@ FRAMEWORKS = (
 NO_LOOK = """
 import importlib, sys
 import precision_shim.seams._source as source
-import precision_shim._session, precision_shim.adapting
+import precision_shim.process.session, precision_shim.adapting
 
 def refuse(*args, **kwargs):
     raise AssertionError("looked while the adapter was imported")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from precision_shim._settings import FEATURES, PREFIX, TABLE
+from precision_shim.process.settings import FEATURES, PREFIX, TABLE
 from precision_shim_adapters.frameworks import FRAMEWORKS
 
 from .. import messages
@@ -75,12 +75,12 @@ def test_a_start_page_is_two_screens() -> None:
 
 
 PASSED_ON = {
-    "precision_shim/_journal.py": "what it is given",
-    "precision_shim/_session.py": "the errors of settings and seams, and the doctor's problems",
-    "precision_shim/_settings.py": "the error of a value, behind the argument that has it",
+    "precision_shim/reporting/journal.py": "what it is given",
+    "precision_shim/process/session.py": "errors of settings and seams, and the doctor's problems",
+    "precision_shim/process/settings.py": "the error of a value, behind the argument that has it",
     "precision_shim/adapting.py": "what an adapter gives it, and the errors of settings",
     "precision_shim/auditing/watching.py": "the audit's problems, which docs/audit.md has",
-    "precision_shim/auditing/updates.py": "notes of lost updates: docs/lost-updates.md has them",
+    "precision_shim/updates/watch.py": "notes of lost updates: docs/lost-updates.md has them",
     "precision_shim/checkpoints/checking.py": "the first of the files that are damaged",
     "precision_shim/checkpoints/finding.py": "what stands at a path instead of a checkpoint",
     "precision_shim/checkpoints/tensors.py": "what a reader found damaged",
@@ -88,8 +88,8 @@ PASSED_ON = {
     "precision_shim/planning/shapes.py": "one error of a size that cannot be read",
     "precision_shim/scaling/checkpoint.py": "the error of the first rank that has one",
     "precision_shim_adapters/fp16/training.py": "the errors of the scaler's record",
-    "precision_shim_adapters/megatron/ddp.py": "a part that is listed",
-    "precision_shim_adapters/megatron/optimizer.py": "parts that are listed",
+    "precision_shim_adapters/megatron/acting/ddp.py": "a part that is listed",
+    "precision_shim_adapters/megatron/acting/optimizer.py": "parts that are listed",
     "precision_shim_adapters/torchtitan/checkpoints.py": "the error of rank 0, on the others",
     "precision_shim_adapters/verl/engines.py": "a part that is listed",
     "precision_shim_adapters/verl/fsdp.py": "parts that are listed",
@@ -127,9 +127,9 @@ def test_messages_stand_under_what_they_are_about() -> None:
 
 def test_the_start_page_of_verl_quotes_the_decision_that_its_job_gets() -> None:
     torch = pytest.importorskip("torch")
-    from precision_shim.rules.model import TrainableDtypes
-    from precision_shim.rules.optimizer import FusedAdamSupport
-    from precision_shim_adapters.megatron.wishes import InForce, Wishes, plan
+    from precision_shim.precision.model import TrainableDtypes
+    from precision_shim_adapters.megatron.deciding.table import FusedAdamSupport
+    from precision_shim_adapters.megatron.deciding.wishes import InForce, Wishes, plan
 
     page = text_of("docs/start/verl.md")
     fields = re.findall(r"\+\S*override_optimizer_config\.(\w+)=(\S+)", page)

@@ -216,8 +216,8 @@ running = in_thread(lambda: __import__("slowfw.more"), {place!r})
 def test_while_another_thread_starts_automatically(found):
     """At the first import of the framework, which itself a child has to leave alone then."""
     script = """
-from precision_shim import _startup
-_startup.init()
+from precision_shim.process import startup
+startup.init()
 running = in_thread(lambda: __import__("slowfw.ops"), "adapter")
 answer = fork(lambda: [precision_shim.status().enabled, install().enabled])
 running.join()
@@ -288,9 +288,9 @@ print(json.dumps([slow.answer, seen()]))
 def test_what_would_wait_for_ever_ends(found):
     """The other thread waits for an import that the forking thread is in, and that for the lock."""
     script = """
-from precision_shim import _forks
+from precision_shim.process import forks
 
-_forks.PATIENCE = 0.5
+forks.PATIENCE = 0.5
 sys.modules["ours"] = ours = type(sys)("ours")
 ours.fork, ours.seen, ours.in_thread, ours.install = fork, seen, in_thread, install
 slow.act = lambda: (slow.reached.set(), setattr(slow, "at", ""), __import__("forking"))

@@ -13,8 +13,9 @@ import warnings
 import pytest
 
 import precision_shim
-from precision_shim import PrecisionShimWarning, SeamError, SettingsError, _session
-from precision_shim._settings import FEATURES, TABLE
+from precision_shim import PrecisionShimWarning, SeamError, SettingsError
+from precision_shim.process import session as _session
+from precision_shim.process.settings import FEATURES, TABLE
 
 FRAMEWORK = {
     "toyfw/__init__.py": "",
@@ -590,7 +591,7 @@ def test_an_adapter_that_imports_its_framework_runs_it_once(toyfw, write_modules
     )
     begin = {
         "install": "import precision_shim; precision_shim.install(frameworks=['toyfw'])",
-        "start-up": "from precision_shim import _startup; _startup.init()",
+        "start-up": "from precision_shim.process import startup; startup.init()",
     }
     environ = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "toyfw"}
     code = f"""
@@ -642,7 +643,7 @@ def test_strict_raises_a_broken_adapters_fault_where_megatron_builds_something(
 def test_our_own_adapters_cannot_be_displaced(toyfw, write_modules):
     entry = "[precision_shim.adapters]\nverl = toyfw_adapter:ADAPTER\n"
     write_modules({"toyfw_adapter-1.0.dist-info/entry_points.txt": entry})
-    from precision_shim._registry import entries
+    from precision_shim.process.registry import entries
 
     assert entries()["verl"].adapter == "precision_shim_adapters.verl:ADAPTER"
 

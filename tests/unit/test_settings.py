@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision_shim._settings import FEATURES, TABLE, parse_features, resolve, switch
 from precision_shim.errors import PrecisionShimError, SettingsError
+from precision_shim.process.settings import FEATURES, TABLE, parse_features, resolve, switch
 
 CHOICES = {
     "optimizer_states": ("auto", "follow-model", "as-configured"),

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision_shim import _status_text
-from precision_shim._registry import entries
-from precision_shim._settings import FEATURES
-from precision_shim._status import STATES, Decision, FrameworkStatus, SeamStatus, Status
 from precision_shim.cli._against import _because
-from precision_shim.cli._foresight import inapplicable
+from precision_shim.process.registry import entries
+from precision_shim.process.settings import FEATURES
+from precision_shim.reporting import text as _status_text
+from precision_shim.reporting.record import STATES, Decision, FrameworkStatus, SeamStatus, Status
+from precision_shim.upstream.foresight import inapplicable
 
 MORE = "status().details()"
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from precision_shim import _symbols
-from precision_shim._symbols import add, compare, read, seen_in, versions_of, write
 from precision_shim.seams import Adapter, Seam
+from precision_shim.upstream import symbols as _symbols
+from precision_shim.upstream.symbols import add, compare, read, seen_in, versions_of, write
 
 
 def made(*versions):

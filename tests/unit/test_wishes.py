@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision_shim.rules.bucket import choose_bucket
-from precision_shim.rules.legality import FusedAdamSupport
-from precision_shim.rules.model import TrainableDtypes
-from precision_shim_adapters.megatron.wishes import InForce, Wishes, plan
+from precision_shim.precision.model import TrainableDtypes
+from precision_shim_adapters.megatron.deciding.bucket import choose_bucket
+from precision_shim_adapters.megatron.deciding.legality import FusedAdamSupport
+from precision_shim_adapters.megatron.deciding.wishes import InForce, Wishes, plan
 
 from ..wishes import AWARE, BF16, FP16, FP32, Case, each_case, expected, outcome
 

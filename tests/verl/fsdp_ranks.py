@@ -132,7 +132,7 @@ def exact(job: Job) -> dict[str, Any]:
 @case
 def strict(job: Job) -> dict[str, Any]:
     """What cannot be had under strict: raised where a trained engine gets its optimizer."""
-    from precision_shim import _session
+    from precision_shim.process import session as _session
     from precision_shim_adapters import verl as adapter
 
     found: dict[str, Any] = {}

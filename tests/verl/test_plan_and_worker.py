@@ -10,7 +10,7 @@ import pytest
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.rules.dtypes import name_of
+from precision_shim.precision.dtypes import name_of
 
 from ..plan.verdicts import Drawn, Verdict, by_worker, draw, hold, of_audit, of_plan
 from ..rank_server import Ranks, rank_server

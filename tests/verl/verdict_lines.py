@@ -68,9 +68,9 @@ def actor_of(words: list[str]) -> Any:
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
-    from precision_shim import _registry
-    from precision_shim._settings import resolve
     from precision_shim.planning.command import Options, read
+    from precision_shim.process import registry as _registry
+    from precision_shim.process.settings import resolve
     from precision_shim_adapters.verl.plan import compose
 
     job = read(words, _registry.entries().values(), resolve(environ={}), Options())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import precision_shim
-from precision_shim.rules.dtypes import name_of
+from precision_shim.precision.dtypes import name_of
 
 from ..plan.verdicts import Drawn, Verdict, by_worker, of_audit
 from ..rank_server import Launch, look_ahead

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from precision_shim import _registry, _session, _settings, _symbols
-from precision_shim.cli._foresight import foresee
+from precision_shim.process import registry as _registry
+from precision_shim.process import session as _session
+from precision_shim.process import settings as _settings
+from precision_shim.upstream import symbols as _symbols
+from precision_shim.upstream.foresight import foresee
 
 pytest.importorskip("megatron.core", reason="Megatron-core is not installed in this environment")
 

@@ -20,7 +20,7 @@ from precision_shim.planning.shapes import Model
 from precision_shim.planning.text import parked
 from precision_shim.scaling import ScalerSettings
 
-from ..megatron.layout import Sizes, rank_numel
+from ..megatron.planning.layout import Sizes, rank_numel
 from .settings import chosen, settings_for
 from .training import FEATURE
 

@@ -16,8 +16,8 @@ from precision_shim.checkpoints.layout import (
     Part,
     halves,
 )
-from precision_shim.rules.dtypes import parse_dtype
-from precision_shim.rules.scaler_record import taken_over
+from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.precision.scaler_record import taken_over
 
 from .settings import settings_for
 from .training import FEATURE

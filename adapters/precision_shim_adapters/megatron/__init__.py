@@ -19,12 +19,14 @@ from __future__ import annotations
 from precision_shim.adapting import collect
 
 from ..frameworks import MEGATRON_EFFECTS as EFFECTS
-from . import audit, checkpoint, ddp, masters, offloaded, optimizer, overflow, states
-from .build import Build, building, current_build, expect_reference
-from .masters import reload_masters
-from .optimizer import Settled, check, settle, with_fields
-from .overflow import answer_skips, answered, dynamic_scalers, metrics, skipping
-from .wishes import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALING, Wishes
+from .acting import ddp, masters, optimizer, overflow
+from .acting.build import Build, building, current_build, expect_reference
+from .acting.masters import reload_masters
+from .acting.optimizer import Settled, check, settle, with_fields
+from .acting.overflow import answer_skips, answered, dynamic_scalers, metrics, skipping
+from .deciding.wishes import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALING, Wishes
+from .reading import audit
+from .resuming import checkpoint, offloaded, states
 
 SETTLING = ("dtype-coercion", DISPATCH, SCALING)
 """The features of a seam with ``settle``."""

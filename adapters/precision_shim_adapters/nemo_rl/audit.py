@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from precision_shim.adapting import Call, around, in_force, seam
-from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
+from precision_shim.updates import meters
 
 from ..fp16 import ScaledTraining
 from ..ray_actors import put_in_front

@@ -25,7 +25,7 @@ from precision_shim.adapting import (
     warn,
 )
 from precision_shim.errors import SeamError
-from precision_shim.rules.belonging import files_beneath
+from precision_shim.precision.belonging import files_beneath
 from precision_shim.scaling import Files
 
 from ..fp16 import FEATURE, SETTINGS, ScaledTraining

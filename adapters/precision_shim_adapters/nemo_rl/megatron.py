@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 
 from precision_shim.adapting import Call, around, seam, version_of
-from precision_shim.rules.dtypes import parse_dtype
+from precision_shim.precision.dtypes import parse_dtype
 
 from .. import megatron
 from ..megatron import BUILDING, SCALING, Wishes, building

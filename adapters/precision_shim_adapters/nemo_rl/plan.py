@@ -20,12 +20,12 @@ from precision_shim.planning.record import Decided
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import is_router
 from precision_shim.planning.values import number
-from precision_shim.rules.dtypes import name_of
+from precision_shim.precision.dtypes import name_of
 
 from ..fp16.plan import Asked as Sharded
 from ..fp16.plan import scales, scaling
-from ..megatron.layout import Sizes
-from ..megatron.plan import Asked
+from ..megatron.planning.layout import Sizes
+from ..megatron.planning.plan import Asked
 from ..resolving import plain
 from . import dtensor, legality, megatron
 from .dtensor import FRAMEWORK

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import Outcome, Part
-from precision_shim.rules.dtypes import name_of
+from precision_shim.precision.dtypes import name_of
 
 from ..fp16 import resuming as torchs
-from ..megatron import resuming as megatrons
+from ..megatron.resuming import foretelling as megatrons
 from .dtensor import FRAMEWORK, group_of
 from .megatron import read_wishes
 

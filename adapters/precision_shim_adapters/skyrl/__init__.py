@@ -23,7 +23,7 @@ from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as wing
 from ..frameworks import SKYRL
-from ..megatron import offload
+from ..megatron.acting import offload
 from . import audit, config, fsdp, megatron, overflow, processes, weights
 
 ADAPTER = Adapter(

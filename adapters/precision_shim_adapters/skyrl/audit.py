@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
+from precision_shim.updates import meters
 
 from ..fp16 import ScaledTraining
 from .megatron import WORKER

@@ -20,12 +20,12 @@ from precision_shim.adapting import (
     version_of,
     warn,
 )
-from precision_shim.rules.dtypes import name_of
-from precision_shim.rules.legality import UNFUSED_PACKED_SINCE
+from precision_shim.precision.dtypes import name_of
+from precision_shim_adapters.megatron.deciding.legality import UNFUSED_PACKED_SINCE
 
 from .. import megatron
 from ..megatron import ALIGNMENT, BUILDING, DISPATCH, PRECISION_AWARE, SCALING, Build, Wishes
-from ..megatron.wishes import fused_adam_support
+from ..megatron.deciding.wishes import fused_adam_support
 from .config import BUCKET, KWARGS, bucket_is_written, written_kwargs
 
 _MTP = "skyrl.backends.skyrl_train.mtp.grad_clip:install_mtp_separate_grad_clip"

@@ -20,13 +20,13 @@ from precision_shim.planning.command import Job, imported
 from precision_shim.planning.record import Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model, is_router
-from precision_shim.rules.dtypes import name_of
+from precision_shim.precision.dtypes import name_of
 
 from ..fp16 import FEATURE
 from ..fp16.plan import Asked as Sharded
 from ..fp16.plan import scales, scaling
-from ..megatron.layout import Sizes
-from ..megatron.plan import Asked
+from ..megatron.planning.layout import Sizes
+from ..megatron.planning.plan import Asked
 from . import fsdp, megatron
 from .config import note_command_line
 

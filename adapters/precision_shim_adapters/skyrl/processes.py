@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from precision_shim.adapting import FEATURES, Call, seam
-from precision_shim.carriers import variables
+from precision_shim.process.carriers import variables
 
 from ..ray_actors import make_again, plain_class
 

@@ -6,8 +6,8 @@ from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import Outcome, Part
 
 from ..fp16 import resuming as torchs
-from ..megatron import resuming as megatrons
-from ..megatron.wishes import Wishes
+from ..megatron.deciding.wishes import Wishes
+from ..megatron.resuming import foretelling as megatrons
 from .config import KWARGS
 from .fsdp import GROUP
 

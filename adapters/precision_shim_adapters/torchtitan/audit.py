@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
+from precision_shim.updates import meters
 
 from ..fp16 import ScaledTraining
 from .endpoints import remade

@@ -15,7 +15,7 @@ import torch
 
 from precision_shim.adapting import Call, seam
 from precision_shim.errors import DtypeError
-from precision_shim.rules.dtypes import ALIASES, CANONICAL, parse_dtype
+from precision_shim.precision.dtypes import ALIASES, CANONICAL, parse_dtype
 
 from .places import (
     GENERATOR,

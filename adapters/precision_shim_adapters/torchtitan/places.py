@@ -8,7 +8,7 @@ import torch
 
 from precision_shim.adapting import Symbol, look, version_of
 from precision_shim.errors import DtypeError
-from precision_shim.rules.dtypes import parse_dtype
+from precision_shim.precision.dtypes import parse_dtype
 
 FRAMEWORK = "torchtitan"
 

@@ -19,7 +19,7 @@ from precision_shim.planning.command import Job
 from precision_shim.planning.record import Problem
 from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
-from precision_shim.rules.dtypes import name_of, parse_dtype
+from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import Asked, scales, scaling
 from . import names

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, in_force, seam
-from precision_shim.rules.dtypes import parse_dtype
+from precision_shim.precision.dtypes import parse_dtype
 
 from ..fp16 import FEATURE, ScaledTraining
 from ..fp16.stepping import has_gradients

@@ -18,7 +18,7 @@ from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as wing
 from ..frameworks import VERL
-from ..megatron import offload
+from ..megatron.acting import offload
 from . import audit, engines, fsdp, fsdp_checkpoints, megatron, metrics, weights
 
 ADAPTER = Adapter(

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing import meters
 from precision_shim.auditing.watching import watch
+from precision_shim.updates import meters
 
 FEATURE = "audit"
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -26,7 +26,7 @@ from precision_shim.adapting import (
     warn,
 )
 from precision_shim.errors import DtypeError
-from precision_shim.rules.dtypes import name_of, parse_dtype
+from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.scaling import ScalerSettings
 
 from ..fp16 import FEATURE, ScaledTraining

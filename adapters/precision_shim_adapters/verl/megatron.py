@@ -25,8 +25,8 @@ from precision_shim.adapting import (
     seam,
     version_of,
 )
-from precision_shim.rules.dtypes import coerce_dtype, name_of, parse_dtype
-from precision_shim.rules.optimizer import PRECISION_AWARE_FIELDS, ROWS
+from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
+from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS, ROWS
 
 from .. import megatron
 from ..megatron import (

@@ -23,13 +23,13 @@ from precision_shim.planning.record import Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.values import mapping, number
-from precision_shim.rules.dtypes import name_of, parse_dtype
+from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import Asked as Sharded
 from ..fp16.plan import scales, scaling
 from ..megatron import PRECISION_AWARE, Wishes
-from ..megatron.layout import Sizes
-from ..megatron.plan import Asked
+from ..megatron.planning.layout import Sizes
+from ..megatron.planning.plan import Asked
 from ..resolving import plain
 from . import fsdp, megatron, sections
 

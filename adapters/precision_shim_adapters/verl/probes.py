@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 
 from precision_shim.adapting import Answer, look, probe
-from precision_shim.rules.optimizer import ROWS
+from precision_shim_adapters.megatron.deciding.table import ROWS
 
-from ..megatron.probes import fused_adam
+from ..megatron.reading.probes import fused_adam
 
 _ENGINE = "verl.workers.engine.megatron.transformer_impl"
 _OPTIMIZER = "verl.utils.megatron.optimizer"

@@ -6,7 +6,7 @@ from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import Outcome, Part
 
 from ..fp16 import resuming as torchs
-from ..megatron import resuming as megatrons
+from ..megatron.resuming import foretelling as megatrons
 from .fsdp import ENGINE, WORKERS, group_of
 from .megatron import read_wishes
 

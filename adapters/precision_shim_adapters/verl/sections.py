@@ -14,8 +14,8 @@ import torch
 
 from precision_shim.adapting import Settings, look, meant
 from precision_shim.planning.record import Problem, unknown_keys
-from precision_shim.rules.dtypes import parse_dtype
-from precision_shim.rules.optimizer import PRECISION_AWARE_FIELDS
+from precision_shim.precision.dtypes import parse_dtype
+from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS
 
 from .fsdp import versioned
 from .megatron import has_fields

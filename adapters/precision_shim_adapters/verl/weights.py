@@ -6,7 +6,7 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam
 
-from ..megatron import masters
+from ..megatron.acting import masters
 
 _MANAGER = "verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpointManager"
 

@@ -266,7 +266,7 @@ def _hold(
             found.defined.append(f"{name} is {left.dtype} and {right.dtype}")
         values[name] = (left, right, _kept_as(one, name))
     if "master_param" in values and one.master is INT16 and one.param is BF16:
-        from precision_shim.rules.remainders import join_master
+        from precision_shim.precision.remainders import join_master
 
         left, right, _ = values["master_param"]
         whole = join_master(a.detach(), left), join_master(b.detach(), right)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import AuditError
-from ..rules.dtypes import name_of
+from ..precision.dtypes import name_of
 from .reading import Reading, local, plain, unique
 from .record import COMPONENTS, OF_MODEL, AuditComponent
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import AuditError
-from . import meters, rules
+from ..updates import meters
+from . import rules
 from .counting import Measured, component_of, measure
 from .ranks import shown, signature, unlike
 from .reading import Reading, read

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from . import lost
+from ..updates import lost
 
 COMPONENTS = (
     "params",

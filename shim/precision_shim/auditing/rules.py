@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..errors import AuditError, DtypeError
-from ..rules.dtypes import accepted_names, name_of, parse_dtype
-from ..rules.moments import second_moment_can_decay
-from . import lost, meters
+from ..precision.dtypes import accepted_names, name_of, parse_dtype
+from ..precision.moments import second_moment_can_decay
+from ..updates import lost, meters
 from .reading import SIXTEEN_BIT, Owned, Reading
 from .record import COMPONENTS, AuditPart, Finding
 

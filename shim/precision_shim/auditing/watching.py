@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from .. import _journal
-from .._session import current_settings
 from ..errors import InconsistentPrecisionError
-from . import files, kept, lost, updates
+from ..process.session import current_settings
+from ..reporting import journal as _journal
+from ..updates import lost
+from ..updates import watch as updates
+from . import files, kept
 from .looking import look
 from .reading import read
 from .record import Audit, Finding

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointUnreadableError
-from ..rules.scaler_record import FILE_NAME
+from ..precision.scaler_record import FILE_NAME
 from .layout import Part
 from .tensors import check_archive
 

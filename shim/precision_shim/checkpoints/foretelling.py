@@ -16,11 +16,12 @@ from typing import Any
 
 from precision_shim_adapters.frameworks import CHECKPOINTS
 
-from .. import _session, _settings
-from .._foreseen import Foreseen
-from .._registry import entries
-from .._settings import Settings
 from ..errors import PrecisionShimError
+from ..process import session as _session
+from ..process import settings as _settings
+from ..process.foreseen import Foreseen
+from ..process.registry import entries
+from ..process.settings import Settings
 from .layout import EXP_AVG, EXP_AVG_SQ, FAILS, NOT_HERE, Outcome, Part
 
 _BENEATH = {

@@ -17,8 +17,8 @@ from typing import Any
 from precision_shim_adapters.frameworks import CHECKPOINT_READERS
 
 from ..errors import CheckpointUnreadableError, ScalerCheckpointError
-from ..rules.belonging import files_beneath, fingerprints, foreign
-from ..rules.scaler_record import FILE_NAME, KIND, parse, parse_bytes, read_record, state_of
+from ..precision.belonging import files_beneath, fingerprints, foreign
+from ..precision.scaler_record import FILE_NAME, KIND, parse, parse_bytes, read_record, state_of
 from .finding import find, saying_how_to_go_on
 from .layout import (
     EXP_AVG,

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from ..rules.continuing import NARROWER
-from ..rules.dtypes import parse_dtype
-from ..rules.remainders import looks_like_remainders, rounds_exactly
+from ..precision.continuing import NARROWER
+from ..precision.dtypes import parse_dtype
+from ..precision.remainders import looks_like_remainders, rounds_exactly
 from .layout import MASTER, PARAMS, Part
 from .tensors import Tensor, item_size
 

@@ -107,8 +107,8 @@ def settings_of(texts: Sequence[str]) -> dict[str, object]:
     Raises:
         SettingsError: one is not NAME=VALUE; names and values are judged by ``resolve``.
     """
-    from .._settings import TABLE
     from ..errors import SettingsError
+    from ..process.settings import TABLE
 
     given: dict[str, object] = {}
     for text in texts:
@@ -143,8 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check_variables(command: str) -> None:
-    from .._settings import check_variables
     from ..errors import SettingsError
+    from ..process.settings import check_variables
 
     try:
         check_variables(os.environ)

@@ -16,18 +16,23 @@ from typing import Any
 
 from precision_shim_adapters.frameworks import SHARED
 
-from .. import _registry, _session, _settings, _startup, _status_text, _symbols
-from .._registry import Entry
-from .._settings import Settings
-from .._status import FrameworkStatus, SeamStatus
-from .._status_text import fold
 from ..errors import PrecisionShimError, SourceError
+from ..process import registry as _registry
+from ..process import session as _session
+from ..process import settings as _settings
+from ..process import startup as _startup
+from ..process.registry import Entry
+from ..process.settings import Settings
+from ..reporting import text as _status_text
+from ..reporting.record import FrameworkStatus, SeamStatus
+from ..reporting.text import fold
 from ..seams import Adapter, look
-from ..seams._changes import changed_lines
-from ..seams._digest import digest, digest_of
 from ..seams._source import Definition, definition, looking_at
-from ..seams._trees import Tree, open_tree, over
-from ._foresight import foresee
+from ..upstream import symbols as _symbols
+from ..upstream.changes import changed_lines
+from ..upstream.digest import digest, digest_of
+from ..upstream.foresight import foresee
+from ..upstream.trees import Tree, open_tree, over
 from ._output import show
 from ._probing import probing
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from .._settings import FEATURES
+from ..process.settings import FEATURES
 
 __all__ = ["Check", "Promise", "Tolerance", "check", "draw", "promised", "sparkline", "tolerance"]
 

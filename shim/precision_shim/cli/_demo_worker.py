@@ -141,7 +141,7 @@ def without_precision(optim: dict[str, Any]) -> dict[str, Any]:
 
 def _asked(optim: dict[str, Any]) -> dict[str, str | None]:
     """The dtypes that ``optim`` asks for, by their torch names."""
-    from precision_shim.rules.dtypes import parse_dtype
+    from precision_shim.precision.dtypes import parse_dtype
 
     overrides = optim.get("override_optimizer_config") or {}
     return {

@@ -15,10 +15,12 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from .. import _registry, _session, _startup
-from .._settings import PREFIX
-from .._status_text import fold
-from ..seams._probe import probes_in, run
+from ..process import registry as _registry
+from ..process import session as _session
+from ..process import startup as _startup
+from ..process.settings import PREFIX
+from ..reporting.text import fold
+from ..upstream.probes import probes_in, run
 from ._output import show
 
 __all__ = ["answer", "ask", "probing"]

@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .._names import meant
+from ..process.names import meant
 from . import add_command
 from ._output import show
 
@@ -77,11 +77,11 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look, foretell, print, and return the exit status."""
-    from .._registry import entries
     from ..checkpoints.checking import MOST
     from ..checkpoints.foretelling import Here
     from ..checkpoints.report import examine
     from ..errors import CheckpointUnreadableError, DtypeError, SettingsError
+    from ..process.registry import entries
 
     known = sorted(entries(third_party=False))
     if arguments.framework not in (None, *known):
@@ -163,7 +163,7 @@ def _check_values(found: dict[str, Any]) -> None:
         )
     if find_spec("torch") is None:  # the names are torch's; and nothing is resumed here
         return
-    from ..rules.dtypes import coerce_dtype, coerce_dtypes
+    from ..precision.dtypes import coerce_dtype, coerce_dtypes
 
     coerce_dtypes(found, where="--config")
     coerce_dtype(found.get("precision"), key="precision", where="--config")

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import _settings
-from .._settings import PREFIX, TABLE, Settings
 from ..errors import SettingsError
+from ..process import settings as _settings
+from ..process.settings import PREFIX, TABLE, Settings
 from . import OPTIONS, add_command, settings_of
 from ._demo_worker import Spec, precision_keys
 

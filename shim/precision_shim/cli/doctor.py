@@ -18,14 +18,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__, _registry, _session, _settings, _startup, _status_text
-from .._settings import PREFIX, TABLE, Settings
-from .._status import FrameworkStatus
-from .._status_text import fold
+from .. import __version__
 from ..errors import SettingsError
-from ..rules.releases import BF16_MOMENTS_SINCE, release
+from ..precision.releases import BF16_MOMENTS_SINCE, release
+from ..process import registry as _registry
+from ..process import session as _session
+from ..process import settings as _settings
+from ..process import startup as _startup
+from ..process.settings import PREFIX, TABLE, Settings
+from ..reporting import text as _status_text
+from ..reporting.record import FrameworkStatus
+from ..reporting.text import fold
+from ..upstream.foresight import foresee, inapplicable
 from . import _against, add_command
-from ._foresight import foresee, inapplicable
 from ._output import show
 
 if TYPE_CHECKING:

@@ -71,8 +71,8 @@ def register(commands: Commands) -> None:
 
 def run(asked: argparse.Namespace) -> int:
     """Plan, print, and return the exit status."""
-    from .. import _startup
     from ..errors import PrecisionShimError
+    from ..process import startup as _startup
 
     words = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
     if not words:
@@ -117,11 +117,12 @@ def _fault(error: Exception) -> str:
 
 def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:
     """Read the launch line, and its config by the adapter of its framework."""
-    from .. import _registry, _settings
-    from .._session import version_of
     from ..errors import PlanError
     from ..planning import command
     from ..planning.request import Rules
+    from ..process import registry as _registry
+    from ..process import settings as _settings
+    from ..process.session import version_of
     from ..seams._wrapper import resolve
 
     entries = _registry.entries()
@@ -156,7 +157,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
 
 
 def _version(distribution: str, package: str) -> str | None:
-    from .._session import version_of
+    from ..process.session import version_of
 
     return version_of(distribution, (package,))
 

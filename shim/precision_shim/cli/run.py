@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from precision_shim_adapters.frameworks import FRAMEWORKS
 
-from .. import _settings
-from .._settings import FEATURES, PREFIX, TABLE
 from ..errors import SettingsError
+from ..process import settings as _settings
+from ..process.settings import FEATURES, PREFIX, TABLE
 from . import OPTIONS, add_command, settings_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def variables(
     Raises:
         SettingsError: a name or value makes no sense.
     """
-    from .._registry import entries
+    from ..process.registry import entries
 
     resolved = _settings.resolve(
         features=features,

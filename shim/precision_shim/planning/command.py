@@ -12,13 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .._foreseen import Foreseen
 from ..errors import PlanError
+from ..process.foreseen import Foreseen
 from . import shapes
 from .shapes import Model
 
 if TYPE_CHECKING:
-    from .._settings import Settings
+    from ..process.settings import Settings
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .._names import meant
 from ..errors import DtypeError
+from ..process.names import meant
 
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """Those of the audit that grow with the parameters, in its order."""

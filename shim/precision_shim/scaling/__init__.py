@@ -5,7 +5,7 @@ These are rules (torch only): they know no framework and patch nothing.
 
 from __future__ import annotations
 
-from ..rules.scaler_record import ScalerSettings
+from ..precision.scaler_record import ScalerSettings
 from .checkpoint import FILE_NAME, Files, agree, load, other_save, save
 from .record import (
     FORMAT,

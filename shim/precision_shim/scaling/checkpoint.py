@@ -4,7 +4,7 @@ Rank 0 writes and reads it and tells the others, so that all end with one scale.
 paths are node-local, the file lies beside rank 0's own shards and comes and goes with them.
 
 The record names the files that it was written with, those of all ranks, each with a fingerprint of
-its content (``rules.belonging``): a record that lies beside files of another save is not taken.
+its content (``precision.belonging``): a record that lies beside files of another save is not taken.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from ..errors import ScalerCheckpointError, ScalerOfAnotherSaveError
-from ..rules.belonging import fingerprints, foreign
-from ..rules.scaler_record import FILE_NAME, parse, read_record, state_of
+from ..precision.belonging import fingerprints, foreign
+from ..precision.scaler_record import FILE_NAME, parse, read_record, state_of
 from .record import record_of, restore
 
 __all__ = ["FILE_NAME", "Files", "agree", "load", "save"]

@@ -15,8 +15,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from .. import __version__
 from ..errors import ScalerCheckpointError
-from ..rules.belonging import fingerprints
-from ..rules.scaler_record import (
+from ..precision.belonging import fingerprints
+from ..precision.scaler_record import (
     FORMAT,
     KIND,
     ScalerRecord,

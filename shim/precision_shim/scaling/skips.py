@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import LossScaleError
-from ..rules.scaler_record import MAX_SKIPS
+from ..precision.scaler_record import MAX_SKIPS
 
 __all__ = ["MAX_SKIPS", "SkipCounter"]
 

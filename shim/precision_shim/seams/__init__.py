@@ -2,11 +2,9 @@
 
 A newcomer's map. An adapter marks its functions with ``seam`` (``_seam``); a function gets a
 ``Call`` and the arguments that it names (``_call``). ``_source`` looks at a symbol and imports
-nothing, into what is installed or into a wheel or folder (``_trees``); ``_digest`` and ``_changes``
-tell its code from another's; ``_plan`` makes of records and source what would be done. ``_probe``
-asks whether what the rules assume still holds. ``_finders`` tells when a module
-was imported, ``_wrapper`` is what stands in a wrapped symbol's place, ``_sites`` holds the places,
-the layers over them and the way back. ``_engine`` ties them together.
+nothing; ``_plan`` makes of records and source what would be done. ``_wrapper`` is what stands in a
+wrapped symbol's place, ``_sites`` holds the places, the layers over them and the way back.
+``_engine`` ties them together. What a release has changed is read in ``upstream``.
 
 The names below load on first use: not everything that needs a record needs wrapt.
 """
@@ -18,8 +16,6 @@ if TYPE_CHECKING:
     from ._engine import Engine as Engine
     from ._plan import Plan as Plan
     from ._plan import check as check
-    from ._probe import Answer as Answer
-    from ._probe import probe as probe
     from ._seam import Adapter as Adapter
     from ._seam import NativeProbe as NativeProbe
     from ._seam import Seam as Seam
@@ -30,7 +26,6 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Adapter": "_seam",
-    "Answer": "_probe",
     "Call": "_call",
     "Engine": "_engine",
     "NativeProbe": "_seam",
@@ -41,13 +36,11 @@ _WHERE = {
     "check": "_plan",
     "collect": "_seam",
     "look": "_source",
-    "probe": "_probe",
     "seam": "_seam",
 }
 
 __all__ = [
     "Adapter",
-    "Answer",
     "Call",
     "Engine",
     "NativeProbe",
@@ -58,7 +51,6 @@ __all__ = [
     "check",
     "collect",
     "look",
-    "probe",
     "seam",
 ]
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
-from .._finders import Watcher
-from .._forks import Lock
-from .._status import SeamStatus
 from ..errors import PrecisionShimError, SeamError
+from ..process.finders import Watcher
+from ..process.forks import Lock
+from ..reporting.record import SeamStatus
 from ._call import prepare, through
 from ._plan import Group, Missed, Row, check, nothing_missed, refusal, unchecked
 from ._seam import Adapter, Seam

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from .._status import SeamStatus
+from ..reporting.record import SeamStatus
 from ._seam import Adapter, Seam, name_of
 from ._source import Symbol, look
 

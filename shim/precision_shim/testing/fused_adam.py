@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from ..rules.remainders import join_master, split_master
+from ..precision.remainders import join_master, split_master
 
 __all__ = [
     "DEFAULT_VERSION",

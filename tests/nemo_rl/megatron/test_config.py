@@ -11,7 +11,7 @@ from packaging.version import Version
 
 import precision_shim
 from precision_shim.errors import DtypeError
-from precision_shim.rules.legality import not_precision_aware
+from precision_shim_adapters.megatron.deciding.legality import not_precision_aware
 
 from ..support import NEMO_RL
 from . import support

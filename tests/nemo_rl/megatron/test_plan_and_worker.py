@@ -13,10 +13,10 @@ import yaml
 from packaging.version import Version
 
 import precision_shim
-from precision_shim import _registry
-from precision_shim._settings import resolve
 from precision_shim.planning.command import Options, read
-from precision_shim.rules.dtypes import name_of
+from precision_shim.precision.dtypes import name_of
+from precision_shim.process import registry as _registry
+from precision_shim.process.settings import resolve
 from precision_shim_adapters.nemo_rl.plan import load
 
 from ...plan.verdicts import Drawn, Key, Verdict, by_worker, draw, hold, of_audit, of_plan

@@ -183,7 +183,7 @@ def test_the_bucket_follows_the_optimizer_that_there_is(
 def test_workers_with_equal_configs_are_told_apart_and_forgotten(cpu: None, model: Path) -> None:
     from megatron.bridge.training.config import DistributedDataParallelConfig
 
-    from precision_shim_adapters.megatron import build as wing
+    from precision_shim_adapters.megatron.acting import build as wing
     from precision_shim_adapters.nemo_rl.megatron import read_wishes
 
     configs = [DistributedDataParallelConfig() for _ in range(2)]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.auditing import files, lost, ranks
+from precision_shim.auditing import files, ranks
 from precision_shim.auditing.record import Audit, Finding
+from precision_shim.updates import lost
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import precision_shim
-from precision_shim._settings import resolve
 from precision_shim.errors import (
     LossScaleError,
     PrecisionShimWarning,
@@ -22,7 +21,8 @@ from precision_shim.errors import (
     ScalerOfAnotherSaveError,
     SeamError,
 )
-from precision_shim.rules.scaler_record import digest_of
+from precision_shim.precision.scaler_record import digest_of
+from precision_shim.process.settings import resolve
 from precision_shim.scaling import LossScaler, to_tensor
 from precision_shim_adapters.fp16 import ScaledTraining
 from precision_shim_adapters.fp16 import training as training_module
@@ -523,7 +523,7 @@ def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path, monkeypa
     def refused(path):
         raise OSError(5, "Input/output error", str(path))
 
-    monkeypatch.setattr("precision_shim.rules.belonging.fingerprint", refused)
+    monkeypatch.setattr("precision_shim.precision.belonging.fingerprint", refused)
     before = source.scaler.state_dict()
     with pytest.raises(ScalerCheckpointError, match=r"rank_0\.pt: cannot be read"):
         source.restore(tmp_path, {name: files[name]})

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from precision_shim.seams._changes import changed_lines
-from precision_shim.seams._digest import digest, digest_of
 from precision_shim.seams._source import definition, looking_at
+from precision_shim.upstream.changes import changed_lines
+from precision_shim.upstream.digest import digest, digest_of
 
 PLAIN = '''
 def step(self, closure=None, *, scale: float = 1.0) -> bool:

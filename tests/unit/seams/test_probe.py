@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from precision_shim.errors import SeamError
-from precision_shim.seams import Answer, probe
-from precision_shim.seams._probe import probes_in, run
+from precision_shim.upstream.probes import Answer, probe, probes_in, run
 
 MODULE = """
-from precision_shim.seams import Answer, probe
+from precision_shim.upstream.probes import Answer, probe
 
 
 @probe("holds", assumes="one is one", rule="a:b")

@@ -209,7 +209,7 @@ def test_another_packages_broken_finder_is_a_problem_and_not_an_exception(rich, 
 
 
 def test_looking_wakes_none_of_our_finders(rich):
-    from precision_shim._finders import Watcher
+    from precision_shim.process.finders import Watcher
 
     seen = []
     finders = [Watcher(seen.append, before=True), Watcher(seen.append)]

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from precision_shim._finders import Watcher
+from precision_shim.process.finders import Watcher
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_works_beside_wrapts_own_hooks(watch, write_modules):
     code = f"""
 import sys
 sys.path.insert(0, {str(root)!r})
-from precision_shim._finders import Watcher
+from precision_shim.process.finders import Watcher
 import wrapt
 seen = []
 one = Watcher(lambda name: seen.append("one"))
@@ -200,7 +200,7 @@ def test_the_module_of_dash_m_runs_as_without_us(watch, write_modules):
     code = f"""
 import runpy, sys
 sys.path.insert(0, {str(root)!r})
-from precision_shim._finders import Watcher
+from precision_shim.process.finders import Watcher
 seen = []
 Watcher(seen.append).watch(["toy", "toy.__main__"])
 runpy.run_module("toy", run_name="__main__")

@@ -1,0 +1,203 @@
+"""DistributedDataParallel: one layer that looks at a model's parameters and readies its bucket.
+
+``DistributedDataParallel.__init__`` is the one place that every path to a gradient bucket passes (a
+framework's own ``get_model``, mbridge, Megatron-Bridge), and it sees the parameters that really go
+into the bucket. It is a method of a by-reference class, so from-imports of it do not matter.
+
+Megatron used without a framework of ours around it is left alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, current_settings, decide, in_force, seam, warn
+from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
+from precision_shim_adapters.megatron.deciding.bucket import BucketChoice, choose_bucket
+
+from ..deciding.wishes import ALIGNMENT, DISPATCH, GROUP, SCALING, Wishes
+from ..resuming.checkpoint import bucket_without_shim
+from .build import Build, build_around
+
+DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
+PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
+"""What users call the path of these seams that is not the framework's own."""
+
+_FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
+
+_told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
+"""DDP modules whose bucket the user wrote, to the main grads it was compared with: written here,
+read by ``optimizer.check``."""
+
+
+def told_of(chunk: Any) -> torch.dtype | None:
+    """The main grads with which a DDP's bucket was compared, if the user wrote that bucket."""
+    return _told.get(chunk)
+
+
+@seam(
+    DDP,
+    ALIGNMENT,
+    group=GROUP,
+    why="every path to a gradient bucket passes here, with the live parameters at hand",
+    upstream="https://github.com/verl-project/verl/pull/6526",
+    delete_when="the bucket follows the main grads on every path upstream",
+    relies_on=("grad_reduce_in_fp32",),
+    optional=True,
+)
+@seam(
+    DDP,
+    (DISPATCH, SCALING),
+    group=GROUP,
+    why="the first place that sees the parameters an optimizer will train; and the DDP reads "
+    "check_for_nan_in_grad from this config at each reduction",
+    delete_when="frameworks hand the model to the function that makes the OptimizerConfig, and "
+    "Megatron's check asks whether the loss scale is dynamic",
+    optional=True,
+)
+def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any = None) -> Any:
+    """Note a model chunk's trainable dtypes, and give its DDP the config that fits them.
+
+    A framework's ``get_model``, mbridge and Megatron-Bridge put each chunk of a model into a DDP.
+    """
+    build = build_around(ddp_config)
+    if build is None:
+        return call.proceed()
+    model = trainable_dtypes(module.parameters())
+    build.seen = build.seen + model
+    build.distributed = bool(ddp_config.use_distributed_optimizer)
+    wishes = build.wishes
+    # Change a copy: other chunks share the caller's config.
+    changed = copy.copy(ddp_config)
+    if in_force(build.framework, SCALING, GROUP):
+        _let_overflows_pass(build, wishes, changed, model)
+    compared = _align(build, wishes, changed, model)
+    if changed != ddp_config:
+        call.arguments["ddp_config"] = changed
+    realigned = changed.grad_reduce_in_fp32 != ddp_config.grad_reduce_in_fp32
+    # From 0.18 the caller may pass a layout that was computed for the former bucket dtype; without
+    # one the DDP computes its own.
+    if realigned and full_param_layout is not None:
+        call.arguments["full_param_layout"] = None
+    result = call.proceed()
+    if realigned:
+        bucket_without_shim[call.instance] = bool(ddp_config.grad_reduce_in_fp32)
+    if compared is not None:
+        _told[call.instance] = compared
+    return result
+
+
+# -- the bucket --------------------------------------------------------------------------------
+
+
+def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> torch.dtype | None:
+    """Give the gradient bucket the dtype of the optimizer's main gradients.
+
+    Returns:
+        These, if the bucket stays as the user wrote it.
+    """
+    if not in_force(build.framework, ALIGNMENT, GROUP):
+        return None
+    plan = build.plan(model).plan
+    present = bool(config.grad_reduce_in_fp32)
+    written = wishes.bucket_in_fp32 is not None
+    over_user = current_settings()["grad_bucket"] == "align"
+    choice = choose_bucket(
+        present=present,
+        user_set=written,
+        align=over_user,
+        main_grads=plan.main_grads,
+        model=model,
+    )
+    choice = _one_bucket_for_all(build, choice, present)
+    because, problem = choice.because, choice.problem or plan.bucket_warning
+    if choice.changed and getattr(config, "use_layer_wise_param_layout", False):
+        problem = "the layer-wise optimizer's parameter layout is computed for the bucket as it is"
+        because = "left as it is"
+    elif choice.changed:
+        config.grad_reduce_in_fp32 = choice.grad_reduce_in_fp32
+    in_fp32 = bool(config.grad_reduce_in_fp32)
+    dtype = "fp32" if in_fp32 else "that of the parameters"
+    if not in_fp32 and model.single is not None:
+        dtype = name_of(model.single)
+    decide(
+        build.framework,
+        wishes.subject,
+        ALIGNMENT,
+        f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})",
+        because,
+    )
+    if problem and wishes.trains:  # without an optimizer the bucket stays empty
+        warn(f"{build.framework} {wishes.subject}: {problem}.")
+    return plan.main_grads if written and not over_user else None
+
+
+def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> BucketChoice:
+    """The first chunk's choice, for every chunk of the model."""
+    if build.in_fp32 is not None and choice.grad_reduce_in_fp32 != build.in_fp32:
+        choice = dataclasses.replace(
+            choice,
+            grad_reduce_in_fp32=build.in_fp32,
+            changed=present != build.in_fp32,
+            because=f"as the model's first chunk; here {choice.because}",
+        )
+    build.in_fp32 = choice.grad_reduce_in_fp32
+    return choice
+
+
+# -- the DDP's own check of gradients ----------------------------------------------------------
+
+
+@seam(
+    _FSDP,
+    SCALING,
+    group="megatron-fsdp",
+    why="the same for Megatron-FSDP, which has a class of its own",
+    delete_when="Megatron's check asks whether the loss scale is dynamic",
+    optional=True,
+)
+def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
+    """Let overflows pass Megatron-FSDP's check too; its buckets are its own."""
+    build = build_around(ddp_config)
+    if build is None:
+        return call.proceed()
+    changed = copy.copy(ddp_config)
+    _let_overflows_pass(build, build.wishes, changed, trainable_dtypes(module.parameters()))
+    if changed != ddp_config:
+        call.arguments["ddp_config"] = changed
+    return call.proceed()
+
+
+def _let_overflows_pass(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> None:
+    """Turn ``check_for_nan_in_grad`` off where the scaler will see to what is not finite."""
+    checks = bool(getattr(config, "check_for_nan_in_grad", False))
+    if not (checks and torch.float16 in model.counts and _scales_dynamically(build, wishes)):
+        return
+    if wishes.nan_check_written:
+        warn(
+            f"{build.framework} {wishes.subject}: check_for_nan_in_grad=True is the user's: an "
+            "fp16 overflow ends the job before the loss scaler can skip the step. Leave it out, "
+            "or set it to False."
+        )
+        return
+    config.check_for_nan_in_grad = False
+    decide(
+        build.framework,
+        wishes.subject,
+        SCALING,
+        "check_for_nan_in_grad=False",
+        "it would end the job at an fp16 overflow, which the dynamic loss scaler skips",
+    )
+
+
+def _scales_dynamically(build: Build, wishes: Wishes) -> bool:
+    """Whether Megatron will make a dynamic scaler: it goes by its config's ``fp16``."""
+    by_itself = wishes.native.get(torch.float16, {}).get("fp16", False)
+    fp16 = by_itself or in_force(build.framework, DISPATCH, GROUP)
+    return bool(wishes.asked.get("fp16", fp16)) and not wishes.asked.get("loss_scale")

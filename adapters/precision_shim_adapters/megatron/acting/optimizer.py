@@ -1,0 +1,345 @@
+"""Megatron's OptimizerConfig: its own checks, what a framework's is to be, and the pair check.
+
+``OptimizerConfig.__post_init__`` is the one place that every path into the config passes,
+subclasses and deferred validation included. What fills the config is each framework's function; its
+adapter asks ``settle`` there, and ``check`` where the optimizer is made of config and model.
+
+Deliberately not patched: ``get_megatron_optimizer`` of Megatron itself.
+
+Delete when: Megatron's OptimizerConfig takes dtype names, and its DDP reads ``main_grads_dtype``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import (
+    Call,
+    current_settings,
+    decide,
+    in_force,
+    seam,
+    warn,
+)
+from precision_shim.errors import (
+    DtypeError,
+    InconsistentPrecisionError,
+    UnsupportedPrecisionError,
+)
+from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
+from precision_shim.precision.model import TrainableDtypes, trainable_dtypes
+from precision_shim_adapters.megatron.deciding.legality import check_dtypes, not_precision_aware
+
+from ..deciding.scaler import scaler_fields, unscaled
+from ..deciding.told import note_told
+from ..deciding.wishes import (
+    ALIGNMENT,
+    DISPATCH,
+    FUSED_ADAM_ARGUMENTS,
+    GROUP,
+    SCALING,
+    coerced,
+    fused_adam_support,
+)
+from ..resuming.checkpoint import note_precision_aware
+from .build import Build, current_build, megatron_label
+from .ddp import told_of
+
+CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
+
+
+# -- Megatron's OptimizerConfig ----------------------------------------------------------------
+
+
+# Of two functions on one symbol the one that is defined first is beneath the other.
+@seam(
+    CONFIG,
+    DISPATCH,
+    group=GROUP,
+    why="a precision-aware optimizer without TransformerEngine ends in a bare TypeError",
+    delete_when="Megatron says what is missing",
+    relies_on=(
+        "use_precision_aware_optimizer",
+        "use_distributed_optimizer",
+        "optimizer",
+        "optimizer_cpu_offload",
+    ),
+    optional=True,
+)
+def refuse_what_cannot_run(call: Call) -> Any:
+    """Name what is missing for a precision-aware optimizer that the user asked for.
+
+    Megatron's dataclass runs it when a config is made, Megatron-Bridge's later when it is final.
+    """
+    config = call.instance
+    if (
+        config.use_precision_aware_optimizer
+        and config.optimizer == "adam"  # Megatron rejects the others with a message of its own
+        and config.use_distributed_optimizer
+        and not config.optimizer_cpu_offload
+    ):
+        problem = fused_adam_support().problem
+        if problem:
+            raise UnsupportedPrecisionError(
+                f"{megatron_label()}: use_precision_aware_optimizer=True cannot run: {problem}. "
+                "It needs a TransformerEngine whose FusedAdam has the arguments "
+                f"{', '.join(FUSED_ADAM_ARGUMENTS)} (2.3 or newer for bf16 moments). Install "
+                "one, or set use_precision_aware_optimizer to False."
+            )
+    return call.proceed()
+
+
+@seam(
+    CONFIG,
+    "dtype-coercion",
+    group=GROUP,
+    why="every path into OptimizerConfig runs it, subclasses and deferred checks included",
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1805",
+    delete_when="Megatron's OptimizerConfig takes dtype names",
+    relies_on=("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype"),
+    optional=True,
+)
+def coerce_config(call: Call) -> Any:
+    """Turn dtype names in an OptimizerConfig into dtypes, and refuse illegal ones."""
+    where = megatron_label()
+    dtypes = {}
+    for field in dataclasses.fields(call.instance):
+        if not field.name.endswith("_dtype"):
+            continue
+        value = getattr(call.instance, field.name)
+        dtypes[field.name] = coerce_dtype(value, key=f"OptimizerConfig.{field.name}", where=where)
+        if dtypes[field.name] is not value:
+            setattr(call.instance, field.name, dtypes[field.name])
+    check_dtypes(dtypes, fused_adam_support(), where=where)
+    _refuse_low(vars(call.instance), f"{where}, OptimizerConfig")
+    return call.proceed()
+
+
+def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
+    for field, message, remedy in not_precision_aware(fields):
+        raise DtypeError(f"{where}: {field}: {message}. {remedy}")
+
+
+# -- a framework's OptimizerConfig -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a framework's OptimizerConfig is to be made of.
+
+    Attributes:
+        dtype: the dtype that it is for; ``None`` where that is left to the framework.
+        asked: what the user wrote.
+        added: what goes in beneath.
+        by_user: whether the config is precision-aware, if it is, without the shim; ``None`` where
+            the shim does not dispatch.
+    """
+
+    dtype: torch.dtype | None
+    asked: Mapping[str, Any]
+    added: Mapping[str, Any]
+    by_user: bool | None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All fields; the user's replace the others."""
+        return {**self.added, **self.asked}
+
+    def keep_layout(self, config: Any) -> None:
+        """Note who made a config precision-aware, user or shim: checkpoints depend on it.
+
+        An adapter calls it with the object that the optimizer will have.
+        """
+        if self.by_user is not None:
+            note_precision_aware(config, by_user=self.by_user)
+
+
+def settle(build: Build, *, native: bool = False) -> Settled:
+    """Settle the OptimizerConfig of a model whose DDP is built; say what was decided.
+
+    An adapter calls it where its framework makes the config, with a seam there for
+    ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``: each acts if it is in force.
+
+    Args:
+        build: the build around the call, or one of a direct caller's wishes.
+        native: the framework dispatches on the dtype by itself.
+
+    Raises:
+        DtypeError: the user wrote a name that is unknown, or a dtype that is not legal or needs
+            the precision-aware optimizer.
+        SettingsError: the first loss scale is below the scaler's minimum.
+    """
+    wishes = build.wishes
+    dtype: torch.dtype | None = None
+    by_user: bool | None = None
+    added: dict[str, Any] = {}
+    if in_force(build.framework, DISPATCH, GROUP) and not native:
+        planned = build.plan()
+        dtype, asked = planned.dtype, dict(planned.asked)
+        by_user = wishes.precision_aware_by_itself
+        added.update(planned.added)
+        made = planned.plan
+        decide(build.framework, wishes.subject, DISPATCH, made.chosen, made.because)
+        for text in made.warnings:
+            warn(f"{build.framework} {wishes.subject}: {text}")
+        if made.bucket_warning and wishes.trains:
+            warn(f"{build.framework} {wishes.subject}: {made.bucket_warning}.")
+    else:
+        asked = coerced(wishes.asked, wishes.where)
+    if in_force(build.framework, SCALING, GROUP) and build.dtype is torch.float16:
+        added.update(scaler_fields(wishes, asked, current_settings()))
+    if in_force(build.framework, "dtype-coercion", GROUP) and not wishes.precision_aware_by_itself:
+        _refuse_low({**added, **asked}, f"{wishes.where}, {megatron_label()}")
+    return Settled(dtype, asked, added, by_user)
+
+
+def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
+    """A copy of an OptimizerConfig with other fields, checked anew; itself if nothing differs.
+
+    For an adapter whose framework has made the config before the model.
+    """
+    lacking = object()
+    fields = {
+        key: value
+        for key, value in fields.items()
+        if getattr(config, key, lacking) not in (value, lacking)
+    }
+    if not fields:
+        return config
+    config = copy.copy(config)
+    for key, value in fields.items():
+        setattr(config, key, value)
+    # From 0.5 Bridge defers the check and what is computed from the fields.
+    check_again = getattr(config, "finalize", None) or config.__post_init__
+    check_again()
+    return config
+
+
+# -- config, parameters and buckets held against each other ------------------------------------
+
+
+def check(framework: str, config: Any, model: Any) -> None:
+    """Hold an OptimizerConfig against the live parameters and buckets; warn where they disagree.
+
+    An adapter calls it where its framework makes the optimizer, with a seam there for
+    ``grad-bucket-alignment``.
+
+    Args:
+        framework: the framework's name.
+        config: Megatron's OptimizerConfig.
+        model: a DistributedDataParallel module, or a list of them.
+
+    Raises:
+        InconsistentPrecisionError: an fp16 model's gradients cannot be clipped. In strict mode
+            also: it would train unscaled, or config and model disagree otherwise and the user
+            did not ask for it.
+    """
+    build = current_build(framework)
+    if build is not None and in_force(framework, SCALING, GROUP):
+        _refuse_unscaled(build, config)
+    chunks = _wrapped_chunks(model)
+    _refuse_fp16_gradients(framework, build, config, chunks)
+    if in_force(framework, ALIGNMENT, GROUP):
+        _check_pair(framework, build, config, chunks)
+
+
+def _refuse_unscaled(build: Build, config: Any) -> None:
+    if build.dtype is not torch.float16 or config.fp16 or getattr(config, "loss_scale", None):
+        return
+    wishes = build.wishes
+    message = unscaled(wishes.where, config.fp16, config.bf16)
+    if current_settings().strict:
+        raise InconsistentPrecisionError(message)
+    note_told(config, "scaler-missing", "params-dtype")
+    decide(
+        build.framework,
+        wishes.subject,
+        SCALING,
+        "no loss scaling",
+        f"the optimizer's config has fp16={config.fp16}",
+    )
+    warn(message)
+
+
+def _refuse_fp16_gradients(
+    framework: str, build: Build | None, config: Any, chunks: list[Any]
+) -> None:
+    """Refuse fp16 gradients that Megatron's clipping would stop at with a bare assertion.
+
+    With the precision-aware optimizer ``clip_grad_by_total_norm_fp32`` takes fp32 and bf16
+    gradients only, and they have the bucket's dtype.
+    """
+    if not (config.use_precision_aware_optimizer and config.clip_grad):
+        return
+    if torch.float16 in _bucket_dtypes(chunks):
+        raise InconsistentPrecisionError(
+            f"{framework if build is None else build.wishes.where}, {megatron_label()}: "
+            "use_precision_aware_optimizer=True with "
+            f"clip_grad={config.clip_grad} takes fp32 or bf16 gradients, and "
+            "grad_reduce_in_fp32=False makes them fp16. Write grad_reduce_in_fp32: true, or set "
+            "PRECISION_SHIM_GRAD_BUCKET=align, or use_precision_aware_optimizer: false."
+        )
+
+
+def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[Any]) -> None:
+    buckets = _bucket_dtypes(chunks)
+    live = TrainableDtypes()
+    for chunk in chunks:
+        live = live + trainable_dtypes(chunk.parameters())
+    # Without dtype-coercion the config may hold names.
+    main_grads, params = _dtype(config.main_grads_dtype), _dtype(config.params_dtype)
+    if not config.use_precision_aware_optimizer:
+        main_grads = torch.float32
+    told = [told_of(chunk) for chunk in chunks]
+    problems = []
+    if buckets and buckets != {main_grads}:
+        note_told(config, "main-grads-dtype")
+    # Where the DDP was built a bucket that the user wrote has been compared and told already.
+    if buckets and buckets != {main_grads} and set(told) != {main_grads}:
+        found = ", ".join(sorted(map(name_of, buckets)))
+        problems.append(
+            f"the optimizer expects {name_of(main_grads)} main grads, the gradient bucket is "
+            f"{found}"
+        )
+    unchecked = build.wishes.unchecked if build is not None else ()
+    if live.single is not None and live.single is not params and "params_dtype" not in unchecked:
+        note_told(config, "params-dtype")
+        problems.append(
+            f"the OptimizerConfig is for {name_of(params)} parameters, the trainable "
+            f"parameters are {live}"
+        )
+    if not problems:
+        return
+    message = (
+        f"{framework}, {megatron_label()}: {'; '.join(problems)}. Let fp16, bf16 and "
+        "main_grads_dtype of the optimizer's config fit the model and its DDP's "
+        "grad_reduce_in_fp32, or leave them to the shim."
+    )
+    if current_settings().strict and not any(one is not None for one in told):
+        raise InconsistentPrecisionError(message)
+    warn(message)
+
+
+def _dtype(value: Any) -> Any:
+    return (parse_dtype(value) or value) if isinstance(value, str) else value
+
+
+def _wrapped_chunks(model: Any) -> list[Any]:
+    """The chunks of a model, one or a list, that are in a DDP with buckets of its own."""
+    chunks = model if isinstance(model, list) else [model]
+    return [one for one in chunks if hasattr(one, "buffers") and hasattr(one, "ddp_config")]
+
+
+def _bucket_dtypes(chunks: list[Any]) -> set[torch.dtype]:
+    return {
+        buffer.grad_data.dtype
+        for chunk in chunks
+        for kind in ("buffers", "expert_parallel_buffers")
+        for buffer in (getattr(chunk, kind) if isinstance(getattr(chunk, kind, ()), list) else ())
+    }

@@ -1,0 +1,314 @@
+"""fp16 on Megatron-core: an overflow is a skipped step, whatever the framework makes of it.
+
+Megatron itself scales the loss, unscales the gradients, agrees over all ranks on what is not
+finite, skips and saves its scaler's state. What is missing is around it: frameworks take the
+``(False, None, None)`` of a skipped step for a failure, nobody counts, and the optimizers of a
+mixture of experts let their scales drift apart.
+
+Why these layers. Every framework ends in ``ChainedOptimizer.step`` or, unchained, in
+``MixedPrecisionOptimizer.step``: there the answer is translated, and only for an optimizer of a
+framework's, which its adapter tells by ``skipping`` or ``answer_skips``.
+``ChainedOptimizer.prepare_grads`` is the one place where all scalers of a step have been asked and
+none of the steps is taken.
+``DynamicGradScaler.__init__`` has the two factors that no config has a field for. (The check of
+gradients, which would end the job before a step is skipped, is the DDP's: see ``ddp``.)
+
+Deliberately not patched: ``ConstantGradScaler`` (a static ``loss_scale`` is the user's, and what
+does not fit it is the framework's own error), and the threshold on the gradient norm of 0.18,
+which is no overflow. The scaler's checkpoint is Megatron's own; the counts are not part of it.
+
+Delete when: frameworks take a skipped step for one, and chained optimizers share a scaler.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from precision_shim.adapting import Call, current_settings, decide, seam, warn
+from precision_shim.scaling import SkipCounter
+
+from ..deciding.scaler import factors_set, told
+from ..deciding.wishes import GROUP, SCALING
+from .build import current_build, megatron_label
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
+_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
+
+
+def _seam(
+    target: str, why: str, delete_when: str, *relies_on: str
+) -> Callable[[_Wrapper], _Wrapper]:
+    return seam(
+        target,
+        SCALING,
+        group=GROUP,
+        why=why,
+        delete_when=delete_when,
+        relies_on=relies_on,
+        optional=True,
+    )
+
+
+# -- the scalers of an optimizer ---------------------------------------------------------------
+
+
+def dynamic_scalers(optimizer: Any) -> list[Any]:
+    """The dynamic scalers of an optimizer and of those chained in it.
+
+    The first is the one whose scale the loss is multiplied with; empty where nothing is scaled, or
+    by a constant.
+    """
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    scalers = (getattr(one, "grad_scaler", None) for one in _unchained(optimizer))
+    return [scaler for scaler in scalers if isinstance(scaler, DynamicGradScaler)]
+
+
+def _unchained(optimizer: Any) -> list[Any]:
+    """The optimizers that a chained one stands for, or the one itself."""
+    if not hasattr(optimizer, "chained_optimizers"):
+        return [optimizer]
+    return [one for inner in optimizer.chained_optimizers for one in _unchained(inner)]
+
+
+_read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.WeakKeyDictionary()
+"""Scalers to their scale as it was last read and its value: written and read by ``scale_of``."""
+
+
+def scale_of(scaler: Any) -> float:
+    """A scaler's scale as a number; asks the device only where it is a new tensor.
+
+    Megatron never changes the tensor in place: it puts a new one there.
+    """
+    scale = scaler.scale
+    known = _read.get(scaler)
+    if known is None or known[0] is not scale:
+        known = _read[scaler] = scale, float(scale.item())
+    return known[1]
+
+
+# -- a skipped step ----------------------------------------------------------------------------
+
+
+@dataclass
+class Account:
+    """What is known of an optimizer's steps under dynamic loss scaling.
+
+    Attributes:
+        counter: of steps and skips.
+        scale: the loss scale that the last step was made with.
+        succeeds: what a skip is answered with outside ``skipping``; ``None``: as Megatron has it.
+    """
+
+    counter: SkipCounter = field(default_factory=SkipCounter)
+    scale: float = math.nan
+    succeeds: bool | None = None
+
+
+_succeeds: ContextVar[bool | None] = ContextVar("precision_shim_skip_succeeds", default=None)
+"""What a skipped step is answered with: written by ``skipping``, read by ``answered``."""
+
+_accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
+"""Optimizers to their accounts: written by ``answered`` and ``answer_skips``, read by
+``metrics``."""
+
+
+@contextmanager
+def skipping(*, succeeds: bool) -> Iterator[None]:
+    """Say that a framework steps an optimizer of Megatron's, and what it makes of a skip.
+
+    An adapter puts it around its framework's own step, with a seam there for ``fp16-scaling``.
+
+    Args:
+        succeeds: whether a skipped step is handed to it as one that succeeded, because it takes
+            the other for fatal. Its grad norm is NaN either way.
+    """
+    token = _succeeds.set(succeeds)
+    try:
+        yield
+    finally:
+        _succeeds.reset(token)
+
+
+def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
+    """Treat every step of an optimizer as within ``skipping``, where no seam reaches the caller.
+
+    Args:
+        optimizer: as Megatron's ``get_megatron_optimizer`` makes it.
+        succeeds: see ``skipping``.
+    """
+    _accounts.setdefault(optimizer, Account()).succeeds = succeeds
+
+
+@_seam(
+    f"{_OPTIMIZER}:ChainedOptimizer.step",
+    "every framework's step ends here, with the scaler at hand",
+    "frameworks take (False, None, None) for a skipped step",
+    "prepare_grads",
+)
+@_seam(
+    f"{_OPTIMIZER}:MixedPrecisionOptimizer.step",
+    "every framework's step ends here, with the scaler at hand",
+    "frameworks take (False, None, None) for a skipped step",
+    "prepare_grads",
+)
+def answer_a_skip(call: Call) -> Any:
+    """Count a step, and return for a skipped one what the framework can handle.
+
+    Raises:
+        LossScaleError: too many steps in a row were skipped.
+    """
+    return answered(call.instance, call.proceed)
+
+
+def answered(optimizer: Any, step: Callable[[], Any]) -> Any:
+    """Take a step of Megatron's, and answer a skip as ``skipping`` or ``answer_skips`` say.
+
+    For a framework that puts a step of its own into the optimizer.
+
+    Raises:
+        LossScaleError: too many steps in a row were skipped.
+    """
+    known, succeeds = _accounts.get(optimizer), _succeeds.get()
+    if succeeds is None and known is not None:
+        succeeds = known.succeeds
+    scalers = dynamic_scalers(optimizer) if succeeds is not None else []
+    if not scalers:
+        return step()
+    account = _accounts.setdefault(optimizer, Account())
+    account.scale = scale_of(scalers[0])
+    successful, grad_norm, zeros = step()
+    # A step that 0.18's threshold on the gradient norm fails returns a norm; an overflow does not.
+    skipped = not successful and grad_norm is None
+    account.counter.note(skipped, account.scale)
+    if skipped:
+        _make_states(optimizer)
+        return succeeds, math.nan, zeros
+    return successful, grad_norm, zeros
+
+
+def _make_states(optimizer: Any) -> None:
+    """Give optimizers that have never stepped the states of a first step.
+
+    Megatron cannot save without them: a job whose first steps are all skipped would end at its
+    first checkpoint. (With torch's Adam in place of FusedAdam it cannot load what it saves.)
+    """
+    for one in _unchained(optimizer):
+        inner = getattr(one, "optimizer", None)
+        make = getattr(inner, "initialize_state", None)  # FusedAdam's, which its step calls
+        if inner is None or make is None or inner.state:
+            continue
+        # Up to TransformerEngine 2.0 it takes the parameter alone.
+        two = "store_param_remainders" in inspect.signature(make).parameters
+        kept = bool(getattr(inner, "store_param_remainders", False))
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            make(*(param, kept and param.dtype is torch.bfloat16) if two else (param,))
+
+
+def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> dict[str, float]:
+    """``loss_scale`` and ``skipped_steps`` of an optimizer; empty where nothing is scaled.
+
+    ``loss_scale`` is the one that the last step was made with; ``skipped_steps`` counts from the
+    start of this process.
+
+    Args:
+        optimizer: the framework's; ``None`` if it has none.
+        prefix: goes before the names.
+        from_start: tell them before the first step too, which is the likeliest to be skipped.
+    """
+    account = _accounts.get(optimizer) if optimizer is not None else None
+    if account is None or math.isnan(account.scale):
+        scalers = dynamic_scalers(optimizer) if from_start and optimizer is not None else []
+        if not scalers:
+            return {}
+        account = Account(scale=scale_of(scalers[0]))
+    return {
+        f"{prefix}loss_scale": account.scale,
+        f"{prefix}skipped_steps": float(account.counter.skipped),
+    }
+
+
+# -- one scale for all chained optimizers ------------------------------------------------------
+
+
+@_seam(
+    f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
+    "all scalers of a step have been asked here, and no optimizer has stepped",
+    "Megatron's chained optimizers share one scaler",
+    "chained_optimizers",
+    "get_loss_scale",
+)
+def keep_one_scale(call: Call) -> Any:
+    """Let all chained optimizers see an overflow that one of them found.
+
+    The loss is multiplied with the first scaler's scale, and each optimizer divides by its own: in
+    a mixture of experts an overflow of the experts alone would leave theirs behind.
+    """
+    scalers = dynamic_scalers(call.instance)
+    if len(scalers) < 2:
+        return call.proceed()
+    first = scalers[0]
+    before = first.state_dict()
+    for other in scalers[1:]:
+        apart = _trackers(other) != _trackers(first) or scale_of(other) != scale_of(first)
+        if apart:
+            warn(
+                f"{megatron_label()}: the optimizers of one model have different loss "
+                f"scales ({scale_of(first):g} and {scale_of(other):g}), as a checkpoint of an "
+                "unpatched Megatron may hold them. The loss was scaled with the first: all "
+                "continue with it."
+            )
+            other.load_state_dict(before)
+    found_inf = call.proceed()
+    if found_inf:
+        for scaler in scalers:  # the scalers that found nothing have counted a good step
+            scaler.load_state_dict(before)
+            scaler.update(True)
+    return found_inf
+
+
+def _trackers(scaler: Any) -> tuple[Any, ...]:
+    return tuple(value for key, value in sorted(scaler.state_dict().items()) if key != "scale")
+
+
+# -- the scaler's factors ------------------------------------------------------------------------
+
+
+@_seam(
+    _SCALER,
+    "growth and backoff factor are constants in Megatron's call; no config reaches them",
+    "OptimizerConfig has fields for both factors",
+    "_growth_tracker",
+    "_hysteresis_tracker",
+    "_scale",
+)
+def take_settings(
+    call: Call,
+    initial_scale: float,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: float,
+) -> Any:
+    """Make a scaler with the factors that the user set, and say what it was made with."""
+    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    taken = factors_set(current_settings())
+    call.arguments.update(taken)
+    factors.update(taken)
+    build = current_build()
+    decide(
+        build.framework if build is not None else "megatron",
+        build.wishes.subject if build is not None else "direct caller",
+        SCALING,
+        *told(initial_scale, growth_interval, factors, taken),
+    )
+    return call.proceed()

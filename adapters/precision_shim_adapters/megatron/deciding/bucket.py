@@ -1,0 +1,67 @@
+"""Which dtype the gradient bucket has: that of the main gradients the optimizer works with.
+
+Megatron's ``main_grads_dtype`` is read by an assertion only; the effective main-gradient dtype is
+the bucket's. A bucket is fp32 (``grad_reduce_in_fp32``) or has its parameters' dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.model import TrainableDtypes
+
+
+@dataclass(frozen=True)
+class BucketChoice:
+    """What becomes of ``grad_reduce_in_fp32``.
+
+    Attributes:
+        grad_reduce_in_fp32: the value in force afterwards.
+        changed: whether it differs from what was there.
+        because: the reason, in words.
+        problem: what is inconsistent and was left so, or ``""``.
+    """
+
+    grad_reduce_in_fp32: bool
+    changed: bool
+    because: str
+    problem: str = ""
+
+
+def choose_bucket(
+    *,
+    present: bool,
+    user_set: bool,
+    align: bool,
+    main_grads: torch.dtype,
+    model: TrainableDtypes,
+) -> BucketChoice:
+    """Choose the bucket's dtype.
+
+    Args:
+        present: ``grad_reduce_in_fp32`` as it stands.
+        user_set: whether the user wrote it.
+        align: whether the user asked for alignment all the same (``GRAD_BUCKET=align``).
+        main_grads: the dtype of the optimizer's main gradients.
+        model: the trainable parameters that share the bucket.
+    """
+    low = main_grads is not torch.float32
+    # A model chunk that trains nothing has no bucket of its own: the other chunks decide.
+    nothing = not model.counts and not model.fp8
+    wanted = not (low and (model.single is main_grads or nothing))
+    because = f"main grads are {name_of(main_grads)}"
+    if low and wanted:
+        because += f", but the parameters are not all {name_of(main_grads)} ({model})"
+    if user_set and not align:
+        problem = ""
+        if present != wanted:
+            problem = (
+                f"grad_reduce_in_fp32={present} gives the gradient bucket another dtype than the "
+                f"optimizer's main grads: {because}. Write {wanted}, or set "
+                "PRECISION_SHIM_GRAD_BUCKET=align"
+            )
+        return BucketChoice(present, False, "set by the user", problem)
+    return BucketChoice(wanted, present != wanted, because)

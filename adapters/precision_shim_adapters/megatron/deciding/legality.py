@@ -1,0 +1,145 @@
+"""Which dtypes an optimizer field may have, by the TransformerEngine that is installed.
+
+The facts are those of TransformerEngine's ``FusedAdam.__init__``, release by release, and of the
+choices that Megatron-LM's command line offers for ``--main-grads-dtype``. They are held against
+the real constructor by the test environment that builds TransformerEngine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from precision_shim.errors import DtypeError
+from precision_shim.precision import releases
+from precision_shim.precision.dtypes import name_of
+
+FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
+
+release = releases.release
+BF16_MOMENTS_SINCE = releases.BF16_MOMENTS_SINCE
+
+REMAINDERS_SINCE = (2, 1)
+"""TransformerEngine release that introduced ``store_param_remainders``."""
+
+CAPTURABLE_BF16_SINCE = (2, 14)
+"""TransformerEngine release whose capturable mode first takes bf16 moments (both, or none)."""
+
+UNFUSED_PACKED_SINCE = (2, 11)
+"""TransformerEngine release whose unfused attention, the only one that takes fp32, first takes
+packed sequences."""
+
+
+@dataclass(frozen=True)
+class FusedAdamSupport:
+    """What the FusedAdam that Megatron will use can do.
+
+    Attributes:
+        version: TransformerEngine's release, such as ``(2, 11)``; ``None`` without it.
+        precision_aware: whether the constructor has the arguments that Megatron's
+            precision-aware optimizer needs.
+        problem: why the precision-aware optimizer cannot run, or ``""``.
+    """
+
+    version: tuple[int, ...] | None = None
+    precision_aware: bool = False
+    problem: str = "TransformerEngine is not installed"
+
+    @property
+    def bf16_moments(self) -> bool:
+        """Whether ``exp_avg`` and ``exp_avg_sq`` may be bf16."""
+        return self.version is not None and self.version >= BF16_MOMENTS_SINCE
+
+    @property
+    def label(self) -> str:
+        """For messages: ``"TransformerEngine 2.11"`` or that there is none."""
+        if self.version is None:
+            return "no TransformerEngine (newest known rules)"
+        return "TransformerEngine " + ".".join(map(str, self.version))
+
+
+NEWEST = FusedAdamSupport((2, 20), True, "")
+"""The newest release whose rules are known (2.20.2); they hold where none is installed."""
+
+
+def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ...] | None:
+    """Return the dtypes that a field may have, or ``None`` for a field without a rule.
+
+    Args:
+        field: a field of Megatron's ``OptimizerConfig``.
+        support: the installed FusedAdam; without TransformerEngine the newest rules hold.
+    """
+    known = support if support.version is not None else NEWEST
+    if field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        return (FP32, BF16, FP16, FP8) if known.bf16_moments else (FP32, FP16, FP8)
+    if field == "main_params_dtype":
+        return (FP32, FP16)  # no release to 2.20 takes bf16 master weights
+    if field == "main_grads_dtype":
+        return (FP32, BF16)
+    if field == "params_dtype":
+        return (FP32, BF16, FP16)
+    return None
+
+
+def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where: str = "") -> None:
+    """Refuse a dtype that its field cannot have; values that are no dtypes pass.
+
+    Args:
+        config: fields to values, already coerced.
+        support: the installed FusedAdam.
+        where: framework and version, for the message.
+
+    Raises:
+        DtypeError: names the key, the dtype, what is allowed, and by which TransformerEngine.
+    """
+    for field, value in config.items():
+        legal = legal_dtypes(field, support) if isinstance(value, torch.dtype) else None
+        if legal is None or value in legal:
+            continue
+        reason = ""
+        if field.startswith("exp_avg") and value is BF16:
+            since = ".".join(map(str, BF16_MOMENTS_SINCE))
+            reason = f" (bf16 moments need TransformerEngine {since} or newer)"
+        elif field == "main_params_dtype" and value is BF16:
+            reason = " (TransformerEngine's FusedAdam takes no bf16 master weights)"
+        raise DtypeError(
+            f"{where + ': ' if where else ''}{field}={name_of(value)!r} is not legal with "
+            f"{support.label}{reason}; allowed: {', '.join(map(name_of, legal))}. "
+            f"Change {field} or leave it out.",
+            key=field,
+        )
+
+
+NEED_PRECISION_AWARE = (
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
+"""Fields that Megatron takes at fp32 only, unless the optimizer is precision-aware."""
+
+
+def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What Megatron refuses of an OptimizerConfig that is not precision-aware.
+
+    Args:
+        config: fields to values, already coerced.
+
+    Returns:
+        For each field that is refused its name, what is wrong, and the remedy.
+    """
+    aware = "use_precision_aware_optimizer"
+    if config.get(aware):
+        return []
+    return [
+        (
+            field,
+            f"{name_of(config[field])} without {aware}: Megatron takes fp32 only",
+            f"Write {aware}: true, or leave {field} out.",
+        )
+        for field in NEED_PRECISION_AWARE
+        if isinstance(config.get(field), torch.dtype) and config[field] is not FP32
+    ]

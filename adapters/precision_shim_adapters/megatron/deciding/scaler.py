@@ -1,0 +1,95 @@
+"""Megatron's dynamic loss scaler: what the shim makes it with, in a worker and in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from precision_shim.adapting import Settings, parse_settings
+from precision_shim.errors import SettingsError
+
+from ...fp16.settings import in_words
+from .wishes import Wishes, scaler_row
+
+FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
+"""The shim's settings, to the fields of Megatron's OptimizerConfig."""
+
+FACTORS = ("growth_factor", "backoff_factor")
+"""What no config has a field for: names of the shim's settings and of the scaler's arguments."""
+
+_OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+"""What Megatron takes (OptimizerConfig, and its call of DynamicGradScaler; core 0.16 to 0.19)."""
+
+
+def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The scaler's fields that the user left open: the framework's block over the variables.
+
+    Raises:
+        SettingsError: the first scale is below the least.
+    """
+    block = parse_settings(wishes.scaler, FIELDS, wishes.scaler_where)
+    fields = scaler_row()
+    for name, field in FIELDS.items():
+        if name in block or settings.is_set(name):
+            fields[field] = block.get(name, settings[name])
+    fields = {key: value for key, value in fields.items() if key not in asked}
+    first, least = ({**asked, **fields}[key] for key in ("initial_loss_scale", "min_loss_scale"))
+    dynamic = not asked.get("loss_scale")
+    if dynamic and "initial_loss_scale" in fields and least is not None and first < least:
+        place, key, way = wishes.where, "initial_loss_scale", "Write a higher one"
+        if "loss_scale_init" in block:
+            place, key, way = wishes.scaler_where, "loss_scale_init", "Raise it"
+        elif settings.is_set("loss_scale_init"):
+            key, way = "PRECISION_SHIM_LOSS_SCALE_INIT", "Raise it"
+        raise SettingsError(
+            f"{place}: {key}={first:g} is below min_loss_scale={least:g} of Megatron's "
+            f"OptimizerConfig. {way}, or lower min_loss_scale."
+        )
+    return fields
+
+
+def factors_set(settings: Settings) -> dict[str, float]:
+    """The factors that the user set."""
+    return {name: settings[name] for name in FACTORS if settings.is_set(name)}
+
+
+def told(
+    first: float, interval: float, factors: Mapping[str, float], ours: Mapping[str, float]
+) -> tuple[str, str]:
+    """What a scaler is made with, and why, as a decision says it.
+
+    Args:
+        first: the first scale.
+        interval: steps until the scale grows.
+        factors: both of them.
+        ours: those of them that the shim's settings gave.
+    """
+    because = "the model is fp16" + (f"; {', '.join(ours)} by the shim's settings" if ours else "")
+    words = in_words(first, factors["growth_factor"], interval, factors["backoff_factor"])
+    return f"Megatron's dynamic loss scaler {words}", because
+
+
+def unscaled(where: str, fp16: object, bf16: object) -> str:
+    """What is told of an fp16 model whose OptimizerConfig has ``fp16`` off."""
+    message = (
+        f"{where}: fp16={fp16}, bf16={bf16}, but the model is fp16: Megatron scales no loss then, "
+        "and small gradients are lost. Set fp16 to true and bf16 to false there."
+    )
+    return message
+
+
+def foreseen(
+    wishes: Wishes, asked: Mapping[str, Any], settings: Settings
+) -> tuple[str, str] | None:
+    """The same before the job runs; ``None`` where the user wrote a static scale.
+
+    Raises:
+        SettingsError: as ``scaler_fields``.
+    """
+    made = {**_OWN, **asked, **scaler_fields(wishes, asked, settings)}
+    if made.get("loss_scale"):
+        return None
+    ours = factors_set(settings)
+    return told(
+        float(made["initial_loss_scale"]), float(made["loss_scale_window"]), {**_OWN, **ours}, ours
+    )

@@ -1,0 +1,282 @@
+"""What a framework and its user ask of Megatron's optimizer, and the plan that comes of it.
+
+An adapter reads its framework's config into one record, ``Wishes``. ``plan_for`` holds the record
+against the parameters that will be trained and against what is in force in this process, and asks
+the rules: the same wishes give the same plan, whichever framework they come from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Settings, current_settings, in_force
+from precision_shim.precision.dtypes import coerce_dtypes
+from precision_shim.precision.model import TrainableDtypes
+from precision_shim_adapters.megatron.deciding.legality import (
+    FusedAdamSupport,
+    check_dtypes,
+    release,
+)
+from precision_shim_adapters.megatron.deciding.table import (
+    ROWS,
+    OptimizerPlan,
+    OptimizerRequest,
+    plan_optimizer,
+)
+
+from ..resuming.checkpoint import STATES
+
+GROUP = "megatron"
+"""The group of the wing's seams and of an adapter's that they need, in each feature."""
+
+DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
+AUDIT = "audit"
+BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
+"""The features that need to know which model is being built: those of a seam with ``building``."""
+
+PRECISION_AWARE = "use_precision_aware_optimizer"
+FUSED_ADAM_ARGUMENTS = (
+    "master_weight_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "use_decoupled_grad",
+)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a framework and its user ask for one model; an adapter makes it of their config.
+
+    Only what the user wrote counts as asked: leave out what a config class filled in.
+
+    Attributes:
+        where: framework, version and key, for messages, such as
+            ``"verl 0.9.1, override_optimizer_config"``.
+        subject: which model: ``"actor"``.
+        asked: fields of Megatron's OptimizerConfig that the user wrote; dtypes may be names.
+        declared: the dtype that the framework declares for the model. Needed only where the
+            trainable parameters have several, or are not known.
+        auto: what ``PRECISION_SHIM_OPTIMIZER_STATES=auto`` means here: ``"as-configured"`` where
+            the config has fields for the states' dtypes, else ``"guarded"``.
+        native: fields that the framework sets by itself, beneath ``asked``, by the model's dtype.
+        opt_in: the framework's own fields for low-precision states of a bf16 model, by Megatron's
+            names.
+        reads_opt_in: whether this version puts ``opt_in`` in force itself; else the shim does.
+        blockers: what of the framework's own rules a precision-aware optimizer out.
+        optimizer: Megatron's name of the optimizer, where ``asked`` has none.
+        distributed: whether the framework's config has the distributed optimizer.
+        bucket_in_fp32: ``grad_reduce_in_fp32`` if the user wrote it, else ``None``.
+        nan_check_written: whether the user wrote ``check_for_nan_in_grad``.
+        scaler: the shim's settings of a loss scaler that the framework's config carries.
+        scaler_where: the place of these, for messages.
+        unchecked: fields whose values are no statement about the model, because the framework's
+            own files carry them whatever it is.
+        trains: whether the model gets an optimizer.
+    """
+
+    where: str = "Megatron"
+    subject: str = "direct caller"
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    declared: torch.dtype | None = None
+    auto: str = "as-configured"
+    native: Mapping[torch.dtype, Mapping[str, Any]] = field(default_factory=dict)
+    opt_in: Mapping[str, Any] = field(default_factory=dict)
+    reads_opt_in: bool = True
+    blockers: tuple[str, ...] = ()
+    optimizer: str = "adam"
+    distributed: bool = True
+    bucket_in_fp32: bool | None = None
+    nan_check_written: bool = False
+    scaler: Mapping[str, Any] = field(default_factory=dict)
+    scaler_where: str = ""
+    unchecked: tuple[str, ...] = ()
+    trains: bool = True
+
+    @property
+    def precision_aware_by_itself(self) -> bool:
+        """Whether the user's config makes the optimizer precision-aware, without the shim."""
+        beneath = self.opt_in.get(PRECISION_AWARE) if self.reads_opt_in else False
+        return bool(self.asked.get(PRECISION_AWARE, beneath))
+
+
+@dataclass(frozen=True)
+class InForce:
+    """The settings and features in this process that a plan depends on.
+
+    Attributes:
+        states: ``PRECISION_SHIM_OPTIMIZER_STATES``.
+        coerces: whether dtype names become dtypes.
+        dispatches: whether the OptimizerConfig follows the model.
+        aligns: whether the gradient bucket follows the main gradients.
+        over_user: whether it does so where the user wrote another (``GRAD_BUCKET=align``).
+        whole_masters: whether checkpoints hold whole fp32 masters.
+        support: the FusedAdam that Megatron would use.
+    """
+
+    states: str = "auto"
+    coerces: bool = True
+    dispatches: bool = True
+    aligns: bool = True
+    over_user: bool = False
+    whole_masters: bool = True
+    support: FusedAdamSupport = field(default_factory=FusedAdamSupport)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the fields that put it in force.
+
+    Attributes:
+        plan: what the rules chose.
+        dtype: the model's dtype, or the one that was declared for it.
+        asked: what the user wrote, as it is held against the plan.
+        added: fields beneath these: the framework's own and the shim's.
+    """
+
+    plan: OptimizerPlan
+    dtype: torch.dtype | None
+    asked: Mapping[str, Any]
+    added: Mapping[str, Any]
+
+
+def plan_for(
+    framework: str, wishes: Wishes, model: TrainableDtypes, *, distributed: bool = True
+) -> Planned:
+    """Plan a model's optimizer by what is in force for a framework in this process.
+
+    Args:
+        framework: the framework's name.
+        wishes: what its config says.
+        model: the trainable parameters.
+        distributed: whether the model's DDP has the distributed optimizer.
+
+    Raises:
+        DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
+    """
+    now = what_is_in_force(current_settings(), partial(in_force, framework))
+    return plan(wishes, model, now, distributed=distributed)
+
+
+def what_is_in_force(
+    settings: Settings,
+    holds: Callable[[str, str], bool],
+    support: FusedAdamSupport | None = None,
+) -> InForce:
+    """What a plan depends on.
+
+    Args:
+        settings: the shim's.
+        holds: tells whether a feature is in force, and a group of it.
+        support: the FusedAdam that Megatron would use; ``None`` to look.
+    """
+    return InForce(
+        states=str(settings["optimizer_states"]),
+        coerces="dtype-coercion" in settings.features,
+        dispatches=holds(DISPATCH, GROUP),
+        aligns=holds(ALIGNMENT, GROUP),
+        over_user=settings["grad_bucket"] == "align",
+        whole_masters=holds(DISPATCH, STATES),
+        support=fused_adam_support() if support is None else support,
+    )
+
+
+def plan(
+    wishes: Wishes, model: TrainableDtypes, now: InForce, *, distributed: bool = True
+) -> Planned:
+    """Plan a model's optimizer; a pure function.
+
+    Main grads that the shim adds have the dtype of the bucket that will be there: the optimizer
+    reads the bucket's gradients as they are, whatever ``main_grads_dtype`` says.
+
+    Raises:
+        DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
+    """
+    asked = coerced(wishes.asked, wishes.where, now)
+    if asked.get("fp16") and asked.get("bf16"):
+        asked["bf16"] = False  # fp16 wins where a caller passes both
+    dtype = model.single or wishes.declared
+    policy = wishes.auto if now.states == "auto" else now.states
+    if not now.dispatches:
+        policy = "as-configured"  # the bucket must not follow states that are not put in force
+    native = dict(wishes.native.get(dtype, {})) if dtype is not None else {}
+    if dtype is torch.float16:
+        native = {**scaler_row(), **native}
+    elif dtype is torch.bfloat16 and policy == "as-configured":
+        if wishes.opt_in.get(PRECISION_AWARE) and (wishes.reads_opt_in or now.dispatches):
+            native.update(wishes.opt_in)
+    elif dtype is torch.bfloat16:
+        asked = {**wishes.opt_in, **asked}
+    written = wishes.bucket_in_fp32
+    kept = written is not None and not (now.over_user and now.aligns)
+    blockers = wishes.blockers
+    if kept and not written and dtype is torch.float16:
+        blockers += ("the user's grad_reduce_in_fp32=False makes the gradients fp16",)
+    made = plan_optimizer(
+        OptimizerRequest(
+            model=model,
+            declared=wishes.declared,
+            asked=asked,
+            policy=policy,
+            optimizer=str(asked.get("optimizer", wishes.optimizer)),
+            distributed=bool(
+                asked.get("use_distributed_optimizer", wishes.distributed and distributed)
+            ),
+            support=now.support,
+            blockers=blockers,
+            native=native,
+            aligned=not written if kept else now.aligns,
+            fp32_bucket_written=bool(kept and written),
+            whole_masters=now.whole_masters,
+        )
+    )
+    added = {key: value for key, value in {**native, **made.adds}.items() if key not in asked}
+    return Planned(made, dtype, asked, added)
+
+
+def scaler_row() -> dict[str, Any]:
+    """The fields of Megatron's loss scaler that an fp16 model brings."""
+    return {key: ROWS[torch.float16][key] for key in ("initial_loss_scale", "min_loss_scale")}
+
+
+def coerced(written: Mapping[str, Any], where: str, now: InForce | None = None) -> dict[str, Any]:
+    """Turn the dtype names among a config's OptimizerConfig fields into dtypes.
+
+    As it stands there if ``dtype-coercion`` is not in force.
+
+    Args:
+        written: fields of Megatron's OptimizerConfig.
+        where: framework and key, for messages.
+        now: what is in force; ``None`` to look.
+
+    Raises:
+        DtypeError: a name is unknown, or the dtype is not legal for its field.
+    """
+    if not ("dtype-coercion" in current_settings().features if now is None else now.coerces):
+        return dict(written)
+    dtypes = coerce_dtypes(written, where=where)
+    check_dtypes(dtypes, fused_adam_support() if now is None else now.support, where=where)
+    return dtypes
+
+
+def fused_adam_support() -> FusedAdamSupport:
+    """Look at the FusedAdam that Megatron's precision-aware optimizer would use."""
+    try:
+        # The same import that Megatron's own check does.
+        from transformer_engine.pytorch.optimizers import FusedAdam
+    except ImportError:
+        return FusedAdamSupport()
+    from megatron.core.utils import get_te_version
+
+    version = release(str(get_te_version()))
+    known = inspect.signature(FusedAdam).parameters
+    lacking = [name for name in FUSED_ADAM_ARGUMENTS if name not in known]
+    problem = ""
+    if lacking:
+        problem = f"TransformerEngine's FusedAdam has no argument {', '.join(lacking)}"
+    return FusedAdamSupport(version, not lacking, problem)

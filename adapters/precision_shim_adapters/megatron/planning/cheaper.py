@@ -1,0 +1,119 @@
+"""Cheaper precision settings of a model on Megatron, the least lost first.
+
+The steps are tried as if the user wrote them, so that the rules of run time say which are legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Settings
+from precision_shim.errors import DtypeError
+from precision_shim.planning.request import Variant
+from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.moments import second_moment_can_decay
+from precision_shim_adapters.megatron.deciding.legality import REMAINDERS_SINCE, FusedAdamSupport
+from precision_shim_adapters.megatron.deciding.table import MEGATRON_BETA2
+
+from ..deciding.wishes import PRECISION_AWARE
+from .plan import Asked, Holds, problems_of, side, with_shim
+
+_STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    (
+        "nothing: the masters are kept as remainders, whole in checkpoints",
+        {PRECISION_AWARE: True, "store_param_remainders": True},
+    ),
+    (
+        "precision of the gradients' sum: they are reduced in the model's dtype",
+        {PRECISION_AWARE: True, "main_grads_dtype": "model", "grad_reduce_in_fp32": False},
+    ),
+    (
+        "precision of the first moment",
+        {
+            PRECISION_AWARE: True,
+            "main_grads_dtype": "model",
+            "grad_reduce_in_fp32": False,
+            "exp_avg_dtype": "bf16",
+        },
+    ),
+    (
+        "precision of both moments",
+        {
+            PRECISION_AWARE: True,
+            "main_grads_dtype": "model",
+            "grad_reduce_in_fp32": False,
+            "exp_avg_dtype": "bf16",
+            "exp_avg_sq_dtype": "bf16",
+        },
+    ),
+    (
+        "speed: the host steps the optimizer, in fp32",
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+    ),
+    (
+        "speed, and precision of the gradients' sum",
+        {
+            PRECISION_AWARE: True,
+            "main_grads_dtype": "model",
+            "grad_reduce_in_fp32": False,
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 1.0,
+        },
+    ),
+)
+"""What can be given up, the least first, and the settings that do it."""
+
+
+def variants(
+    asked: Asked, settings: Settings, support: FusedAdamSupport, holds: Holds
+) -> list[Variant]:
+    """The same model with cheaper settings; only those that are legal here."""
+    if not asked.wishes.trains:
+        return []
+    found = []
+    for gives_up, step in _STEPS:
+        fields = {
+            key: name_of(asked.dtype) if value == "model" else value for key, value in step.items()
+        }
+        if not _makes_sense(asked, fields, support):
+            continue
+        other = changed(asked, **fields)
+        try:
+            made = side(other, with_shim(settings, support, holds))
+        except DtypeError:
+            continue
+        if problems_of(other, made, support):
+            continue
+        lines = tuple(_line(asked, key, value) for key, value in fields.items())
+        found.append(Variant(gives_up, lines, other))
+    return found
+
+
+def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupport) -> bool:
+    """Whether the settings can do what they are for with this model."""
+    bf16 = asked.dtype is torch.bfloat16
+    if fields.get("store_param_remainders") and (support.version or ()) < REMAINDERS_SINCE:
+        return False
+    if not bf16 and {"main_grads_dtype", "store_param_remainders"} & fields.keys():
+        return False
+    if fields.get("exp_avg_sq_dtype") == "bf16":
+        beta2 = float(asked.wishes.asked.get("adam_beta2", MEGATRON_BETA2))
+        return second_moment_can_decay(beta2)
+    return True
+
+
+def _line(asked: Asked, field: str, value: object) -> str:
+    key = asked.bucket_key if field == "grad_reduce_in_fp32" else asked.key.format(field)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{asked.prefix}{key}={text}"
+
+
+def changed(asked: Asked, **fields: Any) -> Asked:
+    """The same model with other fields of the optimizer's config, as if the user wrote them."""
+    bucket = fields.pop("grad_reduce_in_fp32", asked.wishes.bucket_in_fp32)
+    written = {**asked.wishes.asked, **fields}
+    return replace(asked, wishes=replace(asked.wishes, asked=written, bucket_in_fp32=bucket))

@@ -1,0 +1,89 @@
+"""The audit by itself, where every optimizer of Megatron's passes.
+
+``get_megatron_optimizer`` is not that place: frameworks have copies of it, and make no chained
+optimizer. These three classes see every optimizer in megatron-core 0.13 to 0.19.
+
+Delete when: Megatron says which precision its optimizers really have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from precision_shim.adapting import Call, seam
+from precision_shim.auditing.record import Finding
+from precision_shim.auditing.watching import watch
+
+from ..acting.build import Build, current_build
+from ..acting.ddp import told_of
+from ..deciding.told import told_about
+from ..deciding.wishes import AUDIT, Wishes
+
+FEATURE = AUDIT
+GROUP = "audit"
+PATHS = {GROUP: "Megatron's optimizers"}
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_FLAGS = {"bf16", "fp16", "params_dtype"}
+_OF_FLAGS = {"params-dtype", "scaler-missing", "master-missing"}
+"""Problems that follow from flags that do not fit the model."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _on_each_optimizer(function: _Function) -> _Function:
+    for target in (
+        f"{_OPTIMIZER}:FP32Optimizer.__init__",
+        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.__init__",
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
+    ):
+        seam(
+            target,
+            FEATURE,
+            group=GROUP,
+            why="every optimizer of Megatron's is made by one of three classes",
+            delete_when="Megatron says which precision its optimizers have",
+            optional=True,
+        )(function)
+    return function
+
+
+@_on_each_optimizer
+def look_at(call: Call) -> Any:
+    """Audit an optimizer that is made, and again after its first step."""
+    result = call.proceed()
+    optimizer = call.instance
+    build = current_build()
+    wishes = _wishes(build)
+    chunks = list(getattr(optimizer, "model_chunks", None) or ())
+    config = getattr(optimizer, "config", None)
+    watch(
+        build.framework if build is not None else "",
+        wishes.subject if wishes is not None else "",
+        optimizer,
+        inner=getattr(optimizer, "optimizer", None),
+        model=chunks,
+        by_user=_by_user(wishes, chunks),
+        told=lambda problem: problem.code in told_about(config),
+    )
+    return result
+
+
+def _wishes(build: Build | None) -> Wishes | None:
+    """A build's wishes as they are now: the hook comes later. An audit ends no build."""
+    try:
+        return None if build is None else build.wishes
+    except Exception:  # whoever needs them for more says what is wrong
+        return None
+
+
+def _by_user(wishes: Wishes | None, chunks: list[Any]) -> Callable[[Finding], bool]:
+    """Tells whether the user wrote what a problem is about."""
+    codes = set()
+    bucket = wishes is not None and wishes.bucket_in_fp32 is not None
+    if bucket or any(told_of(chunk) is not None for chunk in chunks):
+        codes.add("main-grads-dtype")
+    if wishes is not None and not _FLAGS.isdisjoint(wishes.asked):
+        codes |= _OF_FLAGS
+    return lambda problem: problem.code in codes

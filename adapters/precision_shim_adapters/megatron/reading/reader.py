@@ -1,0 +1,232 @@
+"""How the audit reads Megatron's optimizers; works without the shim, and imports no Megatron.
+
+The three classes that every optimizer of Megatron's passes keep their parameters in three ways:
+the distributed optimizer in shards by its buffers, the one for 16-bit parameters in groups with
+their fp32 copies, the fp32 one in the inner optimizer alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from precision_shim.auditing.reading import (
+    SIXTEEN_BIT,
+    Owned,
+    Reading,
+    Wanted,
+    gradients_of,
+    read_inner,
+    tensors_of,
+    unique,
+)
+from precision_shim.precision.dtypes import parse_dtype
+
+
+def read(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
+    """Read Megatron's optimizers.
+
+    Args:
+        chunks: the model's, or none: an optimizer knows its own parameters.
+        optimizers: single ones, not chained.
+    """
+    readings = [_read(chunks, one) for one in optimizers]
+    names = {one.name for one in readings}
+    experts = "experts" in names or any(
+        is_expert(p)
+        for chunk in (*chunks, *(c for one in optimizers for c in _own_chunks(one)))
+        for p in chunk.parameters()
+        if p.requires_grad
+    )
+    for reading in readings:
+        if reading.name == "model" and experts:
+            reading.name = "dense"
+    return readings
+
+
+def is_expert(parameter: Any) -> bool:
+    """Whether a parameter is an expert's, whose data-parallel group is another."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _own_chunks(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "model_chunks", None) or ())
+
+
+def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
+    inner = getattr(optimizer, "optimizer", None)
+    kind = type(optimizer).__name__
+    reading = Reading(
+        "megatron-core", "model", kind, scaler=getattr(optimizer, "grad_scaler", None)
+    )
+    reading.other += tensors_of(optimizer)  # such as the flag of an overflow
+    if reading.scaler is not None:
+        reading.other += tensors_of(reading.scaler)
+    config = getattr(optimizer, "config", None)
+    if config is not None:
+        reading.wanted = wanted(config)
+    if inner is None:  # a stub over a frozen model
+        return reading
+    pairs = list(_pairs(optimizer, inner))
+    buffers = list(getattr(optimizer, "buffers", None) or ())
+    trained = [model for model, _ in pairs]
+    reading.trainable = unique(p for b in buffers for p in b.params) if buffers else unique(trained)
+    if reading.trainable and all(is_expert(p) for p in reading.trainable):
+        reading.name = "experts"
+    if not buffers:
+        buffers = _buffers_of(reading.trainable, [*chunks, *_own_chunks(optimizer)])
+    for buffer in buffers:
+        kept = (buffer.grad_data, *(getattr(buffer, "extra_main_grads", None) or ()))
+        reading.buckets += [one for one in kept if isinstance(one, torch.Tensor)]
+        data = getattr(buffer, "param_data", None)
+        # Frameworks that offload keep a copy here.
+        copies = (getattr(buffer, "param_data_cpu", None), getattr(data, "cpu_data", None))
+        reading.also_params += [one for one in (data, *copies) if isinstance(one, torch.Tensor)]
+    reading.bucket_views = [
+        grad for p in reading.trainable if (grad := getattr(p, "main_grad", None)) is not None
+    ]
+    _read_states(reading, inner, pairs)
+    dtypes = {p.dtype for p in trained}
+    in_bucket = {one.dtype for one in reading.bucket_views}
+    own = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
+    makes_copies = bool(dtypes & set(SIXTEEN_BIT)) and in_bucket != {torch.float32}
+    reading.copies_later = makes_copies and not own and reading.foretold.exp_avg is not None
+    reading.data_parallel_size = _data_parallel_size(optimizer, buffers, reading.name)
+    reading.sharded = reading.owned_parameters < reading.parameters
+    meshed = any(hasattr(p, "device_mesh") for p in reading.trainable)  # Megatron-FSDP
+    reading.sharded = reading.sharded or (meshed and reading.data_parallel_size > 1)
+    reading.params_sharded = meshed and reading.sharded
+    return reading
+
+
+def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
+    """Each parameter of the model with the tensor that the inner optimizer has for it.
+
+    In each group of the inner optimizer the fp32 parameters come first, as Megatron puts them.
+    """
+    groups = inner.param_groups
+    fp32 = getattr(optimizer, "model_fp32_groups", None)
+    halves = getattr(optimizer, "model_float16_groups", None)
+    if fp32 is not None and halves is not None:
+        for whole, half, group in zip(fp32, halves, groups, strict=False):
+            yield from zip((*whole, *half), group["params"], strict=False)
+        return
+    model_of = {}
+    halves = getattr(optimizer, "float16_groups", None)
+    copies = getattr(optimizer, "fp32_from_float16_groups", None)
+    for half, copy in zip(halves or (), copies or (), strict=False):
+        model_of.update({id(b): a for a, b in zip(half, copy, strict=False)})
+    for group in groups:
+        for p in group["params"]:
+            yield model_of.get(id(p), p), p
+
+
+def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
+    # The optimizer that offloads to the CPU steps copies, in optimizers of its own.
+    beneath = getattr(inner, "param_to_inner_param", None) or {}
+    steppers = list(getattr(inner, "sub_optimizers", None) or ())
+    states = {id(p): state for one in steppers for p, state in one.state.items()}
+    for model, stepped in pairs:
+        masters = [stepped] if stepped.dtype != model.dtype else []
+        lower = beneath.get(stepped, stepped)
+        if lower is not stepped:
+            masters.append(lower)
+        owned = Owned(model.dtype, stepped, tuple(masters))
+        state = states.get(id(lower)) if steppers else None
+        owned.take(inner.state.get(stepped, {}) if state is None else state)
+        reading.owned.append(owned)
+        reading.gradients += gradients_of(stepped)
+        if lower is not stepped:
+            reading.gradients += gradients_of(lower)
+    # After a checkpoint's load its gradients there may be of parameters that were.
+    reading.gradients += list((getattr(inner, "cpu_copy_map_grad", None) or {}).values())
+    reading.gradients += [grad for p in reading.trainable for grad in gradients_of(p)]
+    read_inner(reading, inner)
+    for one in steppers:
+        read_inner(reading, one)
+    told = reading.foretold
+    if beneath and told.exp_avg is not None and told.exp_avg_sq is not None:
+        # What steps copies makes its states like these, and is asked by what they are copies of.
+        first, second = told.exp_avg, told.exp_avg_sq
+        reading.foretold = replace(
+            told,
+            exp_avg=lambda one: first(beneath.get(one, one)),
+            exp_avg_sq=lambda one: second(beneath.get(one, one)),
+        )
+
+
+def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:
+    """The buffers of a DDP that hold gradients of these parameters."""
+    wanted_ones = {id(p) for p in parameters}
+    found = []
+    for chunk in chunks:
+        for name in ("buffers", "expert_parallel_buffers"):
+            buffers = getattr(chunk, name, None)
+            # torch's Module.buffers is a method; Megatron's DDP hides it behind a list.
+            if isinstance(buffers, (list, tuple)):
+                found += [b for b in buffers if any(id(p) in wanted_ones for p in b.params)]
+    return unique(found)
+
+
+def _data_parallel_size(optimizer: Any, buffers: Sequence[Any], name: str) -> int:
+    group = getattr(optimizer, "data_parallel_group", None)
+    if group is None and buffers:
+        group = getattr(buffers[0], "data_parallel_group", None)
+    if group is not None:
+        return int(group.size())
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return 1
+    if name == "experts":
+        return int(state.get_expert_data_parallel_world_size())
+    return int(state.get_data_parallel_world_size(with_context_parallel=True))
+
+
+def wanted(config: Any) -> Wanted:
+    """What an OptimizerConfig says about the tensors, read from its fields as they are now.
+
+    Megatron works some of it out once, when a config is made; a field that is set later changes
+    the half of what follows from it, which is what an audit is to find.
+    """
+
+    def get(name: str, default: Any) -> Any:
+        found = getattr(config, name, default)
+        if isinstance(found, str):  # Megatron keeps a name where nobody coerces it
+            found = parse_dtype(found) or found
+        return default if found is None else found
+
+    fp32 = torch.float32
+    params = get("params_dtype", fp32)
+    if get("fp16", False) or get("bf16", False):
+        params = torch.float16 if get("fp16", False) else torch.bfloat16
+    if not get("use_precision_aware_optimizer", False):
+        return Wanted(
+            "OptimizerConfig",
+            params=params,
+            main_grads=fp32,
+            masters=dict.fromkeys(SIXTEEN_BIT, fp32),
+            exp_avg=fp32,
+            exp_avg_sq=fp32,
+        )
+    main = get("main_params_dtype", fp32)
+    offload = bool(get("optimizer_cpu_offload", False))
+    # With other fp8 recipes Megatron keeps the masters, whole; and so does the offload.
+    by_adam = not offload and (
+        main is not fp32 or getattr(config, "fp8_recipe", None) in (None, "delayed")
+    )
+    remainders = by_adam and main is fp32 and get("store_param_remainders", True)
+    return Wanted(
+        "OptimizerConfig",
+        params=params,
+        main_grads=get("main_grads_dtype", fp32),
+        masters={
+            torch.float16: main,
+            torch.bfloat16: torch.int16 if remainders else main,
+        },
+        exp_avg=get("exp_avg_dtype", fp32),
+        exp_avg_sq=get("exp_avg_sq_dtype", fp32),
+    )

@@ -1,0 +1,385 @@
+"""Megatron's optimizer checkpoints: written so that any Megatron reads them.
+
+Why these layers. ``DistributedOptimizer`` reads and writes one parameter's states through one pair
+of methods, for every sharding type: there the int16 remainder of a precision-aware optimizer
+becomes the fp32 master that an unpatched Megatron expects, and comes apart again. Where the user's
+own config is precision-aware, the unpatched Megatron expects remainders, and reads them in the two
+sharding types that keep a dtype for each state: there they stay what they are. The bucket's dtype
+is part of the checkpoint's keys in two of the sharding types; they are written with the bucket that
+the job would have without the shim. ``dist_checkpointing.load`` is the one call that has both the
+wanted layout and the directory in hand, before a tensor is read.
+
+What cannot be continued exactly is refused: fp32 moments that would be rounded to bf16, and
+remainders that an unpatched Megatron has already written as numbers.
+
+Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
+https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete when both are
+closed, remainders are stored under a name of their own, and the bucket's dtype left the keys.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from precision_shim.adapting import Call, current_settings, seam, version_of, warn
+from precision_shim.checkpoints.metadata import NAME as METADATA
+from precision_shim.checkpoints.metadata import stored as stored_tensors
+from precision_shim.errors import CheckpointLayoutError, CheckpointUnreadableError
+from precision_shim.precision.continuing import how_read
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ...megatron_checkpoints import DTYPES_IN_KEY, is_master, is_optimizers
+
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_ISSUE = "https://github.com/NVIDIA/Megatron-LM/issues/4222"
+_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
+REMEDY = (
+    "PRECISION_SHIM_OPTIMIZER_STATES=as-configured to continue with fp32 states (and leave low-"
+    "precision dtypes out of the config), or start from the model's weights without the "
+    "optimizer's states."
+)
+
+STATES = "megatron checkpoint states"
+KEYS = "megatron checkpoint keys"
+"""Two groups, since the second alone differs between versions: without it a switch of the bucket's
+dtype is Megatron's own error, without the first it would be other weights."""
+
+PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in checkpoints)"}
+"""What users call them."""
+
+
+def checkpoint_seam(
+    group: str, target: str, why: str, *relies_on: str, aliases: tuple[str, ...] = ()
+) -> Callable[[_Wrapper], _Wrapper]:
+    """``seam`` with what all seams for checkpoints have in common."""
+    return seam(
+        target,
+        "bf16-dispatch",
+        group=group,
+        why=why,
+        upstream=_ISSUE,
+        delete_when="Megatron stores remainders as such, and its keys no longer hold the bucket",
+        relies_on=relies_on,
+        aliases=aliases,
+        optional=True,
+    )
+
+
+bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""DDP modules whose bucket the shim aligned, to the ``grad_reduce_in_fp32`` they came with: written
+by ``ddp.build_ddp``, read here."""
+
+_ADDED = "_precision_shim_added"
+"""Attribute of an OptimizerConfig that is precision-aware by the shim alone: it is no field, and
+``copy`` and ``pickle`` take it along."""
+
+_OWN = ("adam_eps", "sgd_momentum")
+"""Fields of such a config whose floats are objects of their own: whoever makes a config of another
+one's fields, as ``dataclasses.replace`` does, hands these objects on."""
+
+_own_floats: dict[int, float] = {}
+"""These objects, by ``id``: written by ``note_precision_aware``, read by ``added_by_shim``."""
+
+as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
+"""Whether remainders are being written that the same job would write without the shim."""
+
+into_place: ContextVar[bool] = ContextVar("precision_shim_into_place", default=False)
+"""Whether a load reads into the tensors that are handed out."""
+
+
+def note_precision_aware(config: Any, *, by_user: bool) -> None:
+    """Remember whether an OptimizerConfig would be precision-aware without the shim.
+
+    Args:
+        config: Megatron's OptimizerConfig; the optimizer gets this object or a copy of it.
+        by_user: whether the framework makes it so of the user's config alone.
+    """
+    if not config.use_precision_aware_optimizer or by_user:
+        return
+    setattr(config, _ADDED, True)
+    for name in _OWN:
+        value = getattr(config, name, None)
+        if isinstance(value, float):
+            own = value * 1.0  # an object of its own; float() would return the same one
+            _own_floats[id(own)] = own
+            setattr(config, name, own)
+
+
+def added_by_shim(config: Any) -> bool:
+    """Whether an OptimizerConfig, or what it was copied from, was noted as the shim's."""
+    values = (getattr(config, name, None) for name in _OWN)
+    return hasattr(config, _ADDED) or any(
+        isinstance(one, float) and _own_floats.get(id(one)) is one for one in values
+    )
+
+
+# -- without TransformerEngine -------------------------------------------------------------------
+
+
+@checkpoint_seam(
+    STATES,
+    f"{OPTIMIZER}.sharded_state_dict",
+    "every sharding type is saved and loaded through it",
+)
+def refuse_torchs_adam(
+    call: Call, is_loading: bool, metadata: Any = None, sharding_type: Any = None
+) -> Any:
+    """Say at the save that the states of torch's Adam cannot be loaded, and refuse the load.
+
+    Where neither TransformerEngine nor Apex is installed, Megatron steps with torch's Adam. Its
+    load asserts that a fresh optimizer has one step count, which has none; an optimizer with states
+    lacks the count in two sharding types and keeps its own in the third.
+
+    Raises:
+        CheckpointLayoutError: at a load, and under strict at a save.
+    """
+    optimizer = call.instance
+    kind = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "the default")
+    if kind == "fsdp_dtensor" or not _steps_with_torchs_adam(optimizer):
+        return call.proceed()
+    message = (
+        f"megatron-core {version_of('megatron-core', ('megatron',))}, optimizer checkpoint, "
+        f"sharding type {kind}: without TransformerEngine the distributed optimizer steps with "
+        "torch's Adam, whose states this Megatron saves and cannot load: every sharding type "
+        "(dp_reshardable, fully_reshardable, dp_zero_gather_scatter) loses the step count. Install "
+        "TransformerEngine before the job trains, or leave the optimizer's states out of its "
+        "checkpoints and resume from the model's weights."
+    )
+    if is_loading or current_settings().strict:
+        raise CheckpointLayoutError(message)
+    warn(message)
+    return call.proceed()
+
+
+def _steps_with_torchs_adam(optimizer: Any) -> bool:
+    megatron = sys.modules.get(OPTIMIZER.partition(":")[0])
+    return isinstance(optimizer.optimizer, torch.optim.Adam | torch.optim.AdamW) and not getattr(
+        megatron, "HAVE_APEX_OR_TE", True
+    )
+
+
+# -- the bucket's dtype in the keys -------------------------------------------------------------
+
+
+def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
+    """Parameter dtype to the bucket dtype of the same job without the shim, if that differs."""
+    for chunk in optimizer.model_chunks:
+        if chunk in bucket_without_shim:
+            in_fp32 = bucket_without_shim[chunk]
+            return lambda param_dtype: torch.float32 if in_fp32 else param_dtype
+    return None
+
+
+def _keyed_as_unpatched(optimizer: Any, state: Any) -> Any:
+    """A sharded state, in place, with the keys that the same job has without the shim."""
+    dtype_of = _unpatched_grad_dtype(optimizer)
+    if dtype_of is None:
+        return state
+
+    def rekeyed(by_dtypes: Any) -> Any:
+        return {(key[0], dtype_of(key[0])): value for key, value in by_dtypes.items()}
+
+    def renamed(match: re.Match[str]) -> str:
+        param_dtype = getattr(torch, match[1].removeprefix("torch."))
+        return f"dtype_({param_dtype}, {dtype_of(param_dtype)})"
+
+    if isinstance(state, dict):
+        for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):
+            if name in state:
+                state[name].data = [rekeyed(one) for one in state[name].data]
+        for tensor in _sharded_tensors(state):
+            tensor.key = DTYPES_IN_KEY.sub(renamed, tensor.key)
+    elif getattr(state, "data", None) is not None:  # the gathered form is one object
+        state.data = {
+            name: rekeyed(value) if isinstance(value, dict) else value
+            for name, value in state.data.items()
+        }
+    return state
+
+
+@checkpoint_seam(
+    KEYS,
+    f"{OPTIMIZER}.sharded_param_state_dp_zero",
+    "the bucket's dtype is part of the gathered form's keys, too",
+    "model_chunks",
+)
+def name_bucket_of_unpatched(call: Call) -> Any:
+    """Write the keys that the same job has without the shim."""
+    return _keyed_as_unpatched(call.instance, call.proceed())
+
+
+@checkpoint_seam(
+    KEYS,
+    f"{OPTIMIZER}.sharded_param_state_dp_reshardable",
+    "the bucket's dtype is part of these keys, and remainders can be read again",
+    "per_bucket_numel_unpadded",
+    "config",
+    "model_chunks",
+)
+@checkpoint_seam(
+    KEYS,
+    f"{OPTIMIZER}.sharded_param_state_fs_model_space",
+    "up to 0.15 the usual form, whose remainders can be read again, too",
+    "config",
+    "model_chunks",
+)
+def write_as_unpatched(call: Call, is_loading: bool) -> Any:
+    """Write the same keys for the types that keep remainders.
+
+    Remainders that the user configured are saved unchanged. Not while loading: what is wanted then
+    is whole masters, for ``compare_layouts`` to hold against what is there.
+    """
+    by_user = not added_by_shim(call.instance.config)
+    written = as_they_are.set(by_user and not is_loading)
+    read = into_place.set(is_loading)
+    try:
+        return _keyed_as_unpatched(call.instance, call.proceed())
+    finally:
+        as_they_are.reset(written)
+        into_place.reset(read)
+
+
+@checkpoint_seam(
+    KEYS,
+    f"{OPTIMIZER}.load_parameter_state_from_dp_reshardable",
+    "what the keys say is compared with the live bucket here",
+    "per_bucket_numel_unpadded",
+)
+def name_live_bucket(call: Call, state_dict: Any) -> Any:
+    """Give the loaded bookkeeping the live bucket's dtypes before Megatron compares them."""
+    name = "per_bucket_numel_unpadded"
+    if state_dict is not None and name in state_dict:
+        live = [next(iter(one)) for one in call.instance.per_bucket_numel_unpadded]
+        stored = state_dict[name]
+        if len(live) == len(stored) and all(len(one) == 1 for one in stored):
+            call.arguments["state_dict"] = {
+                **state_dict,
+                name: [
+                    {key: next(iter(one.values()))} for key, one in zip(live, stored, strict=True)
+                ],
+            }
+    return call.proceed()
+
+
+@checkpoint_seam(
+    KEYS,
+    f"{OPTIMIZER}.load_parameter_state_from_dp_zero",
+    "what the keys say is compared with the live bucket here, of the gathered form",
+    "gbuf_ranges",
+)
+def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
+    """Do the same for the gathered form, which only some ranks hold."""
+    if state_dict is not None:
+        state = call.arguments["state_dict"] = dict(state_dict)
+        for index, ranges in enumerate(call.instance.gbuf_ranges):
+            stored = state.get(index)
+            if len(ranges) == 1 and isinstance(stored, dict) and len(stored) == 1:
+                state[index] = {next(iter(ranges)): next(iter(stored.values()))}
+    return call.proceed()
+
+
+# -- layouts compared before a tensor is read ---------------------------------------------------
+
+
+@checkpoint_seam(
+    KEYS,
+    "megatron.core.dist_checkpointing.serialization:load",
+    "the one call that has the wanted layout and the directory, before a tensor is read",
+    aliases=("megatron.core.dist_checkpointing:load",),
+)
+def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+    """Hold the wanted optimizer tensors against the checkpoint's metadata.
+
+    Raises:
+        CheckpointLayoutError: a tensor of the optimizer has another dtype in the checkpoint and
+            would be cast without a word.
+    """
+    wanted = [
+        tensor for tensor in _sharded_tensors(sharded_state_dict) if is_optimizers(tensor.key)
+    ]
+    if not wanted:
+        return call.proceed()
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        stored = _stored_dtypes(str(checkpoint_dir))
+    except (CheckpointingException, CheckpointUnreadableError, NotImplementedError) as error:
+        warn(
+            f"Megatron optimizer checkpoint {checkpoint_dir}: its layout could not be "
+            f"compared with the live optimizer's: {error!r}."
+        )
+        return call.proceed()
+    for tensor in wanted:
+        if tensor.key not in stored:
+            tensor.key = _stored_key(tensor.key, stored)
+        wants = tensor.data.dtype if hasattr(tensor, "build_fn") else tensor.dtype
+        if tensor.key not in stored:
+            continue
+        there = stored[tensor.key]
+        read = how_read(name_of(there), name_of(wants), master=is_master(tensor.key))
+        if read == "as it is":
+            continue
+        if read == "as remainders":
+            # Remainders that an unpatched Megatron wrote: read them as such.
+            tensor.data = torch.empty(tensor.data.shape, dtype=there, device=tensor.data.device)
+            if not hasattr(tensor, "build_fn"):
+                tensor.dtype = there
+            continue
+        raise CheckpointLayoutError(
+            f"Megatron optimizer checkpoint {checkpoint_dir}: {tensor.key} is "
+            f"{name_of(there)} there and {name_of(wants)} in the live optimizer. Set "
+            f"{REMEDY}"
+        )
+    return call.proceed()
+
+
+def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
+    """The dtypes of a checkpoint's tensors, by their keys; no pickle is opened for them.
+
+    Only on a file system of its own client is Megatron's reader asked, which does open one.
+    """
+    path = Path(directory, METADATA)
+    if not path.is_file():
+        from megatron.core.dist_checkpointing import load_tensors_metadata
+
+        return {key: one.dtype for key, one in load_tensors_metadata(directory).items()}
+    with path.open("rb") as file:
+        found = stored_tensors(file, str(path))
+    return {
+        key: parse_dtype(one.dtype) or getattr(torch, one.dtype)
+        for key, one in found.items()
+        if one.dtype is not None
+    }
+
+
+def _stored_key(key: str, stored: Any) -> str:
+    """The key of the same tensor under another bucket dtype, if the checkpoint has it so."""
+    match = DTYPES_IN_KEY.search(key)
+    if match is not None:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            other = DTYPES_IN_KEY.sub(f"dtype_({match[1]}, {dtype})", key)
+            if other in stored:
+                return other
+    return key
+
+
+def _sharded_tensors(tree: Any) -> Iterator[Any]:
+    """The tensors of a sharded state dict, and what makes several of one parameter's state."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if isinstance(tree, (ShardedTensor, ShardedTensorFactory)):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _sharded_tensors(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _sharded_tensors(value)

@@ -1,0 +1,300 @@
+"""What a resume makes of a Megatron checkpoint: by the shim's load seams, and without them.
+
+With the shim in force the answer is that of ``checkpoint``'s seams, whose rules are asked here, too
+(``precision_shim.precision.continuing``). Without it, it is what Megatron's own code does with the
+dtypes that it finds; each line says where that stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import version_of
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.layout import (
+    EXACT,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    FAILS,
+    FRESH,
+    MASTER,
+    MISREAD,
+    NOT_HERE,
+    NUMBERS,
+    OTHER,
+    REFUSED,
+    REMAINDERS,
+    UNKNOWN,
+    Outcome,
+    Part,
+    halves,
+)
+from precision_shim.precision.continuing import how_read, master_is_lost, moment_becomes
+from precision_shim.precision.dtypes import name_of, parse_dtype
+from precision_shim.precision.model import TrainableDtypes
+from precision_shim_adapters.megatron.deciding.legality import REMAINDERS_SINCE, release
+
+from ...megatron_checkpoints import KEEPING, KEYED, OFFLOADED
+from ..deciding.wishes import DISPATCH, PRECISION_AWARE, Wishes, plan, what_is_in_force
+from . import offloaded
+from .checkpoint import KEYS, STATES
+
+_TAKES_PADDING = (0, 17)
+"""The megatron-core whose ``_set_main_param_and_optimizer_states`` first leaves out what is no
+tensor."""
+
+_OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
+
+_STEPPED = ".master_param"
+"""The end of the keys of stepped copies, which ``dp_reshardable`` has where an offloading optimizer
+is not precision-aware."""
+
+BUCKET = "grad_reduce_in_fp32"
+"""A field of Megatron's DDP, among those that a job's config may have."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """The optimizer that a resumed job would have.
+
+    Attributes:
+        precision_aware: whether FusedAdam keeps masters and moments.
+        remainders: whether its masters are remainders.
+        moments: dtype of each.
+        params: the parameters' dtype.
+        problem: why it cannot be built; empty if it can.
+        on_host: the share that Megatron offloads to the CPU; ``None`` where it offloads nothing,
+            and has another optimizer.
+        asked_aware: whether the config makes it precision-aware, offloaded or not.
+    """
+
+    precision_aware: bool
+    remainders: bool
+    moments: Mapping[str, str]
+    params: str
+    problem: str = ""
+    on_host: float | None = None
+    asked_aware: bool = False
+
+
+def assumed(part: Part, here: Here) -> dict[str, Any]:
+    """The fields of the job's own config: as said, or as the file shows them."""
+    fields = dict(here.config or {})
+    if here.config is None and part.masters in (REMAINDERS, NUMBERS):
+        fields[PRECISION_AWARE] = True
+    if here.config is None and OFFLOADED in part.facts:  # the only one that can be loaded
+        share = part.facts[OFFLOADED]
+        fields |= {_OFFLOAD: True, _SHARE: share, PRECISION_AWARE: True}
+    if "adam_beta2" in part.facts:
+        fields.setdefault("adam_beta2", part.facts["adam_beta2"])
+    return {**fields, **here.instead}
+
+
+def declared(part: Part) -> torch.dtype:
+    """The parameters' dtype; bf16 where the file does not show it."""
+    return parse_dtype(part.params_dtype or "") or torch.bfloat16
+
+
+def foretell(
+    framework: str, part: Part, here: Here, wishes: Wishes, *, mends_offload: bool = False
+) -> Outcome:
+    """What becomes of a checkpoint.
+
+    Args:
+        framework: whose job it is.
+        part: the checkpoint.
+        here: the environment.
+        wishes: what the job's config asks for, with the shim and without.
+        mends_offload: whether the framework has mends of its own for Megatron's load of an
+            optimizer for CPU offload, as SkyRL has.
+    """
+    half = halves(part)
+    if half is not None:
+        return half
+    if part.masters == UNKNOWN:
+        return Outcome(NOT_HERE, "the values of its masters cannot be read, and nothing else tells")
+    holds = partial(here.in_force, framework)
+    live = _live(wishes, part, here, holds)
+    if live.problem:
+        return Outcome(FAILS, f"the optimizer cannot be built: {live.problem}")
+    if not holds(DISPATCH, KEYS):  # the keys are compared before a state is read
+        stored, bucket = part.facts.get("bucket"), wishes.bucket_in_fp32
+        wanted = None if bucket is None else "fp32" if bucket else live.params
+        if part.facts.get("sharding") in KEYED and wanted not in (None, stored):
+            return Outcome(
+                FAILS, f"its keys name a {stored} gradient bucket, and the job has a {wanted} one"
+            )
+    counting = any(holds(one, offloaded.GROUP) for one in offloaded.FEATURES)
+    shimmed = holds(DISPATCH, STATES)
+    states = (
+        _cannot_count(part, live, counting, mends_offload)
+        or (None if counting else _left_out(part, live, mends_offload))
+        or (_with_shim(part, live) if shimmed else _without(part, live))
+    )
+    if not states.exact:
+        return states
+    return _scaler(part, live) or states
+
+
+def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
+    dtype = declared(part)
+    now = what_is_in_force(here.settings, holds)
+    planned = plan(wishes, TrainableDtypes({dtype: 1}), now)
+    fields = {**planned.added, **planned.asked}
+    asked_aware, offloads = bool(fields.get(PRECISION_AWARE)), fields.get(_OFFLOAD)
+    aware = asked_aware and not offloads
+    on_host = float(fields.get(_SHARE) or 0.0) if offloads else None
+    params = name_of(dtype)
+
+    def named(key: str) -> str:
+        value = fields.get(key)
+        value = parse_dtype(value) if isinstance(value, str) else value
+        return name_of(value) if aware and isinstance(value, torch.dtype) else "fp32"
+
+    remainders = (
+        aware
+        and params == "bf16"
+        and (now.support.version or ()) >= REMAINDERS_SINCE
+        and fields.get("store_param_remainders", True)
+        and named("main_params_dtype") == "fp32"
+    )
+    moments = {EXP_AVG: named("exp_avg_dtype"), EXP_AVG_SQ: named("exp_avg_sq_dtype")}
+    problem = now.support.problem if aware else ""
+    return Live(aware, bool(remainders), moments, params, problem, on_host, asked_aware)
+
+
+def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
+    """What no mend reaches, of an optimizer for CPU offload; see ``offloaded``."""
+    written = OFFLOADED in part.facts
+    uncounted = written and not part.facts["counted"]
+    plain = live.on_host is not None and not live.asked_aware
+    fails = "Megatron loads nothing into an optimizer for CPU offload that is not precision-aware"
+    lacking = "it has no step count, and the optimizer would count from 1 again"
+    if part.facts.get("names_classes") and not mended:
+        return Outcome(FAILS, "its common state names classes, and torch does not load these")
+    if plain and not mended:
+        return Outcome(FAILS, fails)
+    if uncounted and shimmed:
+        return Outcome(REFUSED, lacking)
+    if plain:
+        stepped = any(one.name.endswith(_STEPPED) for one in part.held.get(OTHER, ()))
+        if not stepped or not (live.on_host == 1.0 or (uncounted and live.on_host == 0.0)):
+            return Outcome(FAILS, f"{fails} and partly on the GPU, or from such a form")
+    return Outcome(MISREAD, lacking) if uncounted else None
+
+
+def _left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
+    """What does not reach the optimizers that step, without the seams of ``offloaded``."""
+    sharding = part.facts.get("sharding")
+    if live.on_host is None:
+        return None
+    if sharding == "dp_reshardable" and not mended:
+        return Outcome(MISREAD, "the optimizer on the host would count its steps from 1 again")
+    if sharding == "dp_zero_gather_scatter":
+        return Outcome(MISREAD, "the stepped masters would be those of a step on random gradients")
+    if live.on_host < 1.0:
+        return Outcome(MISREAD, "FusedAdam would take each step as the one after the checkpoint")
+    return None
+
+
+def _with_shim(part: Part, live: Live) -> Outcome:
+    """As the seams of ``checkpoint`` have it."""
+    for name in (MASTER, *live.moments):
+        for stored in part.dtypes(name):
+            if how_read(stored, "fp32", master=name == MASTER) == "cast":
+                return Outcome(REFUSED, f"its {name} is {stored}, and would be cast to fp32")
+    for stored in part.dtypes(MASTER):
+        if master_is_lost(
+            stored,
+            lambda: part.masters == NUMBERS,
+            precision_aware=live.precision_aware,
+            params=live.params,
+        ):
+            return Outcome(
+                REFUSED,
+                "its masters are int16 remainders without their dtype: they cannot be turned back "
+                "into weights for certain",
+            )
+    rounded, scaled = _moments(part, live)
+    if rounded:
+        return Outcome(
+            REFUSED, f"its {' and '.join(rounded)} hold fp32 values that would be rounded to bf16"
+        )
+    return scaled or Outcome(EXACT, f"{_what(part)} go on in {_kept(live)}")
+
+
+def _without(part: Part, live: Live) -> Outcome:
+    """As Megatron's ``DistributedOptimizer`` has it by itself."""
+    lost = _masters_without(part, live)
+    if lost is not None:
+        return lost
+    rounded, scaled = _moments(part, live)
+    if rounded:
+        return Outcome(MISREAD, f"its fp32 {' and '.join(rounded)} would be rounded without a word")
+    return scaled or Outcome(EXACT, f"{_what(part)} go on in {_kept(live)}")
+
+
+def _masters_without(part: Part, live: Live) -> Outcome | None:
+    sharding, remainders = part.facts.get("sharding"), part.masters == REMAINDERS
+    if (
+        live.precision_aware
+        and sharding == "dp_reshardable"
+        and release(version_of("megatron-core", ("megatron",)) or "") < _TAKES_PADDING
+    ):
+        # Before, it hands a bool named 'padding' to FusedAdam.
+        return Outcome(FAILS, "this Megatron cannot load a precision-aware optimizer in this form")
+    if live.remainders and not remainders:
+        if sharding in KEEPING:
+            return Outcome(
+                MISREAD, f"its masters, {part.masters}, would be cast to int16 remainders"
+            )
+        return Outcome(FAILS, "FusedAdam keeps int16 remainders, and takes no fp32 masters")
+    if part.masters == NUMBERS:
+        return Outcome(MISREAD, "remainders that were stored as numbers would become the weights")
+    if remainders and not live.remainders:
+        return Outcome(MISREAD, "its int16 remainders would be cast, and become the weights")
+    return None
+
+
+def _moments(part: Part, live: Live) -> tuple[list[str], Outcome | None]:
+    rounded, scaled = [], None
+    for name, kept in live.moments.items():
+        fits = kept in part.moments.get(name, ())
+        becomes = moment_becomes(kept, partial(bool, fits))
+        if becomes == "rounded":
+            rounded.append(name)
+        elif becomes == "scaled":
+            scaled = Outcome(MISREAD, f"{name} in {kept} gets a scale that is computed anew")
+    return rounded, scaled
+
+
+def _what(part: Part) -> str:
+    masters = "int16 remainders" if part.masters == REMAINDERS else "fp32 masters"
+    return f"{masters} and moments"
+
+
+def _kept(live: Live) -> str:
+    if not live.precision_aware:
+        return "fp32"
+    masters = "int16 remainders" if live.remainders else "fp32 masters"
+    return f"{masters}, exp_avg {live.moments[EXP_AVG]}, exp_avg_sq {live.moments[EXP_AVG_SQ]}"
+
+
+def _scaler(part: Part, live: Live) -> Outcome | None:
+    """What becomes of Megatron's own scaler; ``None`` where it goes on."""
+    if live.params != "fp16":
+        return None
+    if part.scaler.state == "damaged":
+        return Outcome(FAILS, f"the loss scaler's state is damaged: {part.scaler.text}")
+    if part.scaler.state == "none":
+        return Outcome(FRESH, "it has no loss scaler's state: the scale begins anew")
+    if part.facts.get("scalers_differ"):
+        return Outcome(
+            FRESH, "its dense and expert optimizers have different scales: all go on with the first"
+        )
+    return None

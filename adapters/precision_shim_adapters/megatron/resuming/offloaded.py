@@ -1,0 +1,156 @@
+"""The resume of Megatron's optimizer for CPU offload, where the user made it precision-aware.
+
+``HybridDeviceOptimizer`` steps copies, in optimizers of its own: torch's AdamW for what is on the
+host, FusedAdam for what stays on the GPU. It has no states before its first step, so
+``DistributedOptimizer.load_state_dict`` makes some with ``dummy_step``, a step on random gradients.
+A checkpoint is then put into the outer optimizer's states, and this of it does not reach what is
+stepped (megatron-core 0.15 to 0.19, nothing is said):
+
+- ``dp_reshardable``, which 0.15 cannot save: AdamW's step counts stay the dummy step's, 1.
+- ``dp_zero_gather_scatter``: the stepped copies stay the dummy step's.
+- Each: the loaded groups have the step count, and every step copies the groups over those of the
+  optimizers within. FusedAdam counts in its groups, and takes each step as the one after the
+  checkpoint.
+- Where nothing is on the host, no step count is saved: FusedAdam counts from 1 again.
+
+SkyRL mends the first by itself, in its own process.
+
+Delete when: Megatron's own resume is exact; tests/audit/test_offload_resume.py notices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, seam
+from precision_shim.errors import CheckpointLayoutError
+
+from ...megatron_checkpoints import OFFLOADED
+from ..deciding.wishes import DISPATCH, SCALING
+
+FEATURES = (DISPATCH, SCALING)
+"""Whichever of the two is on; without this neither resumes exactly."""
+
+GROUP = "megatron offloaded states"
+PATHS = {GROUP: "Megatron (resume of an offloaded optimizer)"}
+"""What users call it."""
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+_HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
+_DELETE_WHEN = "Megatron resumes a precision-aware HybridDeviceOptimizer exactly"
+
+
+def _offloads(inner: Any) -> bool:
+    """Whether it is Megatron's HybridDeviceOptimizer, whose module need not be imported."""
+    return hasattr(inner, "param_to_inner_param")
+
+
+def _counts(groups: list[dict[str, Any]]) -> set[int]:
+    return {int(group["step"]) for group in groups if "step" in group}
+
+
+@seam(
+    f"{_HYBRID}._sync_hdo_param_groups_to_sub_optimizers",
+    FEATURES,
+    group=GROUP,
+    why="each step copies the groups with the loaded step count over FusedAdam's own",
+    delete_when=_DELETE_WHEN,
+    relies_on=(
+        "param_groups",
+        "param_to_inner_param",
+        "gpu_optimizer",
+        "_sync_hdo_state_to_sub_optimizers",
+        "_sync_sub_optimizers_state_to_hdo",
+        "master_param",
+        "offload_fraction",
+        "dummy_step",
+    ),
+    optional=True,
+)
+def hand_count_over(call: Call) -> Any:
+    """Hand a loaded step count over once, and leave the optimizers within their own after that."""
+    result = call.proceed()
+    for group in call.instance.param_groups:
+        group.pop("step", None)
+    return result
+
+
+@seam(
+    f"{_OPTIMIZER}.state_dict",
+    FEATURES,
+    group=GROUP,
+    why="the step count that is saved is that of the host's part, which there may not be",
+    delete_when=_DELETE_WHEN,
+    relies_on=(
+        "HybridDeviceOptimizer",
+        "sub_optimizers",
+        "param_groups",
+        "step",
+        "optimizer",
+        "config",
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+    ),
+    optional=True,
+)
+def save_count(call: Call) -> Any:
+    """Save the step count of FusedAdam's groups where nothing is on the host.
+
+    Not of an optimizer that is not precision-aware: with a count in the checkpoint Megatron's load
+    of it ends in a KeyError, where SkyRL's mends let it go on.
+    """
+    result = call.proceed()
+    inner, config = call.instance.optimizer, call.instance.config
+    if not _offloads(inner) or not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        return result
+    groups = result["optimizer"]["param_groups"]
+    counts = _counts(inner.gpu_optimizer.param_groups) if inner.gpu_optimizer is not None else set()
+    if len(counts) == 1 and not _counts(groups):
+        for group in groups:
+            group["step"] = next(iter(counts))
+    return result
+
+
+@seam(
+    f"{_OPTIMIZER}.load_state_dict",
+    FEATURES,
+    group=GROUP,
+    why="every sharding type has put a checkpoint's states into the outer optimizer here",
+    delete_when=_DELETE_WHEN,
+    relies_on=("HybridDeviceOptimizer", "dummy_step", "param_state", "step", "optimizer"),
+    optional=True,
+)
+def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
+    """Give the optimizers within the step count and the masters that were loaded.
+
+    Raises:
+        CheckpointLayoutError: the checkpoint is an offloading optimizer's and has no step count.
+    """
+    if "param_state" not in state_dict:
+        return call.proceed()
+    groups = state_dict["optimizer"]["param_groups"]
+    counts = _counts(groups)
+    if not counts and any(OFFLOADED in group for group in groups):
+        raise CheckpointLayoutError(
+            "Megatron optimizer checkpoint: it has no step count, and the optimizer would count "
+            "from 1 again, with moments of more steps. Megatron saves none with "
+            "optimizer_cpu_offload where nothing is on the host (optimizer_offload_fraction=0, its "
+            "default); the shim does, for a precision-aware optimizer. Start from the model's "
+            "weights without the optimizer's states, or set "
+            "PRECISION_SHIM_FEATURES=-bf16-dispatch,-fp16-scaling to go on with that count."
+        )
+    result = call.proceed()
+    inner = call.instance.optimizer
+    if not _offloads(inner):
+        return result
+    # Without a count it is another optimizer's, saved before its first step.
+    count = float(next(iter(counts), 0))
+    for state in inner.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = torch.tensor(count)
+    with torch.no_grad():
+        inner._sync_hdo_state_to_sub_optimizers()
+        # From here on the masters in the states are those that are stepped, as after a step.
+        inner._sync_sub_optimizers_state_to_hdo()
+    return result

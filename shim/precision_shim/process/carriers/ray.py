@@ -1,0 +1,102 @@
+"""Ray: the shim's variables travel with the job, so that workers on every node come up the same.
+
+A raylet keeps the environment that it inherited at its start, so a variable that was set later,
+or on another node, does not reach its workers. ``ray.init`` is entered for that, and the variables
+are merged into ``runtime_env["env_vars"]`` of the job: only those that neither the caller's
+runtime_env nor that of ``ray job submit`` carries, because Ray fails on a key that is in both,
+equal values included. No setup hook: a worker environment without this package would fail on it,
+and a second hook beside the user's is an error.
+
+Not by way of the seam engine: Ray's agents and every worker import this module's target, and there
+wrapt and a look at 4,000 lines of source would cost 200 ms each. What stands here is a plain
+function, which pickles by reference.
+"""
+
+import functools
+import json
+import os
+import sys
+
+from ..finders import Watcher
+from ..names import VARIABLE
+from . import variables
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+
+_MODULE = "ray._private.worker"
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_watcher: "Watcher | None" = None
+_original: "Any" = None
+_ours: "Any" = None
+
+
+def enter() -> None:
+    """Enter ``ray.init``, now or when Ray is imported; a second time does nothing."""
+    global _watcher
+    if _watcher is not None:
+        return
+    _watcher = Watcher(lambda name: _wrap(sys.modules[name]))
+    _watcher.watch([_MODULE])
+    module = sys.modules.get(_MODULE)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        _wrap(module)
+
+
+def leave() -> None:
+    """Take it out again. Where another tool has wrapped ours, ours passes calls through."""
+    global _watcher, _original, _ours
+    if _watcher is not None:
+        _watcher.remove()
+        _watcher = None
+    if _ours is not None:
+        _replace(_ours, _original)
+        _original = _ours = None
+
+
+def _wrap(module: "ModuleType") -> None:
+    global _original, _ours
+    original = getattr(module, "init", None)
+    if original is None or _ours is not None:
+        return
+
+    @functools.wraps(original)
+    def init(*args: "Any", **kwargs: "Any") -> "Any":
+        return original(*args, **(_with_variables(kwargs) if _ours is init else kwargs))
+
+    _original, _ours = original, init
+    _replace(original, init)
+
+
+def _replace(before: "Any", now: "Any") -> None:
+    for name in (_MODULE, "ray"):  # ray/__init__.py has it by value
+        module = sys.modules.get(name)
+        if module is not None and vars(module).get("init") is before:
+            setattr(module, "init", now)  # noqa: B010  (mypy: a module has no such attribute)
+
+
+def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
+    try:
+        given = kwargs.get("runtime_env")
+        in_job = json.loads(os.environ.get(_JOB) or "{}").get("runtime_env") or {}
+        if not given and not in_job:
+            # Ray ignores a JobConfig's runtime_env once init() gets one: start from that one.
+            given = getattr(kwargs.get("job_config"), "runtime_env", None)
+        given = dict(given or {})
+        carried = {**(in_job.get("env_vars") or {}), **(given.get("env_vars") or {})}
+        ours = variables(os.environ, leave_out=carried)
+        if not ours:
+            return kwargs
+        given["env_vars"] = {**(given.get("env_vars") or {}), **ours}
+        return {**kwargs, "runtime_env": given}
+    except Exception as error:  # a job must start even where its workers come up without the shim
+        from ...reporting import journal as _journal
+
+        _journal.say(
+            f"the workers of this Ray job may be without the shim, its variables could not be "
+            f"merged into ray.init's runtime_env: {error!r}. Put {VARIABLE} into "
+            'runtime_env["env_vars"] yourself.'
+        )
+        return kwargs

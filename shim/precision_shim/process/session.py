@@ -1,0 +1,529 @@
+"""``install()``, ``uninstall()`` and ``status()``: the one state of a process.
+
+Data goes one way: settings -> engine -> adapter -> rules -> decision -> status.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from precision_shim_adapters.frameworks import SHARED
+
+from ..auditing import kept
+from ..errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
+from ..reporting import journal as _journal
+from ..reporting.record import FrameworkStatus, SeamStatus, Status
+from ..seams import Adapter, Engine, check
+from ..seams._source import find_spec
+from ..upstream.trees import stated_version
+from . import carriers
+from . import forks as _forks
+from . import settings as _settings
+from . import startup as _startup
+from .finders import Watcher
+from .in_force import asked_for
+from .in_force import in_force as _by_settings
+from .registry import Entry, entries, is_tested
+from .settings import PREFIX, Settings
+
+_lock = _forks.Lock()
+
+
+class _Session:
+    """What is installed: settings, engine, and the adapters that sleep until they are needed."""
+
+    def __init__(
+        self, settings: Settings, known: Mapping[str, Entry], fault: SettingsError | None = None
+    ) -> None:
+        self.settings = settings
+        self.known = known
+        self.fault = fault
+        """Bad settings of the automatic start under strict: raised where a feature takes effect."""
+        self.awake: dict[str, Adapter] = {}
+        self.broken: dict[str, PrecisionShimError] = {}
+        self.standing: dict[str, tuple[bool, str]] = {}
+        """What ``standing`` said, which reads source."""
+        self.exported: dict[str, tuple[str | None, str]] = {}
+        """Variable to its text before, and to what was exported."""
+        self.engine = Engine(
+            features=settings.features,
+            settings=settings,
+            strict=settings.strict,
+            on_fault=_fault if fault is None else _said_already,
+            describe=_describe,
+            missed=_missed,
+        )
+        self.sleeper = Watcher(self._wake, before=True)
+
+    def start(self) -> None:
+        import sys
+
+        _startup.stop()  # the session's own watcher waits from here on
+        if self.fault is None:
+            for package in carriers.PACKAGES:
+                carriers.enter(package)
+        for entry in self.wanted():
+            if _current is not self:
+                return  # the child of a fork that an adapter's import has made
+            if any(package in sys.modules for package in entry.packages):
+                self.wake(entry)
+            else:
+                self.sleeper.watch(entry.packages)
+
+    def wants(self, framework: str) -> bool:
+        return asked_for(self.settings, framework)
+
+    def wanted(self) -> list[Entry]:
+        return [one for name, one in self.known.items() if self.wants(name)]
+
+    def _wake(self, package: str) -> None:
+        for entry in self.wanted():
+            if package in entry.packages:
+                self.wake(entry)
+
+    def wake(self, entry: Entry) -> None:
+        with _lock:
+            if entry.framework in self.awake or entry.framework in self.broken:
+                return
+            if self.fault is not None:
+                self.broken[entry.framework] = self.fault
+                self.engine.fault(entry.framework, self.fault, entry.effects)
+                return
+            try:
+                adapter = entry.load()
+            except SeamError as error:
+                self.broken[entry.framework] = error
+                self.engine.fault(entry.framework, error, entry.effects)
+                return
+            self.awake[entry.framework] = adapter
+            self.engine.add(adapter)
+
+
+_current: _Session | None = None
+_refused_by_operator = False
+_bad_start = ""
+_left_behind: list[str] = []
+
+
+def install(
+    *,
+    features: str | Iterable[str] | None = None,
+    frameworks: str | Iterable[str] | None = None,
+    strict: bool | None = None,
+    settings: Mapping[str, object] | None = None,
+    export: bool = True,
+) -> Status:
+    """Patch the installed RL frameworks in this process, now or as they are imported.
+
+    Idempotent and thread-safe; may be called before or after a framework is imported. A second
+    call with other arguments replaces what the first asked for.
+
+    Args:
+        features: names of features, as a list or a comma-separated string, ``-name`` to take one
+            away from all; ``None``: ``PRECISION_SHIM_FEATURES``, else all.
+        frameworks: names of frameworks; ``None``: ``PRECISION_SHIM_FRAMEWORKS``, else all.
+        strict: a refusal is an error; ``None``: whether ``PRECISION_SHIM=strict``.
+        settings: the variables by their lower-case names without the prefix, such as
+            ``{"optimizer_states": "follow-model"}``.
+        export: put what was asked for into this process's environment, for processes started
+            later. ``strict`` is never exported.
+
+    Returns:
+        What is in force now, as ``status()``.
+
+    Raises:
+        SettingsError: a name or value makes no sense.
+        SeamError: ``strict``, and a framework that is already imported cannot be patched.
+    """
+    session = _install(features, frameworks, strict, settings, export)
+    if session is not None:
+        session.engine.catch_up()  # without the lock: it may wait for imports of other threads
+        if session.settings.strict:
+            for name in session.known:
+                for error in session.engine.faults(name):
+                    raise error
+    return status()
+
+
+def _install(
+    features: str | Iterable[str] | None = None,
+    frameworks: str | Iterable[str] | None = None,
+    strict: bool | None = None,
+    settings: Mapping[str, object] | None = None,
+    export: bool = True,
+) -> _Session | None:
+    """Install without waiting for imports or raising faults; ``None`` if nothing changed."""
+    global _current, _refused_by_operator, _bad_start
+    with _lock:
+        _refused_by_operator = _settings.switch() == "off"
+        if _refused_by_operator:
+            _journal.say(f"{PREFIX}={os.environ[PREFIX]} is set: install() does nothing")
+            return None
+        asked = (features, frameworks, strict, settings)
+        if _current is not None and _current.fault is None and all(one is None for one in asked):
+            if export:
+                _export(_current, _current.settings)
+            return None
+        known = entries()
+        resolved = _settings.resolve(
+            features=features,
+            frameworks=frameworks,
+            strict=strict,
+            settings=settings,
+            known_frameworks=known,
+            environ=_given_environment(),
+        )
+        if _current is not None and (
+            _current.fault is not None or _current.settings.effective() != resolved.effective()
+        ):
+            _retire(_current)
+            _current = None
+        if _current is None:
+            _bad_start = ""
+            _journal.verbosity = resolved["log"]
+            _current = session = _Session(resolved, known)
+            session.start()
+            if _current is not session:
+                return None
+        if export:
+            _export(_current, resolved)
+        return _current
+
+
+def start(*, export: bool = False) -> None:
+    """The automatic start: ``install()`` as the variables ask for it. It never raises.
+
+    A bad setting is one line on stderr and the process goes on unpatched; under strict it is kept
+    and raised where a feature would first take effect. What a seam or an adapter lacks is kept and
+    raised there by the engine.
+
+    Args:
+        export: as for ``install()``; of use where the opt-in was not the variable.
+    """
+    global _current, _bad_start
+    try:
+        with _lock:
+            _startup.stop()
+            try:
+                _install(export=export)
+            except SettingsError as error:
+                _bad_start = f"not installed: {error}"
+                _journal.say(_bad_start)
+                if os.environ.get(PREFIX, "").strip().lower() == "strict":
+                    defaults = _settings.resolve(features=(), strict=True, environ={})
+                    _current = _Session(defaults, entries(), error)
+                    _current.start()
+    except (Exception, SystemExit) as error:  # a defect of ours must not end the process
+        _journal.say(f"not installed: {error!r}")
+
+
+def uninstall() -> None:
+    """Take every patch out again and leave each touched namespace as it was.
+
+    Objects already built (optimizers, scalers) keep what they were built with; save what they
+    hold before, since their checkpoints are then written without the shim. Variables that
+    ``install()`` exported are taken back, and no optimizer is looked at or watched any more. Where
+    another tool has wrapped a symbol since, its wrapper is left alone, ours passes calls through,
+    and a warning says so.
+    """
+    global _current, _bad_start
+    with _lock:
+        _startup.stop()
+        carriers.leave()
+        _bad_start = ""
+        if _current is None:
+            kept.clear()  # the meters of watch_updates(), which works without install()
+            return
+        session, _current = _current, None
+        _retire(session)
+
+
+def _give_up_in_child() -> None:
+    """In the child of a fork: take out what was being done while it forked, and say so."""
+    global _bad_start
+    if _forks.interrupted:
+        _forks.interrupted = False
+        uninstall()
+        _bad_start = (
+            "not installed: this process was forked while the shim was being installed, by a "
+            "thread that is not in it or not done. Call install() here, or fork later."
+        )
+        _journal.say(_bad_start)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_give_up_in_child)  # after that of each lock
+
+
+def status() -> Status:
+    """Return what the shim did in this process; ``str()`` of it is a table."""
+    with _lock:
+        if _startup.waiting():
+            start()  # the variable is set, but no framework was imported yet
+        notes = list(_left_behind)
+        session = _current
+        if _bad_start:
+            notes.insert(0, _bad_start)
+        if session is None:
+            if not _bad_start:
+                notes.insert(0, _why_off())
+            return Status(enabled=False, decisions=_journal.decisions(), notes=tuple(notes))
+        settings = session.settings
+        notes += kept.problems()
+        return Status(
+            enabled=session.fault is None,
+            features=settings.features,
+            settings={**settings.values, "strict": settings.strict},
+            frameworks={
+                name: _framework(session, name, entry) for name, entry in session.known.items()
+            },
+            decisions=_journal.decisions(),
+            notes=tuple(notes),
+            given=tuple(name for name in settings.values if settings.is_set(name)),
+            audit=kept.audits(),
+        )
+
+
+def _why_off() -> str:
+    """Why nothing is installed in this process, and how to go on."""
+    try:
+        switch = _settings.switch()
+    except SettingsError as error:
+        return f"not installed: {error}"
+    if _refused_by_operator or switch == "off":
+        return f"{PREFIX} is off: install() does nothing"
+    if switch == "unset":
+        return (
+            "nothing is installed in this process: call install(), or set "
+            f"{PREFIX}=1 where the process is started"
+        )
+    return (
+        f"{PREFIX} is set, but nothing is installed: this process read no start-up file "
+        "(python -S?), or uninstall() was called. Call install(), or import "
+        "precision_shim.autoinstall."
+    )
+
+
+def in_force(framework: str, feature: str, group: str) -> bool:
+    """Whether a feature is on for a framework, and one of its groups was not refused."""
+    session = _current
+    return (
+        session is not None
+        and framework not in session.broken
+        and _by_settings(session.settings, framework, feature, group, session.engine.is_refused)
+    )
+
+
+def is_installed() -> bool:
+    """Whether ``install()`` is in force in this process."""
+    return _current is not None
+
+
+def current_settings() -> Settings:
+    """The settings in force; the defaults where nothing is installed."""
+    session = _current
+    return _settings.resolve(environ={}) if session is None else session.settings
+
+
+def preview(
+    adapter: Adapter,
+    settings: Settings,
+    versions: Callable[[str, Iterable[str]], str | None] | None = None,
+) -> tuple[SeamStatus, ...]:
+    """What would happen to an adapter's seams where a look goes, from source alone.
+
+    Args:
+        adapter: whose seams.
+        settings: what is asked for.
+        versions: tells a distribution's version there; ``None``: as ``version_of`` does here.
+    """
+
+    def missed(adapter: Adapter) -> Callable[[str], str]:
+        return _missed(adapter, versions or version_of)
+
+    return check(adapter, settings.features, settings, missed).foretold()
+
+
+def _missed(
+    adapter: Adapter,
+    versions: Callable[[str, Iterable[str]], str | None] | None = None,
+) -> Callable[[str], str]:
+    """See ``precision_shim.seams._plan.Missed``."""
+    from ..upstream import symbols as _symbols
+
+    known = _symbols.missed(adapter, versions or version_of)
+
+    def told(target: str) -> str:
+        try:
+            return known(target)
+        except (
+            Exception
+        ):  # a damaged record must not break the framework's import; status() says it
+            return ""
+
+    return told
+
+
+def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
+    adapter = session.awake.get(name)
+    known = adapter or entry  # only a third party's adapter itself names its distribution
+    version = version_of(known.distribution, known.packages)
+    if not session.wants(name):
+        return FrameworkStatus(version, "off", reason="not among the frameworks asked for")
+    if name in session.broken:
+        return FrameworkStatus(version, "refused", reason=str(session.broken[name]))
+    if version is None:
+        return FrameworkStatus(None, "absent")
+    if adapter is None:
+        return FrameworkStatus(version, "pending", reason="waits for the framework's import")
+    seams = session.engine.report(name)
+    if name not in session.standing:
+        try:
+            session.standing[name] = standing(adapter, version, version_of)
+        except Exception as error:  # a damaged record must not end install()
+            told = f"its symbols could not be compared with the record: {error!r}"
+            session.standing[name] = is_tested(version, adapter.tested), told
+    tested, reason = session.standing[name]
+    return FrameworkStatus(version, _summary(seams), seams, reason, tested)
+
+
+def standing(
+    adapter: Adapter,
+    version: str,
+    versions: Callable[[str, Iterable[str]], str | None],
+    *,
+    closely: bool = False,
+) -> tuple[bool, str]:
+    """Whether a version is tested, and what the code says of a version that is not.
+
+    Args:
+        adapter: the framework's.
+        version: the framework's.
+        versions: tells those of what it builds on, as ``version_of`` does.
+        closely: hold the code of recorded versions against the record as well.
+    """
+    from ..upstream import symbols as _symbols
+
+    shared = {name: versions(name, (package,)) for package, name in SHARED.items()}
+    tested = is_tested(version, adapter.tested)
+    told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
+    told += _symbols.likeness(adapter, version, shared)
+    told += _symbols.differing(adapter, version, shared) if closely else []
+    return tested, "; ".join(told)
+
+
+def _summary(seams: Iterable[SeamStatus]) -> str:
+    states = {seam.state for seam in seams}
+    for state in ("wrapped", "refused", "pending", "native", "off"):
+        if state in states:
+            return state
+    return "absent"
+
+
+def version_of(distribution: str, packages: Iterable[str]) -> str | None:
+    """Version of what would be imported here, without importing it.
+
+    From its metadata; for a checkout, which has none or another's, as its own source states it.
+    ``"unknown"`` where neither tells, ``None`` where there is nothing to import.
+    """
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import distribution as installed
+
+    try:
+        known = installed(distribution)
+    except PackageNotFoundError:
+        known = None
+    told = None if known is None else known.version
+    for package in packages:
+        try:
+            spec = find_spec(package)
+        except Exception:  # another package's finder may do anything
+            continue
+        if spec is None:
+            continue
+        folders = [Path(one).resolve() for one in spec.submodule_search_locations or ()]
+        if known is not None:
+            own = Path(str(known.locate_file(package.replace(".", "/")))).resolve()
+            if own in folders or not folders:
+                return told
+        stated = (stated_version(distribution, package, folder) for folder in folders)
+        return next(filter(None, stated), None) or told or "unknown"
+    return told
+
+
+def _describe(adapter: Adapter) -> str:
+    found = version_of(adapter.distribution, adapter.packages)
+    return f"{adapter.framework} {found or '(not installed)'}"
+
+
+def _fault(framework: str, error: PrecisionShimError) -> None:
+    _report(str(error))
+
+
+def _report(text: str) -> None:
+    # A warning filter of "error" must not turn a report into a failing import of the framework,
+    # or end an uninstall() halfway.
+    try:
+        _journal.warn(text, stacklevel=None)
+    except PrecisionShimWarning:
+        _journal.say(text)
+
+
+def _said_already(framework: str, error: PrecisionShimError) -> None:
+    """The caller reports this fault."""
+
+
+def _retire(session: _Session) -> None:
+    session.sleeper.remove()
+    _left_behind[:] = session.engine.remove()
+    for variable, (before, ours) in session.exported.items():
+        if os.environ.get(variable) != ours:
+            continue  # someone else has set the variable since: leave it
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before
+    _journal.clear()
+    kept.clear()
+    for text in _left_behind:
+        _report(text)
+
+
+def _given_environment() -> dict[str, str]:
+    """The environment as it was given to this process, without what ``install()`` exported.
+
+    A second ``install()`` replaces what the first asked for; it must not inherit it this way.
+    """
+    environ = dict(os.environ)
+    for variable, (before, ours) in (_current.exported if _current is not None else {}).items():
+        if environ.get(variable) == ours:
+            del environ[variable]
+            if before is not None:
+                environ[variable] = before
+    return environ
+
+
+def _export(session: _Session, resolved: Settings) -> None:
+    wanted = dict(resolved.given)
+    if _settings.switch() == "unset":
+        wanted[PREFIX] = "1"
+    for variable, value in wanted.items():
+        before = session.exported.get(variable, (os.environ.get(variable), ""))[0]
+        session.exported[variable] = before, value
+        os.environ[variable] = value
+
+
+__all__ = [
+    "Any",
+    "current_settings",
+    "in_force",
+    "install",
+    "preview",
+    "start",
+    "status",
+    "uninstall",
+    "version_of",
+]

@@ -1,0 +1,328 @@
+"""Every setting in one table: its variable, its default, its parser.
+
+Precedence (the contract): the operator's kill switch ``PRECISION_SHIM=0`` > arguments of
+``install()`` > variables > defaults. One parser serves arguments and variables alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import SettingsError
+from .names import OFF, ON, VARIABLE
+
+PREFIX = VARIABLE
+
+FEATURES = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling", "audit")
+"""Names of the features, in the order in which status and documentation show them."""
+
+
+def _choice(*allowed: str) -> Callable[[str, object], str]:
+    def parse(name: str, value: object) -> str:
+        text = str(value).strip().lower()
+        if text not in allowed:
+            raise _bad(name, value, " | ".join(allowed))
+        return text
+
+    return parse
+
+
+def _number(low: float, *, above: bool, high: float = math.inf) -> Callable[[str, object], float]:
+    def parse(name: str, value: object) -> float:
+        bound = f"a finite number {'>' if above else '>='} {low:g}"
+        if high != math.inf:
+            bound += f" and < {high:g}"
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            raise _bad(name, value, bound) from None
+        too_low = number <= low if above else number < low
+        if isinstance(value, bool) or not math.isfinite(number) or too_low or number >= high:
+            raise _bad(name, value, bound)
+        return number
+
+    return parse
+
+
+def _whole(low: int) -> Callable[[str, object], int]:
+    def parse(name: str, value: object) -> int:
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if isinstance(value, bool) or not number.is_integer() or number < low:
+            raise _bad(name, value, f"a whole number >= {low}")
+        return int(number)
+
+    return parse
+
+
+def _directory(name: str, value: object) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise _bad(name, value, "a path")
+    text = os.fspath(value).strip() if isinstance(value, str) else str(os.fspath(value))
+    # Workers are started elsewhere.
+    path = os.path.abspath(os.path.expanduser(text)) if text else ""
+    if path and os.path.exists(path) and not os.path.isdir(path):
+        raise _bad(name, value, "a directory, which is made where it is missing")
+    return path
+
+
+def _bad(name: str, value: object, allowed: str) -> SettingsError:
+    return SettingsError(
+        f"{_variable(name)}={value!r} is not a valid setting; allowed: {allowed}. "
+        f"Correct it (environment variable {_variable(name)}, or settings={{{name!r}: ...}} in "
+        "install()), or unset it for the default."
+    )
+
+
+def _variable(name: str) -> str:
+    return f"{PREFIX}_{name.upper()}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table of settings."""
+
+    name: str
+    default: Any
+    parse: Callable[[str, object], Any]
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable."""
+        return _variable(self.name)
+
+
+TABLE: Mapping[str, Setting] = {
+    row.name: row
+    for row in (
+        Setting("optimizer_states", "auto", _choice("auto", "follow-model", "as-configured")),
+        Setting("grad_bucket", "unless-set", _choice("unless-set", "align")),
+        Setting("loss_scale_init", 65536.0, _number(0.0, above=True)),
+        Setting("growth_interval", 400, _whole(1)),
+        Setting("growth_factor", 2.0, _number(1.0, above=True)),
+        Setting("backoff_factor", 0.5, _number(0.0, above=True, high=1.0)),
+        Setting("audit_dir", "", _directory),
+        Setting("watch_updates", 0, _whole(0)),
+        Setting("log", "info", _choice("quiet", "info", "debug")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is in force in this process, and where each value came from.
+
+    Attributes:
+        values: setting name to parsed value, complete.
+        origin: setting name to ``"argument"``, ``"variable"`` or ``"default"``.
+        features: names of the features in force.
+        frameworks: names of the frameworks asked for, or ``None`` for all.
+        strict: whether a refusal is an error.
+        given: variable name to text, for each argument of ``install()``: what children need to
+            come up the same.
+    """
+
+    values: Mapping[str, Any]
+    origin: Mapping[str, str]
+    features: tuple[str, ...]
+    frameworks: tuple[str, ...] | None
+    strict: bool
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def effective(self) -> tuple[object, ...]:
+        """What distinguishes two installations: values, and which of them the user gave."""
+        given = {name for name in self.origin if self.is_set(name)}
+        return dict(self.values), given, self.features, self.frameworks, self.strict
+
+    def is_set(self, name: str) -> bool:
+        """Whether the user gave the setting, as an argument or a variable."""
+        return self.origin[name] != "default"
+
+
+def switch(environ: Mapping[str, str] | None = None) -> str:
+    """Read ``PRECISION_SHIM`` itself: ``"on"``, ``"strict"``, ``"off"`` or ``"unset"``.
+
+    Raises:
+        SettingsError: the value is none of the allowed ones.
+    """
+    text = (os.environ if environ is None else environ).get(PREFIX, "").strip().lower()
+    if not text:
+        return "unset"
+    if text in ON:
+        return "on"
+    if text in OFF:
+        return "off"
+    if text == "strict":
+        return "strict"
+    raise SettingsError(
+        f"{PREFIX}={text!r} is not a valid setting; allowed: {'/'.join(ON)} (on), strict, "
+        f"{'/'.join(OFF)} (off), or unset. Correct it or unset it."
+    )
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Refuse variables with our prefix that mean nothing: most likely a slip of the pen.
+
+    Raises:
+        SettingsError: names each of them, and the variable that was most likely meant.
+    """
+    known = [
+        f"{PREFIX}_FEATURES",
+        f"{PREFIX}_FRAMEWORKS",
+        *(one.variable for one in TABLE.values()),
+    ]
+    unknown = sorted(
+        name for name in environ if name.startswith(f"{PREFIX}_") and name not in known
+    )
+    if unknown:
+        meant = [near for name in unknown for near in _nearest(name, known)]
+        question = f"; did you mean {', '.join(dict.fromkeys(meant))}?" if meant else "."
+        raise SettingsError(
+            f"{', '.join(unknown)} is no variable of precision_shim{question} Allowed: "
+            f"{', '.join(known)}. Correct the name or unset it."
+        )
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The known name that was most likely meant, if one is near."""
+    from difflib import get_close_matches  # only an error needs it
+
+    # What all names begin with would make any two of them alike.
+    rest = {one.removeprefix(f"{PREFIX}_"): one for one in known}
+    word = name.removeprefix(f"{PREFIX}_")
+    begun = [one for one in rest if word and one.startswith(word)]
+    return [rest[one] for one in (get_close_matches(word, rest, n=1) or begun)[:1]]
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    near = _nearest(name, known)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+BY_CALL: Mapping[str, str] = {
+    "features": "install(features=...)",
+    "frameworks": "install(frameworks=...)",
+    "settings": "install(settings=...)",
+}
+"""Where the arguments of ``resolve`` come from, as the user wrote it."""
+
+
+def parse_features(
+    value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
+) -> tuple[str, ...]:
+    """Parse a list of features; ``-name`` takes one away from all (or from those named before).
+
+    Raises:
+        SettingsError: a name is unknown.
+    """
+    names = _words(value)
+    chosen: list[str] = []
+    for position, name in enumerate(names):
+        taken, bare = name.startswith("-"), name.lstrip("-")
+        if bare not in FEATURES:
+            raise SettingsError(
+                f"{variable}: unknown feature {bare!r}{_meant(bare, FEATURES)}; allowed: "
+                f"{', '.join(FEATURES)}, each also with a leading '-' to take it away from all. "
+                "Correct the list or unset it for all."
+            )
+        if taken and position == 0:
+            chosen = list(FEATURES)
+        if taken:
+            chosen = [other for other in chosen if other != bare]
+        elif bare not in chosen:
+            chosen.append(bare)
+    if not names and isinstance(value, str):
+        return FEATURES  # an empty variable counts as unset; only features=[] asks for no feature
+    return tuple(name for name in FEATURES if name in chosen)
+
+
+def _words(value: str | Iterable[str]) -> list[str]:
+    parts = value.split(",") if isinstance(value, str) else list(value)
+    return [word for word in (str(part).strip().lower() for part in parts) if word]
+
+
+def resolve(
+    *,
+    features: str | Iterable[str] | None = None,
+    frameworks: str | Iterable[str] | None = None,
+    strict: bool | None = None,
+    settings: Mapping[str, object] | None = None,
+    known_frameworks: Iterable[str] = (),
+    environ: Mapping[str, str] | None = None,
+    where: Mapping[str, str] = BY_CALL,
+) -> Settings:
+    """Bring arguments, variables and defaults together.
+
+    Args:
+        features: names, as a list or a comma-separated string; ``None`` defers to the variable.
+        frameworks: the same for frameworks.
+        strict: ``None`` defers to ``PRECISION_SHIM=strict``.
+        settings: lower-case names of the variables without the prefix, to values.
+        known_frameworks: names that are allowed; empty to allow any.
+        environ: the environment; ``None`` for the process's own.
+        where: what the user wrote ``features``, ``frameworks`` and ``settings`` as, for messages.
+
+    Raises:
+        SettingsError: a name or a value that makes no sense, of an argument or of a variable.
+    """
+    env = os.environ if environ is None else environ
+    check_variables(env)
+    arguments = dict(settings or {})
+    unknown = sorted(set(arguments) - set(TABLE))
+    if unknown:
+        raise SettingsError(
+            f"{where['settings']}: unknown setting {unknown[0]!r}{_meant(unknown[0], TABLE)}; "
+            f"allowed: {', '.join(TABLE)}. Correct the name or leave it out."
+        )
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    given: dict[str, str] = {}
+    for name, row in TABLE.items():
+        if name in arguments:
+            try:
+                values[name], origin[name] = row.parse(name, arguments[name]), "argument"
+            except SettingsError as error:
+                raise SettingsError(f"{where['settings']}: {error}") from None
+            given[row.variable] = str(values[name])
+        elif env.get(row.variable, "").strip():
+            values[name], origin[name] = row.parse(name, env[row.variable]), "variable"
+        else:
+            values[name], origin[name] = row.default, "default"
+
+    chosen = parse_features(
+        features if features is not None else env.get(f"{PREFIX}_FEATURES", ""),
+        where["features"] if features is not None else f"{PREFIX}_FEATURES",
+    )
+    if features is not None:
+        given[f"{PREFIX}_FEATURES"] = ",".join(chosen or [f"-{name}" for name in FEATURES])
+
+    named: tuple[str, ...] | None
+    raw = frameworks if frameworks is not None else env.get(f"{PREFIX}_FRAMEWORKS", "")
+    named = tuple(dict.fromkeys(_words(raw))) or None  # no name: all frameworks
+    known = tuple(known_frameworks)
+    for name in named or ():
+        if known and name not in known:
+            source = where["frameworks"] if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
+            raise SettingsError(
+                f"{source}: unknown framework {name!r}{_meant(name, known)}; allowed: "
+                f"{', '.join(sorted(known))}. Correct the list or unset it for all."
+            )
+    if frameworks is not None and named:
+        given[f"{PREFIX}_FRAMEWORKS"] = ",".join(named)
+    return Settings(
+        values=values,
+        origin=origin,
+        features=chosen,
+        frameworks=named,
+        strict=(switch(env) == "strict") if strict is None else bool(strict),
+        given=given,
+    )

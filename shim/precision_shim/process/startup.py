@@ -1,0 +1,136 @@
+"""The start in a process whose environment asks for the shim: wait for a framework's import.
+
+The variable reaches every process of a cluster, pip and compile workers included. So the line in
+``zz_precision_shim.pth`` only executes ``zz_precision_shim.py``, whose finder waits for the
+frameworks' own packages. When one is looked for, that finder calls ``take_over()`` here, and
+another one takes its place, which tells an import from a look.
+
+Nothing here raises, and nothing here ends a process: it would end pip and Ray's agents too.
+"""
+
+import os
+import sys
+
+from .finders import Watcher
+from .forks import Lock
+from .names import ENTRY_POINTS, OFF, ON, VARIABLE
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+FIRST = "PrecisionShimStart"
+"""Name of the class that ``zz_precision_shim.py`` puts into ``sys.meta_path``."""
+
+_lock = Lock(patching=False)
+_called = False
+_waiting: "Watcher | None" = None
+
+
+def init() -> None:
+    """Wait for a framework's import, if the environment asks for it; a second call does nothing."""
+    global _called, _waiting
+    try:
+        # A second thread that imports a framework waits here until the shim is in place.
+        with _lock:
+            value = os.environ.get(VARIABLE, "").strip().lower()
+            if not value or value in OFF or _called:
+                return
+            _called = True  # in a virtual environment start-up files are executed twice
+            if not asked():
+                say(
+                    f"not installed: {VARIABLE}={value!r} is not a valid setting; allowed: "
+                    f"{'/'.join(ON)} (on), strict, {'/'.join(OFF)} (off), or unset"
+                )
+                return
+            watcher = Watcher(_seen, before=True)
+            watcher.watch(_wanted())
+            _waiting = watcher
+    except Exception as error:
+        say(f"not installed: {error!r}")
+
+
+def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
+    """Take the place of the start-up file's finder, and answer the look that it was asked."""
+    init()
+    first = _first()
+    if first is not None:
+        # importlib is iterating over sys.meta_path: leave the finder in it, but find nothing more.
+        first.find_spec = lambda *_, **__: None
+    return _waiting.find_spec(name, None, target) if _waiting is not None else None
+
+
+def asked() -> bool:
+    """Whether the environment asks for the shim, with a value that makes sense."""
+    return os.environ.get(VARIABLE, "").strip().lower() in (*ON, "strict")
+
+
+def waiting() -> bool:
+    """Whether this process waits for a framework's import."""
+    return _waiting is not None or (not _called and _first() is not None and asked())
+
+
+def stop() -> None:
+    """Wait no longer: the session has taken over, or the shim was taken out."""
+    global _called, _waiting
+    first = _first()
+    if first is not None:
+        _called = True
+        sys.meta_path.remove(first)
+    if _waiting is not None:
+        _waiting.remove()
+        _waiting = None
+
+
+def _first() -> "Any":
+    return next((one for one in sys.meta_path if type(one).__name__ == FIRST), None)
+
+
+def _wanted() -> "set[str]":
+    from precision_shim_adapters.frameworks import FRAMEWORKS
+
+    from . import carriers
+
+    names = {package for one in FRAMEWORKS.values() for package in one["packages"]}
+    # A third party's framework is known by name only where the user names it. Otherwise it is
+    # looked for when torch is imported: reading every distribution's entry points takes 10 to
+    # 50 ms, which next to torch is nothing and in any other process would be everything.
+    named = os.environ.get(f"{VARIABLE}_FRAMEWORKS", "")
+    names.update(name.strip().lower().replace("-", "_") for name in named.split(","))
+    names.discard("")
+    return names | {"torch", *carriers.PACKAGES}
+
+
+def _seen(package: str) -> None:
+    try:
+        from . import carriers
+
+        if package in carriers.PACKAGES:
+            carriers.enter(package)
+        elif package != "torch" or _third_parties():
+            from . import session as _session
+
+            _session.start()
+    except (Exception, SystemExit) as error:
+        say(f"not installed: {error!r}")
+
+
+def _third_parties() -> bool:
+    from importlib.metadata import entry_points
+
+    return bool(entry_points(group=ENTRY_POINTS))
+
+
+def say(line: str) -> None:
+    """Write one line to stderr, where it survives frameworks that configure logging late.
+
+    Without a stderr that can be written (``None`` under pythonw and some daemons, closed, a full
+    disk) nobody reads it, and what is under way, an import or an optimizer's build, goes on.
+    """
+    try:
+        if sys.stderr is not None:
+            print(f"[precision_shim] {line}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass

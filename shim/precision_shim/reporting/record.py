@@ -1,0 +1,159 @@
+"""What the shim did in this process: the record that ``status()`` returns and people read.
+
+How it reads is in ``text``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..auditing.record import Audit
+
+STATES = ("absent", "pending", "wrapped", "native", "refused", "off")
+"""States of a seam and of a framework: not installed; waits for the module's import; patched;
+the framework does it itself; could not be patched; not asked for."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the shim chose in this process, from what, and why.
+
+    Attributes:
+        framework: the framework's name.
+        subject: what it was decided for, such as ``"actor"`` or ``"critic"``.
+        feature: the feature that decided.
+        chosen: what was chosen, in words.
+        because: the reason, in words.
+    """
+
+    framework: str
+    subject: str
+    feature: str
+    chosen: str
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.framework} {self.subject}: {self.feature}: {self.chosen} ({self.because})"
+
+
+@dataclass(frozen=True)
+class SeamStatus:
+    """State of one seam for one feature.
+
+    Attributes:
+        target: ``"module:attribute"``.
+        feature: the feature that needs the seam.
+        state: one of ``STATES``.
+        reason: why it is so, where that is worth a word.
+        path: the path through the framework, in the user's words.
+        refusal: why the feature cannot be had there, where the adapter declares that.
+        why: why the shim enters here.
+        upstream: link to the discussion upstream.
+        delete_when: when the seam can be deleted.
+        group: the adapter's own name of the path; its seams are patched together or not at all.
+    """
+
+    target: str
+    feature: str
+    state: str
+    reason: str = ""
+    path: str = ""
+    refusal: str = ""
+    why: str = ""
+    upstream: str = ""
+    delete_when: str = ""
+    group: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """What machines read: target, feature, state and reason."""
+        return {
+            "target": self.target,
+            "feature": self.feature,
+            "state": self.state,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class FrameworkStatus:
+    """State of one framework.
+
+    Attributes:
+        version: ``None`` when it is not installed.
+        state: one of ``STATES``.
+        seams: its seams, once its adapter is at work.
+        reason: why it is so, where that is worth a word.
+        tested: whether the version is among those tested; ``None`` while that is not known.
+    """
+
+    version: str | None
+    state: str
+    seams: tuple[SeamStatus, ...] = ()
+    reason: str = ""
+    tested: bool | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """A snapshot of the shim in this process.
+
+    ``str()`` is a screen: with one framework at work at most 40 lines of 80 columns.
+    ``details()`` leaves nothing out.
+
+    Attributes:
+        enabled: whether the shim is installed in this process.
+        features: names of the features in force.
+        settings: every setting's value by its lower-case name, and ``strict``.
+        frameworks: framework name to its state.
+        decisions: what was chosen, oldest first.
+        notes: what else a reader should know, such as why nothing was installed.
+        given: names of the settings that the user set; the others are defaults.
+        audit: what the audit found by itself, of each optimizer the newest.
+    """
+
+    enabled: bool
+    features: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    frameworks: Mapping[str, FrameworkStatus] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
+    notes: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    audit: Sequence[Audit] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the snapshot as plain dicts, lists, strings and numbers, ready for JSON."""
+        return {
+            "enabled": self.enabled,
+            "features": list(self.features),
+            "settings": dict(self.settings),
+            "frameworks": {
+                name: {
+                    "version": one.version,
+                    "state": one.state,
+                    "reason": one.reason,
+                    "seams": [seam.to_dict() for seam in one.seams],
+                }
+                for name, one in self.frameworks.items()
+            },
+            "decisions": [asdict(decision) for decision in self.decisions],
+            "notes": list(self.notes),
+            "audit": [one.to_dict() for one in self.audit],
+        }
+
+    def details(self) -> str:
+        """Return the whole record as a table: every setting, every seam, every decision.
+
+        Of each seam: state, target, path and reason, why the shim enters there, the discussion
+        upstream, and when the seam can be deleted.
+        """
+        from . import text as _status_text
+
+        return _status_text.table(self)
+
+    def __str__(self) -> str:
+        from . import text as _status_text
+
+        return _status_text.screen(self)

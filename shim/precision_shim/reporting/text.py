@@ -1,0 +1,373 @@
+"""The record of what the shim did, as text: one screen, and the whole table.
+
+``str(status())``, ``status().details()`` and ``precision-shim doctor`` are written here, so that
+one thing has one word in all of them.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ..process.settings import FEATURES, PREFIX
+from .record import Decision, FrameworkStatus, SeamStatus, Status
+
+WIDTH = 80
+SCREEN = 40
+"""Lines of a screen: what ``str(status())`` keeps to with one framework at work."""
+
+_COLUMN = 25  # where the text behind a feature's name begins
+_LEAST = 6  # decisions keep at least so many lines, however long the problems are
+_AUDITS = 5  # lines that audits get
+_MORE = "status().details()"
+_WITH_OTHERS = "refused whole, because: "  # what the engine puts before a neighbour's reason
+
+AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
+"""Verdicts on a path that has the feature, or will."""
+
+_WORDS = {
+    "wrapped": "in force",
+    "partly": "in force beside {name}'s own",
+    "native": "{name} does it itself",
+    "pending": "waits for import",
+    "partly pending": "waits for import",
+    "refused": "refused",
+    "unsupported": "not on",
+}
+_AHEAD = {
+    **_WORDS,
+    "pending": "would be in force",
+    "partly pending": "would be in force beside {name}'s own",
+}
+"""For the doctor: nothing is imported there, so what waits is what would be patched."""
+
+
+def screen(status: Status) -> str:
+    """The record on one screen of 80 columns."""
+    lines = [_headline(status)]
+    given = {name: status.settings[name] for name in status.given if name in status.settings}
+    if status.enabled and given:
+        lines += fold("set: " + ", ".join(f"{k}={v}" for k, v in given.items()), 0, 2)
+    absent = [name for name, one in status.frameworks.items() if one.state == "absent"]
+    off = [name for name, one in status.frameworks.items() if one.state == "off"]
+    for name, one in status.frameworks.items():
+        if one.state not in ("absent", "off"):
+            lines += ["", *framework(name, one, status.features)]
+    if absent or off:
+        lines.append("")
+        lines += fold(f"not installed: {', '.join(absent)}", 0, 2) if absent else []
+        lines += fold(f"not asked for: {', '.join(off)}", 0, 2) if off else []
+
+    if status.audit:
+        audits = [fold(f"{one.headline}: {one.brief()}", 2, 4) for one in status.audit]
+        lines += ["", "audit", *_fit(audits, _AUDITS)]
+
+    wrong = [fold(text, 2, 4) for text in _problems(status)]
+    decided = [fold(str(one), 2, 4) for one in status.decisions]
+    room = SCREEN - len(lines)
+    for_decisions = _length(decided) + 2 if decided else 0
+    for_problems = _length(wrong) + 2 if wrong else 0
+    if for_decisions + for_problems > room:
+        for_problems = min(for_problems, max(room - min(for_decisions, _LEAST), 4))
+    if decided:
+        lines += ["", "decisions", *_decisions(status.decisions, room - for_problems - 2)]
+    if wrong:
+        lines += ["", "what is wrong, and what to do", *_fit(wrong, for_problems - 2)]
+    return "\n".join(lines)
+
+
+def table(status: Status) -> str:
+    """The whole record: every setting, seam and decision."""
+    lines = [_headline(status)]
+    if status.enabled:
+        lines += fold(f"features: {', '.join(status.features) or 'none'}", 0, 2)
+        settings = (
+            f"{name}={value}{' (set)' if name in status.given else ''}"
+            for name, value in status.settings.items()
+        )
+        lines += fold(f"settings: {', '.join(settings)}", 0, 2)
+    for name, one in status.frameworks.items():
+        lines += ["", *fold(headline(name, one), 0, 2)]
+        lines += fold(one.reason, 2, 2)
+        lines += seams(one.seams)
+    if status.decisions:
+        lines += ["", "decisions"]
+        for decision in status.decisions:
+            lines += fold(str(decision), 2, 4)
+    for audit in status.audit:
+        lines += ["", str(audit)]
+    for note in status.notes:
+        lines += ["", *fold(note, 0, 0)]
+    return "\n".join(lines)
+
+
+# -- a framework ------------------------------------------------------------------------------
+
+
+def headline(name: str, one: FrameworkStatus, *, ahead: bool = False) -> str:
+    """Name, version and verdict."""
+    tested = {True: ", tested", False: ", not tested", None: ""}[one.tested]
+    return f"{name} {one.version or ''}".rstrip() + f"{tested}: {_verdict(one, ahead)}"
+
+
+def _verdict(one: FrameworkStatus, ahead: bool) -> str:
+    broken = any(seam.state == "refused" and not seam.refusal for seam in one.seams)
+    if one.state == "wrapped":
+        return "in force, but refused in part" if broken else "in force"
+    if one.state == "pending":
+        if ahead:
+            return "can be patched"
+        return (
+            "imported; waits for modules that it has not imported yet"
+            if one.seams
+            else ("waits for its import")
+        )
+    if one.state == "refused" and ahead and any(seam.state == "pending" for seam in one.seams):
+        return "can be patched in part"
+    return {
+        "absent": "nothing of what the shim patches is here" if one.seams else "not installed",
+        "native": "does all of it itself",
+        "off": "not asked for",
+    }.get(one.state, one.state)
+
+
+def framework(
+    name: str, one: FrameworkStatus, features: Iterable[str], *, ahead: bool = False
+) -> list[str]:
+    """A framework's lines on the screen: the verdict, and one line per feature.
+
+    Args:
+        name: the framework's.
+        one: its state.
+        features: those asked for; the others share one line.
+        ahead: whether the states are what would be, as the doctor has them.
+    """
+    lines = fold(headline(name, one, ahead=ahead), 0, 2)
+    if one.reason and not (one.state == "refused" and not one.seams):  # else a problem
+        lines += fold(one.reason, 2, 4)
+    asked = set(features)
+    known = {seam.feature for seam in one.seams}
+    for feature in (*(f for f in FEATURES if f in known), *sorted(known - set(FEATURES))):
+        if feature in asked or any(s.state != "off" for s in one.seams if s.feature == feature):
+            text = _feature(name, [s for s in one.seams if s.feature == feature], ahead)
+            lines += fold(f"{feature:<{_COLUMN - 3}} {text}", 2, _COLUMN)
+        else:
+            known.discard(feature)
+    left_out = [f for f in FEATURES if f in {s.feature for s in one.seams} - known]
+    return lines + (fold(f"not asked for: {', '.join(left_out)}", 2, 4) if left_out else [])
+
+
+def _feature(name: str, found: Sequence[SeamStatus], ahead: bool) -> str:
+    """On which paths a feature is in force, waits, is native or is refused."""
+    states: dict[str, list[str]] = {}
+    for seam in found:
+        states.setdefault(seam.path, []).append(_state(seam))
+    verdicts = {path: _together(several) for path, several in states.items()}
+    main = {path: verdict for path, verdict in verdicts.items() if not path.endswith(")")}
+    if any(verdict != "absent" for verdict in main.values()):
+        # A path that only serves others is shown only where it was refused.
+        shown = main | {path: v for path, v in verdicts.items() if v == "refused"}
+    else:
+        shown = verdicts
+    words = _AHEAD if ahead else _WORDS
+    parts = []
+    for word in dict.fromkeys(words.values()):
+        paths = [path for path, one in shown.items() if words.get(one) == word]
+        if paths:
+            named = ", ".join(path for path in paths if path)
+            parts.append(word.format(name=name) + (f": {named}" if named else ""))
+    return "; ".join(parts) or "nothing of what it patches is here"
+
+
+def verdicts(found: Iterable[SeamStatus]) -> dict[tuple[str, str], str]:
+    """One word for each feature and path."""
+    states: dict[tuple[str, str], list[str]] = {}
+    for seam in found:
+        states.setdefault((seam.feature, seam.path), []).append(_state(seam))
+    return {both: _together(several) for both, several in states.items()}
+
+
+def _state(seam: SeamStatus) -> str:
+    if seam.refusal and seam.state in ("pending", "refused"):
+        return "unsupported"
+    return seam.state
+
+
+def _together(states: Sequence[str]) -> str:
+    """One word for the seams of one path, which hold together or not at all."""
+    for state in ("refused", "unsupported"):
+        if state in states:
+            return state
+    if "native" in states and not {"wrapped", "pending"} & set(states):
+        # A path that this version lacks may share a symbol with paths that it has.
+        return "native" if states.count("native") >= states.count("absent") else "absent"
+    if "native" in states:
+        return "partly" if "wrapped" in states else "partly pending"
+    return next((one for one in ("wrapped", "pending") if one in states), "absent")
+
+
+def refusals(name: str, found: Iterable[SeamStatus]) -> list[str]:
+    """Why seams were refused, each reason once, and what to do about it.
+
+    What an adapter declares as a refusal is left out: it is said where somebody uses it.
+    """
+    found = list(found)
+    subjects: dict[str, dict[tuple[str, str], None]] = {}
+    features: dict[str, None] = {}
+    for seam in found:
+        if seam.state == "refused" and not seam.refusal:
+            # The engine joins several problems of one seam into one text: take them apart.
+            for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
+                subjects.setdefault(reason, {})[seam.path, seam.feature] = None
+            features[seam.feature] = None
+    reasons: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for reason, concerned in subjects.items():
+        reasons.setdefault(tuple(sorted(concerned)), []).append(reason)
+    texts = []
+    for pairs, several in reasons.items():
+        by_path: dict[str, list[str]] = {}
+        for path, feature in pairs:
+            by_path.setdefault(path, []).append(feature)
+        where = "; ".join(
+            ", ".join(names) + (f" ({path})" if path else "") for path, names in by_path.items()
+        )
+        texts.append(f"{name}: refused: {where}, because: {'; '.join(several)}")
+    if features:
+        out = ",".join(f"-{feature}" for feature in features)
+        at_work = {both[0] for both, verdict in verdicts(found).items() if verdict in AT_WORK}
+        going_on = [feature for feature in features if feature in at_work]
+        if going_on:
+            texts.append(
+                f"{name}: {', '.join(going_on)}: the other paths go on without it; under strict it "
+                "is an error"
+            )
+        texts.append(
+            f"{name}: install a tested version, or leave out what is refused: "
+            f"{PREFIX}_FEATURES={out}"
+        )
+    return texts
+
+
+def seams(
+    found: Sequence[SeamStatus], shown: Mapping[str, str] | None = None, indent: int = 2
+) -> Iterator[str]:
+    """The table of seams: state, target, path, reason, why, upstream link, when to delete it.
+
+    Args:
+        found: the seams.
+        shown: other words for states.
+        indent: of the features' names.
+    """
+    words = shown or {}
+    for feature in dict.fromkeys(seam.feature for seam in found):
+        yield " " * indent + feature
+        for seam in found:
+            if seam.feature != feature:
+                continue
+            state = words.get(seam.state, seam.state)
+            yield from fold(f"{state:<8} {seam.target}", indent + 2, indent + 4)
+            for label, text in (
+                ("on: ", seam.path),
+                ("", seam.reason),
+                ("why: ", seam.why),
+                ("upstream: ", seam.upstream),
+                ("delete when: ", seam.delete_when),
+            ):
+                if text:
+                    yield from fold(label + text, indent + 11, indent + 13)
+
+
+# -- decisions and problems -------------------------------------------------------------------
+
+
+def _headline(status: Status) -> str:
+    strict = ", strict" if status.enabled and status.settings.get("strict") else ""
+    return f"precision_shim: {'on' if status.enabled else 'off'}{strict}"
+
+
+def _problems(status: Status) -> list[str]:
+    texts = list(status.notes)
+    for name, one in status.frameworks.items():
+        if one.state == "refused" and not one.seams and one.reason:
+            texts.append(f"{name}: {one.reason}")
+        texts += refusals(name, one.seams)
+        texts += dict.fromkeys(
+            f"{name}: {seam.target}: {seam.reason}"
+            for seam in one.seams
+            if seam.state == "wrapped" and seam.reason
+        )
+    return list(dict.fromkeys(texts))
+
+
+def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
+    """All where there is room; else the newest per subject and feature, the oldest left out."""
+    kept: Sequence[Decision] = decisions
+    if _length(fold(str(one), 2, 4) for one in decisions) > room:
+        newest = {(one.framework, one.subject, one.feature): one for one in decisions}
+        kept = [one for one in decisions if newest.get(_key(one)) is one]
+    blocks = [fold(str(one), 2, 4) for one in kept]
+    return _fit(blocks[::-1], room, left_out=len(decisions) - len(kept), turn=True)
+
+
+def _key(one: Decision) -> tuple[str, str, str]:
+    return one.framework, one.subject, one.feature
+
+
+def _fit(
+    blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
+) -> list[str]:
+    """As many of the blocks as there is room for, the first ones first to stay.
+
+    Args:
+        blocks: paragraphs as lines.
+        room: lines there are.
+        left_out: how many blocks were left out before.
+        turn: show what stays in the opposite order.
+    """
+    room = max(room, 2)
+    kept = list(blocks)
+    while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:
+        kept.pop()
+    if not kept:  # the first alone is too long: show its beginning
+        first = blocks[0][: room - 1]
+        kept = [first[:-1] + _cut(first[-1])]
+    more = left_out + len(blocks) - len(kept)
+    lines = [line for block in (kept[::-1] if turn else kept) for line in block]
+    if more:
+        lines.append(f"  {more} more: {_MORE}")
+    elif len(kept) == 1 and kept[0] != blocks[0]:
+        lines.append(f"  the rest: {_MORE}")
+    return lines
+
+
+def _cut(line: str) -> list[str]:
+    if len(line) + 4 > WIDTH and " " in line.strip():
+        line = line[: line.rindex(" ")]
+    return [f"{line} ..."]
+
+
+def _length(blocks: Iterable[Sequence[str]]) -> int:
+    return sum(len(block) for block in blocks)
+
+
+def fold(
+    text: str, indent: int, further: int | None = None, *, break_words: bool = False
+) -> list[str]:
+    """Fold a text into lines of at most 80 columns; nothing for an empty one.
+
+    Args:
+        text: the text; its own line ends are spaces here.
+        indent: of the first line.
+        further: of the other lines; ``None``: the same.
+        break_words: break a word that is longer than a line; a symbol's name had better stay whole.
+    """
+    if not text.strip():
+        return []
+    return textwrap.wrap(
+        " ".join(text.splitlines()),  # blanks within a line are kept: they make columns
+        WIDTH,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent if further is None else further),
+        break_long_words=break_words,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,226 @@
+"""What an optimizer would do to a sample of its parameters if nothing were rounded.
+
+Each rule is the optimizer's own, in fp64, from what it has in hand before a step: the stored
+weights, the stored states, and the gradients as it reads them. There is one for Adam and AdamW
+(torch's, TransformerEngine's and Apex's) and for torch's SGD. A class with a step of its own has
+no rule here, whatever it is derived from: what it does is not guessed.
+
+Nothing here waits for a device: hyperparameters may be tensors there, and stay tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..auditing.reading import local
+from ..precision.dtypes import name_of
+from ..precision.remainders import join_master
+
+_SCALED = (torch.float16, torch.uint8)
+"""Dtypes of FusedAdam's states that are stored as multiples of a scale."""
+
+
+class UnknownRuleError(Exception):
+    """Nothing here knows what an optimizer does; the message is a sentence about it."""
+
+
+@dataclass
+class Sampled:
+    """A sample of one group's elements in fp64, each field of one length.
+
+    Attributes:
+        weights: as stored.
+        gradient: as the optimizer reads it.
+        states: by name; zeros where the first step will make them.
+        steps: how many steps there will have been, for each element.
+    """
+
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    states: dict[str, torch.Tensor]
+    steps: torch.Tensor
+
+
+@dataclass
+class Ideal:
+    """What one step does where nothing is rounded.
+
+    Attributes:
+        update: of the weights.
+        exp_avg_sq: of the second moment; ``None`` where there is none.
+    """
+
+    update: torch.Tensor
+    exp_avg_sq: torch.Tensor | None = None
+
+
+def _adam(sampled: Sampled, group: Mapping[str, Any], decoupled: bool) -> Ideal:
+    beta1, beta2 = group["betas"]
+    decay, gradient = group["weight_decay"], sampled.gradient
+    if group.get("maximize"):
+        gradient = -gradient
+    if not decoupled:
+        gradient = gradient + decay * sampled.weights
+    first, second = sampled.states["exp_avg"], sampled.states["exp_avg_sq"]
+    moved = (1 - beta2) * (gradient * gradient - second)
+    first, second = first + (1 - beta1) * (gradient - first), second + moved
+    if group.get("amsgrad"):
+        second = torch.maximum(second, sampled.states["max_exp_avg_sq"])
+    if group.get("bias_correction", True):
+        first = first / (1 - beta1**sampled.steps)
+        second = second / (1 - beta2**sampled.steps)
+    update = first / (second.sqrt() + group["eps"])
+    if decoupled:
+        update = update + decay * sampled.weights
+    return Ideal(-group["lr"] * update, moved)
+
+
+def _sgd(sampled: Sampled, group: Mapping[str, Any], decoupled: bool) -> Ideal:
+    gradient = -sampled.gradient if group.get("maximize") else sampled.gradient
+    gradient = gradient + group["weight_decay"] * sampled.weights
+    if group["momentum"]:
+        kept = sampled.states["momentum_buffer"] * group["momentum"]
+        # The first step takes the gradient whole.
+        begun = (1 - group["dampening"]) * gradient
+        buffer = kept + torch.where(sampled.steps > 1, begun, gradient)
+        gradient = gradient + group["momentum"] * buffer if group["nesterov"] else buffer
+    return Ideal(-group["lr"] * gradient)
+
+
+class Rule:
+    """How one optimizer keeps its numbers, and what it does to them.
+
+    Args:
+        optimizer: a torch optimizer.
+
+    Raises:
+        UnknownRuleError: nothing here knows it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        step = inspect.unwrap(type(optimizer).step)
+        place = f"{step.__module__}:{step.__qualname__}"
+        self._fused = step.__qualname__ == "FusedAdam.step" and hasattr(optimizer, "adam_w_mode")
+        known: dict[str, Callable[..., Ideal]] = {
+            "torch.optim.adam:Adam.step": _adam,
+            "torch.optim.adamw:AdamW.step": _adam,
+            "torch.optim.sgd:SGD.step": _sgd,
+        }
+        ideal = _adam if self._fused else known.get(place)
+        self._scaled: Mapping[str, torch.dtype] = getattr(optimizer, "name_to_dtype_map", {})
+        if self._fused and not self._scaled and getattr(optimizer, "master_weights", False):
+            ideal = None  # Apex's, whose masters lie elsewhere
+        if ideal is None:
+            raise UnknownRuleError(
+                f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has a rule of its "
+                "own, by which precision_shim cannot tell which of its updates are lost; known "
+                "are Adam and AdamW (torch, TransformerEngine, Apex) and torch's SGD."
+            )
+        self._ideal = ideal
+
+    def ideal(
+        self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], sampled: Sampled
+    ) -> Ideal:
+        """What the step that is about to come does to a sample where nothing is rounded."""
+        return self._ideal(sampled, group, self._decoupled(optimizer, group))
+
+    def _decoupled(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+        if self._fused:
+            return bool(optimizer.adam_w_mode)  # type: ignore[attr-defined]
+        return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+    # -- what is stored ----------------------------------------------------------------------------
+
+    def gradient(self, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that the next step reads; ``None`` where it leaves the parameter alone."""
+        decoupled = self._fused and getattr(optimizer, "use_decoupled_grad", False)
+        found = getattr(parameter, "decoupled_grad", None) if decoupled else parameter.grad
+        return None if found is None or found.is_sparse else found
+
+    def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the states that the rule reads."""
+        if self._ideal is _sgd:
+            return ("momentum_buffer",) if group["momentum"] else ()
+        more = ("max_exp_avg_sq",) if group.get("amsgrad") else ()
+        return ("exp_avg", "exp_avg_sq", *more)
+
+    def state(
+        self, optimizer: Any, parameter: torch.Tensor, name: str, at: Taken
+    ) -> torch.Tensor | None:
+        """A sample of a state; ``None`` where the first step will make it."""
+        found = optimizer.state.get(parameter, {}).get(name)
+        if found is None:
+            return None
+        if self._scaled.get(name) in _SCALED:
+            found = optimizer.get_unscaled_state(parameter, name)
+        return at(found)
+
+    def steps(
+        self, optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor, at: Taken
+    ) -> torch.Tensor:
+        """How many steps there will have been after the next, for each element of a sample."""
+        state = optimizer.state.get(parameter, {})
+        if self._ideal is _sgd:  # counts none; it matters whether there was one
+            made: Any = int(state.get("momentum_buffer") is not None)
+        else:
+            made = group.get("step", 0) if self._fused else state.get("step", 0)
+        if isinstance(made, torch.Tensor):
+            made = local(made).reshape(())
+        counted: torch.Tensor = at.ones(parameter) * made + 1
+        return counted
+
+    def weights(self, optimizer: Any, parameter: torch.Tensor, at: Taken) -> torch.Tensor:
+        """A sample of what training continues from, in fp64."""
+        kept = self._master(optimizer, parameter)
+        master = optimizer.state.get(parameter, {}).get("master_param") if kept else None
+        if master is None:
+            return at(parameter)
+        if kept == "remainder":
+            return join_master(at.raw(parameter), at.raw(master)).double()
+        return at(optimizer.get_unscaled_state(parameter, "master_param"))
+
+    def stored(self, optimizer: Any, parameter: torch.Tensor) -> str:
+        """How that is stored, as a name."""
+        kept = self._master(optimizer, parameter)
+        if kept == "remainder":
+            return "bf16+int16"
+        return name_of(optimizer.master_weight_dtype if kept else parameter.dtype)
+
+    def _master(self, optimizer: Any, parameter: torch.Tensor) -> str:
+        # FusedAdam makes a master for an fp32 parameter too, and never updates that.
+        if not self._fused or parameter.dtype is torch.float32:
+            return ""
+        if not getattr(optimizer, "master_weights", False):
+            return ""
+        remainders = getattr(optimizer, "store_param_remainders", False)
+        return "remainder" if remainders and parameter.dtype is torch.bfloat16 else "whole"
+
+
+class Taken:
+    """Takes the same elements of each tensor of one parameter.
+
+    Args:
+        indices: which, in this rank's share; ``None`` for all.
+        count: how many.
+    """
+
+    def __init__(self, indices: torch.Tensor | None, count: int) -> None:
+        self.indices, self.count = indices, count
+
+    def raw(self, tensor: torch.Tensor) -> torch.Tensor:
+        """They, as they are stored; a copy."""
+        flat = local(tensor).detach().reshape(-1)
+        return flat.clone() if self.indices is None else flat.index_select(0, self.indices)
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """They in fp64, which holds every number of a smaller dtype."""
+        return self.raw(tensor).double()
+
+    def ones(self, like: torch.Tensor) -> torch.Tensor:
+        """As many ones."""
+        return torch.ones(self.count, dtype=torch.float64, device=local(like).device)

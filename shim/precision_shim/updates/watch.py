@@ -1,0 +1,547 @@
+"""``precision_shim.watch_updates``: how many of an optimizer's updates are rounded away.
+
+Every so many steps a sample of the stored numbers is taken before the optimizer's step and again
+after it, and held against what the optimizer's own rule does in fp64. What is counted goes to the
+host by a copy that nobody waits for, and is read at the beginning of a later step. Nothing that a
+step reads or writes is touched, and no number is drawn from torch's generators.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..auditing import kept
+from ..auditing.looking import where_of
+from ..auditing.reading import SIXTEEN_BIT, Owned, Reading, read
+from ..errors import AuditError, PrecisionShimWarning, SettingsError
+from ..precision.dtypes import name_of
+from ..reporting import journal as _journal
+from . import lost, meters
+from .lost import Count, Figures, Group
+from .rules import Rule, Sampled, Taken, UnknownRuleError
+from .sampling import MOST_ELEMENTS, Sample
+
+Copies = Sequence[Sequence["torch.dtype | None"]]
+"""For each parameter of each group the dtype of its copy for rollout engines."""
+
+
+class UpdateWatch:
+    """What ``watch_updates`` returns: the meters of a model's optimizers."""
+
+    def __init__(self, watched: Sequence[Meter]) -> None:
+        self._meters = tuple(watched)
+
+    def figures(self) -> list[dict[str, Any]]:
+        """The newest figures of each optimizer that has some, ready for JSON."""
+        return [one.figures.to_dict() for one in self._meters if one.figures is not None]
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """The shares over all optimizers: ``updates_lost`` and those beside it.
+
+        Args:
+            prefix: goes before the names.
+        """
+        return lost.metrics([one.figures for one in self._meters if one.figures], prefix)
+
+    def remove(self) -> None:
+        """Watch no longer: take the hooks out."""
+        for one in self._meters:
+            one.remove()
+
+
+def watch_updates(model: Any, optimizer: Any, every: int = 50) -> UpdateWatch:
+    """Measure how many of an optimizer's updates are rounded away.
+
+    Every ``every`` steps, on a fixed sample of each parameter group (at most 2^18 elements on a
+    rank, over all optimizers), it finds the share of elements whose update was not zero and whose
+    stored value did not change: of the weights that training continues from, of ``exp_avg_sq``
+    where it should have become smaller, and of the 16-bit copies that rollout engines get. The
+    figures are there from the next step on, in the returned object, in ``audit(model, optimizer)``
+    and, where a framework's adapter reports them, in its metrics. More than half of a group's
+    updates lost is a warning. No step's result is changed, and the host waits for no device.
+
+    ``precision_shim.uninstall()`` takes the hooks out, and so does ``remove()`` of what is
+    returned. A second call for an optimizer changes how often it is looked at.
+
+    Args:
+        model: as ``audit`` takes it; ``None`` for what the optimizer knows.
+        optimizer: as ``audit`` takes it.
+        every: look at every so many steps.
+
+    Returns:
+        The figures, and the way to end it.
+
+    Raises:
+        AuditError: model or optimizer cannot be read.
+        SettingsError: ``every`` is no whole number of at least 1.
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise SettingsError(
+            f"watch_updates(every={every!r}) is not valid; allowed: a whole number >= 1. Correct "
+            "it, or do not call watch_updates for never."
+        )
+    if optimizer is None:
+        raise AuditError("watch_updates(optimizer=None): there are no steps to watch. Pass one.")
+    readings = read(model, optimizer)
+    found = [attach(one, every, model=model) for one in readings]
+    return UpdateWatch([one for one in found if one is not None])
+
+
+def attach(
+    reading: Reading,
+    every: int,
+    *,
+    model: Any = None,
+    framework: str = "",
+    subject: str = "",
+    on_figures: Callable[[Meter], None] | None = None,
+) -> Meter | None:
+    """Watch the updates of an optimizer that was read; ``None`` for one that steps nothing.
+
+    Args:
+        reading: what was read.
+        every: look at every so many steps.
+        model: its modules, for the dtype that they compute in.
+        framework: as in ``looking.look``.
+        subject: which model.
+        on_figures: called with the meter when there are new figures.
+    """
+    if not reading.steppers:
+        return None
+    stepper = reading.steppers[0]
+    known = meters.of(stepper)
+    if known is not None:
+        known.every = every
+        return known
+    where = where_of(framework, reading.framework)
+    names = (f"{where}, {subject}" if subject else where, reading.name)
+    meter = Meter(stepper, every, names, _copies(reading, stepper, model), on_figures)
+    meters.add(stepper, meter)
+    # What is called when all is undone must not keep the optimizer's tensors alive.
+    weak = weakref.ref(meter)
+    kept.at_clear(lambda: None if (one := weak()) is None else one.remove())
+    return meter
+
+
+# -- the 16-bit copies -----------------------------------------------------------------------------
+
+
+def _copies(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> Copies:
+    by_tensor = {id(one.stepped): one for one in reading.owned}
+    in_model = {p.dtype for p in (*reading.trainable, *_parameters(model))} & set(SIXTEEN_BIT)
+    otherwise = next(iter(in_model)) if len(in_model) == 1 else _computed_in(model)
+    return [
+        [_copy_of(by_tensor.get(id(p)), otherwise) for p in group["params"]]
+        for group in stepper.param_groups
+    ]
+
+
+def _copy_of(owned: Owned | None, otherwise: torch.dtype) -> torch.dtype | None:
+    if owned is None or owned.dtype is torch.float32:
+        return otherwise
+    return owned.dtype if owned.dtype in SIXTEEN_BIT else None
+
+
+def _chunks(model: Any) -> list[torch.nn.Module]:
+    several = model if isinstance(model, (list, tuple)) else [model]
+    return [one for one in several if isinstance(one, torch.nn.Module)]
+
+
+def _parameters(model: Any) -> list[torch.Tensor]:
+    return [p for chunk in _chunks(model) for p in chunk.parameters() if p.requires_grad]
+
+
+def _computed_in(model: Any) -> torch.dtype:
+    """The dtype that FSDP computes fp32 parameters in; bf16, as rollout engines have it, else."""
+    for module in (module for chunk in _chunks(model) for module in chunk.modules()):
+        state = getattr(module, "_get_fsdp_state", None)  # FSDP2; no public name
+        policy = getattr(state(), "_mp_policy", None) if callable(state) else None
+        for mixed in (policy, getattr(module, "mixed_precision", None)):
+            dtype = getattr(mixed, "param_dtype", None)
+            if dtype in SIXTEEN_BIT:
+                return dtype  # type: ignore[no-any-return]
+    return torch.bfloat16
+
+
+# -- the meter -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Before:
+    """What was taken of some tensors of one group before a step: all on one device.
+
+    Attributes:
+        group: number of the group.
+        tensors: the parameters, and what is taken of each.
+        copy: dtype of their copies for rollout engines.
+        updates: where the update is not zero.
+        weights: the stored weights.
+        decays: where the second moment becomes smaller; ``None`` without one, here and below.
+        exp_avg_sq: the second moment as stored.
+        copies: the copies.
+        lr: the step's learning rate.
+    """
+
+    group: int
+    tensors: list[tuple[torch.Tensor, Taken]]
+    copy: torch.dtype | None
+    updates: torch.Tensor
+    weights: torch.Tensor
+    decays: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+    copies: torch.Tensor | None
+    lr: Any
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What the numbers of one vector of counts are about.
+
+    Attributes:
+        group: number of the group.
+        sampled: how many elements were looked at.
+        stored: how the weights are stored.
+        exp_avg_sq: how the second moment is; empty without one.
+        copy: dtype of the copies for rollout engines; empty without.
+    """
+
+    group: int
+    sampled: int
+    stored: str
+    exp_avg_sq: str
+    copy: str
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Counts on their way to the host.
+
+    Attributes:
+        step: whose.
+        arriving: for each device the host's tensor, the event that it is complete, and what its
+            rows are about.
+    """
+
+    step: int
+    arriving: list[tuple[torch.Tensor, Any, list[_Counted]]]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all have arrived; waits for nothing."""
+        return all(event is None or event.query() for _, event, _ in self.arriving)
+
+
+class Meter:
+    """Watches one torch optimizer's steps; lives in its hooks.
+
+    Args:
+        stepper: the optimizer.
+        every: look at every so many steps.
+        names: framework and version, and the part's name, for messages.
+        copies: dtypes of the copies for rollout engines.
+        on_figures: called when there are new figures; without it the meter warns itself.
+
+    Attributes:
+        every: as above.
+        names: as above.
+        figures: the newest; ``None`` before there are some.
+        unmeasured: why there will be none; empty where there will.
+    """
+
+    def __init__(
+        self,
+        stepper: torch.optim.Optimizer,
+        every: int,
+        names: tuple[str, str],
+        copies: Copies,
+        on_figures: Callable[[Meter], None] | None = None,
+    ) -> None:
+        self.every, self.names = every, names
+        self.figures: Figures | None = None
+        self.unmeasured = ""
+        self._stepper = weakref.ref(stepper)
+        self._copies, self._on_figures = copies, on_figures
+        self._step = 0
+        self._sample: Sample | None = None
+        self._before: list[_Before] = []
+        self._pending: _Pending | None = None
+        self._warned: set[int] = set()
+        self._handles: list[Any] = []
+        try:
+            self._rule = Rule(stepper)
+        except UnknownRuleError as reason:
+            self._give_up(str(reason))
+            return
+        self._handles.append(stepper.register_step_pre_hook(self._look_before))
+        self._handles.append(stepper.register_step_post_hook(self._look_after))
+
+    @property
+    def measures(self) -> bool:
+        """Whether it looks at steps."""
+        return not self.unmeasured
+
+    def remove(self) -> None:
+        """Take the hooks out. Not from within a step: torch walks through them there."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        stepper = self._stepper()
+        if stepper is not None and meters.of(stepper) is self:
+            meters.drop(stepper)
+
+    def _give_up(self, reason: str) -> None:
+        # The hooks stay: one that takes itself out breaks torch's loop over the others.
+        self.unmeasured = reason
+        self._before, self._pending, self._sample = [], None, None
+        tell(f"{', '.join(self.names)}: lost updates are not measured: {reason}")
+
+    # -- before the step ---------------------------------------------------------------------------
+
+    def _look_before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.unmeasured or torch.compiler.is_compiling() or _captures():
+            return
+        try:
+            self._read()
+            self._step += 1
+            self._before = []
+            if self._step % self.every == 0 and self._pending is None and _plain(args, kwargs):
+                with torch.no_grad():
+                    self._before = self._take(optimizer)
+        except Exception as error:  # a meter must not end a training
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _take(self, optimizer: torch.optim.Optimizer) -> list[_Before]:
+        groups = [group["params"] for group in optimizer.param_groups]
+        budget = MOST_ELEMENTS // max(1, meters.count())
+        if self._sample is None or not self._sample.fits(groups, budget):
+            self._sample = Sample(groups, budget)
+        found = []
+        for number, group in enumerate(optimizer.param_groups):
+            alike: dict[Any, list[tuple[torch.Tensor, Taken]]] = {}
+            for place, at in self._sample.taken[number].items():
+                parameter = group["params"][place]
+                if self._rule.gradient(optimizer, parameter) is None:
+                    continue
+                if parameter.dtype.is_floating_point:
+                    key = parameter.device, self._copy(number, place)
+                    alike.setdefault(key, []).append((parameter, at))
+            found += [
+                self._take_some(optimizer, number, group, tensors, copy)
+                for (_, copy), tensors in alike.items()
+            ]
+        return found
+
+    def _take_some(
+        self,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        group: Mapping[str, Any],
+        tensors: list[tuple[torch.Tensor, Taken]],
+        copy: torch.dtype | None,
+    ) -> _Before:
+        sampled = self._sampled(optimizer, group, tensors)
+        ideal = self._rule.ideal(optimizer, group, sampled)
+        has_second = ideal.exp_avg_sq is not None
+        return _Before(
+            number,
+            tensors,
+            copy,
+            ideal.update != 0,
+            sampled.weights,
+            ideal.exp_avg_sq < 0 if ideal.exp_avg_sq is not None else None,
+            sampled.states["exp_avg_sq"] if has_second else None,
+            self._rollout(tensors, copy, sampled.weights),
+            group["lr"],
+        )
+
+    def _copy(self, group: int, place: int) -> torch.dtype | None:
+        try:
+            return self._copies[group][place]
+        except IndexError:  # a group or a parameter that was added since
+            return None
+
+    def _sampled(
+        self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
+    ) -> Sampled:
+        rule = self._rule
+        scale = getattr(optimizer, "grad_scale", None)  # GradScaler has a fused step unscale
+        gradients, steps = [], []
+        states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
+        for parameter, at in tensors:
+            gradient = rule.gradient(optimizer, parameter)
+            assert gradient is not None
+            taken = at(gradient)
+            gradients.append(taken if scale is None else taken / scale)
+            for name, some in states.items():
+                state = rule.state(optimizer, parameter, name, at)
+                some.append(torch.zeros_like(taken) if state is None else state)
+            steps.append(rule.steps(optimizer, group, parameter, at))
+        return Sampled(
+            self._weights(optimizer, tensors),
+            torch.cat(gradients),
+            {name: torch.cat(some) for name, some in states.items()},
+            torch.cat(steps),
+        )
+
+    def _weights(self, optimizer: Any, tensors: Sequence[tuple[Any, Taken]]) -> torch.Tensor:
+        return torch.cat([self._rule.weights(optimizer, p, at) for p, at in tensors])
+
+    @staticmethod
+    def _rollout(
+        tensors: Sequence[tuple[torch.Tensor, Taken]],
+        copy: torch.dtype | None,
+        weights: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """The copies: the parameters themselves, or what they are made from, rounded."""
+        if copy is None:
+            return None
+        if all(parameter.dtype is copy for parameter, _ in tensors):
+            return torch.cat([at.raw(parameter) for parameter, at in tensors])
+        return weights.to(copy)
+
+    # -- after it ----------------------------------------------------------------------------------
+
+    def _look_after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._before:
+            return
+        before, self._before = self._before, []
+        try:
+            with torch.no_grad():
+                self._pending = self._compare(optimizer, before)
+        except Exception as error:  # a meter must not end a training
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _compare(self, optimizer: torch.optim.Optimizer, before: list[_Before]) -> _Pending:
+        rows: dict[torch.device, tuple[list[torch.Tensor], list[_Counted]]] = {}
+        for one in before:
+            vectors, about = rows.setdefault(one.weights.device, ([], []))
+            vectors.append(self._count(optimizer, one))
+            about.append(self._describe(optimizer, one))
+        arriving = []
+        for device, (vectors, about) in rows.items():
+            counts = torch.stack(vectors)
+            event = None
+            if device.type != "cpu":
+                there = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
+                counts = there.copy_(counts, non_blocking=True)
+                module = getattr(torch, device.type)  # torch.cuda, and others of that shape
+                event = module.Event()
+                event.record(module.current_stream(device))
+            arriving.append((counts, event, about))
+        return _Pending(self._step, arriving)
+
+    def _count(self, optimizer: Any, one: _Before) -> torch.Tensor:
+        weights = self._weights(optimizer, one.tensors)
+        none = torch.zeros((), dtype=torch.int64, device=weights.device)
+        decays = stuck = stale = none
+        if one.decays is not None:
+            second = [
+                state
+                for p, at in one.tensors
+                if (state := self._rule.state(optimizer, p, "exp_avg_sq", at)) is not None
+            ]
+            decays = one.decays.sum()
+            stuck = (one.decays & (torch.cat(second) == one.exp_avg_sq)).sum()
+        if one.copies is not None:
+            copies = self._rollout(one.tensors, one.copy, weights)
+            stale = (one.updates & (copies == one.copies)).sum()
+        lost_ones = (one.updates & (weights == one.weights)).sum()
+        counts = torch.stack([one.updates.sum(), lost_ones, decays, stuck, stale]).double()
+        overflow = getattr(optimizer, "found_inf", None)  # a fused step skips on the device
+        if overflow is not None:
+            counts = counts * (overflow == 0)
+        return torch.cat([counts, counts.new_ones(1) * one.lr])
+
+    def _describe(self, optimizer: Any, one: _Before) -> _Counted:
+        parameters = [parameter for parameter, _ in one.tensors]
+        states = (optimizer.state.get(p, {}).get("exp_avg_sq") for p in parameters)
+        second = {state.dtype for state in states if state is not None}
+        return _Counted(
+            one.group,
+            sum(at.count for _, at in one.tensors),
+            _join(self._rule.stored(optimizer, p) for p in parameters),
+            _join(map(name_of, second)) if one.decays is not None else "",
+            name_of(one.copy) if one.copy is not None else "",
+        )
+
+    # -- a step later ------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        pending = self._pending
+        if pending is None or not pending.is_there:
+            return
+        self._pending = None
+        sizes = self._sample.sizes if self._sample is not None else []
+        rows: dict[int, list[tuple[list[float], _Counted]]] = {}
+        for counts, _, about in pending.arriving:
+            for numbers, one in zip(counts.tolist(), about, strict=True):
+                rows.setdefault(one.group, []).append((numbers, one))
+        groups = [_group(number, sizes[number], some) for number, some in sorted(rows.items())]
+        # A step that was skipped updates nothing: what was known before stays.
+        moved = tuple(
+            one
+            for one in groups
+            if one.weights.updates or (one.exp_avg_sq is not None and one.exp_avg_sq.updates)
+        )
+        if not moved:
+            return
+        self.figures = Figures(pending.step, self.every, moved)
+        self._judge(self.figures)
+        if self._on_figures is not None:
+            self._on_figures(self)
+
+    def _judge(self, figures: Figures) -> None:
+        where, part = self.names
+        for group, (*_, message) in lost.findings(figures.to_dict(), part, where):
+            if group not in self._warned:
+                self._warned.add(group)
+                tell(message)
+
+
+def _captures() -> bool:
+    """Whether the step becomes a CUDA graph; asking for an event would end the capture."""
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
+
+
+def _plain(args: Any, kwargs: Any) -> bool:
+    """Whether a step's gradients are there before it: no closure, no scaler of its own."""
+    given = (*args[1:], *kwargs.values())  # the optimizer comes first
+    return all(one is None for one in given)
+
+
+def _join(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(names)))
+
+
+def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counted]]) -> Group:
+    updates, missed, decays, stuck, stale = (
+        sum(int(numbers[column]) for numbers, _ in rows) for column in range(5)
+    )
+    second = _join(one.exp_avg_sq for _, one in rows if one.exp_avg_sq)
+    copied = [(numbers, one) for numbers, one in rows if one.copy]
+    copies = Count(
+        _join(one.copy for _, one in copied), sum(int(numbers[0]) for numbers, _ in copied), stale
+    )
+    return Group(
+        group=number,
+        lr=rows[0][0][-1],
+        elements=elements,
+        sampled=sum(one.sampled for _, one in rows),
+        weights=Count(_join(one.stored for _, one in rows), updates, missed),
+        exp_avg_sq=Count(second, decays, stuck) if second else None,
+        rollout=copies if copied else None,
+    )
+
+
+def tell(text: str) -> None:
+    """Warn; where warnings are errors, which are meant for problems, say it."""
+    try:
+        _journal.warn(text, stacklevel=None)
+    except PrecisionShimWarning:
+        _journal.say(text)

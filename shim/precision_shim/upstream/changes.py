@@ -1,0 +1,47 @@
+"""What differs between two sources of a symbol, as lines that a person reads."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator
+
+from ..seams._source import Definition
+from .digest import is_remark
+
+
+def changed_lines(old: Definition, new: Definition) -> list[str]:
+    """The lines of code that went (``-``) and came (``+``); comments and docstrings left out."""
+    differences = difflib.unified_diff(_code(old), _code(new), lineterm="", n=0)
+    return [line for line in differences if line[:3] not in ("---", "+++") and line[:2] != "@@"]
+
+
+def _code(found: Definition) -> list[str]:
+    node = found.node
+    assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+    lines = found.text.split("\n")  # splitlines() ends one at a form feed too, and ast does not
+    left_out: set[int] = set()
+    inside: set[int] = set()
+    for one in ast.walk(node):
+        if isinstance(one, (ast.stmt, ast.expr)) and one.end_lineno is not None:
+            if is_remark(one):
+                left_out.update(range(one.lineno, one.end_lineno + 1))
+            elif isinstance(one, (ast.Constant, ast.JoinedStr)):
+                inside.update(range(one.lineno + 1, one.end_lineno + 1))
+    indent = len(lines[first - 1]) - len(lines[first - 1].lstrip())
+    numbers = range(first, (node.end_lineno or first) + 1)
+    return list(_kept(lines, numbers, left_out, inside, indent))
+
+
+def _kept(
+    lines: list[str], numbers: range, left_out: set[int], inside: set[int], indent: int
+) -> Iterator[str]:
+    """Without remarks, empty lines and comments; what a text of several lines holds is code."""
+    for number in numbers:
+        line = lines[number - 1].rstrip()
+        bare = line.lstrip()
+        if number in left_out:
+            continue
+        if number in inside or (bare and not bare.startswith("#")):
+            yield line[indent:] if not line[:indent].strip() else line

@@ -1,0 +1,120 @@
+"""A digest of a symbol's source: equal where the code is, whatever its comments and its Python.
+
+``ast.dump`` differs between Python versions, and positions, docstrings and annotations differ
+between releases that behave alike. So the walk is our own: it names every node and writes down
+what it holds, and leaves out what does not decide what the code does.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..seams._source import definition
+
+_NOT_READ = {
+    "ctx",  # follows from where the node stands
+    "kind",  # u"" is ""
+    "annotation",
+    "returns",
+    "type_comment",
+    "type_ignores",
+    "type_params",  # from 3.12; annotations again
+}
+_Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+def digest(target: str) -> str:
+    """SHA-256 of a symbol's code, in hexadecimal; ``""`` where the look finds no symbol.
+
+    Of a dataclass's generated ``__init__`` it is the class's.
+    """
+    found = definition(target)
+    return digest_of(found.node) if found is not None else ""
+
+
+def digest_of(node: ast.AST) -> str:
+    """The same of a syntax tree."""
+    hashed = hashlib.sha256()
+    for word in _walk(node, isinstance(node, ast.ClassDef)):
+        hashed.update(word.encode("utf-8", "surrogatepass"))
+        hashed.update(b"\0")
+    return hashed.hexdigest()
+
+
+def is_remark(line: ast.AST) -> bool:
+    """Whether a statement is a string alone: a docstring, of a field too. It does nothing."""
+    return (
+        isinstance(line, ast.Expr)
+        and isinstance(line.value, ast.Constant)
+        and isinstance(line.value.value, str)
+    )
+
+
+def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
+    """The words of a node; brackets around it keep two trees from reading the same.
+
+    In a class an annotation alone makes a field; elsewhere it does nothing.
+    """
+    if isinstance(node, ast.AnnAssign) and not in_class:
+        if node.value is None:
+            return
+        node = ast.Assign(targets=[node.target], value=node.value)
+    if isinstance(node, _Scope):
+        in_class = isinstance(node, ast.ClassDef)
+    yield f"({type(node).__name__}"
+    if isinstance(node, ast.Constant):
+        yield f"{type(node.value).__name__} {node.value!r}"
+    elif isinstance(node, ast.JoinedStr):
+        yield from _f_string(node, in_class)
+    else:
+        for name in node._fields:
+            if name not in _NOT_READ:
+                yield from _field(name, getattr(node, name, None), in_class)
+    yield ")"
+
+
+def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
+    if value is None or value == []:
+        return  # later Pythons add fields that are empty in what older ones can read
+    yield name
+    if isinstance(value, ast.AST):
+        yield from _walk(value, in_class)
+    elif isinstance(value, list):
+        yield "["
+        for one in value:
+            if isinstance(one, ast.AST):
+                if not is_remark(one):
+                    yield from _walk(one, in_class)
+            else:  # None in a dict display or among the defaults of keywords; names of a global
+                yield repr(one)
+        yield "]"
+    else:
+        yield repr(value)
+
+
+def _f_string(node: ast.JoinedStr, in_class: bool) -> Iterator[str]:
+    """Python versions cut the text between the values differently: here it is one piece."""
+    text = ""
+    for part in _parts(node.values):
+        if isinstance(part, str):
+            text += part
+            continue
+        if text:
+            yield f"str {text!r}"
+        text = ""
+        yield from _walk(part, in_class)
+    if text:
+        yield f"str {text!r}"
+
+
+def _parts(values: Iterable[ast.AST]) -> Iterator[Any]:
+    for one in values:
+        if isinstance(one, ast.Constant):
+            yield str(one.value)
+        elif isinstance(one, ast.JoinedStr):
+            yield from _parts(one.values)
+        else:
+            yield one

@@ -1,0 +1,60 @@
+"""What the shim would do to a framework: read from its source, here or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ..errors import PrecisionShimError
+from ..process import session as _session
+from ..process.in_force import asked_for
+from ..process.registry import Entry
+from ..process.settings import PREFIX, Settings
+from ..reporting.record import FrameworkStatus, SeamStatus
+
+__all__ = ["foresee", "inapplicable"]
+
+
+def inapplicable(name: str, seam: SeamStatus) -> str:
+    """What it means that a seam is refused: its path goes without the feature, others may not."""
+    where = f" ({seam.path})" if seam.path else ""
+    return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
+
+
+def foresee(
+    entry: Entry,
+    settings: Settings,
+    versions: Callable[[str, Iterable[str]], str | None],
+) -> tuple[FrameworkStatus, list[str]]:
+    """What would happen to a framework where the look goes, and what is wrong with that.
+
+    Args:
+        entry: the framework.
+        settings: what is asked for.
+        versions: tells a distribution's version there, as ``_session.version_of`` does here.
+    """
+    name, version = entry.framework, versions(entry.distribution, entry.packages)
+    asked_by_name = settings.frameworks is not None and asked_for(settings, name)
+    if not asked_for(settings, name):
+        return FrameworkStatus(version, "off", reason="not among the frameworks asked for"), []
+    if version is None:
+        problem = f"{PREFIX}_FRAMEWORKS names {name}, which is not installed here"
+        return FrameworkStatus(None, "absent"), [problem] if asked_by_name else []
+    try:
+        adapter = entry.load()
+        seams = _session.preview(adapter, settings, versions)
+    except PrecisionShimError as error:
+        return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
+    tested, reason = _session.standing(adapter, version, versions, closely=True)
+    # A seam that is declared as a refusal says so where it is used; it is no fault of this machine.
+    broken: dict[tuple[str, str], SeamStatus] = {}
+    for seam in seams:
+        if seam.state == "refused" and not seam.refusal:
+            place = seam.feature, seam.group
+            if seam.target in seam.reason:  # the cause, not one that is refused with it
+                broken[place] = seam
+            broken.setdefault(place, seam)
+    problems = [inapplicable(f"{name} {version}", seam) for seam in broken.values()]
+    states = {seam.state for seam in seams}
+    order = ("refused", "pending", "native", "off") if broken else ("pending", "native", "off")
+    state = next((state for state in order if state in states), "absent")
+    return FrameworkStatus(version, state, seams, reason, tested), problems

@@ -1,0 +1,134 @@
+"""Probes: what a rule assumes of a framework's behaviour, asked of the framework itself.
+
+A table of names sees a symbol that is gone. It does not see an assertion that was dropped while its
+words stayed in the source. A probe is a small function that makes the framework act, on a CPU and
+in a moment, and tells what it did.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from ..errors import SeamError
+
+
+class Answer(NamedTuple):
+    """What a probe brings back: two values that are equal, or the rule no longer holds.
+
+    Attributes:
+        assumed: what the rule assumes.
+        found: what the framework did.
+    """
+
+    assumed: Any
+    found: Any
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One assumption of a rule, and the function that asks for it.
+
+    Attributes:
+        name: what people call it.
+        assumes: the assumption, as a sentence.
+        rule: ``"module:name"`` of what rests on it.
+        needs: modules of the framework that it imports; without them there is nothing to ask.
+        ask: the function; what it raises is an answer, too.
+    """
+
+    name: str
+    assumes: str
+    rule: str
+    needs: tuple[str, ...]
+    ask: Callable[[], Answer]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a probe ended.
+
+    Attributes:
+        name: the probe's.
+        state: ``holds``, ``fails``, ``absent`` (what it needs is not installed) or ``unasked`` (it
+            is, and cannot be imported here).
+        assumes: the probe's sentence.
+        rule: the probe's.
+        assumed: what the rule assumes, as text.
+        found: what the framework did, or why it was not asked.
+        seconds: that it took, imports aside.
+    """
+
+    name: str
+    state: str
+    assumes: str
+    rule: str
+    assumed: str = ""
+    found: str = ""
+    seconds: float = 0.0
+
+
+_MARK = "_precision_shim_probe"
+_Ask = TypeVar("_Ask", bound=Callable[[], Answer])
+
+
+def probe(
+    name: str, *, assumes: str, rule: str, needs: Iterable[str] = ()
+) -> Callable[[_Ask], _Ask]:
+    """Declare that a function asks for an assumption; see ``Probe``."""
+
+    def declare(function: _Ask) -> _Ask:
+        made = Probe(name, assumes, rule, tuple(needs), function)
+        setattr(function, _MARK, made)
+        return function
+
+    return declare
+
+
+def probes_in(module: str) -> tuple[Probe, ...]:
+    """The probes that a module declares, in the order of its definitions.
+
+    Raises:
+        SeamError: there is none.
+    """
+    found = [
+        getattr(one, _MARK)
+        for one in vars(importlib.import_module(module)).values()
+        if callable(one) and hasattr(one, _MARK)
+    ]
+    if not found:
+        raise SeamError(f"{module} declares no probe: no function has a probe(...).")
+    return tuple(found)
+
+
+def run(one: Probe) -> Outcome:
+    """Ask a probe; whatever happens is an outcome."""
+    from ..seams._source import find_spec
+
+    told = one.name, one.assumes, one.rule
+    for module in one.needs:
+        if find_spec(module.partition(".")[0]) is None or find_spec(module) is None:
+            return _outcome(told, "absent", found=f"{module} is not installed")
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            return _outcome(told, "unasked", found=f"{module} cannot be imported: {error!r}")
+    begin = time.perf_counter()
+    try:
+        answer = one.ask()
+    except Exception as error:
+        taken = time.perf_counter() - begin
+        return _outcome(told, "fails", "an answer", f"{type(error).__name__}: {error}", taken)
+    taken = time.perf_counter() - begin
+    state = "holds" if answer.assumed == answer.found else "fails"
+    return _outcome(told, state, str(answer.assumed), str(answer.found), taken)
+
+
+def _outcome(
+    told: tuple[str, str, str], state: str, assumed: str = "", found: str = "", taken: float = 0.0
+) -> Outcome:
+    name, assumes, rule = told
+    return Outcome(name, state, assumes, rule, assumed, found, round(taken, 3))

@@ -1,0 +1,300 @@
+"""Which versions a symbol's code was seen in: the record of digests, and what it says of others.
+
+The record is one file in the adapters' package that a machine writes: distribution, target, digest
+to the versions. It refuses nothing. Versions are compared as strings elsewhere, and a fork keeps
+the string and changes the code; here the code itself is compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import precision_shim_adapters
+from precision_shim_adapters.frameworks import SHARED
+
+from ..seams import Adapter
+from .digest import digest
+
+FILE = Path(precision_shim_adapters.__file__).with_name("symbols.json")
+_NAMED = 3  # symbols that differ, by name; the rest is a number
+
+Record = dict[str, dict[str, dict[str, list[str]]]]
+"""Distribution, target, digest, versions."""
+
+
+def read(path: Path = FILE) -> Record:
+    """The record in a file; empty where there is no file.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no record of symbols, which is a JSON object")
+    return found
+
+
+@lru_cache(maxsize=1)
+def shipped() -> Record:
+    """The record that this package ships."""
+    return read()
+
+
+def write(record: Record, path: Path) -> None:
+    """Write a record so that two of the same content are the same file."""
+    ordered = {
+        distribution: {
+            target: {one: in_order(versions) for one, versions in sorted(digests.items())}
+            for target, digests in sorted(targets.items())
+        }
+        for distribution, targets in sorted(record.items())
+    }
+    path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+
+
+def add(record: Record, distribution: str, version: str, digests: Mapping[str, str]) -> None:
+    """Enter the symbols of one version; what the record had of them for it is replaced.
+
+    Args:
+        record: what is changed.
+        distribution: whose symbols.
+        version: its version; what a build has added to it ("+" and more) is left out.
+        digests: target to digest, ``""`` for a symbol that this version lacks.
+    """
+    version = plain(version)
+    known = record.setdefault(distribution, {})
+    for target, found in digests.items():
+        kept = {
+            one: [other for other in versions if other != version]
+            for one, versions in known.pop(target, {}).items()
+        }
+        if found:
+            kept[found] = in_order([*kept.get(found, ()), version])
+        kept = {one: versions for one, versions in kept.items() if versions}
+        if kept:
+            known[target] = kept
+    if not known:
+        del record[distribution]
+
+
+def seen_in(record: Record, distribution: str, target: str, found: str) -> list[str]:
+    """The versions whose symbol has a digest, the oldest first."""
+    return list(record.get(distribution, {}).get(target, {}).get(found, ()))
+
+
+def versions_of(record: Record, distribution: str) -> list[str]:
+    """All recorded versions of a distribution, the oldest first."""
+    return in_order(
+        version
+        for digests in record.get(distribution, {}).values()
+        for versions in digests.values()
+        for version in versions
+    )
+
+
+def digests_of(record: Record, distribution: str, version: str) -> dict[str, str]:
+    """What a version's symbols were, by target."""
+    return {
+        target: one
+        for target, digests in record.get(distribution, {}).items()
+        for one, versions in digests.items()
+        if version in versions
+    }
+
+
+def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
+    """The symbols of an adapter's table, each once, by the distribution that they belong to."""
+    found: dict[str, list[str]] = {}
+    for target in dict.fromkeys(seam.target for seam in adapter.seams):
+        distribution = owner(target, adapter)
+        found.setdefault(distribution, []).append(target)
+    return found
+
+
+def owner(target: str, adapter: Adapter) -> str:
+    """The distribution that a symbol belongs to; what nobody declared is the framework's own."""
+    return next(
+        (name for package, name in SHARED.items() if target.startswith(f"{package}.")),
+        adapter.distribution,
+    )
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How the symbols here compare with those of the recorded version that they are most like.
+
+    Attributes:
+        version: that version; ``""`` where none is recorded.
+        count: how many symbols there are here.
+        changed: those whose code differs.
+        gone: those that are not here.
+        new: those that were not there.
+    """
+
+    version: str
+    count: int
+    changed: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    new: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.changed or self.gone or self.new)
+
+    def __str__(self) -> str:
+        symbols = f"{self.count} symbol{'' if self.count == 1 else 's'}"
+        if not self.version:
+            return f"{symbols}, none of them recorded"
+        if self.same:
+            return f"{symbols}, all as in {self.version}"
+        equal = self.count - len(self.changed) - len(self.new)
+        parts = [f"{symbols}, {equal} as in {self.version}"]
+        for word, targets in (("changed", self.changed), ("gone", self.gone), ("new", self.new)):
+            names = [target.partition(":")[2] for target in targets[:_NAMED]]
+            more = len(targets) - len(names)
+            if names:
+                parts.append(f"{word}: {', '.join(names)}" + (f" and {more} more" if more else ""))
+        return "; ".join(parts)
+
+
+def compare(
+    record: Record, distribution: str, digests: Mapping[str, str], version: str = ""
+) -> Likeness:
+    """Hold symbols against a recorded version.
+
+    Args:
+        record: the record.
+        distribution: whose symbols.
+        digests: target to digest; ``""`` for one that is not here.
+        version: the version; ``""``: the one that they are most like, of several the newest.
+    """
+    here = {target: found for target, found in digests.items() if found}
+    best = Likeness("", len(here))
+    most = -1
+    for one in [version] if version else versions_of(record, distribution):
+        there = {
+            target: found
+            for target, found in digests_of(record, distribution, one).items()
+            if target in digests
+        }
+        equal = sum(there.get(target) == found for target, found in here.items())
+        if there and equal >= most:
+            most = equal
+            best = Likeness(
+                one,
+                len(here),
+                tuple(t for t in here if t in there and there[t] != here[t]),
+                tuple(t for t in there if t not in here),
+                tuple(t for t in here if t not in there),
+            )
+    return best
+
+
+def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
+    """Sentences on code that is not what was tested, for ``status()`` and the doctor.
+
+    Args:
+        adapter: whose symbols.
+        version: the framework's.
+        installed: the versions of the shared distributions that are installed.
+
+    Returns:
+        One sentence for the framework if its version is not recorded, and one per shared
+        distribution whose version is not; nothing of what nobody has recorded at all.
+    """
+    told = []
+    for distribution, targets in targets_by_distribution(adapter).items():
+        own = distribution == adapter.distribution
+        here = version if own else installed.get(distribution)
+        known = versions_of(shipped(), distribution)
+        if here is None or not known or plain(here) in known:
+            continue
+        digests = _recorded(distribution, targets)
+        if not digests:
+            continue
+        found = compare(shipped(), distribution, digests)
+        told.append(str(found) if own else f"{distribution} {here}: {found}")
+    return told
+
+
+def differing(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
+    """Sentences on versions that are recorded, and whose code here is another: a fork."""
+    told = []
+    for distribution, targets in targets_by_distribution(adapter).items():
+        here = version if distribution == adapter.distribution else installed.get(distribution)
+        if here is not None and plain(here) in versions_of(shipped(), distribution):
+            digests = _recorded(distribution, targets)
+            found = compare(shipped(), distribution, digests, plain(here))
+            if digests and not found.same:
+                told.append(f"{distribution} {here} is not what was recorded: {found}")
+    return told
+
+
+def same_as(adapter: Adapter, distribution: str) -> str:
+    """The recorded version whose symbols are all those that are here; ``""`` for none."""
+    targets = targets_by_distribution(adapter).get(distribution, ())
+    found = compare(shipped(), distribution, _recorded(distribution, targets))
+    return found.version if found.same else ""
+
+
+def _recorded(distribution: str, targets: Iterable[str]) -> dict[str, str]:
+    """The digests of those symbols that the record knows; a third party's may be none of them."""
+    known = shipped().get(distribution, {})
+    return {one: digest(one) for one in targets if one in known}
+
+
+def missed(
+    adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
+) -> Callable[[str], str]:
+    """What tells which recorded version had a symbol, in words; ``""`` where nobody would miss it.
+
+    Of the recorded versions up to the one that is here the newest counts: what came later may be
+    missing in an older one, and what was taken out before is not missed. A version that nobody
+    tells is the recorded one whose symbols are all those that are here; without one nothing is
+    missed.
+
+    Args:
+        adapter: whose symbols.
+        versions: tells a distribution's version, as ``_session.version_of`` does.
+    """
+    packages = {name: (package,) for package, name in SHARED.items()}
+
+    @cache
+    def newest(distribution: str) -> tuple[str, frozenset[str]]:
+        here = versions(distribution, packages.get(distribution, adapter.packages))
+        here = same_as(adapter, distribution) if here == "unknown" else plain(here or "")
+        known = versions_of(shipped(), distribution) if here else []
+        last = next((one for one in reversed(known) if in_order([one, here])[-1] == here), "")
+        return last, frozenset(digests_of(shipped(), distribution, last))
+
+    def told(target: str) -> str:
+        distribution = owner(target, adapter)
+        version, targets = newest(distribution)
+        return f"{distribution} {version}" if target in targets else ""
+
+    return told
+
+
+def plain(version: str) -> str:
+    """A version without what a build has added to it."""
+    return version.partition("+")[0]
+
+
+def in_order(versions: Iterable[str]) -> list[str]:
+    """Versions, each once, the oldest first."""
+    from packaging.version import InvalidVersion, Version
+
+    def key(version: str) -> tuple[int, Version, str]:
+        try:
+            return 1, Version(version), version
+        except InvalidVersion:
+            return 0, Version("0"), version
+
+    return sorted(set(versions), key=key)

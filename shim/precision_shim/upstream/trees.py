@@ -1,0 +1,274 @@
+"""Sources beside what is installed: a wheel, read as it is, or a folder. Nothing of them is run.
+
+``open_tree`` tells what a path is. A ``Tree`` answers a look as ``_source.Source`` does; ``over``
+lays it upon what is installed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from importlib.util import decode_source
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import SourceError
+from ..seams._source import Installed, Source
+
+_BENEATH = ("", "src", "python", "lib/python3*/site-packages", "Lib/site-packages")
+"""Where the packages may be in a folder: in itself, in a checkout, in a virtual environment."""
+_VERSION_FILES = ("__init__.py", "_version.py", "version.py", "package_info.py")
+_PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
+
+
+class _Files(Protocol):
+    """Files by their paths, with slashes, from one root."""
+
+    def is_file(self, path: str) -> bool: ...
+
+    def is_folder(self, path: str) -> bool: ...
+
+    def top(self) -> list[str]: ...
+
+    def read(self, path: str) -> bytes: ...
+
+
+class _Folder:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def is_file(self, path: str) -> bool:
+        return (self.root / path).is_file()
+
+    def is_folder(self, path: str) -> bool:
+        return (self.root / path).is_dir()
+
+    def top(self) -> list[str]:
+        return sorted(one.name for one in self.root.iterdir())
+
+    def read(self, path: str) -> bytes:
+        return (self.root / path).read_bytes()
+
+
+class _Wheel:
+    def __init__(self, path: Path) -> None:
+        try:
+            self._zip = zipfile.ZipFile(path)
+            broken = self._zip.testzip()
+        except (OSError, ValueError, NotImplementedError, EOFError, zipfile.BadZipFile) as error:
+            raise SourceError(f"{path} is no wheel that can be read: {error}.") from error
+        except Exception as error:  # zlib's own, of damaged data
+            raise SourceError(f"{path} is no wheel that can be read: {error!r}.") from error
+        if broken is not None:
+            raise SourceError(f"{path} is no wheel that can be read: {broken} in it is damaged.")
+        # A wheel may keep its packages beneath NAME.data/purelib.
+        self._names = {
+            re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", one): one for one in self._zip.namelist()
+        }
+        self._folders = {
+            "/".join(parts[:depth])
+            for parts in (name.split("/") for name in self._names)
+            for depth in range(1, len(parts))
+        }
+
+    def is_file(self, path: str) -> bool:
+        return path in self._names
+
+    def is_folder(self, path: str) -> bool:
+        return path in self._folders
+
+    def top(self) -> list[str]:
+        return sorted({name.partition("/")[0] for name in self._names})
+
+    def read(self, path: str) -> bytes:
+        return self._zip.read(self._names[path])
+
+
+class Tree:
+    """The packages of a wheel or a folder, as a ``Source``.
+
+    Attributes:
+        path: what was opened.
+        complete: whether it is a whole environment (a site-packages): what is not in it is not
+            there at all.
+    """
+
+    def __init__(self, path: Path, files: _Files) -> None:
+        self.path = path
+        self._files = files
+        self._metadata = dict(self._distributions())
+        self.complete = not path.is_file() and any(
+            name.endswith(".dist-info") for name in files.top()
+        )
+
+    def find(self, module: str) -> Callable[[], str | None] | None:
+        """See ``Source``."""
+        place = self._place(module)
+        if place is None:
+            return None
+        return lambda: decode_source(self._files.read(place)) if place else None
+
+    def has(self, package: str) -> bool:
+        """Whether a package is there, with an ``__init__.py``."""
+        return bool(self._place(package))
+
+    def owns(self, module: str) -> bool:
+        """Whether the tree alone decides about a module: the package that it belongs to is there.
+
+        A folder without an ``__init__.py`` is shared by distributions, and decides nothing.
+        """
+        parts = module.split(".")
+        return any(self._place(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
+
+    def version_of(self, distribution: str, package: str) -> str:
+        """A distribution's version from its metadata, or as its source writes it; ``"unknown"``."""
+        known = self._metadata.get(_normal(distribution))
+        return known or next(_written(self._files, distribution, package), None) or "unknown"
+
+    def _place(self, module: str) -> str | None:
+        """Path of a module's file, ``""`` for a package without one, ``None`` for none."""
+        parts = module.split(".")
+        for depth in range(1, len(parts) + 1):
+            path = "/".join(parts[:depth])
+            if self._files.is_file(f"{path}/__init__.py"):
+                place = f"{path}/__init__.py"
+            elif self._files.is_file(f"{path}.py"):
+                place = f"{path}.py"
+                if depth < len(parts):
+                    return None  # a module has no modules
+            elif self._files.is_folder(path):
+                place = ""
+            else:
+                return None
+        return place
+
+    def _distributions(self) -> Iterator[tuple[str, str]]:
+        for name in self._files.top():
+            for kind, file in ((".dist-info", "METADATA"), (".egg-info", "PKG-INFO")):
+                path = f"{name}/{file}"
+                if name.endswith(kind) and self._files.is_file(path):
+                    text = self._files.read(path).decode("utf-8", "replace")
+                    text = text.replace("\r\n", "\n").partition("\n\n")[0]
+                    head = dict(re.findall(r"^(Name|Version): *(\S+)", text, re.MULTILINE))
+                    if len(head) == 2:
+                        yield _normal(head["Name"]), head["Version"]
+
+
+class _Over:
+    def __init__(self, tree: Tree, beneath: Source) -> None:
+        self._tree = tree
+        self._beneath = beneath
+
+    def find(self, module: str) -> Callable[[], str | None] | None:
+        if self._tree.complete or self._tree.owns(module):
+            return self._tree.find(module)
+        return self._beneath.find(module)
+
+
+def over(tree: Tree) -> Source:
+    """A tree, and beneath it what is installed here."""
+    return _Over(tree, Installed())
+
+
+def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
+    """What a path holds.
+
+    Args:
+        path: a wheel, a checkout, a folder with packages, the folder of one, a virtual environment.
+        packages: the packages that make it worth opening.
+
+    Raises:
+        SourceError: there is none of them, or the path cannot be read; says what was looked for.
+    """
+    looked_for = f"Looked for: {', '.join(packages)}."
+    if not path.exists():
+        raise SourceError(f"{path} does not exist. {looked_for}")
+    if path.is_file():
+        tree = Tree(path, _Wheel(path))
+        if any(tree.has(one) for one in packages):
+            return tree
+        raise SourceError(f"{path} holds no framework. {looked_for}")
+    inner = [folder for one in _BENEATH for folder in sorted(path.glob(one) if one else [path])]
+    roots = [folder for folder in inner if folder.is_dir()]
+    # The folder of a package itself: its packages begin above it.
+    roots += [above for above in (path.resolve().parent,) if (path / "__init__.py").is_file()]
+    for root in roots:
+        tree = Tree(path, _Folder(root))
+        if any(tree.has(one) for one in packages):
+            return tree
+    raise SourceError(
+        f"{path} holds no framework, neither in itself nor in src, python or lib/python3*/"
+        f"site-packages. {looked_for}"
+    )
+
+
+def stated_version(distribution: str, package: str, folder: Path) -> str | None:
+    """The version that a package's own source states, where it does; nothing is executed.
+
+    Args:
+        distribution: what the package belongs to.
+        package: its name.
+        folder: where it is.
+    """
+    root = folder.parents[package.count(".")]
+    try:
+        return next(_written(_Folder(root), distribution, package), None)
+    except OSError:
+        return None
+
+
+def _written(files: _Files, distribution: str, package: str) -> Iterator[str]:
+    base = package.replace(".", "/")
+    for file in (f"{base}/version/version", f"{base}/VERSION", f"{base}/version.txt"):
+        if files.is_file(file):
+            yield files.read(file).decode("utf-8", "replace").strip()
+    for name in _VERSION_FILES:
+        if files.is_file(f"{base}/{name}"):
+            try:
+                yield from _assigned(ast.parse(decode_source(files.read(f"{base}/{name}"))))
+            except (SyntaxError, ValueError):
+                continue
+    for folder in ("", "../"):
+        if files.is_file(f"{folder}pyproject.toml"):
+            text = files.read(f"{folder}pyproject.toml").decode("utf-8", "replace")
+            yield from _declared(text, distribution, files, folder)
+
+
+def _declared(text: str, distribution: str, files: _Files, folder: str) -> Iterator[str]:
+    """The version in a ``pyproject.toml``, or in the file that it names, if it is this one's."""
+
+    def written(section: str, key: str) -> str:
+        pattern = rf"^\[{section}\]\s*$(.*?)(^\[|\Z)"
+        found = re.search(pattern, text, re.MULTILINE | re.DOTALL)
+        value = found and re.search(rf"^{key} *[\"']([^\"']+)", found[1], re.MULTILINE)
+        return value[1] if value else ""
+
+    if _normal(written("project", "name *=")) != _normal(distribution):
+        return
+    version = written("project", "version *=")
+    if version:
+        yield version
+    file = written(r"tool\.setuptools\.dynamic", r"version *= *\{ *file *= *\[?")
+    if file and files.is_file(folder + file):
+        yield files.read(folder + file).decode("utf-8", "replace").strip()
+
+
+def _assigned(tree: ast.Module) -> Iterator[str]:
+    """The version that a module assigns as text, or in the parts that NVIDIA's projects write."""
+    found = {
+        target.id: line.value.value
+        for line in tree.body
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant)
+        for target in line.targets
+        if isinstance(target, ast.Name)
+    }
+    if isinstance(found.get("__version__"), str):
+        yield str(found["__version__"])
+    elif all(isinstance(found.get(name), int) for name in _PARTS[:3]):
+        yield ".".join(str(found[name]) for name in _PARTS[:3]) + str(found.get(_PARTS[3], ""))
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

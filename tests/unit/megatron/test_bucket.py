@@ -1,0 +1,119 @@
+"""The bucket follows the main gradients in both directions, unless the user wrote it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from precision_shim.precision.model import TrainableDtypes
+from precision_shim_adapters.megatron.deciding.bucket import choose_bucket
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+ONLY_BF16, ONLY_FP16 = TrainableDtypes({BF16: 100}), TrainableDtypes({FP16: 100})
+MIXED = TrainableDtypes({BF16: 100, FP32: 2})
+FP8 = TrainableDtypes({BF16: 100}, fp8=True)
+NOTHING = TrainableDtypes()
+
+models = st.builds(
+    TrainableDtypes,
+    st.dictionaries(st.sampled_from([FP32, BF16, FP16]), st.integers(1, 99), max_size=3),
+    st.booleans(),
+)
+inputs = st.fixed_dictionaries(
+    {
+        "present": st.booleans(),
+        "main_grads": st.sampled_from([FP32, BF16, FP16]),
+        "model": models,
+    }
+)
+
+
+@pytest.mark.parametrize("present", [True, False])
+@pytest.mark.parametrize(
+    ("main_grads", "model", "fp32"),
+    [
+        (BF16, ONLY_BF16, False),
+        (FP32, ONLY_BF16, True),
+        (FP32, ONLY_FP16, True),
+        (FP16, ONLY_FP16, False),
+        (BF16, ONLY_FP16, True),  # a bucket has its parameters' dtype or fp32
+        (BF16, MIXED, True),
+        (BF16, FP8, True),
+        (BF16, NOTHING, False),  # a chunk that trains nothing goes with the others
+        (FP32, MIXED, True),
+    ],
+)
+def test_follows_the_main_gradients_in_both_directions(present, main_grads, model, fp32):
+    choice = choose_bucket(
+        present=present, user_set=False, align=False, main_grads=main_grads, model=model
+    )
+    assert choice.grad_reduce_in_fp32 is fp32
+    assert choice.changed is (present != fp32)
+    assert choice.problem == ""
+    assert "main grads are" in choice.because
+
+
+@pytest.mark.parametrize(
+    ("main_grads", "model", "because"),
+    [
+        (BF16, ONLY_BF16, "main grads are bf16"),
+        (FP32, ONLY_BF16, "main grads are fp32"),
+        (BF16, NOTHING, "main grads are bf16"),
+        (
+            BF16,
+            MIXED,
+            "main grads are bf16, but the parameters are not all bf16 (bf16: 100, fp32: 2)",
+        ),
+    ],
+)
+def test_the_reason(main_grads, model, because):
+    given = {"main_grads": main_grads, "model": model, "align": False}
+    choice = choose_bucket(present=True, user_set=False, **given)
+    assert choice.because == because
+    same = choose_bucket(present=choice.grad_reduce_in_fp32, user_set=True, **given)
+    assert same.problem == ""
+    other = choose_bucket(present=not choice.grad_reduce_in_fp32, user_set=True, **given)
+    assert f"{because}. Write {choice.grad_reduce_in_fp32}" in other.problem
+
+
+@given(inputs)
+def test_what_the_user_wrote_is_never_changed(case):
+    choice = choose_bucket(user_set=True, align=False, **case)
+    assert choice.grad_reduce_in_fp32 is case["present"]
+    assert choice.changed is False
+    assert choice.because == "set by the user"
+
+
+@given(inputs)
+def test_what_the_user_wrote_is_called_inconsistent_where_alignment_would_change_it(case):
+    kept = choose_bucket(user_set=True, align=False, **case)
+    aligned = choose_bucket(user_set=False, align=False, **case)
+    assert bool(kept.problem) is aligned.changed
+    if kept.problem:
+        assert f"grad_reduce_in_fp32={case['present']}" in kept.problem
+
+
+@given(inputs)
+def test_align_overrides_the_user_as_if_nothing_was_written(case):
+    assert choose_bucket(user_set=True, align=True, **case) == choose_bucket(
+        user_set=False, align=False, **case
+    )
+
+
+@given(inputs, st.booleans())
+def test_aligning_twice_is_aligning_once(case, align):
+    once = choose_bucket(user_set=False, align=align, **case)
+    case["present"] = once.grad_reduce_in_fp32
+    again = choose_bucket(user_set=False, align=align, **case)
+    assert again.grad_reduce_in_fp32 is once.grad_reduce_in_fp32
+    assert again.changed is False
+
+
+@given(inputs)
+def test_a_low_precision_bucket_only_where_all_parameters_have_that_dtype(case):
+    choice = choose_bucket(user_set=False, align=False, **case)
+    if not choice.grad_reduce_in_fp32:
+        assert set(case["model"].counts) <= {case["main_grads"]}
+        assert case["main_grads"] is not FP32
