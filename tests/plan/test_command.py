@@ -24,10 +24,10 @@ from precision_shim.rules.legality import NEWEST
 from precision_shim_adapters.fp16.plan import Asked as Sharded
 from precision_shim_adapters.megatron import plan as megatron_plan
 from precision_shim_adapters.megatron.layout import Sizes
-from precision_shim_adapters.megatron.plan import CONFIG, DDP, Asked, plan_model
+from precision_shim_adapters.megatron.plan import CONFIG, DDP, Asked
 from precision_shim_adapters.megatron.wishes import Wishes
 
-from .models import QWEN3_30B_A3B, mixture
+from .models import QWEN3_30B_A3B, mixture, plan_model
 
 torch = pytest.importorskip("torch")
 SETTINGS = resolve(environ={})
