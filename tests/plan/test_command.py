@@ -25,9 +25,9 @@ from precision_shim_adapters.megatron.deciding.legality import NEWEST
 from precision_shim_adapters.megatron.deciding.wishes import Wishes
 from precision_shim_adapters.megatron.planning import plan as megatron_plan
 from precision_shim_adapters.megatron.planning.layout import Sizes
-from precision_shim_adapters.megatron.planning.plan import CONFIG, DDP, Asked, plan_model
+from precision_shim_adapters.megatron.planning.plan import CONFIG, DDP, Asked
 
-from .models import QWEN3_30B_A3B, mixture
+from .models import QWEN3_30B_A3B, mixture, plan_model
 
 torch = pytest.importorskip("torch")
 SETTINGS = resolve(environ={})

@@ -197,6 +197,16 @@ def disagreement(drawn: Drawn, plan: Verdict, worker: Verdict) -> str:
     return "; ".join(differ)
 
 
+def megatron_scale(optimizer: Any) -> float | None:
+    """First scale of the dynamic loss scaler in Megatron's optimizer, chained or not."""
+    chained = getattr(optimizer, "chained_optimizers", (optimizer,))
+    scalers = [getattr(one, "grad_scaler", None) for one in chained]
+    (scale,) = {
+        float(one.scale) if type(one).__name__ == "DynamicGradScaler" else None for one in scalers
+    }
+    return scale
+
+
 @contextlib.contextmanager
 def ours() -> Iterator[list[str]]:
     """The shim's warnings; all others are left out."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,17 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.precision.dtypes import name_of
 
-from ..plan.verdicts import Drawn, Key, Verdict, by_worker, draw, hold, of_audit, of_plan
+from ..plan.verdicts import (
+    Drawn,
+    Key,
+    Verdict,
+    by_worker,
+    draw,
+    hold,
+    megatron_scale,
+    of_audit,
+    of_plan,
+)
 from .conftest import SKYRL
 from .support import build, fsdp_worker, scaler_of
 
@@ -79,11 +88,9 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
             buffer.grad_data.normal_(std=1e-2)
     worker.optimizer.step()
     (computes,) = {one.dtype for chunk in worker.actor_module for one in chunk.parameters()}
-    scaler: Any = getattr(worker.optimizer, "grad_scaler", None)
-    dynamic = scaler is not None and type(scaler).__name__ == "DynamicGradScaler"
     return Verdict(
         computes=name_of(computes),
-        scale=float(scaler.scale) if dynamic else None,
+        scale=megatron_scale(worker.optimizer),
         held=of_audit(precision_shim.audit(worker.actor_module, worker.optimizer).to_dict()),
     )
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 import precision_shim
 from precision_shim.precision.dtypes import name_of
 
-from ..plan.verdicts import Drawn, Verdict, by_worker, draw, hold, of_audit, of_plan
+from ..plan.verdicts import Drawn, Verdict, by_worker, draw, hold, megatron_scale, of_audit, of_plan
 from ..rank_server import Ranks, rank_server
 from .conftest import VERL
 from .support import CPU_FIELDS
@@ -47,11 +47,9 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
     engine.optimizer.step()
-    scaler = getattr(engine.optimizer, "grad_scaler", None)
-    dynamic = scaler is not None and type(scaler).__name__ == "DynamicGradScaler"
     return Verdict(
         computes=name_of(engine.param_dtype),
-        scale=float(scaler.scale) if dynamic else None,
+        scale=megatron_scale(engine.optimizer),
         held=of_audit(precision_shim.audit(engine.module, engine.optimizer).to_dict()),
     )
 

@@ -19,7 +19,17 @@ from precision_shim.process import registry as _registry
 from precision_shim.process.settings import resolve
 from precision_shim_adapters.nemo_rl.plan import load
 
-from ...plan.verdicts import Drawn, Key, Verdict, by_worker, draw, hold, of_audit, of_plan
+from ...plan.verdicts import (
+    Drawn,
+    Key,
+    Verdict,
+    by_worker,
+    draw,
+    hold,
+    megatron_scale,
+    of_audit,
+    of_plan,
+)
 from ..cpu import nemo_rl_on_cpu
 from ..support import NEMO_RL, actor_class, make_worker, scaler_of
 from ..support import policy_config as dtensor_config
@@ -103,12 +113,10 @@ def on_megatron(drawn: Drawn, file: Path, folder: Path) -> Verdict:
             for buffer in chunk.buffers:
                 buffer.grad_data.normal_(std=1e-2)
         worker.optimizer.step()
-        scaler: Any = getattr(worker.optimizer, "grad_scaler", None)
-        dynamic = scaler is not None and type(scaler).__name__ == "DynamicGradScaler"
         (computes,) = {one.dtype for chunk in chunks for one in chunk.parameters()}
         return Verdict(
             computes=name_of(computes),
-            scale=float(scaler.scale) if dynamic else None,
+            scale=megatron_scale(worker.optimizer),
             held=of_audit(precision_shim.audit(chunks, worker.optimizer).to_dict()),
         )
 
