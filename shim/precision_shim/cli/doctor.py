@@ -55,8 +55,8 @@ _PATIENCE = 120  # seconds for an import in a child process; TransformerEngine's
 
 _START_UP = """
 import json
-from precision_shim import _startup
-print(json.dumps(_startup.waiting()))
+from precision_shim.process import startup
+print(json.dumps(startup.waiting()))
 """
 _WRAPT = """
 import json, wrapt
