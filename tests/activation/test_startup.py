@@ -137,6 +137,7 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
     more = set(on) - set(off)
     assert more == {
         "precision_shim",
+        "precision_shim.process",
         "precision_shim.process.finders",
         "precision_shim.process.forks",
         "precision_shim.process.names",
