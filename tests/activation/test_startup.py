@@ -69,7 +69,7 @@ def test_sorts_after_files_that_complete_the_path(environment, editable):
 
 def test_the_finder_waits_for_what_the_frameworks_declare(environment, editable):
     """It knows them by their adapters' folders."""
-    wanted = {package for one in frameworks.FRAMEWORKS.values() for package in one["packages"]}
+    wanted = {package for one in frameworks.FRAMEWORKS for package in one.packages}
     code = "import sys; print(sorted(sys.meta_path[0].names))"
     for made in (environment, editable):
         names = made.run("-c", code, PRECISION_SHIM="1", PRECISION_SHIM_FRAMEWORKS="Their-Own, x")
@@ -139,7 +139,9 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
         "precision_shim",
         "precision_shim.process.finders",
         "precision_shim.process.forks",
+        "precision_shim.process.framework",
         "precision_shim.process.names",
+        "precision_shim.process.registry",
         "precision_shim.process.startup",
         "precision_shim.process.carriers",
         "precision_shim_adapters",

@@ -32,23 +32,31 @@ def at_import(body):
                 yield from at_import(handler.body)
 
 
-def imports(name):
-    """Names of our modules that a module imports."""
+def anywhere(body):
+    """All statements of a file, those within functions and those for type checkers included."""
+    for line in body:
+        yield from (one for one in ast.walk(line) if isinstance(one, ast.stmt))
+
+
+def named(name, lines=at_import):
+    """Names that a module imports, ours or not."""
     path = FILES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for line in at_import(ast.parse(path.read_text(encoding="utf-8")).body):
+    for line in lines(ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(line, ast.Import):
-            found = [one.name for one in line.names]
+            yield from (one.name for one in line.names)
         elif isinstance(line, ast.ImportFrom):
             above = package[: len(package) - line.level + 1] if line.level else []
             base = ".".join([*above, *([line.module] if line.module else [])])
             # ``from package import name``: a module of that name, or what the package holds.
-            found = [
+            yield from (
                 full if (full := f"{base}.{one.name}") in FILES else base for one in line.names
-            ]
-        else:
-            continue
-        yield from (one for one in found if one in FILES and one != name)
+            )
+
+
+def imports(name, lines=at_import):
+    """Names of our modules that a module imports."""
+    yield from (one for one in named(name, lines) if one in FILES and one != name)
 
 
 def circle(graph):
@@ -69,6 +77,18 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_a_circle_would_be_found():
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+
+
+def test_one_module_of_the_core_imports_the_adapters():
+    """At whatever place: within a function and for type checkers, too."""
+    found = {
+        name
+        for name in FILES
+        if name.partition(".")[0] == "precision_shim"
+        for one in named(name, anywhere)
+        if one.partition(".")[0] == "precision_shim_adapters"
+    }
+    assert found == {"precision_shim.process.registry"}
 
 
 def test_the_core_names_no_framework():

@@ -2,7 +2,7 @@
 
 A reader turns an optimizer into ``Reading``s. The one here knows torch's optimizers, DTensors and
 FSDP; a reader of others is declared by the top-level package of their class
-(``precision_shim_adapters.frameworks``) and imported when such an optimizer is audited.
+(``registry.audit_readers``) and imported when such an optimizer is audited.
 
 Nothing here starts an operation on a tensor: sizes, dtypes, devices and storages only.
 """
@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from precision_shim_adapters.frameworks import AUDIT_READERS
-
 from ..errors import AuditError
+from ..process.registry import audit_readers
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -284,7 +283,7 @@ def _each(optimizer: Any) -> Iterator[Any]:
         raise AuditError(
             f"audit(optimizer=...): {_kind(optimizer)} is no optimizer that can be read; allowed: "
             "a torch.optim.Optimizer, an optimizer of "
-            f"{', '.join(sorted(AUDIT_READERS))} (chained or single), or a list of these."
+            f"{', '.join(sorted(audit_readers()))} (chained or single), or a list of these."
         )
     yield optimizer
 
@@ -294,7 +293,8 @@ def _reader(optimizer: Any) -> str:
     packages = (kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__)
     if isinstance(optimizer, torch.optim.Optimizer):
         return ""  # one that such a package derives from torch's
-    return next((AUDIT_READERS[one] for one in packages if one in AUDIT_READERS), "")
+    known = audit_readers()
+    return next((known[one] for one in packages if one in known), "")
 
 
 def _kind(thing: Any) -> str:
