@@ -1,7 +1,7 @@
 """Every framework that the shim supports, declared once, and what several of them are built on.
 
-``status()`` shows them in the order of ``FRAMEWORKS``. An adapter's folder here has the name of its
-framework's top-level package. What each word means: ``precision_shim.process.framework``.
+``status()`` shows them in the order of ``FRAMEWORKS``. Their packages stand in
+``zz_precision_shim.py`` as well. What each word means: ``precision_shim.process.framework``.
 """
 
 from precision_shim.process.framework import Backend, Checkpoints, Framework
