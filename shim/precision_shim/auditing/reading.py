@@ -50,6 +50,10 @@ class Wanted:
         masters: dtype of a 16-bit parameter to that of its master; empty where none is said.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
+        remedies: code of a problem to what is to be done, as its message ends; ``{wanted}`` is
+            a dtype, ``{source}`` the above, ``{component}`` and ``{optimizer}`` a moment's, and
+            ``{params}`` the dtypes of parameters without masters. ``"CODE WANTED"`` goes before
+            ``"CODE"`` where it is there.
     """
 
     source: str
@@ -58,6 +62,13 @@ class Wanted:
     masters: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
     exp_avg: torch.dtype | None = None
     exp_avg_sq: torch.dtype | None = None
+    remedies: Mapping[str, str] = field(default_factory=dict)
+
+    def remedy(self, code: str, wanted: str, **words: str) -> str:
+        """What is to be done about a problem."""
+        known = self.remedies
+        text = known.get(f"{code} {wanted}") or known.get(code) or "correct the {source}"
+        return text.format(wanted=wanted, source=self.source, **words)
 
 
 @dataclass
