@@ -25,11 +25,6 @@ if "precision_shim.process.startup" not in sys.modules and not any(
     hasattr(one, "finds_nothing") for one in sys.meta_path
 ):
     named = os.environ.get("PRECISION_SHIM_FRAMEWORKS", "").lower().replace("-", "_")
-    names = {"torch", "ray", *named.replace(",", " ").split()}
-    for place in sys.path:
-        try:  # The folder of an adapter has the name of the package that wakes it.
-            names.update(os.listdir(f"{place}/precision_shim_adapters"))
-        except OSError:
-            pass
-    PrecisionShimStart.names = names
+    names = {"torch", "ray", "verl", "skyrl", "nemo_rl", "torchtitan"}
+    PrecisionShimStart.names = names.union(named.replace(",", " ").split())
     sys.meta_path.insert(0, PrecisionShimStart())

@@ -9,9 +9,9 @@ import pytest
 
 from precision_shim.process import carriers
 from precision_shim.process import names as _names
+from precision_shim.process import registry as _registry
 from precision_shim.process import settings as _settings
 from precision_shim.process import startup as _startup
-from precision_shim_adapters import frameworks
 
 from .conftest import ROOT
 
@@ -67,14 +67,21 @@ def test_sorts_after_files_that_complete_the_path(environment, editable):
         assert (made.site / "zz_precision_shim.start").is_file()
 
 
+WANTED = {"torch", *carriers.PACKAGES, *_registry.packages()}
+
+
+def test_the_start_up_file_has_the_packages_that_the_frameworks_declare():
+    source = (ROOT / "shim/zz_precision_shim.py").read_text(encoding="utf-8")
+    [words] = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Set)]
+    assert ast.literal_eval(words) == WANTED
+
+
 def test_the_finder_waits_for_what_the_frameworks_declare(environment, editable):
-    """It knows them by their adapters' folders."""
-    wanted = {package for one in frameworks.FRAMEWORKS.values() for package in one["packages"]}
     code = "import sys; print(sorted(sys.meta_path[0].names))"
     for made in (environment, editable):
         names = made.run("-c", code, PRECISION_SHIM="1", PRECISION_SHIM_FRAMEWORKS="Their-Own, x")
         found = set(ast.literal_eval(names.stdout))
-        assert wanted | {"torch", "their_own", "x", *carriers.PACKAGES} <= found
+        assert found == WANTED | {"their_own", "x"}
 
 
 @pytest.mark.parametrize("flag", [(), ("-B",)], ids=["bytecode", "no bytecode"])
@@ -140,7 +147,9 @@ def test_on_with_torch_imports_itself_and_no_more(install, request, write_files,
         "precision_shim.process",
         "precision_shim.process.finders",
         "precision_shim.process.forks",
+        "precision_shim.process.framework",
         "precision_shim.process.names",
+        "precision_shim.process.registry",
         "precision_shim.process.startup",
         "precision_shim.process.carriers",
         "precision_shim_adapters",

@@ -23,7 +23,7 @@ from precision_shim_adapters.frameworks import FRAMEWORKS  # noqa: E402
 
 def pinned() -> list[str]:
     """The environments of tested versions, by the files that pin them."""
-    tested = {one["framework"]: one["tested"] for one in FRAMEWORKS.values()}
+    tested = {one.framework: one.tested for one in FRAMEWORKS}
     found = []
     for file in sorted(Path(__file__).parent.glob("*-[0-9]*.txt")):
         framework, _, version = file.stem.rpartition("-")

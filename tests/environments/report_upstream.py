@@ -21,15 +21,15 @@ from pathlib import Path
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "adapters")]
+sys.path[:0] = [str(ROOT / "shim"), str(ROOT / "adapters")]
 
 from precision_shim_adapters.frameworks import FRAMEWORKS  # noqa: E402
 
 SHARED = ("megatron-core", "megatron-bridge")
 ON_MEGATRON = {
-    one["framework"]
-    for one in FRAMEWORKS.values()
-    if any(target.startswith("megatron.") for target in one["effects"])
+    one.framework
+    for one in FRAMEWORKS
+    if any(target.startswith("megatron.") for target in one.effects)
 }
 """Frameworks that a release of what is shared matters to."""
 
@@ -56,7 +56,7 @@ def judge(path: Path, framework: str, python: Path) -> int:
     """Print the report of a path for one framework."""
     print(f"\n## {path.name}, in {python.parents[1].name}\n", flush=True)
     command = [str(python), "-m", "precision_shim", "doctor", "--against", str(path)]
-    sources = os.pathsep.join([str(ROOT / "shim"), str(ROOT / "adapters")])
+    sources = os.pathsep.join([str(ROOT / "shim"), str(ROOT / "shim"), str(ROOT / "adapters")])
     done = subprocess.run(
         [*command, "--framework", framework],
         env={**os.environ, "PYTHONPATH": sources},

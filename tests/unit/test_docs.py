@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from precision_shim.process.framework import Framework
 from precision_shim.process.settings import FEATURES, PREFIX, TABLE
 from precision_shim_adapters.frameworks import FRAMEWORKS
 
@@ -22,10 +23,9 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("declared", FRAMEWORKS.values(), ids=lambda one: one["framework"])
-def test_the_readme_has_the_tested_versions(declared: dict[str, object]) -> None:
-    name, versions = declared["framework"], declared["tested"]
-    assert isinstance(versions, tuple)
+@pytest.mark.parametrize("declared", FRAMEWORKS, ids=lambda one: one.framework)
+def test_the_readme_has_the_tested_versions(declared: Framework) -> None:
+    name, versions = declared.framework, declared.tested
     # A tag's own name for itself may have a suffix: 0.5.0 is 0.5.0rc0.
     expected = ", ".join(re.sub(r"rc\d+$", "", version) for version in versions)
     assert re.search(rf"\(docs/start/{name}\.md\)\*\* {re.escape(expected)}:", text_of("README.md"))

@@ -9,6 +9,7 @@ import pytest
 from precision_shim.process import registry as _registry
 from precision_shim.process import session as _session
 from precision_shim.process import settings as _settings
+from precision_shim.process.framework import Framework
 from precision_shim.upstream import symbols as _symbols
 from precision_shim.upstream.foresight import foresee
 
@@ -39,7 +40,7 @@ ADAPTER = replace(
 
 
 @pytest.fixture
-def thirdtron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _registry.Entry:
+def thirdtron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Framework:
     """An adapter that comes by an entry point."""
     info = tmp_path / "thirdtron-1.0.dist-info"
     info.mkdir()
@@ -54,7 +55,7 @@ def thirdtron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _registry.Entr
     return _registry.entries()["thirdtron"]
 
 
-def test_symbols_that_nobody_recorded_are_not_new(thirdtron: _registry.Entry) -> None:
+def test_symbols_that_nobody_recorded_are_not_new(thirdtron: Framework) -> None:
     found, problems = foresee(thirdtron, _settings.resolve(environ={}), _session.version_of)
     assert problems == []
     assert OWN in [seam.target for seam in found.seams]
@@ -62,7 +63,7 @@ def test_symbols_that_nobody_recorded_are_not_new(thirdtron: _registry.Entry) ->
 
 
 def test_a_recorded_symbol_that_differs_is_said(
-    thirdtron: _registry.Entry, monkeypatch: pytest.MonkeyPatch
+    thirdtron: Framework, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer.step"
     own = _symbols.digest

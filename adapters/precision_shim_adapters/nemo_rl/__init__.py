@@ -24,8 +24,8 @@ from .. import megatron as wing
 from ..frameworks import NEMO_RL
 from . import audit, dtensor, megatron
 
-ADAPTER = Adapter(
-    **NEMO_RL,
+ADAPTER = Adapter.of(
+    NEMO_RL,
     paths={
         **wing.PATHS,
         "megatron": "Megatron workers",

@@ -26,8 +26,8 @@ from ..frameworks import SKYRL
 from ..megatron.acting import offload
 from . import audit, config, fsdp, megatron, overflow, processes, weights
 
-ADAPTER = Adapter(
-    **SKYRL,
+ADAPTER = Adapter.of(
+    SKYRL,
     paths={
         **wing.PATHS,
         **offload.PATHS,

@@ -36,8 +36,8 @@ from .places import (
     TORCHFT,
 )
 
-ADAPTER = Adapter(
-    **TORCHTITAN,
+ADAPTER = Adapter.of(
+    TORCHTITAN,
     paths={
         RL: "RL trainer",
         RL_METRICS: "RL trainer (metrics)",

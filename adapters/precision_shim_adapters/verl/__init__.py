@@ -21,8 +21,8 @@ from ..frameworks import VERL
 from ..megatron.acting import offload
 from . import audit, engines, fsdp, fsdp_checkpoints, megatron, metrics, weights
 
-ADAPTER = Adapter(
-    **VERL,
+ADAPTER = Adapter.of(
+    VERL,
     paths={
         **wing.PATHS,
         **offload.PATHS,

@@ -2,7 +2,7 @@
 
 A reader turns an optimizer into ``Reading``s. The one here knows torch's optimizers, DTensors and
 FSDP; a reader of others is declared by the top-level package of their class
-(``precision_shim_adapters.frameworks``) and imported when such an optimizer is audited.
+(``registry.audit_readers``) and imported when such an optimizer is audited.
 
 Nothing here starts an operation on a tensor: sizes, dtypes, devices and storages only.
 """
@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from precision_shim_adapters.frameworks import AUDIT_READERS
-
 from ..errors import AuditError
+from ..process.registry import audit_readers
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -51,6 +50,10 @@ class Wanted:
         masters: dtype of a 16-bit parameter to that of its master; empty where none is said.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
+        remedies: code of a problem to what is to be done, as its message ends; ``{wanted}`` is
+            a dtype, ``{source}`` the above, ``{component}`` and ``{optimizer}`` a moment's, and
+            ``{params}`` the dtypes of parameters without masters. ``"CODE WANTED"`` goes before
+            ``"CODE"`` where it is there.
     """
 
     source: str
@@ -59,6 +62,13 @@ class Wanted:
     masters: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
     exp_avg: torch.dtype | None = None
     exp_avg_sq: torch.dtype | None = None
+    remedies: Mapping[str, str] = field(default_factory=dict)
+
+    def remedy(self, code: str, wanted: str, **words: str) -> str:
+        """What is to be done about a problem."""
+        known = self.remedies
+        text = known.get(f"{code} {wanted}") or known.get(code) or "correct the {source}"
+        return text.format(wanted=wanted, source=self.source, **words)
 
 
 @dataclass
@@ -284,7 +294,7 @@ def _each(optimizer: Any) -> Iterator[Any]:
         raise AuditError(
             f"audit(optimizer=...): {_kind(optimizer)} is no optimizer that can be read; allowed: "
             "a torch.optim.Optimizer, an optimizer of "
-            f"{', '.join(sorted(AUDIT_READERS))} (chained or single), or a list of these."
+            f"{', '.join(sorted(audit_readers()))} (chained or single), or a list of these."
         )
     yield optimizer
 
@@ -294,7 +304,8 @@ def _reader(optimizer: Any) -> str:
     packages = (kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__)
     if isinstance(optimizer, torch.optim.Optimizer):
         return ""  # one that such a package derives from torch's
-    return next((AUDIT_READERS[one] for one in packages if one in AUDIT_READERS), "")
+    known = audit_readers()
+    return next((known[one] for one in packages if one in known), "")
 
 
 def _kind(thing: Any) -> str:

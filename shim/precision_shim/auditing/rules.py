@@ -103,8 +103,7 @@ def problems(
             "params",
             "a loss scaler",
             NOTHING,
-            "fp16 gradients vanish without one: set fp16=True in the OptimizerConfig, so that "
-            "Megatron makes one",
+            wanted.remedy("scaler-missing", "fp16"),
         )
 
 
@@ -141,35 +140,24 @@ def _main_grads(reading: Reading) -> _Told:
         and grad.dtype is not wanted.main_grads
     }
     if wrong:
-        in_fp32 = wanted.main_grads is torch.float32
-        yield (
-            "main-grads-dtype",
-            "grad_buckets",
-            name_of(wanted.main_grads),
-            _names(wrong),
-            "the optimizer reads the gradients as the bucket has them: set grad_reduce_in_fp32="
-            f"{in_fp32} in the DDP's config, or main_grads_dtype with "
-            f"use_precision_aware_optimizer in the {wanted.source}",
-        )
+        due = name_of(wanted.main_grads)
+        remedy = wanted.remedy("main-grads-dtype", due)
+        yield "main-grads-dtype", "grad_buckets", due, _names(wrong), remedy
 
 
 def _moment(reading: Reading, component: str) -> _Told:
     wanted: torch.dtype | None = getattr(reading.wanted, component)
-    if wanted is None:
+    if wanted is None or reading.wanted is None:
         return
     states = (getattr(one, component) for one in reading.owned)
     found = {one.dtype for one in states if one is not None} | reading.later(component)
     wrong = found - {wanted}
     if wrong:
-        yield (
-            "moment-dtype",
-            component,
-            name_of(wanted),
-            _names(wrong),
-            f"{reading.optimizer}'s inner optimizer was not made with the {component}_dtype that "
-            f"the {reading.wanted.source if reading.wanted else 'config'} has now, or cannot keep "
-            "it: set it where the config is made, or leave it out",
+        due = name_of(wanted)
+        remedy = reading.wanted.remedy(
+            "moment-dtype", due, component=component, optimizer=reading.optimizer
         )
+        yield "moment-dtype", component, due, _names(wrong), remedy
 
 
 def _masters(reading: Reading) -> _Told:
@@ -195,23 +183,16 @@ def _masters(reading: Reading) -> _Told:
         elif found is not due:
             wrong[name_of(due), name_of(found)] = None
     if lacking:
+        asked = _names(wanted.masters[one.dtype] for one in lacking)
         yield (
             "master-missing",
             "master",
-            _names(wanted.masters[one.dtype] for one in lacking),
+            asked,
             f"none for {len(lacking)} of {len(reading.owned)} tensors",
-            f"the optimizer steps {_names(one.dtype for one in lacking)} parameters themselves, "
-            "and small updates round away: set bf16 or fp16 in the OptimizerConfig, so that "
-            "Megatron keeps masters",
+            wanted.remedy("master-missing", asked, params=_names(one.dtype for one in lacking)),
         )
     for due_name, found_name in wrong:
-        remedy = "set the field where the OptimizerConfig is made, before the optimizer"
-        if due_name == "int16":
-            remedy = (
-                "whole masters take two bytes per parameter more than the remainders that "
-                "store_param_remainders asks for: set use_precision_aware_optimizer where the "
-                "OptimizerConfig is made, not on a finished one, or store_param_remainders=False"
-            )
+        remedy = wanted.remedy("master-dtype", due_name)
         yield ("master-dtype", "master", due_name, found_name, remedy)
 
 
@@ -230,8 +211,7 @@ def _params(reading: Reading) -> _Told:
             "params",
             name_of(wanted.params),
             _names(wrong),
-            f"the {wanted.source} is for another model: set its bf16, fp16 and params_dtype to "
-            "what the model is",
+            wanted.remedy("params-dtype", name_of(wanted.params)),
         )
 
 

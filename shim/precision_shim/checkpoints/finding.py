@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from precision_shim_adapters.frameworks import CHECKPOINTS
-
 from ..errors import CheckpointUnreadableError
+from ..process.registry import checkpoints
 from .layout import Part
 from .units import DCP, MEGATRON, SAFETENSORS, SHARDS, kind_of, read_unit
 
@@ -59,7 +58,7 @@ def _part(framework: str, path: Path, found: list[tuple[Path, str]], notes: list
     kinds = {kind for _, kind in found}
     kind = next(one for one in _ORDER if one in kinds)
     units = tuple(read_unit(directory, one) for directory, one in sorted(found) if one == kind)
-    known = {name for row in CHECKPOINTS.values() for name in row["models"]}
+    known = {name for row in checkpoints().values() for name in row.models}
     subject = next((name for name in (path.name, *_names(path)) if name in known), "")
     beside = tuple(one for one in sorted(found) if one[1] != kind)
     return Part(framework, subject, path, units, kind, beside, notes=list(notes))
@@ -94,9 +93,9 @@ def _last_step(path: Path) -> Path | None:
 def _steps(path: Path) -> dict[Path, int]:
     """The directories of steps in a run's, and their numbers."""
     steps = {}
-    for row in CHECKPOINTS.values():
+    for row in checkpoints().values():
         for one in path.iterdir():
-            match = re.fullmatch(row["steps"], one.name)
+            match = re.fullmatch(row.steps, one.name)
             if match and one.is_dir():
                 steps[one] = int(match[1])
     return steps
@@ -150,11 +149,11 @@ def _framework_of(path: Path) -> str:
     """The framework that names a step's directory and its models' so; empty if several do."""
     fits = {}
     whole = path.absolute()
-    for name, row in CHECKPOINTS.items():
+    for name, row in checkpoints().items():
         for step in (whole, *whole.parents):
-            if re.fullmatch(row["steps"], step.name):
-                models = [one for one in row["models"] if (step / one).is_dir()]
-                if models or not row["models"]:
+            if re.fullmatch(row.steps, step.name):
+                models = [one for one in row.models if (step / one).is_dir()]
+                if models or not row.models:
                     fits[name] = len(models)
                 break
     best = [name for name, count in fits.items() if count == max(fits.values())]
@@ -163,7 +162,7 @@ def _framework_of(path: Path) -> str:
 
 def _model_of(directory: Path, top: Path) -> Path | None:
     """The directory of the model that files belong to, by its name."""
-    known = {name for row in CHECKPOINTS.values() for name in row["models"]}
+    known = {name for row in checkpoints().values() for name in row.models}
     for one in (directory, *directory.parents):
         if one.name in known:
             return one

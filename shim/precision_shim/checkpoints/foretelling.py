@@ -1,7 +1,7 @@
 """What a resume in this environment makes of a checkpoint, and the setting that makes it exact.
 
 The rules are those of the load seams: each kind of checkpoint is foretold by the adapter whose
-seams load it (``precision_shim_adapters.frameworks.CHECKPOINTS``).
+seams load it (``registry.checkpoints``).
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
-from precision_shim_adapters.frameworks import CHECKPOINTS
-
 from ..errors import PrecisionShimError
 from ..process import session as _session
 from ..process import settings as _settings
 from ..process.foreseen import Foreseen
-from ..process.registry import entries
+from ..process.registry import checkpoints, entries
 from ..process.settings import Settings
 from .layout import EXP_AVG, EXP_AVG_SQ, FAILS, NOT_HERE, Outcome, Part
 
@@ -84,8 +82,8 @@ class Here:
         known = entries(third_party=False)
         found = [
             name
-            for name, row in CHECKPOINTS.items()
-            if kind in row["resuming"]
+            for name, row in checkpoints().items()
+            if kind in row.resuming
             and _session.version_of(known[name].distribution, known[name].packages) is not None
         ]
         return found[0] if len(found) == 1 else ""
@@ -104,7 +102,7 @@ class Here:
 
 def foretell(part: Part, here: Here) -> Outcome:
     """What becomes of a model's checkpoint when it is resumed here."""
-    row = CHECKPOINTS.get(part.framework)
+    row = checkpoints().get(part.framework)
     if row is None:
         return Outcome(
             NOT_HERE, "whose it is does not show in its directories; say so with --framework"
@@ -115,7 +113,7 @@ def foretell(part: Part, here: Here) -> Outcome:
     version = _session.version_of(entry.distribution, entry.packages)
     if version is None:
         return Outcome(NOT_HERE, f"{part.framework} is not installed here")
-    place = row["resuming"].get(part.kind)
+    place = row.resuming.get(part.kind)
     if place is None:
         return Outcome(NOT_HERE, f"{part.framework} resumes from no such files")
     module, _, name = place.partition(":")

@@ -14,11 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from precision_shim_adapters.frameworks import CHECKPOINT_READERS
-
 from ..errors import CheckpointUnreadableError, ScalerCheckpointError
 from ..precision.belonging import files_beneath, fingerprints, foreign
 from ..precision.scaler_record import FILE_NAME, KIND, parse, parse_bytes, read_record, state_of
+from ..process.registry import checkpoint_readers
 from .finding import find, saying_how_to_go_on
 from .layout import (
     EXP_AVG,
@@ -64,7 +63,7 @@ def read(path: str | Path, framework: str | None = None) -> list[Part]:
 
 def _sort(part: Part) -> None:
     for unit in part.units:
-        place = CHECKPOINT_READERS.get(unit.kind)
+        place = checkpoint_readers().get(unit.kind)
         take = _resolve(place) if place else _take
         take(unit, part)
     for directory, kind in part.beside:

@@ -14,14 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from precision_shim_adapters.frameworks import SHARED
-
 from ..errors import PrecisionShimError, SourceError
 from ..process import registry as _registry
 from ..process import session as _session
 from ..process import settings as _settings
 from ..process import startup as _startup
-from ..process.registry import Entry
+from ..process.framework import Framework
 from ..process.settings import Settings
 from ..reporting import text as _status_text
 from ..reporting.record import FrameworkStatus, SeamStatus
@@ -108,7 +106,7 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
 
     What states no version cannot be recorded, and is left out.
     """
-    packages = {name: (package,) for package, name in SHARED.items()}
+    packages = {name: (package,) for package, name in _registry.shared().items()}
     for name, targets in _symbols.targets_by_distribution(adapter).items():
         version = _session.version_of(name, packages.get(name, adapter.packages))
         if version not in (None, "unknown"):
@@ -217,7 +215,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
         raise SourceError(f"no framework {framework!r}; allowed: {', '.join(known)}.")
     asked = [known[framework]] if framework is not None else list(known.values())
     packages = [package for entry in asked for package in entry.packages]
-    tree = open_tree(path, (*packages, *SHARED))
+    tree = open_tree(path, (*packages, *_registry.shared()))
     held = [entry for entry in asked if any(tree.has(one) for one in entry.packages)]
     if not held:  # what frameworks build on: those that are installed, or that was asked for
         held = [
@@ -228,7 +226,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
         ]
     judged = [one for entry in held if (one := _judge(entry, tree)).holds]
     if not judged:
-        inside = ", ".join(package for package in SHARED if tree.has(package))
+        inside = ", ".join(package for package in _registry.shared() if tree.has(package))
         raise SourceError(
             f"{path} holds {inside} and no framework, and none that builds on it is installed "
             f"here. Looked for: {', '.join(packages)}. Name one with --framework."
@@ -236,7 +234,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     return judged
 
 
-def _judge(entry: Entry, tree: Tree) -> Report:
+def _judge(entry: Framework, tree: Tree) -> Report:
     name = entry.framework
     known = _registry.entries()
     settings = _settings.resolve(frameworks=(name,), known_frameworks=known)
@@ -275,7 +273,7 @@ def _judge(entry: Entry, tree: Tree) -> Report:
     return Report(name, holds, against, there, here, tuple(symbols), tuple(problems))
 
 
-def _here(entry: Entry, settings: Settings) -> FrameworkStatus | None:
+def _here(entry: Framework, settings: Settings) -> FrameworkStatus | None:
     if _session.version_of(entry.distribution, entry.packages) is None:
         return None
     return foresee(entry, settings, _session.version_of)[0]
@@ -336,9 +334,9 @@ def _versions(tree: Tree) -> Callable[[str, Iterable[str]], str | None]:
     return version_of
 
 
-def _package(distribution: str, entry: Entry) -> str:
-    shared = {name: package for package, name in SHARED.items()}
-    return shared.get(distribution, entry.packages[0])
+def _package(distribution: str, entry: Framework) -> str:
+    beneath = {name: package for package, name in _registry.shared().items()}
+    return beneath.get(distribution, entry.packages[0])
 
 
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:

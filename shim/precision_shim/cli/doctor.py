@@ -25,6 +25,7 @@ from ..process import registry as _registry
 from ..process import session as _session
 from ..process import settings as _settings
 from ..process import startup as _startup
+from ..process.framework import Framework
 from ..process.settings import PREFIX, TABLE, Settings
 from ..reporting import text as _status_text
 from ..reporting.record import FrameworkStatus
@@ -200,7 +201,7 @@ def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _framework(
-    entry: _registry.Entry,
+    entry: Framework,
     settings: Settings | None,
     problems: list[str],
     frameworks: dict[str, FrameworkStatus],

@@ -11,9 +11,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from precision_shim_adapters.frameworks import FRAMEWORKS
-
 from ..errors import SettingsError
+from ..process import registry as _registry
 from ..process import settings as _settings
 from ..process.settings import FEATURES, PREFIX, TABLE
 from . import OPTIONS, add_command, settings_of
@@ -39,7 +38,7 @@ def register(commands: Commands) -> None:
         metavar="LIST",
         help=f"comma list of {', '.join(FEATURES)}; -NAME takes one away from all",
     )
-    known = ", ".join(one["framework"] for one in FRAMEWORKS.values())
+    known = ", ".join(_registry.entries(third_party=False))
     parser.add_argument(
         "--frameworks", metavar="LIST", help=f"comma list of {known}, and those of third parties"
     )
@@ -101,14 +100,12 @@ def variables(
     Raises:
         SettingsError: a name or value makes no sense.
     """
-    from ..process.registry import entries
-
     resolved = _settings.resolve(
         features=features,
         frameworks=frameworks,
         strict=strict or None,
         settings=settings_of(settings),
-        known_frameworks=entries(),
+        known_frameworks=_registry.entries(),
         where=OPTIONS,
     )
     return {**resolved.given, PREFIX: "strict" if resolved.strict else "1"}

@@ -1,94 +1,91 @@
 """Which adapters there are: our own as declared, third parties' through an entry point.
 
 An entry point of the group ``precision_shim.adapters`` names a ``seams.Adapter`` object; its name
-is the framework's. Ours are declared in ``precision_shim_adapters.frameworks``. Either's modules
-are imported only when one of the framework's packages is.
+is the framework's. Ours are declared in ``precision_shim_adapters.frameworks``, which no other
+module of the core imports. Either's modules are imported only when one of the framework's packages
+is. The start-up asks here for the packages; so nothing is imported at the top.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
-
-from ..errors import SeamError
-from ..seams import Adapter
-from ..seams._wrapper import resolve
+from .framework import Checkpoints, Framework
 from .names import ENTRY_POINTS
-from .settings import FEATURES
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = [
+    "audit_readers",
+    "checkpoint_readers",
+    "checkpoints",
+    "entries",
+    "is_tested",
+    "packages",
+    "shared",
+    "symbols_file",
+]
 
 
-@dataclass(frozen=True)
-class Entry:
-    """How to find an adapter without importing it.
+def entries(*, third_party: bool = True) -> "dict[str, Framework]":
+    """All known frameworks by name; ours cannot be displaced by an entry point."""
+    from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
 
-    Attributes:
-        framework: the name users write.
-        distribution: name of the framework's distribution.
-        packages: top-level packages whose import wakes the adapter.
-        tested: versions that the test environments pin; of a third party's only its adapter knows.
-        adapter: ``"module:attribute"`` of the ``Adapter``.
-        effects: where a feature first takes effect, should the adapter itself be broken.
-        probes: see ``Adapter``.
-        plan: ``"module:function"``, from a launch line to the models of its job; empty where the
-            adapter plans none.
-    """
-
-    framework: str
-    distribution: str
-    packages: tuple[str, ...]
-    adapter: str
-    tested: tuple[str, ...] = ()
-    effects: tuple[str, ...] = ()
-    probes: tuple[str, ...] = ()
-    plan: str = ""
-
-    def load(self) -> Adapter:
-        """Import the adapter.
-
-        Raises:
-            SeamError: its module cannot be imported, or holds something else, or its table names
-                a feature that there is not.
-        """
-        try:
-            adapter = resolve(self.adapter)
-        except (Exception, SystemExit) as error:  # nothing here may end the process
-            raise SeamError(
-                f"{self.framework}: the adapter {self.adapter} cannot be loaded: {error!r}. "
-                f"Repair or remove it, or leave {self.framework} out with "
-                "PRECISION_SHIM_FRAMEWORKS."
-            ) from error
-        if not isinstance(adapter, Adapter):
-            raise SeamError(
-                f"{self.framework}: {self.adapter} is a {type(adapter).__name__}, allowed: "
-                "precision_shim.adapting.Adapter. Correct the entry point."
-            )
-        adapter.check(FEATURES)
-        return adapter
-
-
-def entries(*, third_party: bool = True) -> dict[str, Entry]:
-    """All known adapters by framework name; ours cannot be displaced by an entry point."""
-    ours = (Entry(adapter=place, **declared) for place, declared in FRAMEWORKS.items())
-    found = {one.framework: one for one in ours}
+    found = {one.framework: one for one in FRAMEWORKS}
     if third_party:
         from importlib.metadata import entry_points
 
         for point in entry_points(group=ENTRY_POINTS):
             name = point.name.strip().lower()
+            package = name.replace("-", "_")
             found.setdefault(
-                name,
-                Entry(
-                    name,
-                    name,
-                    (name.replace("-", "_"),),
-                    point.value,
-                    effects=MEGATRON_EFFECTS,
-                ),
+                name, Framework(name, name, (package,), point.value, effects=MEGATRON_EFFECTS)
             )
     return found
 
 
-def is_tested(version: str, tested: tuple[str, ...]) -> bool:
+def packages() -> "set[str]":
+    """The packages whose import wakes an adapter of ours."""
+    from precision_shim_adapters.frameworks import FRAMEWORKS
+
+    return {package for one in FRAMEWORKS for package in one.packages}
+
+
+def shared() -> "dict[str, str]":
+    """Packages that frameworks build on and that seams are in, to their distributions' names."""
+    from precision_shim_adapters.frameworks import BACKENDS
+
+    return {package: name for one in BACKENDS for package, name in one.shared.items()}
+
+
+def audit_readers() -> "dict[str, str]":
+    """Top-level package of an optimizer's class, to what reads such optimizers for the audit."""
+    from precision_shim_adapters.frameworks import BACKENDS
+
+    return {package: place for one in BACKENDS for package, place in one.audit_readers.items()}
+
+
+def checkpoint_readers() -> "dict[str, str]":
+    """Kind of a checkpoint's files, to what sorts their tensors."""
+    from precision_shim_adapters.frameworks import BACKENDS
+
+    return {kind: place for one in BACKENDS for kind, place in one.checkpoint_readers.items()}
+
+
+def checkpoints() -> "Mapping[str, Checkpoints]":
+    """By framework: how its checkpoints are called, and what foretells a resume."""
+    known = entries(third_party=False)
+    return {name: one.checkpoints for name, one in known.items() if one.checkpoints is not None}
+
+
+def symbols_file() -> "Path":
+    """The record of digests that ships with the adapters."""
+    from pathlib import Path
+
+    import precision_shim_adapters
+
+    return Path(str(precision_shim_adapters.__file__)).with_name("symbols.json")
+
+
+def is_tested(version: str, tested: "tuple[str, ...]") -> bool:
     """Whether a version is among the tested ones; what a build has added to it does not count."""
     return version.partition("+")[0] in tested

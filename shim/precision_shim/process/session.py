@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from precision_shim_adapters.frameworks import SHARED
-
 from ..auditing import kept
 from ..errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
 from ..reporting import journal as _journal
@@ -24,9 +22,10 @@ from . import forks as _forks
 from . import settings as _settings
 from . import startup as _startup
 from .finders import Watcher
+from .framework import Framework
 from .in_force import asked_for
 from .in_force import in_force as _by_settings
-from .registry import Entry, entries, is_tested
+from .registry import entries, is_tested, shared
 from .settings import PREFIX, Settings
 
 _lock = _forks.Lock()
@@ -36,7 +35,7 @@ class _Session:
     """What is installed: settings, engine, and the adapters that sleep until they are needed."""
 
     def __init__(
-        self, settings: Settings, known: Mapping[str, Entry], fault: SettingsError | None = None
+        self, settings: Settings, known: Mapping[str, Framework], fault: SettingsError | None = None
     ) -> None:
         self.settings = settings
         self.known = known
@@ -76,7 +75,7 @@ class _Session:
     def wants(self, framework: str) -> bool:
         return asked_for(self.settings, framework)
 
-    def wanted(self) -> list[Entry]:
+    def wanted(self) -> list[Framework]:
         return [one for name, one in self.known.items() if self.wants(name)]
 
     def _wake(self, package: str) -> None:
@@ -84,7 +83,7 @@ class _Session:
             if package in entry.packages:
                 self.wake(entry)
 
-    def wake(self, entry: Entry) -> None:
+    def wake(self, entry: Framework) -> None:
         with _lock:
             if entry.framework in self.awake or entry.framework in self.broken:
                 return
@@ -367,7 +366,7 @@ def _missed(
     return told
 
 
-def _framework(session: _Session, name: str, entry: Entry) -> FrameworkStatus:
+def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatus:
     adapter = session.awake.get(name)
     known = adapter or entry  # only a third party's adapter itself names its distribution
     version = version_of(known.distribution, known.packages)
@@ -407,11 +406,11 @@ def standing(
     """
     from ..upstream import symbols as _symbols
 
-    shared = {name: versions(name, (package,)) for package, name in SHARED.items()}
+    beneath = {name: versions(name, (package,)) for package, name in shared().items()}
     tested = is_tested(version, adapter.tested)
     told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
-    told += _symbols.likeness(adapter, version, shared)
-    told += _symbols.differing(adapter, version, shared) if closely else []
+    told += _symbols.likeness(adapter, version, beneath)
+    told += _symbols.differing(adapter, version, beneath) if closely else []
     return tested, "; ".join(told)
 
 

@@ -89,11 +89,9 @@ def _first() -> "Any":
 
 
 def _wanted() -> "set[str]":
-    from precision_shim_adapters.frameworks import FRAMEWORKS
+    from . import carriers, registry
 
-    from . import carriers
-
-    names = {package for one in FRAMEWORKS.values() for package in one["packages"]}
+    names = registry.packages()
     # A third party's framework is known by name only where the user names it. Otherwise it is
     # looked for when torch is imported: reading every distribution's entry points takes 10 to
     # 50 ms, which next to torch is nothing and in any other process would be everything.

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType, ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..errors import SeamError
 from ._source import Symbol
+
+if TYPE_CHECKING:
+    from ..process.framework import Checkpoints, Framework
 
 NativeProbe = Callable[[Symbol, Any], "str | None"]
 """Looks at a seam's symbol and at the settings; returns why the framework does the feature
@@ -175,6 +178,11 @@ class Adapter:
             framework still holds; imported when somebody asks.
         plan: ``"module:function"`` from a launch line to the models of its job, for
             ``precision-shim plan``; empty where the adapter plans none.
+        checkpoints: how the framework's checkpoints are called and what foretells a resume, for
+            ``precision-shim checkpoint``.
+        audit_readers: top-level package of an optimizer's class to the ``"module:function"`` that
+            reads such optimizers for the audit, where torch's own reader does not fit.
+        checkpoint_readers: kind of a checkpoint's files to what sorts their tensors.
     """
 
     framework: str
@@ -186,6 +194,16 @@ class Adapter:
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
     probes: tuple[str, ...] = ()
     plan: str = ""
+    checkpoints: Checkpoints | None = None
+    audit_readers: Mapping[str, str] = field(default_factory=dict, hash=False)
+    checkpoint_readers: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of(cls, record: Framework, *, seams: tuple[Seam, ...], paths: Mapping[str, str]) -> Adapter:
+        """An adapter of a framework that has a record: the record says all but seams and paths."""
+        said: dict[str, Any] = {**vars(record), "seams": seams, "paths": paths}
+        del said["adapter"]
+        return cls(**said)
 
     def check(self, features: Iterable[str]) -> None:
         """Hold the table against the names of the features that there are.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from ..errors import PrecisionShimError
 from ..process import session as _session
+from ..process.framework import Framework
 from ..process.in_force import asked_for
-from ..process.registry import Entry
 from ..process.settings import PREFIX, Settings
 from ..reporting.record import FrameworkStatus, SeamStatus
 
@@ -21,7 +21,7 @@ def inapplicable(name: str, seam: SeamStatus) -> str:
 
 
 def foresee(
-    entry: Entry,
+    entry: Framework,
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None],
 ) -> tuple[FrameworkStatus, list[str]]:

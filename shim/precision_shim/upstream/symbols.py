@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
-import precision_shim_adapters
-from precision_shim_adapters.frameworks import SHARED
-
+from ..process.registry import shared, symbols_file
 from ..seams import Adapter
 from .digest import digest
 
-FILE = Path(precision_shim_adapters.__file__).with_name("symbols.json")
+FILE = symbols_file()
 _NAMED = 3  # symbols that differ, by name; the rest is a number
 
 Record = dict[str, dict[str, dict[str, list[str]]]]
@@ -120,7 +118,7 @@ def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
 def owner(target: str, adapter: Adapter) -> str:
     """The distribution that a symbol belongs to; what nobody declared is the framework's own."""
     return next(
-        (name for package, name in SHARED.items() if target.startswith(f"{package}.")),
+        (name for package, name in shared().items() if target.startswith(f"{package}.")),
         adapter.distribution,
     )
 
@@ -264,7 +262,7 @@ def missed(
         adapter: whose symbols.
         versions: tells a distribution's version, as ``_session.version_of`` does.
     """
-    packages = {name: (package,) for package, name in SHARED.items()}
+    packages = {name: (package,) for package, name in shared().items()}
 
     @cache
     def newest(distribution: str) -> tuple[str, frozenset[str]]:

@@ -15,6 +15,7 @@ import precision_shim
 from precision_shim.auditing import counting, looking, rules
 from precision_shim.auditing.reading import Foretold, Owned, Reading, Wanted
 from precision_shim.auditing.record import AuditPart, Finding
+from precision_shim_adapters.megatron.reading.reader import REMEDIES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WHERE = "verl 1.0"
@@ -56,7 +57,7 @@ def told(found: list[Finding]) -> list[tuple[str, str | None, str, str]]:
 
 
 def wanted(**fields: Any) -> Wanted:
-    return Wanted("OptimizerConfig", **fields)
+    return Wanted("OptimizerConfig", remedies=REMEDIES, **fields)
 
 
 def test_a_message_says_where_what_was_expected_and_what_was_found() -> None:

@@ -103,7 +103,7 @@ def test_what_rests_on_a_probe_is_there():
     from precision_shim.seams import look
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
-    modules = dict.fromkeys(name for one in FRAMEWORKS.values() for name in one["probes"])
+    modules = dict.fromkeys(name for one in FRAMEWORKS for name in one.probes)
     rules = {one.rule for module in modules for one in probes_in(module)}
     assert len(rules) > 5
     for rule in rules:

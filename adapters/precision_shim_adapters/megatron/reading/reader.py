@@ -26,6 +26,28 @@ from precision_shim.auditing.reading import (
 )
 from precision_shim.precision.dtypes import parse_dtype
 
+_BUCKET = (
+    "the optimizer reads the gradients as the bucket has them: set grad_reduce_in_fp32={value} in "
+    "the DDP's config, or main_grads_dtype with use_precision_aware_optimizer in the {{source}}"
+)
+REMEDIES = {
+    "main-grads-dtype": _BUCKET.format(value=False),
+    "main-grads-dtype fp32": _BUCKET.format(value=True),
+    "moment-dtype": "{optimizer}'s inner optimizer was not made with the {component}_dtype that "
+    "the {source} has now, or cannot keep it: set it where the config is made, or leave it out",
+    "master-missing": "the optimizer steps {params} parameters themselves, and small updates round "
+    "away: set bf16 or fp16 in the OptimizerConfig, so that Megatron keeps masters",
+    "master-dtype": "set the field where the OptimizerConfig is made, before the optimizer",
+    "master-dtype int16": "whole masters take two bytes per parameter more than the remainders "
+    "that store_param_remainders asks for: set use_precision_aware_optimizer where the "
+    "OptimizerConfig is made, not on a finished one, or store_param_remainders=False",
+    "params-dtype": "the {source} is for another model: set its bf16, fp16 and params_dtype to "
+    "what the model is",
+    "scaler-missing": "fp16 gradients vanish without one: set fp16=True in the OptimizerConfig, so "
+    "that Megatron makes one",
+}
+"""What is to be done where the tensors are not what an OptimizerConfig says."""
+
 
 def read(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
     """Read Megatron's optimizers.
@@ -211,6 +233,7 @@ def wanted(config: Any) -> Wanted:
             masters=dict.fromkeys(SIXTEEN_BIT, fp32),
             exp_avg=fp32,
             exp_avg_sq=fp32,
+            remedies=REMEDIES,
         )
     main = get("main_params_dtype", fp32)
     offload = bool(get("optimizer_cpu_offload", False))
@@ -229,4 +252,5 @@ def wanted(config: Any) -> Wanted:
         },
         exp_avg=get("exp_avg_dtype", fp32),
         exp_avg_sq=get("exp_avg_sq_dtype", fp32),
+        remedies=REMEDIES,
     )
