@@ -1,6 +1,6 @@
 """What the demo's two runs came to: the promise, the checks, the table, the curves.
 
-Works on the results that the runs wrote (:mod:`precision_shim.cli._demo_worker`), and imports
+Works on the results that the runs wrote (:mod:`examples.demo.worker`), and imports
 neither torch nor a framework.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..process.settings import FEATURES
+from precision_shim.process.settings import FEATURES
 
 __all__ = ["Check", "Promise", "Tolerance", "check", "draw", "promised", "sparkline", "tolerance"]
 
