@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointUnreadableError
+from ..precision.names import SIZES
 from .pickles import Made, Name, read_pickle
 from .safetensors import read_header
 from .tensors import Archive, Tensor, count_of, dtype_name
@@ -300,11 +301,8 @@ def _read_shards(unit: Unit) -> None:
 
 # -- safetensors ----------------------------------------------------------------------------------
 
-_SAFETENSORS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "float64", "BOOL": "bool"}
-
-
-_EXACT = (*_SAFETENSORS.values(), "int64", "int32", "int16", "int8", "uint8")
-"""Dtypes whose elements are whole bytes."""
+_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
+"""safetensors' letters for torch's words; behind them stands the number of bits."""
 
 _OF_SEVERAL = re.compile(r"(?P<before>.*?)(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
@@ -348,14 +346,13 @@ def _read_header(path: Path) -> dict[str, Tensor]:
         found, spans = {}, []
         for name, one in header.items():
             code, (start, stop) = str(one["dtype"]), one["data_offsets"]
-            dtype = _SAFETENSORS.get(code) or code.lower().replace("i", "int", 1).replace(
-                "u", "uint", 1
-            ).replace("uintint", "uint")
+            match = re.fullmatch(r"(B?F|I|U)(\d+)", code)
+            dtype = dtype_name(f"{_KINDS[match[1]]}{match[2]}" if match else code.lower())
             if not 0 <= start <= stop:
                 raise ValueError(f"{name} ends before it begins")
             at = _Range(path, begin + start, stop - start)
-            found[name] = Tensor(name, dtype_name(dtype), count_of(one["shape"]), (at,))
-            if stop - start < found[name].bytes and dtype_name(dtype) in _EXACT:
+            found[name] = Tensor(name, dtype, count_of(one["shape"]), (at,))
+            if stop - start < found[name].bytes and dtype in SIZES:
                 raise ValueError(f"{name} has {stop - start} bytes of {found[name].bytes}")
             spans.append((start, stop))
         end = 0
