@@ -7,6 +7,8 @@ Importing this package imports neither torch nor a framework nor wrapt: the name
 first use, because a start-up file may import the package in every Python process of a cluster.
 """
 
+import sys
+
 _WHERE = {
     "__version__": "_about",
     "install": "process.session",
@@ -38,6 +40,8 @@ __all__ = list(_WHERE)
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without the 2 ms that importing typing costs
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ._about import __version__ as __version__
     from .auditing.looking import audit as audit
     from .auditing.record import Audit as Audit
@@ -64,14 +68,24 @@ if TYPE_CHECKING:
     from .updates.watch import watch_updates as watch_updates
 
 
-def __getattr__(name: str) -> object:
-    module = _WHERE.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+def _lazily(
+    package: str, where: dict[str, str]
+) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
+    """The ``__getattr__`` and ``__dir__`` of a package whose names load on first use.
 
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    Args:
+        package: its name.
+        where: its names, each with the module in it that has it.
+    """
+
+    def get(name: str) -> object:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        import importlib
+
+        return getattr(importlib.import_module(f"{package}.{where[name]}"), name)
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *where})
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazily(__name__, _WHERE)

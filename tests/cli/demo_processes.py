@@ -20,7 +20,7 @@ from typing import Any
 from ..rank_server import Launch
 from ..verl import fresh_processes
 
-WORKER = [sys.executable, "-m", "precision_shim.cli._demo_worker"]
+WORKER = [sys.executable, "-m", "examples.demo.worker"]
 
 
 def prepare() -> None:
@@ -55,9 +55,9 @@ class Forked:
                 os.chdir(cwd)
                 os.environ.clear()
                 os.environ.update(env)
-                from precision_shim.cli import _demo_worker
+                from examples.demo import worker
 
-                _demo_worker.main(command[3:])
+                worker.main(command[3:])
 
     def poll(self) -> int | None:
         """Its exit status, once it has ended."""
@@ -104,7 +104,9 @@ def _output(stdout: int, stderr: int) -> None:
 
 def run(launch: Launch) -> int:
     """``precision-shim demo`` with the launch's arguments; returns its exit status."""
-    from precision_shim.cli import demo, main
+    from examples import demo
+
+    from precision_shim.cli import main
 
     folder = Path(launch.folder)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

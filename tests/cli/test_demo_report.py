@@ -3,14 +3,14 @@
 import copy
 
 import pytest
-
-from precision_shim.cli._demo_report import (
+from examples.demo.report import (
     check,
     differences,
     promised,
     sparkline,
     tolerance,
 )
+
 from precision_shim.process.settings import FEATURES
 
 _SIZE = {"float32": 4, "bfloat16": 2, "int16": 2}

@@ -2,11 +2,14 @@
 
 import os
 import pty
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import precision_shim
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.errors import SettingsError
 
@@ -88,6 +91,24 @@ def test_the_demo_names_what_to_install_in_one_line():
     (line,) = ended.stderr.splitlines()
     assert "rich" in line
     assert "pip install 'precision-shim[demo]'" in line
+
+
+def test_outside_of_a_clone_the_demo_says_where_it_runs(tmp_path):
+    package = Path(precision_shim.__file__).parent
+    shutil.copytree(package, tmp_path / package.name)
+    for arguments, status in ((["demo", "--steps", "2"], 2), (["demo", "--help"], 0)):
+        ended = subprocess.run(
+            [sys.executable, "-c", _MAIN, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+        assert ended.returncode == status, ended.stderr
+        told = ended.stderr if status else ended.stdout
+        assert "from a clone of the repository" in " ".join(told.split()).lower()
+        assert status == 0 or "`tox run -e demo`" in told
 
 
 def test_colours_are_for_terminals_and_change_no_word():
@@ -249,6 +270,4 @@ def test_python_dash_m_is_the_same_command():
         text=True,
         check=True,
     )
-    import precision_shim
-
     assert ended.stdout == f"precision-shim {precision_shim.__version__}\n"

@@ -15,7 +15,8 @@ import torch
 
 from precision_shim.adapting import Call, seam
 from precision_shim.errors import DtypeError
-from precision_shim.precision.dtypes import ALIASES, CANONICAL, parse_dtype
+from precision_shim.precision.dtypes import CANONICAL, parse_dtype
+from precision_shim.precision.names import ALIASES
 
 from .places import (
     GENERATOR,

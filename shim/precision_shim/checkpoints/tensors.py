@@ -15,44 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointUnreadableError
+from ..precision.names import SHORT, SIZES
 from .pickles import Made, Name, Persistent, read_pickle
 
 __all__ = ["Archive", "Tensor", "check_archive", "count_of", "dtype_name", "item_size"]
-
-_SHORT = {
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float": "fp32",
-    "half": "fp16",
-    "double": "float64",
-    "long": "int64",
-    "int": "int32",
-    "short": "int16",
-    "char": "int8",
-    "byte": "uint8",
-}
-_SIZES = {
-    "fp32": 4,
-    "bf16": 2,
-    "fp16": 2,
-    "float64": 8,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-}
-_STORAGES = {
-    "Float": "fp32",
-    "BFloat16": "bf16",
-    "Half": "fp16",
-    "Double": "float64",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-}
 
 
 def dtype_name(path: str) -> str:
@@ -64,7 +30,7 @@ def dtype_name(path: str) -> str:
     bare = path.removeprefix("torch.")
     if not re.fullmatch(r"[A-Za-z_]\w{0,31}", bare, re.ASCII):
         raise ValueError(f"{bare[:32]!r} is no dtype")
-    return _SHORT.get(bare, bare)
+    return SHORT.get(bare, bare)
 
 
 def count_of(shape: Any) -> int:
@@ -84,8 +50,8 @@ def count_of(shape: Any) -> int:
 
 def item_size(dtype: str) -> int:
     """Bytes of one element; 1 for a dtype of eight bits, whichever."""
-    if dtype in _SIZES:
-        return _SIZES[dtype]
+    if dtype in SIZES:
+        return SIZES[dtype]
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
     return max(1, int(bits) // 8) if bits else 1
 
@@ -276,7 +242,7 @@ class Archive:
             return None
         kind = label[1].path
         bare = kind.rpartition(".")[2]
-        dtype = _STORAGES.get(bare.removesuffix("Storage")) or dtype_name(bare)
+        dtype = SHORT.get(bare.removesuffix("Storage").lower()) or dtype_name(bare)
         elements = count_of(shape)
         parts: tuple[Callable[[int], bytes], ...] = ()
         known = type(start) is int and 0 <= start < _MOST

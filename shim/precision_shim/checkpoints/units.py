@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointUnreadableError
+from ..precision.names import SIZES
 from .pickles import Made, Name, read_pickle
+from .safetensors import read_header
 from .tensors import Archive, Tensor, count_of, dtype_name
 
 __all__ = ["DCP", "MEGATRON", "SAFETENSORS", "SHARDS", "Unit", "kind_of", "read_unit"]
@@ -37,9 +39,6 @@ _HARMLESS = re.compile(
 )
 """What the metadata of a distributed checkpoint calls. Whole names: torch and pathlib are also ways
 to ``os.system``."""
-
-_HEADER = 100_000_000
-"""Bytes of the header of a safetensors file, at most: the limit of the format's own reader."""
 
 
 @dataclass
@@ -302,11 +301,8 @@ def _read_shards(unit: Unit) -> None:
 
 # -- safetensors ----------------------------------------------------------------------------------
 
-_SAFETENSORS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "float64", "BOOL": "bool"}
-
-
-_EXACT = (*_SAFETENSORS.values(), "int64", "int32", "int16", "int8", "uint8")
-"""Dtypes whose elements are whole bytes."""
+_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
+"""safetensors' letters for torch's words; behind them stands the number of bits."""
 
 _OF_SEVERAL = re.compile(r"(?P<before>.*?)(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
@@ -346,24 +342,17 @@ def _indexed(path: Path) -> set[str]:
 def _read_header(path: Path) -> dict[str, Tensor]:
     size = path.stat().st_size
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or not 2 <= length <= min(size - 8, _HEADER):
-                raise ValueError("its header is not whole")
-            header = json.loads(file.read(length))
+        header, begin = read_header(path)
         found, spans = {}, []
         for name, one in header.items():
-            if name == "__metadata__":
-                continue
             code, (start, stop) = str(one["dtype"]), one["data_offsets"]
-            dtype = _SAFETENSORS.get(code) or code.lower().replace("i", "int", 1).replace(
-                "u", "uint", 1
-            ).replace("uintint", "uint")
+            match = re.fullmatch(r"(B?F|I|U)(\d+)", code)
+            dtype = dtype_name(f"{_KINDS[match[1]]}{match[2]}" if match else code.lower())
             if not 0 <= start <= stop:
                 raise ValueError(f"{name} ends before it begins")
-            at = _Range(path, 8 + length + start, stop - start)
-            found[name] = Tensor(name, dtype_name(dtype), count_of(one["shape"]), (at,))
-            if stop - start < found[name].bytes and dtype_name(dtype) in _EXACT:
+            at = _Range(path, begin + start, stop - start)
+            found[name] = Tensor(name, dtype, count_of(one["shape"]), (at,))
+            if stop - start < found[name].bytes and dtype in SIZES:
                 raise ValueError(f"{name} has {stop - start} bytes of {found[name].bytes}")
             spans.append((start, stop))
         end = 0
@@ -371,8 +360,8 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             if start != end:
                 raise ValueError(f"nothing says what its bytes {end} to {start} are")
             end = stop
-        if 8 + length + end != size:
-            raise ValueError(f"it has {size} bytes of {8 + length + end}")
+        if begin + end != size:
+            raise ValueError(f"it has {size} bytes of {begin + end}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointUnreadableError(f"{path}: no whole safetensors file ({error}).") from None
     return found

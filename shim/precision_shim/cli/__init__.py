@@ -5,7 +5,8 @@ parser and sets ``command``, the function that gets the parsed arguments and ret
 status. Such a module is cheap to import: torch, a framework or matplotlib are imported when the
 command runs, so that ``run`` starts a job without paying for ``demo``.
 
-Only what the base install has is needed, ``demo`` aside, whose packages are in an extra.
+Only what the base install has is needed, ``demo`` aside, which runs from a clone and whose
+packages are in an extra.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
         version=f"precision-shim {precision_shim.__version__}",
         help="print the version and exit",
     )
-    parser.set_defaults(command=None, parser=parser)
+    parser.set_defaults(command=None, parser=parser, any_options=False)
     added = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in commands:
         importlib.import_module(f"{__name__}.{name}").register(added)
@@ -131,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Import a command's module only when it is used: `run` starts jobs and must be quick.
     parser = build_parser([name for name in COMMANDS if name in given[:1]] or COMMANDS)
     known, unknown = parser.parse_known_args(given)
-    if unknown:
+    if unknown and not known.any_options:
         known.parser.error(f"unknown arguments: {' '.join(unknown)}")
     if known.command is None:
         parser.print_help()

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..precision import names
 from .record import Held, Part
 
-SIZES = {
-    "fp32": 4,
-    "bf16": 2,
-    "fp16": 2,
-    "fp8": 1,
-    "int16": 2,
-    "float64": 8,
-}
-"""Bytes of a number, by the dtype's canonical name; ``int16`` is a remainder of a master."""
+SIZES = names.SIZES
+"""Bytes of a number, by the dtype's canonical name."""
 
 
 @dataclass(frozen=True)

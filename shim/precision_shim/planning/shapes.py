@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.safetensors import read_header
 from ..errors import PlanError
 
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -29,7 +29,6 @@ _FURTHER = re.compile(r"(?:^|\.)mtp\.")
 _LAYER = re.compile(r"(?:^|model\.)layers\.(\d+)\.")
 _OUTPUT = re.compile(r"(lm_head|embed_out|output)\.weight$")
 _PACKED = re.compile(r"(_packed|qweight|qzeros|_blocks)$")
-_LARGEST_HEADER = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -183,15 +182,10 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
         PlanError: it is none.
     """
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _LARGEST_HEADER:
-                raise ValueError(f"a header of {length:,} bytes")
-            entries = json.loads(file.read(length))
+        entries, _ = read_header(path)
         for name, entry in entries.items():
-            if name != "__metadata__":
-                yield name, tuple(int(one) for one in entry["shape"])
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+            yield name, tuple(int(one) for one in entry["shape"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(
             f"{path}: is no safetensors file: {error}; expected its header of names and shapes. "
             "Fetch it again, or remove it so that config.json is gone by."

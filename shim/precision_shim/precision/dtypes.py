@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import DtypeError
+from .names import ALIASES
 
 CANONICAL: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -21,19 +22,6 @@ CANONICAL: Mapping[str, torch.dtype] = {
     "fp8": torch.uint8,
 }
 """Canonical name to dtype."""
-
-ALIASES: Mapping[str, str] = {
-    "float32": "fp32",
-    "float": "fp32",
-    "32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "16": "fp16",
-    "float8": "fp8",
-    "uint8": "fp8",
-}
-"""Other accepted spellings to canonical name; ``16`` and ``32`` are verl's."""
 
 _BY_NAME = {**CANONICAL, **{alias: CANONICAL[name] for alias, name in ALIASES.items()}}
 _BY_DTYPE = {dtype: name for name, dtype in CANONICAL.items()}

@@ -9,6 +9,8 @@ wrapped symbol's place, ``_sites`` holds the places, the layers over them and th
 The names below load on first use: not everything that needs a record needs wrapt.
 """
 
+from .. import _lazily
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ._call import Call as Call
@@ -39,26 +41,5 @@ _WHERE = {
     "seam": "_seam",
 }
 
-__all__ = [
-    "Adapter",
-    "Call",
-    "Engine",
-    "NativeProbe",
-    "Plan",
-    "Seam",
-    "Symbol",
-    "around",
-    "check",
-    "collect",
-    "look",
-    "seam",
-]
-
-
-def __getattr__(name: str) -> object:
-    module = _WHERE.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+__all__ = list(_WHERE)
+__getattr__, __dir__ = _lazily(__name__, _WHERE)

@@ -34,66 +34,43 @@ Importing this package imports neither torch nor Megatron; the names below load 
 need when they are first used.
 """
 
-from __future__ import annotations
+from .. import _lazily
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .fused_adam import FusedAdam, FusedSGD, fused_adam_for, join_master, split_master
-    from .measure import MeasuredBytes, Part, measure_bytes
-    from .megatron_cpu import cuda_means_cpu, megatron_on_cpu, model_parallel, tiny_gpt
-    from .transformer_engine import (
-        StandIn,
-        real_transformer_engine,
-        stand_in_transformer_engine,
-    )
+    from .fused_adam import FusedAdam as FusedAdam
+    from .fused_adam import FusedSGD as FusedSGD
+    from .fused_adam import fused_adam_for as fused_adam_for
+    from .fused_adam import join_master as join_master
+    from .fused_adam import split_master as split_master
+    from .measure import MeasuredBytes as MeasuredBytes
+    from .measure import Part as Part
+    from .measure import measure_bytes as measure_bytes
+    from .megatron_cpu import cuda_means_cpu as cuda_means_cpu
+    from .megatron_cpu import megatron_on_cpu as megatron_on_cpu
+    from .megatron_cpu import model_parallel as model_parallel
+    from .megatron_cpu import tiny_gpt as tiny_gpt
+    from .transformer_engine import StandIn as StandIn
+    from .transformer_engine import real_transformer_engine as real_transformer_engine
+    from .transformer_engine import stand_in_transformer_engine as stand_in_transformer_engine
 
-__all__ = [
-    "FusedAdam",
-    "FusedSGD",
-    "MeasuredBytes",
-    "Part",
-    "StandIn",
-    "cuda_means_cpu",
-    "fused_adam_for",
-    "join_master",
-    "measure_bytes",
-    "megatron_on_cpu",
-    "model_parallel",
-    "real_transformer_engine",
-    "split_master",
-    "stand_in_transformer_engine",
-    "tiny_gpt",
-]
-
-_HOMES = {
+_WHERE = {
     "FusedAdam": "fused_adam",
     "FusedSGD": "fused_adam",
-    "fused_adam_for": "fused_adam",
-    "join_master": "fused_adam",
-    "split_master": "fused_adam",
     "MeasuredBytes": "measure",
     "Part": "measure",
-    "measure_bytes": "measure",
+    "StandIn": "transformer_engine",
     "cuda_means_cpu": "megatron_cpu",
+    "fused_adam_for": "fused_adam",
+    "join_master": "fused_adam",
+    "measure_bytes": "measure",
     "megatron_on_cpu": "megatron_cpu",
     "model_parallel": "megatron_cpu",
-    "tiny_gpt": "megatron_cpu",
-    "StandIn": "transformer_engine",
     "real_transformer_engine": "transformer_engine",
+    "split_master": "fused_adam",
     "stand_in_transformer_engine": "transformer_engine",
+    "tiny_gpt": "megatron_cpu",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__ = list(_WHERE)
+__getattr__, __dir__ = _lazily(__name__, _WHERE)

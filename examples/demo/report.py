@@ -1,6 +1,6 @@
 """What the demo's two runs came to: the promise, the checks, the table, the curves.
 
-Works on the results that the runs wrote (:mod:`precision_shim.cli._demo_worker`), and imports
+Works on the results that the runs wrote (:mod:`examples.demo.worker`), and imports
 neither torch nor a framework.
 """
 
@@ -15,12 +15,11 @@ from typing import Any
 
 from packaging.version import Version
 
-from ..process.settings import FEATURES
+from precision_shim.precision.names import ALIASES, SIZES
+from precision_shim.process.settings import FEATURES
 
 __all__ = ["Check", "Promise", "Tolerance", "check", "draw", "promised", "sparkline", "tolerance"]
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
 _BF16_ULP = 2.0**-7  # relative, of a number just above a power of two
 _GUARD = 2.0**-8  # a bf16 average cannot decay when 1 - beta2 is not above this
 
@@ -211,8 +210,8 @@ def _check_states(name: str, result: Result, promise: Promise) -> list[Check]:
             # What is promised of a master depends on which of the allowed ones is in force.
             masters = held["master"] if not bad else kinds["master"]
             parts = ("params", "grad_buckets", "exp_avg", "exp_avg_sq")
-            rest = sum(_BYTES[kinds[key][0]] for key in parts)
-            expected |= {rest + _BYTES[master] for master in masters}
+            rest = sum(SIZES[short(kinds[key][0])] for key in parts)
+            expected |= {rest + SIZES[short(master)] for master in masters}
             totals.add(round(rank["per_parameter"], 3))
     same = len(totals) == 1 and totals <= expected
     found = ", ".join(f"{total:g}" for total in sorted(totals))
@@ -228,7 +227,7 @@ def _check_states(name: str, result: Result, promise: Promise) -> list[Check]:
 
 def short(dtype: str) -> str:
     """``bf16`` for ``bfloat16``, and so on."""
-    return _SHORT.get(dtype, dtype)
+    return ALIASES.get(dtype, dtype)
 
 
 def words(dtypes: tuple[str, ...] | list[str]) -> str:

@@ -1,4 +1,4 @@
-"""One rank of one of the demo's runs: ``python -m precision_shim.cli._demo_worker SPEC RANK FD``.
+"""One rank of one of the demo's runs: ``python -m examples.demo.worker SPEC RANK FD``.
 
 A process of its own, so that the run without the shim never saw it. Builds a tiny GPT with
 verl's own ``get_model``, ``init_megatron_optim_config`` and ``get_megatron_optimizer``, trains

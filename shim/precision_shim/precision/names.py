@@ -1,0 +1,50 @@
+"""The one table of dtypes by name: spellings and sizes, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["ALIASES", "SHORT", "SIZES"]
+
+ALIASES: Mapping[str, str] = {
+    "float32": "fp32",
+    "float": "fp32",
+    "32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "16": "fp16",
+    "float8": "fp8",
+    "uint8": "fp8",
+}
+"""Spellings that configs may have to canonical name; ``16`` and ``32`` are verl's."""
+
+SHORT: Mapping[str, str] = {
+    **{alias: name for alias, name in ALIASES.items() if alias.isidentifier() and name != "fp8"},
+    "double": "float64",
+    "long": "int64",
+    "int": "int32",
+    "short": "int16",
+    "char": "int8",
+    "byte": "uint8",
+    "bool": "bool",
+}
+"""torch's names of a tensor's dtype to this project's; one that is not here keeps torch's. In a
+file ``uint8`` is itself: only in a config it means fp8."""
+
+SIZES: Mapping[str, int] = {
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "float64": 8,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes of a number, by this project's name of its dtype; ``int16`` may be a master's remainder."""
