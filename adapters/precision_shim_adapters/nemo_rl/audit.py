@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -14,13 +13,12 @@ from precision_shim.updates import meters
 from ..fp16 import ScaledTraining
 from ..ray_actors import put_in_front
 from .dtensor import TRAIN
-from .places import DTENSOR, MEGATRON, at_actor_class
+from .places import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
 
 FRAMEWORK = "nemo-rl"
 FEATURE = "audit"
 _DELETE = "NeMo-RL says which precision its optimizers have"
 _RELIES_ON = ("__init__", "optimizer", "model")
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def see(worker: Any) -> None:
@@ -31,12 +29,11 @@ def see(worker: Any) -> None:
         training = ScaledTraining.of(worker)
         return None if training is None else training.scaler
 
-    names = {kind.__name__ for kind in type(worker).__mro__}
-    group = next((one.group for one in DTENSOR if {one.name, f"{one.name}Impl"} & names), "")
+    group = group_at(worker)
     if optimizer is not None and in_force(FRAMEWORK, FEATURE, group):
         watch(
             FRAMEWORK,
-            "value" if group == "dtensor value" else "policy",
+            "value" if group == VALUE_V2 else "policy",
             optimizer,
             model=worker.model,
             scaler=scaler,
@@ -56,21 +53,13 @@ class AuditedWorker:
         return around(report_lost_updates, method, self, args, kwargs, positional=TRAIN)
 
 
-def _on_each_actor_class(function: _Function) -> _Function:
-    for worker in reversed(DTENSOR):
-        at_actor_class(
-            function,
-            FEATURE,
-            worker,
-            worker.beneath,
-            _RELIES_ON,
-            delete_when=_DELETE,
-            optional=worker.optional,
-        )
-    return function
-
-
-@_on_each_actor_class
+@seam(
+    feature=FEATURE,
+    at=[place for one in DTENSOR for place in one.actor_class(one.beneath, *_RELIES_ON)],
+    why=EXPORTED,
+    delete_when=_DELETE,
+    replaces=True,
+)
 def redecorate(actor_class: Any) -> Any:
     """Make an actor class of the same name and options whose worker is audited.
 
@@ -80,22 +69,13 @@ def redecorate(actor_class: Any) -> Any:
     return put_in_front(AuditedWorker, actor_class)
 
 
-def _on_each_worker(function: _Function) -> _Function:
-    for worker in reversed(DTENSOR):
-        seam(
-            f"{worker.beneath}.__init__",
-            FEATURE,
-            group=worker.group,
-            why="workers under other names inherit from this class",
-            delete_when=_DELETE,
-            relies_on=("optimizer", "model"),
-            only_if=(*worker.only_if, worker.beneath),
-            unless=worker.unless,
-        )(function)
-    return function
-
-
-@_on_each_worker
+@seam(
+    feature=FEATURE,
+    at=[one.at(f"{one.beneath}.__init__", one.beneath) for one in DTENSOR],
+    why=INHERITED,
+    delete_when=_DELETE,
+    relies_on=("optimizer", "model"),
+)
 def look_at(call: Call) -> Any:
     """Audit a worker that was made; one in a class of ours when that is done with it."""
     result = call.proceed()
@@ -107,24 +87,14 @@ def look_at(call: Call) -> Any:
 # -- the metrics --------------------------------------------------------------------------------
 
 
-def _on_each_train(function: _Function) -> _Function:
-    for worker in reversed((*DTENSOR, *MEGATRON)):
-        target = f"{worker.beneath}.train"
-        seam(
-            target,
-            FEATURE,
-            group=worker.metrics,
-            why="workers under other names inherit from this class",
-            delete_when="NeMo-RL says which of its updates are lost to rounding",
-            relies_on=("train", "optimizer", "all_mb_metrics", "eval_mode"),
-            optional=True,
-            only_if=(*worker.only_if, target),
-            unless=worker.unless,
-        )(function)
-    return function
-
-
-@_on_each_train
+@seam(
+    feature=FEATURE,
+    at=[one.method("train", group=one.metrics) for one in (*DTENSOR, *MEGATRON)],
+    why=INHERITED,
+    delete_when="NeMo-RL says which of its updates are lost to rounding",
+    relies_on=("train", "optimizer", "all_mb_metrics", "eval_mode"),
+    optional=True,
+)
 def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
     """Put the shares of lost updates among the metrics of a worker's ``train``.
 

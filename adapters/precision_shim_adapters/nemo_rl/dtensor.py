@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -30,21 +30,11 @@ from precision_shim.scaling import Files
 
 from ..fp16 import FEATURE, SETTINGS, ScaledTraining
 from ..ray_actors import class_beneath, put_in_front
-from .places import DTENSOR, V1, V2, VALUE_V2, at_actor_class
+from .places import DTENSOR, EXPORTED, INHERITED, V1, V2, VALUE_V2, group_at
 
 FRAMEWORK = "nemo-rl"
 BLOCK = "precision_shim"
 """Key of the optional block in a policy's or value model's config."""
-
-_KINDS = {
-    "DTensorPolicyWorker": (V1, "policy"),
-    "DTensorPolicyWorkerImpl": (V1, "policy"),
-    "DTensorPolicyWorkerV2": (V2, "policy"),
-    "DTensorPolicyWorkerV2Impl": (V2, "policy"),
-    "DTensorValueWorkerV2": (VALUE_V2, "value"),
-    "DTensorValueWorkerV2Impl": (VALUE_V2, "value"),
-}
-"""Names of NeMo-RL's classes, to the group of their seams and the name of their config."""
 
 _READ = {
     "__init__": ("weights_path", "optimizer_path"),
@@ -62,61 +52,16 @@ _PULL = "https://github.com/NVIDIA-NeMo/RL/pull/1474"
 _DELETE = "NeMo-RL scales the loss of float16 policies"
 _METHODS = ("__init__", "train", "save_checkpoint", "load_checkpoint")
 _RELIES_ON = (*_METHODS, *TRAIN, "cfg", "optimizer", "step", "scheduler", "model")
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_FP16: dict[str, Any] = {"feature": FEATURE, "upstream": _PULL, "delete_when": _DELETE}
+"""What all seams of these workers say."""
 
 
-def _on_each_worker(method: str) -> Callable[[_Function], _Function]:
+def _at_method(name: str) -> list[dict[str, Any]]:
     """A method of each kind of worker, where Ray has the class beneath by reference."""
-
-    def declare(function: _Function) -> _Function:
-        for worker in reversed(DTENSOR):
-            seam(
-                f"{worker.beneath}.{method}",
-                FEATURE,
-                group=worker.group,
-                why="workers under other names inherit from this class",
-                upstream=_PULL,
-                delete_when=_DELETE,
-                relies_on=(*_RELIES_ON, worker.clip.partition(":")[2]),
-                only_if=(*worker.only_if, worker.beneath),
-                unless=worker.unless,
-            )(function)
-        return function
-
-    return declare
-
-
-def _on_each_actor_class(function: _Function) -> _Function:
-    for worker in reversed(DTENSOR):
-        at_actor_class(
-            function,
-            FEATURE,
-            worker,
-            worker.beneath,
-            (*_RELIES_ON, worker.clip.partition(":")[2]),
-            upstream=_PULL,
-            delete_when=_DELETE,
-            optional=worker.optional,
-        )
-    return function
-
-
-def _on_each_clipping(function: _Function) -> _Function:
-    for worker in reversed(DTENSOR):
-        seam(
-            worker.clip,
-            FEATURE,
-            group=worker.group,
-            why="the first look at the gradients: norm and clipping want them unscaled",
-            upstream=_PULL,
-            delete_when=_DELETE,
-            aliases=(f"{worker.module}:{worker.clip.partition(':')[2]}",),
-            optional=True,  # without nemo_automodel there is no such worker in this process
-            # Another worker clips by the same function: it says nothing of this one.
-            only_if=(*worker.only_if, *((worker.module,) if worker.optional else ())),
-            unless=worker.unless,
-        )(function)
-    return function
+    return [
+        one.at(f"{one.beneath}.{name}", one.beneath, relies_on=(*_RELIES_ON, one.clips))
+        for one in DTENSOR
+    ]
 
 
 def _where() -> str:
@@ -148,7 +93,12 @@ class ScaledWorker:
         return around(load_checkpoint, method, self, args, kwargs)
 
 
-@_on_each_actor_class
+@seam(
+    at=[place for one in DTENSOR for place in one.actor_class(one.beneath, *_RELIES_ON, one.clips)],
+    why=EXPORTED,
+    replaces=True,
+    **_FP16,
+)
 def redecorate(actor_class: Any) -> Any:
     """Make an actor class of the same name and options whose worker scales its loss.
 
@@ -179,14 +129,10 @@ def _outermost(instance: Any, what: str) -> Iterator[bool]:
         inside.discard(what)
 
 
-def _kind(instance: Any) -> tuple[str, str]:
-    return next(_KINDS[one.__name__] for one in type(instance).__mro__ if one.__name__ in _KINDS)
-
-
 # -- building -------------------------------------------------------------------------------
 
 
-@_on_each_worker("__init__")
+@seam(at=_at_method("__init__"), why=INHERITED, **_FP16)
 def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
     """Build a worker, and its scaler with the state of the checkpoint that it resumes from."""
     instance = call.instance
@@ -196,7 +142,8 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             return
         if getattr(instance, "optimizer", None) is None:  # a reference or a teacher
             return
-        path, name = _kind(instance)
+        path = group_at(instance)
+        name = "value" if path == VALUE_V2 else "policy"
         if not in_force(FRAMEWORK, FEATURE, path):
             warn(
                 f"{_where()}: {type(instance).__name__} was exported with the shim, but in its own "
@@ -247,7 +194,7 @@ def configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _training(instance: Any) -> ScaledTraining | None:
     """A worker's scaled training, as long as the shim is in force for it."""
     found = ScaledTraining.of(instance)
-    if found is None or not in_force(FRAMEWORK, FEATURE, _kind(instance)[0]):
+    if found is None or not in_force(FRAMEWORK, FEATURE, group_at(instance)):
         return None
     return found
 
@@ -255,7 +202,7 @@ def _training(instance: Any) -> ScaledTraining | None:
 # -- training -------------------------------------------------------------------------------
 
 
-@_on_each_worker("train")
+@seam(at=_at_method("train"), why=INHERITED, **_FP16)
 def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
     """Train on some global batches, each with a scaled loss and a step that may be skipped."""
     training = _training(call.instance)
@@ -298,7 +245,20 @@ def _auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tens
         holder.main_loss_backward_scale = before
 
 
-@_on_each_clipping
+@seam(
+    at=[
+        # Another worker clips by the same function: it says nothing of this one.
+        one.at(
+            one.clip,
+            *((one.module,) if one.optional else ()),
+            aliases=(f"{one.module}:{one.clips}",),
+        )
+        for one in DTENSOR
+    ],
+    why="the first look at the gradients: norm and clipping want them unscaled",
+    optional=True,  # without nemo_automodel there is no such worker in this process
+    **_FP16,
+)
 def unscale_first(call: Call) -> Any:
     """Unscale the gradients before their norm is taken and before they are clipped."""
     training = ScaledTraining.current()
@@ -324,7 +284,7 @@ def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
 # -- checkpoints ----------------------------------------------------------------------------
 
 
-@_on_each_worker("save_checkpoint")
+@seam(at=_at_method("save_checkpoint"), why=INHERITED, **_FP16)
 def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Save, and write the scaler's state beside the optimizer's where that is saved."""
     with _outermost(call.instance, "save") as outermost:
@@ -336,7 +296,7 @@ def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
         return result
 
 
-@_on_each_worker("load_checkpoint")
+@seam(at=_at_method("load_checkpoint"), why=INHERITED, **_FP16)
 def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Load, and restore the scaler where the optimizer is restored."""
     with _outermost(call.instance, "load") as outermost:

@@ -21,9 +21,9 @@ it is, with grad norm NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -35,7 +35,7 @@ from ..megatron import BUILDING, SCALING, Wishes, building
 from ..ray_actors import put_in_front
 from .audit import report_lost_updates
 from .dtensor import BLOCK, FRAMEWORK, TRAIN
-from .places import INLINE, MEGATRON, POLICIES, SETUP, VALUE, at_actor_class
+from .places import EXPORTED, INHERITED, INLINE, MEGATRON, POLICIES, SETUP, VALUE
 
 _ONE_PLACE = "NeMo-RL decides bucket and optimizer states in one place"
 _SETUP_OPTIMIZER = "megatron.bridge.training.optim:setup_optimizer"
@@ -43,7 +43,6 @@ _SETUP_ALIASES = (
     "megatron.bridge.training.setup:setup_optimizer",
     *(f"{module}:setup_optimizer" for module in (*POLICIES, SETUP)),
 )
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 # -- reading NeMo-RL's config -------------------------------------------------------------------
@@ -88,38 +87,28 @@ def read_wishes(
 # -- which model is being built ----------------------------------------------------------------
 
 
-def _on_build(
-    target: str,
-    aliases: tuple[str, ...] = (),
-    only_if: tuple[str, ...] = (),
-    unless: tuple[str, ...] = (),
-) -> Callable[[_Function], _Function]:
-    """The function that makes model and optimizer; Ray takes it along by reference."""
-    return seam(
-        target,
-        BUILDING,
-        group="megatron",
-        why="model and optimizer are made here, from the policy config and Bridge's",
-        delete_when=_ONE_PLACE,
-        relies_on=("get_model", "setup_optimizer", "ddp", "optimizer"),
-        aliases=aliases,
-        optional=True,
-        only_if=only_if,
-        unless=unless,
-    )
+_BUILD: dict[str, Any] = {
+    "feature": BUILDING,
+    "group": "megatron",
+    "why": "model and optimizer are made here, from the policy config and Bridge's",
+    "delete_when": _ONE_PLACE,
+    "relies_on": ("get_model", "setup_optimizer", "ddp", "optimizer"),
+    "optional": True,
+}
+"""The function that makes model and optimizer; Ray takes it along by reference."""
 
 
-@_on_build(INLINE[0], only_if=(INLINE[0],))
-@_on_build(INLINE[1], only_if=(INLINE[1],))
+@seam(at=[{"target": one, "only_if": (one,)} for one in INLINE], **_BUILD)
 def worker_build_inline(call: Call, policy_cfg: Any, load_optimizer: Any, cfg: Any) -> Any:
     """Note that a worker of 0.4 or 0.5 builds its model and its optimizer, if it gets one."""
     return _built(call, policy_cfg, cfg.ddp, "policy", bool(load_optimizer))
 
 
-@_on_build(
+@seam(
     f"{SETUP}:setup_model_and_optimizer",
-    tuple(f"{module}:setup_model_and_optimizer" for module in (*POLICIES, VALUE)),
+    aliases=tuple(f"{module}:setup_model_and_optimizer" for module in (*POLICIES, VALUE)),
     unless=INLINE,
+    **_BUILD,
 )
 def worker_build(
     call: Call,
@@ -195,50 +184,17 @@ def keep_block(call: Call, config: Any) -> Any:
 # -- the metrics --------------------------------------------------------------------------------
 
 
-_METRICS_DELETE = "NeMo-RL reports the loss scale"
+_DELETE = "NeMo-RL reports the loss scale"
 _RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
 
 
-def _on_each_worker(
-    method: str, why: str, delete_when: str, *relies_on: str
-) -> Callable[[_Function], _Function]:
-    """A method of the class beneath each worker, where this version has it."""
-
-    def declare(function: _Function) -> _Function:
-        for worker in reversed(MEGATRON):
-            target = f"{worker.beneath}.{method}"
-            seam(
-                target,
-                SCALING,
-                group=worker.group,
-                why=why,
-                delete_when=delete_when,
-                relies_on=relies_on,
-                optional=True,
-                only_if=(*worker.only_if, target),
-                unless=worker.unless,
-            )(function)
-        return function
-
-    return declare
-
-
-def _on_each_actor_class(function: _Function) -> _Function:
-    for worker in reversed(MEGATRON):
-        at_actor_class(
-            function,
-            SCALING,
-            worker,
-            f"{worker.beneath}.train",
-            _RELIES_ON,
-            delete_when=_METRICS_DELETE,
-            optional=True,
-        )
-    return function
-
-
-@_on_each_worker(
-    "train", "workers under other names inherit from this class", _METRICS_DELETE, *_RELIES_ON
+@seam(
+    feature=SCALING,
+    at=[one.method("train") for one in MEGATRON],
+    why=INHERITED,
+    delete_when=_DELETE,
+    relies_on=_RELIES_ON,
+    optional=True,
 )
 def report(call: Call, eval_mode: Any = False) -> Any:
     """Put the loss scale and the skipped steps among the metrics of a worker's ``train``.
@@ -275,11 +231,13 @@ def times_loss_scale(function: Any, worker: Any) -> Any:
     return scaled
 
 
-_OWN_SCALE = "a scale of its own, which Megatron from 0.19 takes for the loss scale"
-
-
-@_on_each_worker("_set_moe_grad_scale_func", _OWN_SCALE, "it has the loss scale in it")
-@_on_each_worker("_set_mtp_grad_scale_func", _OWN_SCALE, "it has the loss scale in it")
+@seam(
+    feature=SCALING,
+    at=[one.method(f"_set_{kind}_grad_scale_func") for kind in ("moe", "mtp") for one in MEGATRON],
+    why="a scale of its own, which Megatron from 0.19 takes for the loss scale",
+    delete_when="it has the loss scale in it",
+    optional=True,
+)
 def scale_own(call: Call, func: Any) -> Any:
     """Give a worker that sets a scale for its experts or its extra heads one times the loss's."""
     call.arguments["func"] = times_loss_scale(func, call.instance)
@@ -308,7 +266,15 @@ class ReportingWorker:
         super()._set_mtp_grad_scale_func(times_loss_scale(func, self))  # type: ignore[misc]
 
 
-@_on_each_actor_class
+@seam(
+    feature=SCALING,
+    at=[
+        place for one in MEGATRON for place in one.actor_class(f"{one.beneath}.train", *_RELIES_ON)
+    ],
+    why=EXPORTED,
+    delete_when=_DELETE,
+    replaces=True,
+)
 def redecorate(actor_class: Any) -> Any:
     """Make an actor class of the same name and options whose worker reports its loss scale.
 

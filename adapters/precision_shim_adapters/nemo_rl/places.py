@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from precision_shim.adapting import seam
 
 _OLD = "nemo_rl.models.policy"  # until 0.4
 _NEW = "nemo_rl.models.policy.workers"
@@ -41,9 +38,53 @@ class Worker:
         return f"{self.module}:{self.name}Impl"
 
     @property
+    def clips(self) -> str:
+        """The name of ``clip`` in the worker's module."""
+        return self.clip.partition(":")[2]
+
+    @property
     def metrics(self) -> str:
         """The group of the seams that report figures and do nothing else."""
         return self.group if self.group.endswith("metrics") else f"{self.group} metrics"
+
+    def at(self, target: str, *only_if: str, **others: Any) -> dict[str, Any]:
+        """A place of this worker, as ``seam`` takes it.
+
+        Args:
+            target: see ``Seam``.
+            only_if: what must be there beside the worker's own.
+            others: further attributes of ``Seam``.
+        """
+        return {
+            "target": target,
+            "group": self.group,
+            "only_if": (*self.only_if, *only_if),
+            "unless": self.unless,
+            **others,
+        }
+
+    def method(self, name: str, **others: Any) -> dict[str, Any]:
+        """A method of the class beneath, where this version has it; ``others`` as for ``at``."""
+        target = f"{self.beneath}.{name}"
+        return self.at(target, target, **others)
+
+    def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
+        """The actor class, which holds the methods or only names a class beneath that has them.
+
+        Args:
+            method: the place beneath that tells the two apart.
+            relies_on: what the actor class must contain if it holds the methods itself.
+        """
+        target, optional = f"{self.module}:{self.name}", self.optional
+        return (
+            self.at(target, method, relies_on=(f"{self.name}Impl",), optional=optional),
+            self.at(target, relies_on=relies_on, optional=optional, unless=(*self.unless, method)),
+        )
+
+
+INHERITED = "workers under other names inherit from this class"
+EXPORTED = "the actor class, as NeMo-RL looks it up by name and Ray exports it"
+"""Why the shim enters at the class beneath, and at the actor class."""
 
 
 _CLIP_V1 = "nemo_rl.models.dtensor.parallelize:get_grad_norm"
@@ -77,54 +118,26 @@ DTENSOR = (
 )
 """The kinds of DTensor workers, each at each of its places."""
 
+_GROUPS = {name: one.group for one in DTENSOR for name in (one.name, f"{one.name}Impl")}
+
+
+def group_at(instance: Any) -> str:
+    """The group of the seams on a DTensor worker; empty where it is none."""
+    names = (kind.__name__ for kind in type(instance).__mro__)
+    return next((_GROUPS[name] for name in names if name in _GROUPS), "")
+
+
 _MEGATRON = ("MegatronPolicyWorker", "megatron metrics")
 POLICIES = (f"{_OLD}.megatron_policy_worker", f"{_NEW}.megatron_policy_worker")
 """Where the Megatron policy worker is: until 0.4, and since."""
 VALUE = f"{_VALUES}.megatron_value_worker"
 MEGATRON = (
-    Worker(POLICIES[0], *_MEGATRON, only_if=(POLICIES[0],)),
-    Worker(POLICIES[1], *_MEGATRON, unless=(POLICIES[0],)),
-    Worker(VALUE, "MegatronValueWorker", "megatron value metrics"),
+    Worker(POLICIES[0], *_MEGATRON, optional=True, only_if=(POLICIES[0],)),
+    Worker(POLICIES[1], *_MEGATRON, optional=True, unless=(POLICIES[0],)),
+    Worker(VALUE, "MegatronValueWorker", "megatron value metrics", optional=True),
 )
 """The kinds of Megatron workers, each at each of its places."""
 
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)
 """Makes model and optimizer in the policy worker's own module (until 0.5)."""
-
-
-def at_actor_class(
-    function: Callable[..., Any],
-    feature: str,
-    worker: Worker,
-    method: str,
-    relies_on: tuple[str, ...],
-    **declared: Any,
-) -> None:
-    """Declare that a function makes a worker's actor class anew.
-
-    The actor class holds the methods itself, or, where a class beneath has them, only names that.
-
-    Args:
-        function: as ``Seam.wrapper`` with ``replaces``.
-        feature: see ``Seam``.
-        worker: which one.
-        method: the place beneath that tells the two apart.
-        relies_on: what the actor class must contain if it holds the methods itself.
-        declared: further attributes of ``Seam``.
-    """
-    for contains, only_if, unless in (
-        (relies_on, (), (method,)),
-        ((f"{worker.name}Impl",), (method,), ()),
-    ):
-        seam(
-            f"{worker.module}:{worker.name}",
-            feature,
-            group=worker.group,
-            why="the actor class, as NeMo-RL looks it up by name and Ray exports it",
-            relies_on=contains,
-            replaces=True,
-            only_if=(*worker.only_if, *only_if),
-            unless=(*worker.unless, *unless),
-            **declared,
-        )(function)

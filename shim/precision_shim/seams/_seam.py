@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 from ..errors import SeamError
 from ._source import Symbol
@@ -26,6 +26,7 @@ NativeProbe = Callable[[Symbol, Any], "str | None"]
 itself, or ``None`` when it does not."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Takes = ParamSpec("Takes")
 
 REQUIRED = inspect.Parameter.empty
 """In the place of a default: the symbol must have this parameter."""
@@ -34,8 +35,27 @@ _MARK = "_precision_shim_seams"
 _CONDITION = re.compile(r"[\w.]+(:[\w.]+( mentions \w+)?)?")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Fields:
+    """What ``seam(...)`` takes by name and a ``Seam`` has, which says what each of them is."""
+
+    why: str
+    upstream: str = ""
+    delete_when: str = ""
+    group: str = ""
+    relies_on: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    native: NativeProbe | None = None
+    optional: bool = False
+    refusal: str = ""
+    replaces: bool = False
+    only_if: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    unbound: bool = False
+
+
 @dataclass(frozen=True)
-class Seam:
+class Seam(_Fields):
     """One place of a framework where the shim enters, for one feature.
 
     Installer, uninstaller, status, documentation and tests all read these records. ``seam`` makes
@@ -76,19 +96,6 @@ class Seam:
     target: str
     feature: str
     wrapper: Callable[..., Any] | None
-    why: str
-    upstream: str = ""
-    delete_when: str = ""
-    group: str = ""
-    relies_on: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    native: NativeProbe | None = None
-    optional: bool = False
-    refusal: str = ""
-    replaces: bool = False
-    only_if: tuple[str, ...] = ()
-    unless: tuple[str, ...] = ()
-    unbound: bool = False
 
     def __post_init__(self) -> None:
         for text in (self.target, *self.aliases):
@@ -220,25 +227,34 @@ class Adapter:
                 )
 
 
-def seam(
-    target: str,
-    feature: str | tuple[str, ...],
-    *,
-    why: str,
-    upstream: str = "",
-    delete_when: str = "",
-    group: str = "",
-    relies_on: tuple[str, ...] = (),
-    aliases: tuple[str, ...] = (),
-    native: NativeProbe | None = None,
-    optional: bool = False,
-    refusal: str = "",
-    replaces: bool = False,
-    only_if: tuple[str, ...] = (),
-    unless: tuple[str, ...] = (),
-    unbound: bool = False,
-    **unknown: NoReturn,
-) -> Callable[[Function], Function]:
+@dataclass(frozen=True)
+class _Declaration(_Fields):
+    """The arguments of ``seam(...)``: a checker and ``help(seam)`` read them here."""
+
+    target: str = ""
+    feature: str | tuple[str, ...] = ()
+    at: Iterable[str | Mapping[str, Any]] = field(default=(), kw_only=True)
+
+
+_TAKES = tuple(inspect.signature(_Declaration).parameters)
+
+
+class _Decorator(Protocol):
+    def __call__(self, function: Function, /) -> Function: ...
+
+
+def _takes(
+    kind: Callable[Takes, Any],
+) -> Callable[[Callable[..., _Decorator]], Callable[Takes, _Decorator]]:
+    def typed(function: Callable[..., _Decorator]) -> Callable[Takes, _Decorator]:
+        function.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
+        return function
+
+    return typed
+
+
+@_takes(_Declaration)
+def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) -> _Decorator:
     """Declare that a function stands at a symbol of a framework.
 
     The function's first parameter is the ``Call``. Each further one has the name of a parameter
@@ -246,65 +262,54 @@ def seam(
     have it, unless the function has a default for versions that have not. Several of these on one
     function are several places; the function itself stays what it is.
 
+    Several places that differ in little are one declaration::
+
+        @seam(
+            feature="audit",
+            at=["pkg.actor:Actor.step", {"target": "pkg.critic:Critic.step", "optional": True}],
+            why="both step here",
+        )
+
     The order in a module is the order of the layers: of two functions on one target the one that is
     defined first is beneath.
 
     Args:
-        target: see ``Seam``, as for all that is not named here.
+        target: see ``Seam``.
         feature: the feature that needs the function there, or several; it wraps once.
-        why: see ``Seam``.
-        upstream: see ``Seam``.
-        delete_when: see ``Seam``.
-        group: see ``Seam``.
-        relies_on: see ``Seam``.
-        aliases: see ``Seam``.
-        native: see ``Seam``.
-        optional: see ``Seam``.
-        refusal: see ``Seam``.
-        replaces: see ``Seam``.
-        only_if: see ``Seam``.
-        unless: see ``Seam``.
-        unbound: see ``Seam``.
-        unknown: there is none.
+        at: several places, in the order of their records: each a target, or a mapping of what is
+            said of this place alone, by the names of these arguments. What it does not say it has
+            from the others.
+        fields: see ``Seam``.
 
     Raises:
         SeamError: what is declared makes no sense; names the function.
     """
+    shared = {"target": target, "feature": feature, **fields}
+    places = [{"target": one} if isinstance(one, str) else one for one in at] or [{}]
 
     def declare(function: Function) -> Function:
-        if unknown:
-            allowed = [key for key in inspect.signature(seam).parameters if key != "unknown"]
-            raise SeamError(
-                f"{name_of(function)}: seam(...) has no {', '.join(map(repr, unknown))}; allowed: "
-                f"{', '.join(allowed)}."
-            )
-        features = (feature,) if isinstance(feature, str) else feature
-        records = [
-            Seam(
-                target=target,
-                feature=one,
-                wrapper=function,
-                why=why,
-                upstream=upstream,
-                delete_when=delete_when,
-                group=group,
-                relies_on=relies_on,
-                aliases=aliases,
-                native=native,
-                optional=optional,
-                refusal=refusal,
-                replaces=replaces,
-                only_if=only_if,
-                unless=unless,
-                unbound=unbound,
-            )
-            for one in features
-        ]
+        records: list[Seam] = []
+        for given in ({**shared, **own} for own in places):
+            _check_names(function, given)
+            features = given.pop("feature")
+            features = (features,) if isinstance(features, str) else features
+            records += [Seam(feature=one, wrapper=function, **given) for one in features]
+        if not records:
+            raise SeamError(f"{name_of(function)}: seam(...) needs a feature.")
         marks: list[Seam] = vars(function).setdefault(_MARK, [])
         marks[:0] = records  # Python applies decorators from the lowest up
         return function
 
     return declare
+
+
+def _check_names(function: Callable[..., Any], given: Iterable[str]) -> None:
+    unknown = [key for key in given if key not in _TAKES or key == "at"]
+    if unknown:
+        raise SeamError(
+            f"{name_of(function)}: seam(...) has no {', '.join(map(repr, unknown))}; allowed: "
+            f"{', '.join(_TAKES)}."
+        )
 
 
 _Source = ModuleType | Callable[..., Any] | Seam | Iterable[Any]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 import types
 
@@ -36,6 +38,33 @@ def test_several_features_and_several_places_are_records_of_their_own_in_reading
 
     found = [(one.target, one.feature) for one in collect(wrapper)]
     assert found == [("toy.ops:scale", "f"), ("toy.ops:scale", "g"), ("toy.ops:shift", "f")]
+
+
+def test_places_of_one_declaration_are_records_in_their_order_each_with_what_is_said_of_it():
+    shift = {"target": "toy.ops:shift", "group": "two", "feature": ("f", "g"), "why": "its own"}
+
+    @seam(feature="f", at=("toy.ops:scale", shift), why="a test", group="one", optional=True)
+    @seam("toy.ops:last", "f", at=[{"group": "three"}, {"group": "four"}], why="a test")
+    def wrapper(call):
+        return call.proceed()
+
+    found = [
+        (one.target, one.feature, one.group, one.why, one.optional) for one in collect(wrapper)
+    ]
+    assert found == [
+        ("toy.ops:scale", "f", "one", "a test", True),
+        ("toy.ops:shift", "f", "two", "its own", True),
+        ("toy.ops:shift", "g", "two", "its own", True),
+        ("toy.ops:last", "f", "three", "a test", False),
+        ("toy.ops:last", "f", "four", "a test", False),
+    ]
+
+
+def test_help_shows_all_that_a_declaration_takes():
+    takes = list(inspect.signature(seam).parameters)
+    assert takes[:3] == ["target", "feature", "why"]
+    record = {one.name for one in dataclasses.fields(Seam)}
+    assert {*takes} == record - {"wrapper"} | {"at"}
 
 
 def test_a_module_is_collected_in_the_order_of_its_definitions_without_what_it_imported():
@@ -75,6 +104,11 @@ def takes_all(call, *args, **kwargs):
         (here, {"target": "toy.ops:"}, "'toy.ops:' is no place"),
         (here, {"aliases": ("toy.users.scale",)}, "'toy.users.scale' is no place"),
         (here, {"optionl": True}, "has no 'optionl'; allowed: target, feature, why, upstream"),
+        (here, {"at": [{"optionl": True}]}, "has no 'optionl'; allowed: target, feature, why"),
+        (here, {"at": [{"at": ["toy.ops:shift"]}]}, "has no 'at'"),
+        (here, {"at": ["toy.ops.shift"]}, "'toy.ops.shift' is no place"),
+        (here, {"target": "", "at": []}, "'' is no place"),
+        (here, {"feature": ()}, "needs a feature"),
         (here, {"native": "toy:probe"}, "'toy:probe' is no function"),
         (no_call, {}, "first the call, then parameters of the symbol"),
         (takes_all, {}, r"no \*args and no \*\*kwargs"),
