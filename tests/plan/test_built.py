@@ -16,8 +16,9 @@ from precision_shim_adapters.fp16.plan import Asked as Sharded
 from precision_shim_adapters.fp16.plan import plan_model as plan_sharded
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
 from precision_shim_adapters.megatron.deciding.wishes import Wishes
-from precision_shim_adapters.megatron.planning.layout import Sizes, count, problems
+from precision_shim_adapters.megatron.planning.layout import count, problems
 from precision_shim_adapters.megatron.planning.plan import Asked
+from precision_shim_adapters.megatron.planning.sizes import Sizes
 
 from ..audit import builds
 from ..rank_server import Ranks

@@ -24,8 +24,8 @@ from precision_shim_adapters.fp16.plan import Asked as Sharded
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
 from precision_shim_adapters.megatron.deciding.wishes import Wishes
 from precision_shim_adapters.megatron.planning import plan as megatron_plan
-from precision_shim_adapters.megatron.planning.layout import Sizes
 from precision_shim_adapters.megatron.planning.plan import CONFIG, DDP, Asked
+from precision_shim_adapters.megatron.planning.sizes import Sizes
 
 from .models import QWEN3_30B_A3B, mixture, plan_model
 

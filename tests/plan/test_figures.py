@@ -22,7 +22,6 @@ from precision_shim_adapters.megatron.deciding.legality import NEWEST
 from precision_shim_adapters.megatron.deciding.wishes import Wishes
 from precision_shim_adapters.megatron.planning.cheaper import changed
 from precision_shim_adapters.megatron.planning.layout import (
-    Sizes,
     count,
     layers_of_stages,
     problems,
@@ -30,6 +29,7 @@ from precision_shim_adapters.megatron.planning.layout import (
 from precision_shim_adapters.megatron.planning.layout import rank_numel as count_of
 from precision_shim_adapters.megatron.planning.layout import unknown as layout_unknown
 from precision_shim_adapters.megatron.planning.plan import Asked, support_of
+from precision_shim_adapters.megatron.planning.sizes import Sizes
 
 from .models import DEEPSEEK_V3, QWEN3_30B_A3B, mixture, plan_model
 

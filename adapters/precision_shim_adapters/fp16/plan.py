@@ -14,13 +14,24 @@ from precision_shim.adapting import Settings
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import SIZES, Precision, Share, part
-from precision_shim.planning.record import Decided, Held, ModelPlan, Part, Problem, Stage, staying
+from precision_shim.planning.record import (
+    Decided,
+    Held,
+    ModelPlan,
+    Part,
+    Problem,
+    Stage,
+    staying,
+    too_small,
+    whole_heads,
+)
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.text import parked
 from precision_shim.scaling import ScalerSettings
 
-from ..megatron.planning.layout import Sizes, rank_numel
+from ..megatron.planning.layout import rank_numel
+from ..megatron.planning.sizes import Sizes
 from .settings import chosen, settings_for
 from .training import FEATURE
 
@@ -171,7 +182,7 @@ def problems(asked: Asked) -> list[Problem]:
     for key in groups:
         value = getattr(asked, key)
         if value < 1:
-            report("size", key, f"{value} is less than 1", "Write at least 1.")
+            found.append(too_small(asked.subject, asked.keys.get(key, key), value))
     if found:
         return found
     product = asked.tensor * asked.context * asked.replicas
@@ -194,14 +205,8 @@ def problems(asked: Asked) -> list[Problem]:
             "Take a divisor of the number of GPUs.",
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = asked.model.number(name)
-        if heads % max(asked.tensor, 1):
-            report(
-                "heads",
-                "tensor",
-                f"{name} of {heads} cannot be split {asked.tensor} ways",
-                f"Take a divisor of {heads}.",
-            )
+        heads, key = asked.model.number(name), asked.keys.get("tensor", "tensor")
+        found += whole_heads(asked.subject, key, name, heads, asked.tensor)
     return found
 
 

@@ -16,33 +16,20 @@ import torch
 from precision_shim.adapting import version_of
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import Decided
+from precision_shim.planning.record import STATES, WEIGHTS, Decided
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import is_router
-from precision_shim.planning.values import number
+from precision_shim.planning.values import no_adapters, number_of, unreadable
 from precision_shim.precision.dtypes import name_of
 
 from ..fp16.plan import Asked as Sharded
 from ..fp16.plan import scales, scaling
-from ..megatron.planning.layout import Sizes
 from ..megatron.planning.plan import Asked
+from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
 from . import dtensor, legality, megatron
 from .dtensor import FRAMEWORK
 
-_SIZES = {
-    "tensor": "tensor_model_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "expert_tensor": "expert_tensor_parallel_size",
-    "virtual": "virtual_pipeline_model_parallel_size",
-    "first": "num_layers_in_first_pipeline_stage",
-    "last": "num_layers_in_last_pipeline_stage",
-    "count_embedding": "account_for_embedding_in_pipeline_split",
-    "count_loss": "account_for_loss_in_pipeline_split",
-    "stages": "pipeline_model_parallel_layout",
-}
 _ROLES = {"policy": "policy", "value": "value", "teacher": "teacher"}
 _DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
 
@@ -102,10 +89,8 @@ def load(job: Job) -> dict[str, Any]:
             made = loader.parse_hydra_overrides(made, overrides)
         found = plain(made)
     except Exception as error:  # files, YAML, hydra and omegaconf each have their own
-        text = " ".join(str(error).split())[:400]
-        raise PlanError(
-            f"{_where()}, {path}: {type(error).__name__}: {text}. Correct the override or the file."
-        ) from error
+        where = f"{_where()}, {path}"
+        raise unreadable(where, error, "Correct the override or the file.") from error
     if not isinstance(found, dict):
         raise PlanError(f"{_where()}, {path}: expected a mapping of keys. Correct the file.")
     return {str(key): value for key, value in found.items()}
@@ -148,7 +133,9 @@ def _default(job: Job) -> Path:
 def _gpus(config: Mapping[str, Any]) -> int:
     """GPUs that train: those of the cluster without those that only generate, reward or teach."""
     cluster = config["cluster"]
-    each, nodes = _number(cluster, "gpus_per_node"), _number(cluster, "num_nodes")
+    each, nodes = (
+        number_of(cluster, f"cluster.{key}", _where()) for key in ("gpus_per_node", "num_nodes")
+    )
     rewarding = _rewarding(config)
     if nodes == 1:
         each -= int(rewarding.get("gpus_per_node") or 0)
@@ -191,11 +178,6 @@ def _teaching(config: Mapping[str, Any]) -> int:
     return sum(nodes for _, nodes in found)
 
 
-def _number(section: Mapping[str, Any], key: str, place: str = "cluster") -> int:
-    value = section.get(key)
-    return 1 if value is None else number(value, f"{place}.{key}", _where())
-
-
 # -- the models ------------------------------------------------------------------------------------
 
 
@@ -227,11 +209,7 @@ def _model(job: Job, section: Mapping[str, Any], key: str, subject: str, world: 
 
 def _refuse_adapters(key: str, switch: object) -> None:
     if switch:
-        raise PlanError(
-            f"{_where()}, {key}.enabled=true: LoRA adapters are not planned: their states are "
-            "small, and the frozen model keeps its parameters alone. Plan the job without them for "
-            f"an upper bound ({key}.enabled=false)."
-        )
+        raise no_adapters(f"{_where()}, {key}.enabled=true", f"{key}.enabled=false")
 
 
 def _on_megatron(
@@ -259,19 +237,15 @@ def _on_megatron(
         {**section, "megatron_cfg": complete}, subject, megatron_fsdp=fsdp, trains=trains
     )
     frozen = is_router if cfg.get("freeze_moe_router") else (lambda name: False)
-    values = {name: cfg.get(its) for name, its in _SIZES.items()}
     return Asked(
         wishes,
         job.model(section["model_name"], section.get("hf_config_overrides")),
-        Sizes(
+        read_sizes(
             world,
+            "cluster.gpus_per_node x cluster.num_nodes",
+            where,
+            cfg,
             sequence_parallel=bool(cfg.get("sequence_parallel")),
-            keys={
-                "world": "cluster.gpus_per_node x cluster.num_nodes",
-                "sequence_parallel": f"{where}.sequence_parallel",
-                **{name: f"{where}.{its}" for name, its in _SIZES.items()},
-            },
-            **{name: value for name, value in values.items() if value is not None},
         ),
         wishes.declared or torch.bfloat16,
         bucket_in_fp32=bool(ddp.get("grad_reduce_in_fp32", False)),
@@ -288,10 +262,11 @@ def _on_megatron(
 def _parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
     """What NeMo-RL moves to the host's memory while the rollout or another model has the GPU."""
     shared = (section.get("generation") or {}).get("colocated") or {}
-    everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
     if key.startswith("teachers."):
-        return {key: everything}
-    return {f"{key}.generation.colocated.enabled": everything} if shared.get("enabled") else {}
+        return {key: WEIGHTS + STATES}
+    return (
+        {f"{key}.generation.colocated.enabled": WEIGHTS + STATES} if shared.get("enabled") else {}
+    )
 
 
 def _scaling(
@@ -320,9 +295,9 @@ def _on_dtensor(
         job.model(section["model_name"], section.get("hf_config_overrides")),
         world,
         "fp32",  # NeMo-RL always loads in float32, and computes in policy.precision
-        tensor=_number(cfg, "tensor_parallel_size", f"{key}.dtensor_cfg"),
-        context=_number(cfg, "context_parallel_size", f"{key}.dtensor_cfg"),
-        replicas=_number(cfg, "dp_replicate_size", f"{key}.dtensor_cfg"),
+        tensor=number_of(cfg, f"{key}.dtensor_cfg.tensor_parallel_size", _where()),
+        context=number_of(cfg, f"{key}.dtensor_cfg.context_parallel_size", _where()),
+        replicas=number_of(cfg, f"{key}.dtensor_cfg.dp_replicate_size", _where()),
         compute=name_of(precision),
         optimizer=name if trains else "",
         decisions=_scaling(job, section, subject, name_of(precision)) if trains else (),

@@ -17,34 +17,19 @@ import torch
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job, imported
-from precision_shim.planning.record import Decided, Problem
+from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model, is_router
+from precision_shim.planning.values import no_adapters, unreadable
 from precision_shim.precision.dtypes import name_of
 
 from ..fp16 import FEATURE
 from ..fp16.plan import Asked as Sharded
 from ..fp16.plan import scales, scaling
-from ..megatron.planning.layout import Sizes
 from ..megatron.planning.plan import Asked
+from ..megatron.planning.sizes import UNEVEN, read_sizes
 from . import fsdp, megatron
 from .config import note_command_line
-
-_SIZES = {
-    "tensor": "tensor_model_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "expert_tensor": "expert_tensor_parallel_size",
-}
-_UNEVEN = {
-    "virtual": "virtual_pipeline_model_parallel_size",
-    "first": "num_layers_in_first_pipeline_stage",
-    "last": "num_layers_in_last_pipeline_stage",
-    "count_embedding": "account_for_embedding_in_pipeline_split",
-    "count_loss": "account_for_loss_in_pipeline_split",
-    "stages": "pipeline_model_parallel_layout",
-}
 
 
 def plan(job: Job) -> Request:
@@ -98,10 +83,8 @@ def load(job: Job) -> tuple[Any, list[str]]:
             text = " ".join(str(error).split())
             unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
             if not unknown:
-                raise PlanError(
-                    f"{_where()}, {job.target}: {type(error).__name__}: {text[:400]}. Correct the "
-                    "command line."
-                ) from error
+                where = f"{_where()}, {job.target}"
+                raise unreadable(where, error, "Correct the command line.") from error
         words = [word for word in words if word not in unknown]
         passed_over += [word.partition("=")[0] for word in unknown]
 
@@ -144,11 +127,8 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         section = getattr(trainer, role)
         rank = getattr(getattr(section.model, "lora", None), "rank", 0)
         if role != "ref" and rank:
-            raise PlanError(
-                f"{_where()}, trainer.{role}.model.lora.rank={rank}: LoRA adapters are not "
-                "planned: their states are small, and the frozen model keeps its parameters alone. "
-                f"Plan the job without them for an upper bound (trainer.{role}.model.lora.rank=0)."
-            )
+            key = f"trainer.{role}.model.lora.rank"
+            raise no_adapters(f"{_where()}, {key}={rank}", f"{key}=0")
         path = section.model.path or trainer.policy.model.path
         model = job.model(path)
         gpus = _gpus(trainer, role, world)
@@ -193,23 +173,17 @@ def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> Asked:
     )
     where = f"trainer.{role}.megatron_config"
     dtype = torch.float16 if kwargs.get("fp16") else wishes.declared or torch.bfloat16
-    values = {name: getattr(config, key, None) for name, key in _SIZES.items()}
-    values.update({name: kwargs.get(key) for name, key in _UNEVEN.items()})
     return Asked(
         wishes,
         model,
-        Sizes(
+        read_sizes(
             world,
+            f"trainer.placement.{role}_num_gpus_per_node",
+            where,
+            vars(config),
             sequence_parallel=True,  # SkyRL turns it on with tensor parallelism
-            keys={
-                "world": f"trainer.placement.{role}_num_gpus_per_node",
-                **{name: f"{where}.{key}" for name, key in _SIZES.items()},
-                **{
-                    name: f"{where}.transformer_config_kwargs.{key}"
-                    for name, key in _UNEVEN.items()
-                },
-            },
-            **{name: value for name, value in values.items() if value is not None},
+            within="transformer_config_kwargs",
+            within_names=("virtual", *UNEVEN),
         ),
         dtype,
         bucket_in_fp32=bool(config.ddp_config.grad_reduce_in_fp32),
@@ -236,9 +210,8 @@ def _place(trainer: Any, role: str) -> str:
 def _parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
     """What SkyRL moves to the host's memory while another model or the rollout has the GPU."""
     key = _together(trainer, role)
-    everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
     alone = key == "colocate_policy_ref" and "ref" not in _roles(trainer)
-    return {f"trainer.placement.{key}": everything} if key and not alone else {}
+    return {f"trainer.placement.{key}": WEIGHTS + STATES} if key and not alone else {}
 
 
 def _scaling(job: Job, role: str, compute: str) -> tuple[Decided, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import Problem
+from precision_shim.planning.record import Problem, too_small, whole_heads
 from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.precision.dtypes import name_of, parse_dtype
@@ -132,16 +132,11 @@ def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
         value = getattr(parallel, name)
         if value < 1:
             key = f"{prefix}parallelism.{name}"
-            yield Problem("size", subject, key, f"{value} is less than 1", "Write at least 1.")
+            yield too_small(subject, key, value)
     shards = parallel.data_parallel_shard_degree
     if shards < 1 and shards != -1:
-        yield Problem(
-            "size",
-            subject,
-            f"{prefix}{_KEYS['shards']}",
-            f"{shards} is less than 1",
-            "Write at least 1, or -1 for all that are left.",
-        )
+        more = ", or -1 for all that are left"
+        yield too_small(subject, f"{prefix}{_KEYS['shards']}", shards, more)
 
 
 def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
@@ -193,14 +188,9 @@ def _heads(
     attention = getattr(config.model_spec.model, "first_attention", None)
     for name in ("n_heads", "n_kv_heads"):
         heads = getattr(attention, name, None)
-        if isinstance(heads, int) and heads % parallel.tensor_parallel_degree:
-            yield Problem(
-                "heads",
-                subject,
-                f"{prefix}{_KEYS['tensor']}",
-                f"{name} of {heads} cannot be split {parallel.tensor_parallel_degree} ways",
-                f"Take a divisor of {heads}.",
-            )
+        if isinstance(heads, int):
+            ways, key = parallel.tensor_parallel_degree, f"{prefix}{_KEYS['tensor']}"
+            yield from whole_heads(subject, key, name, heads, ways)
 
 
 def _experts(subject: str, prefix: str, parallel: Any, model: Model) -> Iterator[Problem]:

@@ -19,37 +19,27 @@ import torch
 from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import Decided, Problem
+from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model
-from precision_shim.planning.values import mapping, number
+from precision_shim.planning.values import (
+    mapping,
+    no_adapters,
+    number_of,
+    unreadable,
+)
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import Asked as Sharded
 from ..fp16.plan import scales, scaling
 from ..megatron import PRECISION_AWARE, Wishes
-from ..megatron.planning.layout import Sizes
 from ..megatron.planning.plan import Asked
+from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
 from . import fsdp, megatron, sections
 
 _ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
-_PARALLEL = {
-    "tensor": "tensor_model_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "expert_tensor": "expert_tensor_parallel_size",
-    "virtual": "virtual_pipeline_model_parallel_size",
-}
-_UNEVEN = {
-    "first": "num_layers_in_first_pipeline_stage",
-    "last": "num_layers_in_last_pipeline_stage",
-    "count_embedding": "account_for_embedding_in_pipeline_split",
-    "count_loss": "account_for_loss_in_pipeline_split",
-    "stages": "pipeline_model_parallel_layout",
-}
 
 
 def plan(job: Job) -> Request:
@@ -115,11 +105,8 @@ def compose(job: Job) -> dict[str, Any]:
         with initialize_config_dir(str(directory.resolve()), version_base=None):
             found: dict[str, Any] = plain(compose(name, overrides))
     except Exception as error:  # hydra and omegaconf have many of their own
-        text = " ".join(str(error).split())[:400]
-        raise PlanError(
-            f"{_where()}, {directory / name}.yaml: {type(error).__name__}: {text}. Correct the "
-            "override or the file."
-        ) from error
+        file = f"{_where()}, {directory / name}.yaml"
+        raise unreadable(file, error, "Correct the override or the file.") from error
     return found
 
 
@@ -172,9 +159,7 @@ def _gpus(config: Mapping[str, Any]) -> int:
 
 
 def _number(found: Mapping[str, Any], key: str, default: int = 1) -> int:
-    """A number of a section, by the whole key."""
-    value = found.get(key.rpartition(".")[2])
-    return default if value is None else number(value, key, _where())
+    return number_of(found, key, _where(), default)
 
 
 def _of(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -293,11 +278,8 @@ def _model(job: Job, section: _Section) -> Plannable:
             f"{', '.join(_ENGINES)}. The shim leaves the others alone."
         )
     if _lora(section.model):
-        raise PlanError(
-            f"{_where()}, {section.at.subject}: LoRA adapters are not planned: their states are "
-            "small, and the frozen model keeps its parameters alone. Plan the job without them "
-            "for an upper bound (model.lora_rank=0, model.lora.rank=0)."
-        )
+        off = "model.lora_rank=0, model.lora.rank=0"
+        raise no_adapters(f"{_where()}, {section.at.subject}", off)
     path = section.model.get("hf_config_path") or section.model.get("path")
     overrides = section.model.get("override_config") or {}
     overrides = overrides.get("model_config") or {
@@ -335,7 +317,14 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
     return Asked(
         wishes,
         model,
-        _sizes(section),
+        read_sizes(
+            section.at.world,
+            section.at.world_key,
+            section.engine_key,
+            engine,
+            sequence_parallel=bool(engine.get("sequence_parallel", True)),
+            within="override_transformer_config",
+        ),
         wishes.declared or torch.bfloat16,
         bucket_in_fp32=_bucket(section, wishes),
         value_head=value,
@@ -345,28 +334,6 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
         prefix="++",  # Hydra's, for keys that are there and for those that are not
         parked=_parked(section),
         illegal=tuple(illegal),
-    )
-
-
-def _sizes(section: _Section) -> Sizes:
-    engine = section.engine
-    uneven = engine.get("override_transformer_config") or {}
-    values = {name: engine.get(key) for name, key in _PARALLEL.items()}
-    values.update({name: uneven.get(key) for name, key in _UNEVEN.items()})
-    keys = {name: f"{section.engine_key}.{key}" for name, key in _PARALLEL.items()}
-    keys.update(
-        {
-            name: f"{section.engine_key}.override_transformer_config.{key}"
-            for name, key in _UNEVEN.items()
-        }
-    )
-    keys["world"] = section.at.world_key
-    keys["sequence_parallel"] = f"{section.engine_key}.sequence_parallel"
-    return Sizes(
-        section.at.world,
-        sequence_parallel=bool(engine.get("sequence_parallel", True)),
-        keys=keys,
-        **{name: value for name, value in values.items() if value is not None},
     )
 
 
@@ -392,8 +359,8 @@ def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
     return {
         f"{section.engine_key}.{key}": components
         for key, components in (
-            ("param_offload", ("params", "frozen")),
-            ("optimizer_offload", ("master", "exp_avg", "exp_avg_sq")),
+            ("param_offload", WEIGHTS),
+            ("optimizer_offload", STATES),
         )
         if section.engine.get(key)
     }

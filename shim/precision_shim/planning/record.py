@@ -16,6 +16,9 @@ from ..process.names import meant
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """Those of the audit that grow with the parameters, in its order."""
 
+WEIGHTS, STATES = ("params", "frozen"), ("master", "exp_avg", "exp_avg_sq")
+"""Those that frameworks move to the host's memory, together or each by itself."""
+
 
 @dataclass(frozen=True)
 class Held:
@@ -138,6 +141,18 @@ class Problem:
         """A dtype that cannot be; the last sentence of the error is the remedy."""
         message, _, remedy = str(error).rpartition(". ")
         return cls("dtype", subject, key, message or remedy, remedy if message else "")
+
+
+def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
+    """A group of less than one GPU, of which nothing can be counted."""
+    return Problem("size", subject, key, f"{value} is less than 1", f"Write at least 1{more}.")
+
+
+def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
+    """Attention heads that tensor parallelism cannot split, if these are some."""
+    message = f"{name} of {heads} cannot be split {ways} ways"
+    remedy = f"Take a divisor of {heads}."
+    return [Problem("heads", subject, key, message, remedy)] if heads % ways else []
 
 
 def unknown_keys(

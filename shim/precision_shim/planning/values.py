@@ -1,4 +1,7 @@
-"""Values of a framework's config that a plan counts with, read one by one and named where wrong."""
+"""Values of a framework's config that a plan counts with, read one by one and named where wrong.
+
+And the refusals that are the same for every framework.
+"""
 
 from __future__ import annotations
 
@@ -45,4 +48,34 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
     kind = type(value).__name__
     raise PlanError(
         f"{where}, {key}={value!r} ({kind}): expected a section with keys. Write the keys in it."
+    )
+
+
+def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
+    """A whole number of a section, by the whole key; the default where there is none.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    value = section.get(key.rpartition(".")[2])
+    return default if value is None else number(value, key, where)
+
+
+def unreadable(where: str, error: BaseException, remedy: str) -> PlanError:
+    """A config that its framework's own loader refuses."""
+    text = " ".join(str(error).split())[:400]
+    return PlanError(f"{where}: {type(error).__name__}: {text}. {remedy}")
+
+
+def no_adapters(where: str, without: str) -> PlanError:
+    """A model that is trained by LoRA adapters.
+
+    Args:
+        where: framework, version and model or key.
+        without: the keys that turn them off.
+    """
+    return PlanError(
+        f"{where}: LoRA adapters are not planned: their states are small, and the frozen model "
+        "keeps its parameters alone. Plan the job without them for an upper bound "
+        f"({without})."
     )

@@ -1,7 +1,8 @@
 """Which model is being built: what the wing's wrappers know of the framework around them.
 
 The bucket is decided before the OptimizerConfig exists, and by another function. So an adapter says
-around both that a model is being built and how to read its wishes, and one plan answers for both.
+around both that a model is being built and how to read its wishes: these are read once, when the
+first of both is made, and one plan answers for both.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from precision_shim.adapting import version_of
 from precision_shim.precision.model import TrainableDtypes
 
-from ..deciding.wishes import Planned, Wishes, plan_for
+from ..deciding.wishes import Planned, Wishes, in_force_now, plan
 
 
 class Build:
@@ -38,18 +40,19 @@ class Build:
 
         Args:
             framework: the framework's name.
-            read: reads the framework's config; called whenever something depends on it, since
-                frameworks complete their configs while they build.
+            read: reads the framework's config; called once, by the first who asks. That is the
+                wrapper around the DDP, before which frameworks complete their configs.
         """
         self.framework = framework
         self._read = read
         self.seen = TrainableDtypes()
         self.distributed = True
         self.in_fp32: bool | None = None
+        self._planned: tuple[object, Planned] | None = None
 
-    @property
+    @cached_property
     def wishes(self) -> Wishes:
-        """What the framework's config says now."""
+        """What the framework's config says."""
         return self._read()
 
     @property
@@ -58,13 +61,21 @@ class Build:
         return self.seen.single or self.wishes.declared
 
     def plan(self, model: TrainableDtypes | None = None) -> Planned:
-        """Plan the optimizer for some parameters; for all that were seen by default.
+        """The plan of the optimizer for some parameters; for all that were seen by default.
 
         Raises:
-            DtypeError: see ``plan_for``.
+            DtypeError: see ``plan``.
         """
         known = self.seen if model is None else model
-        return plan_for(self.framework, self.wishes, known, distributed=self.distributed)
+        now = in_force_now(self.framework)
+        # Planned anew only for a further chunk of other dtypes, and where an import that came
+        # between DDP and optimizer has changed what is in force. How many elements have a model's
+        # one dtype changes nothing.
+        made_for = known.single or known, self.distributed, now
+        if self._planned is None or self._planned[0] != made_for:
+            made = plan(self.wishes, known, now, distributed=self.distributed)
+            self._planned = made_for, made
+        return self._planned[1]
 
 
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)

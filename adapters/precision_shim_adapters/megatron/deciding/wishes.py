@@ -1,8 +1,8 @@
 """What a framework and its user ask of Megatron's optimizer, and the plan that comes of it.
 
-An adapter reads its framework's config into one record, ``Wishes``. ``plan_for`` holds the record
-against the parameters that will be trained and against what is in force in this process, and asks
-the rules: the same wishes give the same plan, whichever framework they come from.
+An adapter reads its framework's config into one record, ``Wishes``. ``plan`` holds the record
+against the parameters that will be trained and against what is in force, and asks the rules: the
+same wishes give the same plan, whichever framework they come from.
 """
 
 from __future__ import annotations
@@ -145,22 +145,9 @@ class Planned:
     added: Mapping[str, Any]
 
 
-def plan_for(
-    framework: str, wishes: Wishes, model: TrainableDtypes, *, distributed: bool = True
-) -> Planned:
-    """Plan a model's optimizer by what is in force for a framework in this process.
-
-    Args:
-        framework: the framework's name.
-        wishes: what its config says.
-        model: the trainable parameters.
-        distributed: whether the model's DDP has the distributed optimizer.
-
-    Raises:
-        DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
-    """
-    now = what_is_in_force(current_settings(), partial(in_force, framework))
-    return plan(wishes, model, now, distributed=distributed)
+def in_force_now(framework: str) -> InForce:
+    """What a plan depends on for a framework in this process."""
+    return what_is_in_force(current_settings(), partial(in_force, framework))
 
 
 def what_is_in_force(

@@ -9,84 +9,16 @@ ends and interleaved chunks as Megatron's ``get_num_layers_to_build`` and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from precision_shim.planning.record import Problem
 from precision_shim.planning.shapes import Model, Weight, is_router
 
+from .sizes import LEAST, Sizes, divisors
+
 Report = Callable[[str, str, str, str], None]
 """What is illegal: code, key, what is there and what is allowed, remedy."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a job's groups.
-
-    Attributes:
-        world: number of GPUs.
-        tensor: tensor parallel.
-        pipeline: pipeline parallel.
-        context: context parallel.
-        expert: expert parallel.
-        expert_tensor: expert tensor parallel; ``None``: as ``tensor``.
-        virtual: chunks of a pipeline stage; ``None``: one.
-        first: layers of the first stage, where the config says so.
-        last: layers of the last stage, where the config says so.
-        count_embedding: whether the embedding counts as a layer.
-        count_loss: whether the output layer does.
-        stages: a pipeline layout as Megatron's ``pipeline_model_parallel_layout`` has it: its
-            letters, or for each stage the names of its layers.
-        sequence_parallel: whether it is on; ``None`` where it is not known.
-        keys: where the config has these, by their names here, for messages.
-    """
-
-    world: int
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int | None = None
-    virtual: int | None = None
-    first: int | None = None
-    last: int | None = None
-    count_embedding: bool = False
-    count_loss: bool = False
-    stages: str | Sequence[Sequence[str]] | None = None
-    sequence_parallel: bool | None = None
-    keys: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def experts_tensor(self) -> int:
-        """Tensor parallelism of the experts."""
-        return self.expert_tensor or self.tensor
-
-    @property
-    def shared_by(self) -> int:
-        """Ranks over which the states of a rank's dense parameters are shared."""
-        return max(self.world // (self.tensor * self.pipeline), 1)
-
-    @property
-    def experts_shared_by(self) -> int:
-        """Ranks over which the states of a rank's experts are shared."""
-        return max(self.world // (self.experts_tensor * self.expert * self.pipeline), 1)
-
-    def key(self, name: str) -> str:
-        """The config's key of a size."""
-        return self.keys.get(name, name)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For people and JSON, by the usual letters."""
-        return {
-            "tp": self.tensor,
-            "pp": self.pipeline,
-            "cp": self.context,
-            "ep": self.expert,
-            "etp": self.experts_tensor,
-            "dp": self.shared_by // self.context,
-            "edp": self.experts_shared_by,
-        }
 
 
 # -- is it legal -----------------------------------------------------------------------------------
@@ -94,12 +26,6 @@ class Sizes:
 
 SHARED_HEADS_SINCE = (0, 16)
 """Megatron-core's release that first lets several ranks share a key-value head."""
-
-
-_LEAST = {
-    **dict.fromkeys(("world", "tensor", "pipeline", "context", "expert", "expert_tensor"), 1),
-    **{"virtual": 1, "first": 0, "last": 0},
-}
 
 
 def problems(
@@ -118,7 +44,7 @@ def problems(
     def report(code: str, key: str, message: str, remedy: str) -> None:
         found.append(Problem(code, subject, sizes.key(key), message, remedy))
 
-    for name, least in _LEAST.items():
+    for name, least in LEAST.items():
         size = getattr(sizes, name)
         if size is None or (type(size) is int and size >= least):
             continue
@@ -165,7 +91,7 @@ def _check_heads(
             "heads",
             "tensor",
             f"{heads} attention heads cannot be split {sizes.tensor} ways",
-            f"Take one of {_divisors(heads)}.",
+            f"Take one of {divisors(heads)}.",
         )
     elif groups % sizes.tensor and (sizes.tensor % groups or not shared):
         since = ".".join(map(str, SHARED_HEADS_SINCE))
@@ -192,7 +118,7 @@ def _check_widths(sizes: Sizes, model: Model, report: Report) -> None:
             "experts",
             "expert",
             f"{experts} experts cannot be split {sizes.expert} ways",
-            f"Take one of {_divisors(experts)}.",
+            f"Take one of {divisors(experts)}.",
         )
     if experts and sizes.tensor > 1 and sizes.sequence_parallel is False:
         report(
@@ -242,11 +168,6 @@ def _pipeline_remedy(sizes: Sizes, layers: int) -> str:
         if last > 0:
             ends = f", or {sizes.key('last')}: {last}"
     return f"Take a divisor of {layers}{ends}."
-
-
-def _divisors(number: int) -> str:
-    found = [one for one in range(1, min(number, 512) + 1) if number % one == 0]
-    return ", ".join(map(str, found))
 
 
 # -- layers by stages ------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ from ..deciding.wishes import (
 )
 from ..reading import reader
 from . import layout
-from .layout import Sizes, StageCount
+from .layout import StageCount
+from .sizes import Sizes
 
 _ADAM = ("adam", "adamw")
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")

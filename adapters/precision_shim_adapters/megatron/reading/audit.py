@@ -71,7 +71,7 @@ def look_at(call: Call) -> Any:
 
 
 def _wishes(build: Build | None) -> Wishes | None:
-    """A build's wishes as they are now: the hook comes later. An audit ends no build."""
+    """A build's wishes: the hook comes later. An audit ends no build."""
     try:
         return None if build is None else build.wishes
     except Exception:  # whoever needs them for more says what is wrong

@@ -1,0 +1,140 @@
+"""The sizes of a job's groups, by the names that Megatron and its frameworks have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a job's groups.
+
+    Attributes:
+        world: number of GPUs.
+        tensor: tensor parallel.
+        pipeline: pipeline parallel.
+        context: context parallel.
+        expert: expert parallel.
+        expert_tensor: expert tensor parallel; ``None``: as ``tensor``.
+        virtual: chunks of a pipeline stage; ``None``: one.
+        first: layers of the first stage, where the config says so.
+        last: layers of the last stage, where the config says so.
+        count_embedding: whether the embedding counts as a layer.
+        count_loss: whether the output layer does.
+        stages: a pipeline layout as Megatron's ``pipeline_model_parallel_layout`` has it: its
+            letters, or for each stage the names of its layers.
+        sequence_parallel: whether it is on; ``None`` where it is not known.
+        keys: where the config has these, by their names here, for messages.
+    """
+
+    world: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    virtual: int | None = None
+    first: int | None = None
+    last: int | None = None
+    count_embedding: bool = False
+    count_loss: bool = False
+    stages: str | Sequence[Sequence[str]] | None = None
+    sequence_parallel: bool | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def experts_tensor(self) -> int:
+        """Tensor parallelism of the experts."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def shared_by(self) -> int:
+        """Ranks over which the states of a rank's dense parameters are shared."""
+        return max(self.world // (self.tensor * self.pipeline), 1)
+
+    @property
+    def experts_shared_by(self) -> int:
+        """Ranks over which the states of a rank's experts are shared."""
+        return max(self.world // (self.experts_tensor * self.expert * self.pipeline), 1)
+
+    def key(self, name: str) -> str:
+        """The config's key of a size."""
+        return self.keys.get(name, name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For people and JSON, by the usual letters."""
+        return {
+            "tp": self.tensor,
+            "pp": self.pipeline,
+            "cp": self.context,
+            "ep": self.expert,
+            "etp": self.experts_tensor,
+            "dp": self.shared_by // self.context,
+            "edp": self.experts_shared_by,
+        }
+
+
+FIELDS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+    "virtual": "virtual_pipeline_model_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+    "count_embedding": "account_for_embedding_in_pipeline_split",
+    "count_loss": "account_for_loss_in_pipeline_split",
+    "stages": "pipeline_model_parallel_layout",
+}
+"""The sizes by the names that Megatron has for them, and every framework's config, too."""
+
+UNEVEN = ("first", "last", "count_embedding", "count_loss", "stages")
+"""Those of Megatron's transformer config, for which some frameworks have a section within."""
+
+
+def read_sizes(
+    world: int,
+    world_key: str,
+    key: str,
+    section: Mapping[str, Any],
+    *,
+    sequence_parallel: bool,
+    within: str = "",
+    within_names: Sequence[str] = UNEVEN,
+) -> Sizes:
+    """The sizes of a model's groups, from its section of a framework's config.
+
+    Args:
+        world: number of GPUs.
+        world_key: where the config has that.
+        key: the section's.
+        section: its keys.
+        sequence_parallel: whether it is on.
+        within: a section within, if there is one.
+        within_names: the sizes that are there.
+    """
+    inner = (section.get(within) if within else None) or {}
+    values, keys = {}, {"world": world_key, "sequence_parallel": f"{key}.sequence_parallel"}
+    for name, field_ in FIELDS.items():
+        there = bool(within) and name in within_names
+        value = (inner if there else section).get(field_)
+        keys[name] = f"{key}.{within}.{field_}" if there else f"{key}.{field_}"
+        if value is not None:
+            values[name] = value
+    return Sizes(world, sequence_parallel=sequence_parallel, keys=keys, **values)
+
+
+LEAST = {
+    **dict.fromkeys(("world", "tensor", "pipeline", "context", "expert", "expert_tensor"), 1),
+    **{"virtual": 1, "first": 0, "last": 0},
+}
+"""The least that Megatron takes for each."""
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number up to 512, for a message."""
+    found = [one for one in range(1, min(number, 512) + 1) if number % one == 0]
+    return ", ".join(map(str, found))
