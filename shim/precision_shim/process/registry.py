@@ -6,7 +6,7 @@ module of the core imports. Either's modules are imported only when one of the f
 is. The start-up asks here for the packages; so nothing is imported at the top.
 """
 
-from .framework import Checkpoints, Framework
+from .framework import Backend, Checkpoints, Framework
 from .names import ENTRY_POINTS
 
 TYPE_CHECKING = False
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "audit_readers",
+    "backends",
     "checkpoint_readers",
     "checkpoints",
     "entries",
@@ -50,25 +51,26 @@ def packages() -> "set[str]":
     return {package for one in FRAMEWORKS for package in one.packages}
 
 
-def shared() -> "dict[str, str]":
-    """Packages that frameworks build on and that seams are in, to their distributions' names."""
+def backends() -> "tuple[Backend, ...]":
+    """What several frameworks are built on."""
     from precision_shim_adapters.frameworks import BACKENDS
 
-    return {package: name for one in BACKENDS for package, name in one.shared.items()}
+    return BACKENDS
+
+
+def shared() -> "dict[str, str]":
+    """Packages that frameworks build on and that seams are in, to their distributions' names."""
+    return {package: name for one in backends() for package, name in one.shared.items()}
 
 
 def audit_readers() -> "dict[str, str]":
     """Top-level package of an optimizer's class, to what reads such optimizers for the audit."""
-    from precision_shim_adapters.frameworks import BACKENDS
-
-    return {package: place for one in BACKENDS for package, place in one.audit_readers.items()}
+    return {package: place for one in backends() for package, place in one.audit_readers.items()}
 
 
 def checkpoint_readers() -> "dict[str, str]":
     """Kind of a checkpoint's files, to what sorts their tensors."""
-    from precision_shim_adapters.frameworks import BACKENDS
-
-    return {kind: place for one in BACKENDS for kind, place in one.checkpoint_readers.items()}
+    return {kind: place for one in backends() for kind, place in one.checkpoint_readers.items()}
 
 
 def checkpoints() -> "Mapping[str, Checkpoints]":
