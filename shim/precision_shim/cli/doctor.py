@@ -55,7 +55,7 @@ _PATIENCE = 120  # seconds for an import in a child process; TransformerEngine's
 
 _START_UP = """
 import json
-from precision_shim import _startup
+from precision_shim.process import startup as _startup
 print(json.dumps(_startup.waiting()))
 """
 _WRAPT = """
