@@ -18,7 +18,7 @@ from ..errors import PrecisionShimError
 from ..process import session as _session
 from ..process import settings as _settings
 from ..process.foreseen import Foreseen
-from ..process.registry import backends, checkpoints, entries
+from ..process.registry import backends, checkpoints, entries, records
 from ..process.settings import Settings
 from .layout import FAILS, NOT_HERE, Outcome, Part
 
@@ -79,7 +79,7 @@ class Here:
 
     def only_framework(self, kind: str) -> str:
         """The one installed framework that resumes from such files; empty if there are several."""
-        known = entries(third_party=False)
+        known = records()
         found = [
             name
             for name, row in checkpoints().items()
@@ -90,7 +90,7 @@ class Here:
 
     def versions(self, framework: str) -> dict[str, str]:
         """What is installed here of a framework and of what it builds on."""
-        entry = entries(third_party=False).get(framework)
+        entry = records().get(framework)
         found = {}
         named = {entry.distribution: entry.packages} if entry else {}
         for name, packages in {**named, **_BENEATH}.items():
@@ -109,7 +109,7 @@ def foretell(part: Part, here: Here) -> Outcome:
         )
     if find_spec("torch") is None:
         return Outcome(NOT_HERE, "torch is not installed here")
-    entry = entries(third_party=False)[part.framework]
+    entry = records()[part.framework]
     version = _session.version_of(entry.distribution, entry.packages)
     if version is None:
         return Outcome(NOT_HERE, f"{part.framework} is not installed here")

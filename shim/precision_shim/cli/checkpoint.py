@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..checkpoints.report import examine
     from ..errors import CheckpointUnreadableError, DtypeError, SettingsError
 
-    known = sorted(_registry.entries(third_party=False))
+    known = sorted(_registry.checkpoints())
     if arguments.framework not in (None, *known):
         arguments.parser.error(
             f"--framework {arguments.framework!r} is not known; allowed: {', '.join(known)}"
@@ -181,7 +181,7 @@ def _config_help() -> str:
     for one in _registry.backends():
         parts += [f"a field of {one.config.name} that your job's config has", *one.config.beside]
     parts.append(f"{_PRECISION}=fp16 for a job on FSDP or DTensor")
-    rows = _registry.checkpoints().values()
+    rows = _registry.checkpoints(third_party=False).values()
     return ", or ".join([*parts, *(row.fields_are for row in rows if row.fields_are)]) + (
         "; may be repeated"
     )

@@ -150,6 +150,15 @@ class Framework(_Record):
         adapter.check(FEATURES)
         return adapter
 
+    def as_said(self) -> "Framework":
+        """The same with all that its adapter says, which is loaded for it.
+
+        Raises:
+            SeamError: as of ``load``.
+        """
+        said = vars(self.load())
+        return Framework(**{**vars(self), **{key: said[key] for key in vars(self) if key in said}})
+
 
 class Config(_Record):
     """The config of an optimizer that frameworks are built on.

@@ -11,7 +11,6 @@ from .names import ENTRY_POINTS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
     "entries",
     "is_tested",
     "packages",
+    "records",
     "shared",
     "symbols_file",
 ]
@@ -44,6 +44,36 @@ def entries(*, third_party: bool = True) -> "dict[str, Framework]":
     return found
 
 
+_said: "dict[tuple[str, ...], dict[str, Framework]]" = {}
+"""What third parties' adapters say, by the path that they were looked for on: it is asked for each
+optimizer, and reading every distribution's entry points takes 10 to 50 ms."""
+
+
+def records(*, third_party: bool = True) -> "dict[str, Framework]":
+    """All known frameworks with all that their adapters say; a third party's adapter is loaded.
+
+    One that cannot be loaded has no more than its entry point; the doctor says why.
+    """
+    import sys
+
+    ours = entries(third_party=False)
+    path = tuple(sys.path)
+    if third_party and path not in _said:
+        found = {name: one for name, one in entries().items() if name not in ours}
+        _said.clear()
+        _said[path] = {name: _as_said(one) for name, one in found.items()}
+    return {**ours, **_said[path]} if third_party else ours
+
+
+def _as_said(entry: Framework) -> Framework:
+    from ..errors import SeamError
+
+    try:
+        return entry.as_said()
+    except SeamError:
+        return entry
+
+
 def packages() -> "set[str]":
     """The packages whose import wakes an adapter of ours."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
@@ -63,19 +93,25 @@ def shared() -> "dict[str, str]":
     return {package: name for one in backends() for package, name in one.shared.items()}
 
 
-def audit_readers() -> "dict[str, str]":
+def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
     """Top-level package of an optimizer's class, to what reads such optimizers for the audit."""
-    return {package: place for one in backends() for package, place in one.audit_readers.items()}
+    theirs = records().values() if third_party else ()
+    told = [*(one.audit_readers for one in theirs), *(one.audit_readers for one in backends())]
+    return {package: place for one in told for package, place in one.items()}
 
 
-def checkpoint_readers() -> "dict[str, str]":
-    """Kind of a checkpoint's files, to what sorts their tensors."""
-    return {kind: place for one in backends() for kind, place in one.checkpoint_readers.items()}
+def checkpoint_readers(framework: str) -> "dict[str, str]":
+    """Kind of the files of a framework's checkpoint, to what sorts their tensors."""
+    told = [one.checkpoint_readers for one in backends()]
+    whose = records().get(framework)
+    if whose is not None:
+        told.append(whose.checkpoint_readers)
+    return {kind: place for one in told for kind, place in one.items()}
 
 
-def checkpoints() -> "Mapping[str, Checkpoints]":
+def checkpoints(*, third_party: bool = True) -> "dict[str, Checkpoints]":
     """By framework: how its checkpoints are called, and what foretells a resume."""
-    known = entries(third_party=False)
+    known = records(third_party=third_party)
     return {name: one.checkpoints for name, one in known.items() if one.checkpoints is not None}
 
 
