@@ -4,7 +4,7 @@
 ``zz_precision_shim.py`` as well. What each word means: ``precision_shim.process.framework``.
 """
 
-from precision_shim.process.framework import Backend, Checkpoints, Framework
+from precision_shim.process.framework import Backend, Checkpoints, Config, Framework
 
 MEGATRON_EFFECTS = (
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
@@ -14,6 +14,37 @@ MEGATRON_EFFECTS = (
 cannot be loaded."""
 
 MEGATRON = Backend(
+    config=Config(
+        "Megatron's OptimizerConfig",
+        "megatron.core.optimizer.optimizer_config:OptimizerConfig.__init__",
+        fields=(
+            "adam_beta2",
+            "bf16",
+            "exp_avg_dtype",
+            "exp_avg_sq_dtype",
+            "fp16",
+            "loss_scale",
+            "main_grads_dtype",
+            "main_params_dtype",
+            "optimizer",
+            "optimizer_cpu_offload",
+            "optimizer_offload_fraction",
+            "params_dtype",
+            "store_param_remainders",
+            "use_distributed_optimizer",
+            "use_precision_aware_optimizer",
+        ),
+        beside=("grad_reduce_in_fp32",),  # of DDP's config
+        numbers=("adam_beta2",),
+        remedies=(
+            {"exp_avg_sq_dtype": "fp32"},
+            {"exp_avg_dtype": "fp32"},
+            {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"},
+            {"use_precision_aware_optimizer": False},
+            {"use_precision_aware_optimizer": True},
+        ),
+    ),
+    limits="precision_shim_adapters.megatron_limits:told",
     shared={
         "megatron.core": "megatron-core",
         "megatron.bridge": "megatron-bridge",
@@ -47,6 +78,8 @@ VERL = Framework(
             "megatron": "precision_shim_adapters.verl.resuming:megatron",
             "shards": "precision_shim_adapters.verl.resuming:fsdp",
         },
+        fields={"use_legacy_worker_impl": ("auto", "enable", "disable")},
+        fields_are="verl 0.7's use_legacy_worker_impl",
     ),
 )
 

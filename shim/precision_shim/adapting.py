@@ -11,6 +11,7 @@ from typing import Any
 
 from .errors import SettingsError
 from .process import settings as _settings
+from .process.framework import Checkpoints
 from .process.names import meant
 from .process.session import current_settings, in_force, version_of
 from .process.settings import FEATURES, Settings
@@ -24,6 +25,7 @@ __all__ = [
     "Adapter",
     "Answer",
     "Call",
+    "Checkpoints",
     "Decision",
     "NativeProbe",
     "Seam",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -11,6 +12,33 @@ import precision_shim_adapters
 
 ROOTS = [Path(one.__file__).parent for one in (precision_shim, precision_shim_adapters)]
 FRAMEWORKS = ("verl", "skyrl", "nemo-rl", "nemo_rl", "torchtitan")
+FIELDS = (
+    "use_precision_aware_optimizer",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "store_param_remainders",
+    "params_dtype",
+    "use_distributed_optimizer",
+    "optimizer_cpu_offload",
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "fp8_recipe",
+    "grad_reduce_in_fp32",
+    "check_for_nan_in_grad",
+)
+"""Of Megatron's OptimizerConfig and DDP's config."""
+
+OF_FUSED_ADAM = {
+    ("precision_shim.auditing.reading", "exp_avg_dtype"),
+    ("precision_shim.auditing.reading", "exp_avg_sq_dtype"),
+    ("precision_shim.auditing.reading", "store_param_remainders"),
+    ("precision_shim.precision.remainders", "store_param_remainders"),
+    ("precision_shim.updates.rules", "store_param_remainders"),
+}
+"""TransformerEngine's optimizer has attributes of these names, whoever makes it."""
+
 FILES = {
     ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for root in ROOTS
@@ -152,3 +180,26 @@ def test_the_core_names_no_framework():
         and " " not in str(word.value)
     }
     assert named == set()
+
+
+def test_the_core_names_no_field_of_megatrons_config():
+    """What is read, shown or advised of them comes from the backend."""
+    found = {
+        (name, field)
+        for name, path in FILES.items()
+        if name.startswith("precision_shim.")
+        and not name.startswith(("precision_shim.testing", "precision_shim.cli.demo"))
+        and not name.startswith("precision_shim.cli._demo")
+        for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(word, (ast.Constant, ast.Attribute, ast.keyword))
+        for field in FIELDS
+        if re.search(rf"\b{field}\b", text_of(word))
+    }
+    assert found == OF_FUSED_ADAM
+
+
+def text_of(word):
+    """A string, or the name of an attribute or of a keyword."""
+    if isinstance(word, ast.Constant):
+        return str(word.value)
+    return word.attr if isinstance(word, ast.Attribute) else word.arg or ""

@@ -301,11 +301,15 @@ def _each(optimizer: Any) -> Iterator[Any]:
 
 def _reader(optimizer: Any) -> str:
     """The place of the reader for an optimizer's class; empty for torch's own."""
-    packages = (kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__)
+    packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if isinstance(optimizer, torch.optim.Optimizer):
         return ""  # one that such a package derives from torch's
-    known = audit_readers()
-    return next((known[one] for one in packages if one in known), "")
+    for third_party in (False, True):  # a third party's adapter is loaded only for what is theirs
+        known = audit_readers(third_party=third_party)
+        for one in packages:
+            if one in known:
+                return known[one]
+    return ""
 
 
 def _kind(thing: Any) -> str:

@@ -18,9 +18,9 @@ from ..errors import PrecisionShimError
 from ..process import session as _session
 from ..process import settings as _settings
 from ..process.foreseen import Foreseen
-from ..process.registry import checkpoints, entries
+from ..process.registry import backends, checkpoints, entries, records
 from ..process.settings import Settings
-from .layout import EXP_AVG, EXP_AVG_SQ, FAILS, NOT_HERE, Outcome, Part
+from .layout import FAILS, NOT_HERE, Outcome, Part
 
 _BENEATH = {
     "megatron-core": ("megatron",),
@@ -38,7 +38,7 @@ class Here:
     Attributes:
         on: whether the shim is.
         settings: its settings.
-        config: fields of Megatron's OptimizerConfig (and ``grad_reduce_in_fp32`` of its DDP's) that
+        config: fields of the optimizer's config, and those beside it (``framework.Config``), that
             the job's own config has; ``None`` where that is not known.
         instead: fields that it is to have instead, known or not.
     """
@@ -79,7 +79,7 @@ class Here:
 
     def only_framework(self, kind: str) -> str:
         """The one installed framework that resumes from such files; empty if there are several."""
-        known = entries(third_party=False)
+        known = records()
         found = [
             name
             for name, row in checkpoints().items()
@@ -90,7 +90,7 @@ class Here:
 
     def versions(self, framework: str) -> dict[str, str]:
         """What is installed here of a framework and of what it builds on."""
-        entry = entries(third_party=False).get(framework)
+        entry = records().get(framework)
         found = {}
         named = {entry.distribution: entry.packages} if entry else {}
         for name, packages in {**named, **_BENEATH}.items():
@@ -109,7 +109,7 @@ def foretell(part: Part, here: Here) -> Outcome:
         )
     if find_spec("torch") is None:
         return Outcome(NOT_HERE, "torch is not installed here")
-    entry = entries(third_party=False)[part.framework]
+    entry = records()[part.framework]
     version = _session.version_of(entry.distribution, entry.packages)
     if version is None:
         return Outcome(NOT_HERE, f"{part.framework} is not installed here")
@@ -142,14 +142,9 @@ def _others(part: Part, here: Here) -> Iterator[tuple[str, Here]]:
     on = "" if here.on else "PRECISION_SHIM=1 "
     shimmed = here.but(on=True)
     yield f"{on}{states}=as-configured", shimmed.but(optimizer_states="as-configured")
-    for names in ((EXP_AVG_SQ,), (EXP_AVG,), (EXP_AVG, EXP_AVG_SQ)):
-        fields = {f"{name}_dtype": "fp32" for name in names}
-        text = " ".join(f"{key}: fp32" for key in fields)
+    for fields in (one for backend in backends() for one in backend.config.remedies):
+        text = " ".join(f"{key}: {str(value).lower()}" for key, value in fields.items())
         yield f"{on}{text} in the optimizer's config", shimmed.but(instead=fields)
-    aware = "use_precision_aware_optimizer"
-    for value in (False, True):
-        text = f"{on}{aware}: {str(value).lower()} in the optimizer's config"
-        yield text, shimmed.but(instead={aware: value})
     for name in ("growth_interval", "growth_factor", "backoff_factor"):
         if here.settings.is_set(name):
             origin = {**here.settings.origin, name: "default"}

@@ -62,8 +62,9 @@ def read(path: str | Path, framework: str | None = None) -> list[Part]:
 
 
 def _sort(part: Part) -> None:
+    readers = checkpoint_readers(part.framework)
     for unit in part.units:
-        place = checkpoint_readers().get(unit.kind)
+        place = readers.get(unit.kind)
         take = _resolve(place) if place else _take
         take(unit, part)
     for directory, kind in part.beside:

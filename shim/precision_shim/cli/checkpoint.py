@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ..process import registry as _registry
 from ..process.names import meant
 from . import add_command
 from ._output import show
@@ -25,28 +26,8 @@ _MORE = (
     "is no checkpoint that can be read, for the reason given."
 )
 
-_CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__init__"
-_MORE_FIELDS = ("grad_reduce_in_fp32", "precision", "use_legacy_worker_impl")
-_DECIDING = (
-    "adam_beta2",
-    "bf16",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "fp16",
-    "loss_scale",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "optimizer",
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "params_dtype",
-    "store_param_remainders",
-    "use_distributed_optimizer",
-    "use_precision_aware_optimizer",
-)
-"""Fields of OptimizerConfig that the answer may go by: all that is known where Megatron is not."""
-
-_WORKERS = ("auto", "enable", "disable")
+_PRECISION = "precision"
+"""The word for what a job without such a config is told to compute in."""
 
 
 def register(commands: Commands) -> None:
@@ -69,9 +50,7 @@ def register(commands: Commands) -> None:
         metavar="FIELD=VALUE",
         action="append",
         default=[],
-        help="a field of Megatron's OptimizerConfig that your job's config has, or "
-        "grad_reduce_in_fp32, or precision=fp16 for a job on FSDP or DTensor, or verl 0.7's "
-        "use_legacy_worker_impl; may be repeated",
+        help=_config_help(),
     )
 
 
@@ -81,9 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..checkpoints.foretelling import Here
     from ..checkpoints.report import examine
     from ..errors import CheckpointUnreadableError, DtypeError, SettingsError
-    from ..process.registry import entries
 
-    known = sorted(entries(third_party=False))
+    known = sorted(_registry.checkpoints())
     if arguments.framework not in (None, *known):
         arguments.parser.error(
             f"--framework {arguments.framework!r} is not known; allowed: {', '.join(known)}"
@@ -138,7 +116,7 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
         name, value = name.strip(), value.strip()
         _check(text, name)
         found[name] = words.get(value.lower(), value)
-        if name == "adam_beta2":
+        if any(name in one.config.numbers for one in _registry.backends()):
             try:
                 found[name] = float(value)
             except ValueError:
@@ -156,21 +134,21 @@ def _check_values(found: dict[str, Any]) -> None:
     """
     from ..errors import SettingsError
 
-    workers = found.get("use_legacy_worker_impl", "auto")
-    if workers not in _WORKERS:
-        raise SettingsError(
-            f"--config use_legacy_worker_impl={workers!r}: allowed: {', '.join(_WORKERS)}."
-        )
+    for row in _registry.checkpoints().values():
+        for name, allowed in row.fields.items():
+            word = found.get(name, allowed[0])
+            if word not in allowed:
+                raise SettingsError(f"--config {name}={word!r}: allowed: {', '.join(allowed)}.")
     if find_spec("torch") is None:  # the names are torch's; and nothing is resumed here
         return
     from ..precision.dtypes import coerce_dtype, coerce_dtypes
 
     coerce_dtypes(found, where="--config")
-    coerce_dtype(found.get("precision"), key="precision", where="--config")
+    coerce_dtype(found.get(_PRECISION), key=_PRECISION, where="--config")
 
 
 def _check(text: str, name: str) -> None:
-    """A field that the installed Megatron does not know would be left out, and the verdict wrong.
+    """A field that is not known here would be left out, and the verdict wrong.
 
     Raises:
         SettingsError: there is no such field.
@@ -178,12 +156,32 @@ def _check(text: str, name: str) -> None:
     from ..errors import SettingsError
     from ..seams import look
 
-    fields = look(_CONFIG).parameters or _DECIDING  # none where Megatron is not installed
-    if name in (*fields, *_MORE_FIELDS):
+    configs = [one.config for one in _registry.backends()]
+    beside = [name for one in configs for name in one.beside]
+    beside += [
+        _PRECISION,
+        *(name for row in _registry.checkpoints().values() for name in row.fields),
+    ]
+    fields = [
+        field
+        for one in configs
+        for field in look(one.place).parameters or one.fields  # none where it is not installed
+    ]
+    if name in (*fields, *beside):
         return
-    near = meant(name, (*fields, *_MORE_FIELDS))
+    near = meant(name, (*fields, *beside))
     raise SettingsError(
-        f"--config {text!r}: Megatron's OptimizerConfig has no field {name!r} here"
-        f"{'; ' if near else '.'}{near} Allowed: its fields, and "
-        f"{', '.join(_MORE_FIELDS)}."
+        f"--config {text!r}: {' and '.join(one.name for one in configs)} has no field {name!r} here"
+        f"{'; ' if near else '.'}{near} Allowed: its fields, and {', '.join(beside)}."
+    )
+
+
+def _config_help() -> str:
+    parts = []
+    for one in _registry.backends():
+        parts += [f"a field of {one.config.name} that your job's config has", *one.config.beside]
+    parts.append(f"{_PRECISION}=fp16 for a job on FSDP or DTensor")
+    rows = _registry.checkpoints(third_party=False).values()
+    return ", or ".join([*parts, *(row.fields_are for row in rows if row.fields_are)]) + (
+        "; may be repeated"
     )

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..errors import SettingsError
-from ..precision.releases import BF16_MOMENTS_SINCE, release
 from ..process import registry as _registry
 from ..process import session as _session
 from ..process import settings as _settings
@@ -30,6 +29,7 @@ from ..process.settings import PREFIX, TABLE, Settings
 from ..reporting import text as _status_text
 from ..reporting.record import FrameworkStatus
 from ..reporting.text import fold
+from ..seams._wrapper import resolve
 from ..upstream.foresight import foresee, inapplicable
 from . import _against, add_command
 from ._output import show
@@ -49,7 +49,6 @@ PACKAGES = (
 )
 _SHOWN = {"pending": "to wrap"}  # of a preview: what status() shows as waiting for the import
 _COLUMN = 16
-_DISPATCH = "bf16-dispatch"
 _NO_SETTINGS = "would not be patched, because a setting is not valid"
 _LONG = 5  # lines of one problem; the whole of it is behind --verbose
 _PATIENCE = 120  # seconds for an import in a child process; TransformerEngine's takes its time
@@ -226,34 +225,15 @@ def _framework(
 def _limits(
     transformer_engine: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus]
 ) -> list[str]:
-    """What the installed TransformerEngine rules out where the shim dispatches on Megatron."""
-    since = ".".join(map(str, BF16_MOMENTS_SINCE))
+    """What the installed TransformerEngine rules out for what frameworks are built on."""
     version, error = transformer_engine["version"], transformer_engine.get("import_error")
-    if version is None or error:
-        is_not = "cannot be imported" if version else "is not installed"
-        what = (
-            f"TransformerEngine {is_not}: optimizer states stay fp32, and "
-            "use_precision_aware_optimizer=true ends in UnsupportedPrecisionError"
-        )
-    elif (found := release(version)) and found < BF16_MOMENTS_SINCE:
-        what = (
-            f"TransformerEngine {version} takes no bf16 moments: optimizer states stay fp32, and "
-            "exp_avg_dtype=bf16 or exp_avg_sq_dtype=bf16 ends in DtypeError"
-        )
-    else:
-        return []
     limits = []
-    for name, one in frameworks.items():
-        if any(
-            (seam.feature, seam.state) == (_DISPATCH, "pending")
-            and seam.target.startswith("megatron.")
-            for seam in one.seams
-        ):
-            problem = (
-                f"{name} {one.version}: on Megatron: {what}. Install TransformerEngine {since} or "
-                "newer where the model trains, or leave its states fp32."
-            )
-            limits.append(problem)
+    for backend in _registry.backends():
+        tell = resolve(backend.limits)
+        for name, one in frameworks.items():
+            told = tell(f"{name} {one.version}", one.seams, version, error)
+            if told:
+                limits.append(told)
     return limits
 
 

@@ -138,8 +138,9 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         )
         job = command.read(words, entries.values(), settings, options)
     entry = entries[job.framework]
-    place = entry.plan or getattr(entry.load(), "plan", "")
-    if not place:
+    if not entry.plan:  # a third party's, of which its entry point says no more than a name
+        entry = entry.as_said()
+    if not entry.plan:
         raise PlanError(
             f'{job.framework}: its adapter plans no jobs: expected plan="module:function" in it.'
         )
@@ -148,7 +149,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
             f"{job.framework} is not installed here: its own loader has to read the job's config. "
             "Run the plan in the environment of the job."
         )
-    request = resolve(place)(job)
+    request = resolve(entry.plan)(job)
     rules = Rules(
         asked.transformer_engine or _version("transformer-engine", "transformer_engine"),
         asked.megatron_core or _version("megatron-core", "megatron"),

@@ -31,19 +31,32 @@ class Checkpoints(_Record):
         models: names of the models' directories in it; empty where it holds one model.
         resuming: kind of files (``"megatron"``, ``"dcp"``, ``"shards"``, ``"safetensors"``) to the
             ``"module:function"`` that tells from a ``Part`` and ``Here`` what a resume makes of it.
+        fields: fields of the framework's own config that it may go by, to the words allowed there,
+            the default first.
+        fields_are: what users call these, for ``--config``.
     """
 
     steps: str
     models: "tuple[str, ...]"
     resuming: "Mapping[str, str]"
+    fields: "Mapping[str, tuple[str, ...]]"
+    fields_are: str
 
     def __init__(
         self,
         steps: str,
         models: "tuple[str, ...]" = (),
         resuming: "Mapping[str, str] | None" = None,
+        fields: "Mapping[str, tuple[str, ...]] | None" = None,
+        fields_are: str = "",
     ) -> None:
-        vars(self).update(steps=steps, models=models, resuming=resuming or {})
+        vars(self).update(
+            steps=steps,
+            models=models,
+            resuming=resuming or {},
+            fields=fields or {},
+            fields_are=fields_are,
+        )
 
 
 class Framework(_Record):
@@ -137,28 +150,86 @@ class Framework(_Record):
         adapter.check(FEATURES)
         return adapter
 
+    def as_said(self) -> "Framework":
+        """The same with all that its adapter says, which is loaded for it.
+
+        Raises:
+            SeamError: as of ``load``.
+        """
+        said = vars(self.load())
+        return Framework(**{**vars(self), **{key: said[key] for key in vars(self) if key in said}})
+
+
+class Config(_Record):
+    """The config of an optimizer that frameworks are built on.
+
+    Attributes:
+        name: what users call it.
+        place: ``"module:Class.__init__"``, whose parameters are its fields.
+        fields: those that a resume may go by: all that is known where it is not installed.
+        beside: fields of other configs that a resume goes by as well.
+        numbers: those of the fields that are numbers.
+        remedies: values of fields that may make a resume exact, in the order to try.
+    """
+
+    name: str
+    place: str
+    fields: "tuple[str, ...]"
+    beside: "tuple[str, ...]"
+    numbers: "tuple[str, ...]"
+    remedies: "tuple[Mapping[str, object], ...]"
+
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        fields: "tuple[str, ...]",
+        *,
+        beside: "tuple[str, ...]" = (),
+        numbers: "tuple[str, ...]" = (),
+        remedies: "tuple[Mapping[str, object], ...]" = (),
+    ) -> None:
+        vars(self).update(
+            name=name,
+            place=place,
+            fields=fields,
+            beside=beside,
+            numbers=numbers,
+            remedies=remedies,
+        )
+
 
 class Backend(_Record):
     """What several frameworks are built on, such as Megatron.
 
     Attributes:
+        config: its optimizer's config.
+        limits: ``"module:function"`` that tells from a framework's name and seams and from
+            TransformerEngine's version, or why it cannot be imported, what that rules out; for the
+            doctor.
         shared: packages that seams are in, to their distributions' names.
         audit_readers: see ``Framework``.
         checkpoint_readers: see ``Framework``.
     """
 
+    config: Config
+    limits: str
     shared: "Mapping[str, str]"
     audit_readers: "Mapping[str, str]"
     checkpoint_readers: "Mapping[str, str]"
 
     def __init__(
         self,
+        config: Config,
+        limits: str,
         shared: "Mapping[str, str]",
         *,
         audit_readers: "Mapping[str, str] | None" = None,
         checkpoint_readers: "Mapping[str, str] | None" = None,
     ) -> None:
         vars(self).update(
+            config=config,
+            limits=limits,
             shared=shared,
             audit_readers=audit_readers or {},
             checkpoint_readers=checkpoint_readers or {},

@@ -1,0 +1,48 @@
+"""What the installed TransformerEngine rules out where the shim dispatches on Megatron.
+
+For the doctor, beside the wing: it needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from precision_shim.precision.releases import BF16_MOMENTS_SINCE, release
+from precision_shim.reporting.record import SeamStatus
+
+_DISPATCH = "bf16-dispatch"
+
+
+def told(who: str, seams: Iterable[SeamStatus], version: str | None, error: str | None) -> str:
+    """What is to be known of a framework; empty where nothing is ruled out.
+
+    Args:
+        who: the framework and its version.
+        seams: the framework's, as they would be.
+        version: TransformerEngine's; ``None`` where it is not installed.
+        error: why it cannot be imported.
+    """
+    if not any(
+        (seam.feature, seam.state) == (_DISPATCH, "pending") and seam.target.startswith("megatron.")
+        for seam in seams
+    ):
+        return ""
+    since = ".".join(map(str, BF16_MOMENTS_SINCE))
+    if version is None or error:
+        is_not = "cannot be imported" if version else "is not installed"
+        what = (
+            f"TransformerEngine {is_not}: optimizer states stay fp32, and "
+            "use_precision_aware_optimizer=true ends in UnsupportedPrecisionError"
+        )
+    elif (found := release(version)) and found < BF16_MOMENTS_SINCE:
+        what = (
+            f"TransformerEngine {version} takes no bf16 moments: optimizer states stay fp32, and "
+            "exp_avg_dtype=bf16 or exp_avg_sq_dtype=bf16 ends in DtypeError"
+        )
+    else:
+        return ""
+    problem = (
+        f"{who}: on Megatron: {what}. Install TransformerEngine {since} or newer where the "
+        "model trains, or leave its states fp32."
+    )
+    return problem

@@ -1,0 +1,136 @@
+"""A third party's jobs are audited, planned and foretold as its adapter says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.cli import main
+from precision_shim.process import registry as _registry
+
+from ..unit.checkpoints.written import distributed
+
+ADAPTER = """
+from dataclasses import replace
+
+import tinyfsdp_shim
+from precision_shim.adapting import Checkpoints
+from precision_shim.auditing.reading import Reading
+from precision_shim.checkpoints.layout import EXACT, Outcome
+from precision_shim.planning.request import Request
+from precision_shim.planning.shapes import Model, Weight
+from precision_shim_adapters.fp16.plan import Asked
+
+
+def resume(part, here):
+    return Outcome(EXACT, f"{part.subject}: thirdfsdp reads every dtype")
+
+
+def plan(job):
+    model = Model((Weight("weight", (4, 4)),))
+    asked = Asked("learner", model, 2, "fp32")
+    return Request("thirdfsdp", "1.0", 2, (asked,), notes=("by thirdfsdp's own plan",))
+
+
+def read(chunks, optimizers):
+    return [Reading("thirdfsdp", "model", type(one).__name__) for one in optimizers]
+
+
+def take(unit, part):
+    for one in unit.tensors.values():
+        part.add("params", one)
+
+
+ADAPTER = replace(
+    tinyfsdp_shim.ADAPTER,
+    framework="thirdfsdp",
+    distribution="thirdfsdp",
+    packages=("thirdfsdp",),
+    plan="thirdfsdp_shim:plan",
+    checkpoints=Checkpoints(
+        steps=r"round-(\\d+)", models=("learner",), resuming={"dcp": "thirdfsdp_shim:resume"}
+    ),
+    audit_readers={"thirdfsdp": "thirdfsdp_shim:read"},
+    checkpoint_readers={"dcp": "thirdfsdp_shim:take"},
+)
+"""
+TRAIN = '''
+class Stepper:
+    """An optimizer that is none of torch's."""
+'''
+
+
+@pytest.fixture(autouse=True)
+def thirdfsdp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A framework and its adapter, which comes by an entry point."""
+    site = tmp_path / "site"
+    files = {
+        "thirdfsdp/__init__.py": "",
+        "thirdfsdp/train.py": TRAIN,
+        "thirdfsdp_shim.py": ADAPTER,
+        "thirdfsdp-1.0.dist-info/METADATA": "Metadata-Version: 2.1\n"
+        "Name: thirdfsdp\nVersion: 1.0\n",
+        "thirdfsdp-1.0.dist-info/entry_points.txt": "[precision_shim.adapters]\n"
+        "thirdfsdp = thirdfsdp_shim:ADAPTER\n",
+    }
+    for name, text in files.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+    monkeypatch.syspath_prepend(str(site))
+    yield
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("thirdfsdp", "thirdfsdp_shim"):
+            del sys.modules[name]
+
+
+def command(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return int(ended.value.code or 0)
+
+
+def test_its_checkpoint_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    distributed(run / "round-9/learner")
+    distributed(run / "round-10/learner")
+    assert command("checkpoint", str(run), "--json") == 0
+    (part,) = json.loads(capsys.readouterr().out)["parts"]
+    assert (part["framework"], part["subject"]) == ("thirdfsdp", "learner")
+    assert part["path"].endswith("round-10/learner")
+    assert set(part["components"]) == {"params"}  # as its own reader sorts the tensors
+    assert "thirdfsdp reads every dtype" in json.dumps(part)
+
+
+def test_its_job_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("plan", "python", "-m", "thirdfsdp.train") == 0
+    told = capsys.readouterr().out
+    assert "by thirdfsdp's own plan" in told
+    assert "learner" in told
+
+
+def test_its_optimizer_is_audited() -> None:
+    from thirdfsdp.train import Stepper  # type: ignore[import-not-found]
+
+    (part,) = precision_shim.audit(torch.nn.Linear(2, 2), Stepper()).parts
+    assert part.optimizer == "Stepper"
+
+
+def test_what_a_broken_adapter_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tinyfsdp_shim", SimpleNamespace())  # type: ignore[arg-type]
+    found = _registry.records()
+    assert found["thirdfsdp"].checkpoints is None
+    assert found["tinyfsdp"].checkpoints is None
+
+
+def test_the_start_loads_no_adapter() -> None:
+    assert "thirdfsdp" in _registry.entries()
+    assert _registry.packages()
+    assert _registry.checkpoints(third_party=False)
+    assert "thirdfsdp_shim" not in sys.modules
