@@ -76,8 +76,7 @@ def test_the_core_names_no_framework():
     named = {
         f"{name}: {word}"
         for name, path in FILES.items()
-        if name.startswith("precision_shim.")
-        and not name.startswith("precision_shim.testing")
+        if name.startswith("precision_shim.") and not name.startswith("precision_shim.testing")
         for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(word, ast.Constant)
         and str(word.value).partition(".")[0] in FRAMEWORKS
