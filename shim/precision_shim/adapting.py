@@ -42,6 +42,7 @@ __all__ = [
     "probe",
     "seam",
     "version_of",
+    "versioned",
     "warn",
 ]
 
@@ -49,6 +50,18 @@ __all__ = [
 def decide(framework: str, subject: str, feature: str, chosen: str, because: str) -> None:
     """Keep a decision for ``status()`` and say it once, on rank 0."""
     _journal.record(Decision(framework, subject, feature, chosen, because))
+
+
+def versioned(distribution: str, package: str = "", called: str = "") -> str:
+    """What a message calls a framework, with its version: ``"verl 0.9.1"``.
+
+    Args:
+        distribution: its name.
+        package: its top-level package, where that has another name.
+        called: what the message calls it, where that is another name.
+    """
+    version = version_of(distribution, (package or distribution.replace("-", "_"),))
+    return f"{called or distribution} {version or ''}".rstrip()
 
 
 def warn(message: str) -> None:

@@ -168,12 +168,11 @@ def test_one_module_of_the_core_imports_the_adapters():
 
 
 def test_the_core_names_no_framework():
-    """But for the tools that are made to run one: the demo and the CPU harness."""
+    """But for the tools that are made to run one: the CPU harness."""
     named = {
         f"{name}: {word}"
         for name, path in FILES.items()
-        if name.startswith("precision_shim.")
-        and not name.startswith(("precision_shim.testing", "precision_shim.cli"))
+        if name.startswith("precision_shim.") and not name.startswith("precision_shim.testing")
         for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(word, ast.Constant)
         and str(word.value).partition(".")[0] in FRAMEWORKS

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from precision_shim import scaling
-from precision_shim.adapting import current_settings, decide, version_of, warn
+from precision_shim.adapting import current_settings, decide, versioned, warn
 from precision_shim.errors import ScalerCheckpointError, ScalerOfAnotherSaveError, SeamError
 from precision_shim.scaling import FILE_NAME, Files, LossScaler, ScalerSettings
 
@@ -395,5 +395,4 @@ class ScaledTraining:
 
     @property
     def _where(self) -> str:
-        version = version_of(self.framework, (self.framework.replace("-", "_"),))
-        return f"{self.framework} {version}" if version else self.framework
+        return versioned(self.framework)

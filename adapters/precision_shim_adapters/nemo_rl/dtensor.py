@@ -21,7 +21,7 @@ from precision_shim.adapting import (
     in_force,
     parse_settings,
     seam,
-    version_of,
+    versioned,
     warn,
 )
 from precision_shim.errors import SeamError
@@ -62,10 +62,6 @@ def _at_method(name: str) -> list[dict[str, Any]]:
         one.at(f"{one.beneath}.{name}", one.beneath, relies_on=(*_RELIES_ON, one.clips))
         for one in DTENSOR
     ]
-
-
-def _where() -> str:
-    return f"NeMo-RL {version_of(FRAMEWORK, ('nemo_rl',))}"
 
 
 # -- the actor class ------------------------------------------------------------------------
@@ -146,9 +142,10 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
         name = "value" if path == VALUE_V2 else "policy"
         if not in_force(FRAMEWORK, FEATURE, path):
             warn(
-                f"{_where()}: {type(instance).__name__} was exported with the shim, but in its own "
-                "process the shim is off or refused: float16 trains without loss scaling. Set "
-                "PRECISION_SHIM=1 before the cluster is started, so that every worker has it."
+                f"{versioned(FRAMEWORK, called='NeMo-RL')}: {type(instance).__name__} was exported "
+                "with the shim, but in its own process the shim is off or refused: float16 trains "
+                "without loss scaling. Set PRECISION_SHIM=1 before the cluster is started, so "
+                "that every worker has it."
             )
             return
         training = ScaledTraining.make(
@@ -187,7 +184,9 @@ def configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         SettingsError: names the key and the value, and what is allowed.
     """
     block = config.get(BLOCK) or {}
-    values = parse_settings(block, SETTINGS.values(), f"{_where()}, {name}.{BLOCK}")
+    values = parse_settings(
+        block, SETTINGS.values(), f"{versioned(FRAMEWORK, called='NeMo-RL')}, {name}.{BLOCK}"
+    )
     return {ours: values[key] for ours, key in SETTINGS.items() if key in values}
 
 

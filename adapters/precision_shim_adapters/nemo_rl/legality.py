@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import look, version_of
+from precision_shim.adapting import look, versioned
 from precision_shim.planning.record import Problem
 
 from ..megatron import PRECISION_AWARE
@@ -30,10 +30,6 @@ _ABSENT = object()
 _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def _where() -> str:
-    return f"nemo-rl {version_of(FRAMEWORK, ('nemo_rl',))}"
-
-
 def names(
     section: Mapping[str, Any], key: str, subject: str, fields: Iterable[str]
 ) -> Iterator[Problem]:
@@ -54,8 +50,8 @@ def names(
                 "dtype",
                 subject,
                 f"{key}.{field}",
-                f"{_where()}: {key}.{field}={value!r} names no dtype that NeMo-RL takes; allowed: "
-                f"{', '.join(DTYPES)}, spelled so",
+                f"{versioned(FRAMEWORK)}: {key}.{field}={value!r} names no dtype that NeMo-RL "
+                f"takes; allowed: {', '.join(DTYPES)}, spelled so",
                 f"Correct {key}.{field}.",
             )
 
@@ -72,7 +68,7 @@ def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[
             "flags",
             subject,
             f"{place}.fp16",
-            f"{_where()}: fp16=true and bf16=true: Megatron-Bridge takes one of them",
+            f"{versioned(FRAMEWORK)}: fp16=true and bf16=true: Megatron-Bridge takes one of them",
             f"Write false for the other one than {key}.precision.",
         )
         return
@@ -83,7 +79,7 @@ def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[
                     "flags",
                     subject,
                     f"{place}.{flag}",
-                    f"{_where()}: {flag}=true beside {key}.precision=float32",
+                    f"{versioned(FRAMEWORK)}: {flag}=true beside {key}.precision=float32",
                     f"Write {place}.{flag}: false.",
                 )
         return
@@ -94,7 +90,7 @@ def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[
             "flags",
             subject,
             f"{place}.{flag}",
-            f"{_where()}: {flag}={str(optimizer.get(flag, False)).lower()} beside {key}.precision="
-            f"{section.get('precision')} and {PRECISION_AWARE}=true",
+            f"{versioned(FRAMEWORK)}: {flag}={str(optimizer.get(flag, False)).lower()} beside "
+            f"{key}.precision={section.get('precision')} and {PRECISION_AWARE}=true",
             f"Write {place}.{flag}: true and {place}.{other}: false.",
         )

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, around, seam, version_of
+from precision_shim.adapting import Call, around, seam, versioned
 from precision_shim.precision.dtypes import parse_dtype
 
 from .. import megatron
@@ -60,7 +60,7 @@ def read_wishes(
         trains: whether it gets an optimizer.
     """
     role = "value" if subject == "value" else "policy"
-    where = f"nemo-rl {version_of(FRAMEWORK, ('nemo_rl',))}, {role}"
+    where = f"{versioned(FRAMEWORK)}, {role}"
     section = config["megatron_cfg"]
     optimizer, ddp = section["optimizer"], section["distributed_data_parallel_config"]
     blockers = []

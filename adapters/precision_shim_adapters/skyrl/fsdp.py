@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from precision_shim.adapting import Call, decide, seam, version_of
+from precision_shim.adapting import Call, decide, seam, versioned
 from precision_shim.scaling import Files
 
 from ..fp16 import FEATURE, ScaledTraining
@@ -69,7 +69,7 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
     mixed = getattr(config, "mixed_precision", None)
     if mixed is None:
         return dict(MIXED)
-    where = f"skyrl {version_of('skyrl', ('skyrl',))}"
+    where = versioned("skyrl")
     return {
         key: own_dtype(getattr(mixed, key), f"{section}.mixed_precision.{key}", where)
         for key in MIXED

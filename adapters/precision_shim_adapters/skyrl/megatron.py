@@ -17,7 +17,7 @@ from precision_shim.adapting import (
     in_force,
     look,
     seam,
-    version_of,
+    versioned,
     warn,
 )
 from precision_shim.precision.dtypes import name_of
@@ -51,10 +51,6 @@ def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
 # -- reading SkyRL's config -------------------------------------------------------------------
 
 
-def _where() -> str:
-    return f"skyrl {version_of('skyrl', ('skyrl',))}"
-
-
 def _asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
     """What the user asked for by ``optimizer_config_kwargs``, and by ``adam_betas``.
 
@@ -80,7 +76,7 @@ def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
     asked = _asked(optim_config, kwargs, None)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
     return Wishes(
-        where=f"{_where()}, {KWARGS}",
+        where=f"{versioned('skyrl')}, {KWARGS}",
         asked=asked,
         declared=torch.float16 if asked.get("fp16") else flagged,
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
@@ -104,7 +100,7 @@ def of_worker(worker: Any, ddp_config: Any) -> Wishes:
     if getattr(worker.provider, "mtp_num_layers", None) and look(_MTP).found:
         blockers.append("SkyRL clips a head for multi-token prediction by those masters")
     return Wishes(
-        where=f"{_where()}, {KWARGS}",
+        where=f"{versioned('skyrl')}, {KWARGS}",
         subject=role,
         asked=asked,
         declared=torch.bfloat16 if worker.cfg.bf16 else torch.float32,
@@ -320,8 +316,8 @@ def _warn_of_attention(worker: Any) -> None:
         found.append("megatron_config.context_parallel_size above 1")
     if found:
         warn(
-            f"{_where()} {_role(worker)}: the model is fp32. TransformerEngine's flash and fused "
-            f"attention take fp16 and bf16 only, and its unfused one does not go with "
+            f"{versioned('skyrl')} {_role(worker)}: the model is fp32. TransformerEngine's flash "
+            f"and fused attention take fp16 and bf16 only, and its unfused one does not go with "
             f"{' or '.join(found)}: expect 'No dot product attention backend is available'. Turn "
             "that off, or train in bf16 (trainer.bf16=true)."
         )

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import torch
 
-from precision_shim.adapting import Call, seam
+from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import CANONICAL, parse_dtype
 from precision_shim.precision.names import ALIASES
@@ -27,7 +27,6 @@ from .places import (
     RL,
     TRAINER,
     refuse_float16_states,
-    where,
 )
 
 FEATURE = "dtype-coercion"
@@ -54,8 +53,8 @@ def own_name(value: Any, key: str) -> Any:
     name = OWN_NAMES.get(dtype)  # type: ignore[arg-type]
     if name is None:
         raise DtypeError(
-            f"{where()}: {key}={value!r} names no dtype that torchtitan computes in; allowed: "
-            f"{_allowed()}, in any case, also with the prefix 'torch.'. Correct {key}."
+            f"{versioned('torchtitan')}: {key}={value!r} names no dtype that torchtitan computes "
+            f"in; allowed: {_allowed()}, in any case, also with the prefix 'torch.'. Correct {key}."
         )
     return name
 
@@ -106,9 +105,9 @@ def generator_dtype_name(value: Any) -> Any:
     """
     if isinstance(value, str) and value.strip().lower() == "auto":
         raise DtypeError(
-            f"{where()}: generator.model_dtype={value!r}: vLLM chooses the dtype in another "
-            "process, and the trainer has to know it to send the weights in it; allowed here: "
-            f"{_allowed()}. Write the dtype that vLLM is to generate in."
+            f"{versioned('torchtitan')}: generator.model_dtype={value!r}: vLLM chooses the dtype "
+            "in another process, and the trainer has to know it to send the weights in it; "
+            f"allowed here: {_allowed()}. Write the dtype that vLLM is to generate in."
         )
     return value if value == "" else own_name(value, "generator.model_dtype")
 

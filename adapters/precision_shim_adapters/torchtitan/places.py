@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Symbol, look, version_of
+from precision_shim.adapting import Symbol, look, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import parse_dtype
 
@@ -38,11 +38,6 @@ OWN_NAMES = {
 """The dtypes that torchtitan trains and generates in, and its only names for them."""
 
 
-def where() -> str:
-    """Framework and version, for messages."""
-    return f"torchtitan {version_of(FRAMEWORK, (FRAMEWORK,))}"
-
-
 def computes_in_float16(training: Any) -> bool:
     """Whether a ``TrainingConfig`` asks for a model that computes in float16."""
     name = training.mixed_precision_param
@@ -57,10 +52,10 @@ def refuse_float16_states(training: Any) -> None:
     """
     if isinstance(training.dtype, str) and parse_dtype(training.dtype) is torch.float16:
         raise DtypeError(
-            f"{where()}: training.dtype={training.dtype!r} puts parameters and optimizer states "
-            "into float16, where AdamW's eps of 1e-8 is 0 and parameters are not finite after a "
-            "few finite steps; allowed: float32, bfloat16. To compute in float16 leave "
-            "training.dtype at float32 and set training.mixed_precision_param=float16."
+            f"{versioned(FRAMEWORK)}: training.dtype={training.dtype!r} puts parameters and "
+            "optimizer states into float16, where AdamW's eps of 1e-8 is 0 and parameters are not "
+            "finite after a few finite steps; allowed: float32, bfloat16. To compute in float16 "
+            "leave training.dtype at float32 and set training.mixed_precision_param=float16."
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, in_force, seam, warn
+from precision_shim.adapting import Call, in_force, seam, versioned, warn
 
 from ..fp16 import FEATURE, ScaledTraining
 from .places import (
@@ -20,7 +20,6 @@ from .places import (
     UPSTREAM,
     computes_in_float16,
     native_pretraining,
-    where,
 )
 from .scaled import leave, make, ready, scale_innermost
 
@@ -65,9 +64,9 @@ def build(call: Call, config: Any) -> None:
             training.attach(loss)
         elif loss.requires_grad and in_force(FRAMEWORK, FEATURE, PRETRAINING):
             warn(
-                f"{where()}: a loss of {type(trainer).__name__} was formed outside of its "
-                "train_step, by a loop that unscales nothing: it is not scaled, and float16 loses "
-                "small gradients. Call train_step, or train in bfloat16."
+                f"{versioned('torchtitan')}: a loss of {type(trainer).__name__} was formed outside "
+                "of its train_step, by a loop that unscales nothing: it is not scaled, and "
+                "float16 loses small gradients. Call train_step, or train in bfloat16."
             )
 
     scale_innermost(trainer, attach)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, current_settings, decide, seam, warn
+from precision_shim.adapting import Call, current_settings, decide, seam, versioned, warn
 from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.scaling import LossScaler
 
@@ -28,7 +28,6 @@ from .places import (
     native_pretraining,
     native_rl,
     refuse_float16_states,
-    where,
 )
 
 BECAUSE = "training.mixed_precision_param is float16, and torchtitan does not scale the loss"
@@ -63,8 +62,8 @@ def leave(name: str, own: Iterable[str], instead: str) -> None:
         UnsupportedPrecisionError: under strict.
     """
     message = (
-        f"{where()}: {name} has its own {', '.join(own)}, which the shim does not know: its "
-        f"float16 training gets no loss scaling. Train in bfloat16, or {instead}."
+        f"{versioned('torchtitan')}: {name} has its own {', '.join(own)}, which the shim does not "
+        f"know: its float16 training gets no loss scaling. Train in bfloat16, or {instead}."
     )
     if current_settings().strict:
         raise UnsupportedPrecisionError(message)

@@ -22,7 +22,7 @@ from precision_shim.adapting import (
     look,
     meant,
     seam,
-    version_of,
+    versioned,
     warn,
 )
 from precision_shim.errors import DtypeError
@@ -391,12 +391,12 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
         return {}
     if not hasattr(mixed, "get"):
         raise DtypeError(
-            f"{versioned()}: {place}={mixed!r} is no section; allowed: the keys "
+            f"{versioned('verl')}: {place}={mixed!r} is no section; allowed: the keys "
             f"{', '.join(MIXED)}, such as mixed_precision: {{param_dtype: bf16}}. Correct {place}.",
             key=place,
         )
     return {
-        key: own_dtype(mixed.get(key, default), f"{place}.{key}", versioned())
+        key: own_dtype(mixed.get(key, default), f"{place}.{key}", versioned("verl"))
         for key, default in MIXED.items()
     }
 
@@ -410,7 +410,7 @@ def model_dtype(config: Any, section: str = "fsdp_config") -> torch.dtype:
     value = _get(config, "model_dtype")
     if value is None:
         return torch.bfloat16 if _get(config, "forward_only") else torch.float32
-    return own_dtype(value, f"{section}.model_dtype", versioned())
+    return own_dtype(value, f"{section}.model_dtype", versioned("verl"))
 
 
 def computed(config: Any, default: torch.dtype = torch.bfloat16) -> torch.dtype:
@@ -430,7 +430,7 @@ def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config
         DtypeError: ``dtype`` is none that verl knows.
     """
     value = _get(config, "dtype") or "bfloat16"
-    own = own_dtype(value, f"{section}.dtype", versioned())
+    own = own_dtype(value, f"{section}.dtype", versioned("verl"))
     if torch.float16 in (own, mixed):
         return torch.float16
     return own if _get(config, "mixed_precision") is None else mixed
@@ -449,16 +449,16 @@ def ignored(config: Any, computes: torch.dtype) -> list[str]:
         if key not in MIXED:
             near = meant(str(key), MIXED)
             message = (
-                f"{versioned()}: mixed_precision.{key} is a key that verl never reads; allowed: "
-                f"{', '.join(MIXED)}{'; ' if near else '.'}{near}"
+                f"{versioned('verl')}: mixed_precision.{key} is a key that verl never reads; "
+                f"allowed: {', '.join(MIXED)}{'; ' if near else '.'}{near}"
             )
             found.append(message)
     asked = [name for name, dtype in _dtypes(config).items() if dtype is torch.float16]
     if asked and computes is not torch.float16:
         message = (
-            f"{versioned()}: {', '.join(asked)}=float16 is no fp16 training here: FSDP takes its "
-            f"dtype from mixed_precision.param_dtype, which is {name_of(computes)}. The loss is "
-            "not scaled. Set mixed_precision: {param_dtype: fp16} to train in float16."
+            f"{versioned('verl')}: {', '.join(asked)}=float16 is no fp16 training here: FSDP takes "
+            f"its dtype from mixed_precision.param_dtype, which is {name_of(computes)}. The loss "
+            "is not scaled. Set mixed_precision: {param_dtype: fp16} to train in float16."
         )
         found.append(message)
     return found
@@ -475,16 +475,11 @@ def _subject(owner: Any) -> str:
     return "critic" if kind == "value_model" or hasattr(owner, "critic_optimizer") else "actor"
 
 
-def versioned() -> str:
-    """The framework and its version, for messages."""
-    return f"verl {version_of('verl', ('verl',))}"
-
-
 def _tell_autocast(where: str, otherwise: str) -> None:
     warn(
-        f"{versioned()}: mixed_precision.param_dtype=float16, but {where} runs the forward pass "
-        "under a bfloat16 autocast: parameters are gathered, and gradients come, in float16, and "
-        f"the shim scales the loss for them; the matrix products are in bfloat16 ({otherwise})."
+        f"{versioned('verl')}: mixed_precision.param_dtype=float16, but {where} runs the forward "
+        "pass under a bfloat16 autocast: parameters are gathered, and gradients come, in float16, "
+        f"and the shim scales the loss for them; the matrix products are in bfloat16 ({otherwise})."
     )
 
 

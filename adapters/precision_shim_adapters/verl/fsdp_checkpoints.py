@@ -16,11 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from precision_shim.adapting import Call, Symbol, look, warn
+from precision_shim.adapting import Call, Symbol, look, versioned, warn
 from precision_shim.scaling import FILE_NAME, Files
 
 from ..fp16 import ScaledTraining
-from .fsdp import engine_seam, legacy_seam, no_legacy_workers, training_of, versioned
+from .fsdp import engine_seam, legacy_seam, no_legacy_workers, training_of
 
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 
@@ -113,7 +113,7 @@ def _near(path: str, delete: bool) -> Any:
     try:
         copied = copy_to_local(os.path.join(path, FILE_NAME), always_recopy=True)
     except Exception as error:  # whatever the file system's client raises; the others wait for us
-        warn(f"{versioned()}: {path}/{FILE_NAME} cannot be copied: {error!r}")
+        warn(f"{versioned('verl')}: {path}/{FILE_NAME} cannot be copied: {error!r}")
     yield path if copied is None else os.path.dirname(copied)
     if copied is not None and delete:
         with contextlib.suppress(OSError):

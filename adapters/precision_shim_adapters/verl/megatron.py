@@ -23,7 +23,7 @@ from precision_shim.adapting import (
     current_settings,
     look,
     seam,
-    version_of,
+    versioned,
 )
 from precision_shim.precision.dtypes import coerce_dtype, name_of, parse_dtype
 from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS, ROWS
@@ -87,10 +87,6 @@ def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
 # -- reading verl's config ------------------------------------------------------------------
 
 
-def _where() -> str:
-    return f"verl {version_of('verl', ('verl',))}"
-
-
 def _read(config: Any, key: str, default: Any = None) -> Any:
     """Read a key of a verl config: a dataclass with ``get``, an OmegaConf node, or a dict."""
     if config is None:
@@ -119,7 +115,7 @@ def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     if fields and not values[PRECISION_AWARE]:
         return {}
     found = {
-        key: coerce_dtype(value, key=f"optim.{key}", where=_where())
+        key: coerce_dtype(value, key=f"optim.{key}", where=versioned("verl"))
         for key, value in values.items()
         if value is not None
     }
@@ -141,7 +137,7 @@ def read_wishes(
     written, fields = ddp_config or {}, has_fields()
     bucket = bool(written["grad_reduce_in_fp32"]) if "grad_reduce_in_fp32" in written else None
     return Wishes(
-        where=f"{_where()}, {_KEY}",
+        where=f"{versioned('verl')}, {_KEY}",
         asked=_overrides(optim_config),
         auto="as-configured" if fields else "guarded",
         native={torch.float16: ROWS[torch.float16]},  # verl's fp16 branch, in every version
@@ -280,7 +276,9 @@ def accept_fields(call: Call) -> Any:
     }
     for key, value in extra.items():
         extra[key] = (
-            coerce_dtype(value, key=f"optim.{key}", where=_where()) if "dtype" in key else value
+            coerce_dtype(value, key=f"optim.{key}", where=versioned("verl"))
+            if "dtype" in key
+            else value
         )
         if isinstance(extra[key], torch.dtype):
             extra[key] = name_of(extra[key])  # verl's configs hold names, and stay serializable

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Settings, look, meant
+from precision_shim.adapting import Settings, look, meant, versioned
 from precision_shim.planning.record import Problem, unknown_keys
 from precision_shim.precision.dtypes import parse_dtype
 from precision_shim_adapters.megatron.deciding.table import PRECISION_AWARE_FIELDS
 
-from .fsdp import versioned
 from .megatron import has_fields
 
 _PACKAGE = "verl.workers.config"
@@ -45,7 +44,7 @@ def unknown(
         known,
         subject,
         f"{key}.{{}}" if key else "{}",
-        f"{versioned()}'s {name}",
+        f"{versioned('verl')}'s {name}",
     )
     for one, inner in section.items():
         if isinstance(inner, Mapping) and "_target_" in inner:
@@ -102,7 +101,7 @@ def of_megatron(
             "dtype",
             subject,
             f"{keys[0]}.dtype",
-            f"{versioned()}: {keys[0]}.dtype={dtype!r}: its Megatron engine takes "
+            f"{versioned('verl')}: {keys[0]}.dtype={dtype!r}: its Megatron engine takes "
             f"{' or '.join(allowed)}",
             f"Correct {keys[0]}.dtype.",
         )
@@ -115,7 +114,7 @@ def of_megatron(
                 "dtype",
                 subject,
                 f"{keys[1]}.{field}",
-                f"{versioned()}: {keys[1]}.{field}={value!r}: its optimizer's config takes fp32 or "
-                "bf16",
+                f"{versioned('verl')}: {keys[1]}.{field}={value!r}: its optimizer's config takes "
+                "fp32 or bf16",
                 f"Write one of them, or {keys[1]}.override_optimizer_config.{field}.",
             )

@@ -3,6 +3,11 @@
 ``pickletools`` tells the operations of a pickle apart; here they are carried out on plain data
 alone. What a pickle names becomes a ``Name``, what it would call becomes a ``Made`` that was not
 made.
+
+Written by hand, because ``pickle.Unpickler`` hashes every key and makes every copy that a file asks
+for, whatever its ``find_class`` gives: some hundred bytes keep it busy for ever, fill the memory or
+overflow the stack. Here keys and copies have limits, and a name counts as called also where the
+file drops the result.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ that the total is what the allocator sees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ..auditing.counting import Measured, is_sharded, measure
-from ..auditing.reading import Reading, read
-from ..auditing.record import COMPONENTS, OF_MODEL
+from ..auditing.counting import is_sharded, measure
+from ..auditing.reading import read
+from ..auditing.record import COMPONENTS, OF_MODEL, PER_PARAMETER
 
 __all__ = ["MeasuredBytes", "Part", "measure_bytes"]
 
@@ -81,7 +81,7 @@ class MeasuredBytes:
     @property
     def parts(self) -> dict[str, Part]:
         """The parts by name, in the order in which storages are counted."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.type == "Part"}
+        return {name: getattr(self, name) for name in COMPONENTS}
 
     @property
     def total(self) -> int:
@@ -96,20 +96,10 @@ class MeasuredBytes:
         figure does not depend on the data-parallel size. ``frozen`` and ``other`` are left
         out: neither grows with the trainable parameters.
         """
-        counted = (
-            self.params,
-            self.grad_buckets,
-            self.grad_copies,
-            self.master,
-            self.exp_avg,
-            self.exp_avg_sq,
-        )
-        return sum(part.bytes_per_parameter for part in counted)
+        return sum(self.parts[name].bytes_per_parameter for name in PER_PARAMETER)
 
     def __str__(self) -> str:
-        lines = [
-            f"{'part':<13}{'dtypes':<20}{'bytes':>12}{'B/param':>9}  held",
-        ]
+        lines = [f"{'part':<13}{'dtypes':<20}{'bytes':>12}{'B/param':>9}  held"]
         for name, part in self.parts.items():
             if part.nbytes:
                 sizes = dict.fromkeys(self.data_parallel_sizes.values())
@@ -144,30 +134,22 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     measured, _ = measure(readings)
     trainable = sum(one.parameters for one in readings)
     owned = sum(one.owned_parameters for one in readings)
+
+    def part(name: str) -> Part:
+        counts = [one[name] for one in measured]
+        covered = trainable if name in OF_MODEL else owned
+        dtypes = {dtype for one in counts for dtype in one.dtypes}
+        return Part(
+            nbytes=sum(one.allocated for one in counts),
+            elements=sum(one.elements for one in counts),
+            bytes_per_parameter=sum(one.bytes for one in counts) / covered if covered else 0.0,
+            dtypes=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+            sharded=any(is_sharded(one, name) for one in readings),
+        )
+
     return MeasuredBytes(
-        **{name: _part(name, readings, measured, trainable, owned) for name in COMPONENTS},
+        **{name: part(name) for name in COMPONENTS},
         trainable=trainable,
         owned=owned,
         data_parallel_sizes={one.name: one.data_parallel_size for one in readings},
-    )
-
-
-def _part(
-    name: str,
-    readings: Sequence[Reading],
-    measured: Sequence[Mapping[str, Measured]],
-    trainable: int,
-    owned: int,
-) -> Part:
-    """A component over all optimizers."""
-    counts = [one[name] for one in measured]
-    covered = trainable if name in OF_MODEL else owned
-    used = sum(one.bytes for one in counts)
-    dtypes = {dtype for one in counts for dtype in one.dtypes}
-    return Part(
-        nbytes=sum(one.allocated for one in counts),
-        elements=sum(one.elements for one in counts),
-        bytes_per_parameter=used / covered if covered else 0.0,
-        dtypes=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
-        sharded=any(is_sharded(one, name) for one in readings),
     )

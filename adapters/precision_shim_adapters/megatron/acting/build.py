@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import version_of
+from precision_shim.adapting import versioned
 from precision_shim.precision.model import TrainableDtypes
 
 from ..deciding.wishes import Planned, Wishes, in_force_now, plan
@@ -142,4 +142,4 @@ def build_around(ddp_config: Any) -> Build | None:
 
 def megatron_label() -> str:
     """``"megatron-core 0.16.1"``, for messages."""
-    return f"megatron-core {version_of('megatron-core', ('megatron',))}"
+    return versioned("megatron-core", "megatron")
