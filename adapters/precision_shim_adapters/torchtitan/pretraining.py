@@ -10,14 +10,14 @@ from precision_shim.adapting import Call, in_force, seam, warn
 
 from ..fp16 import FEATURE, ScaledTraining
 from .places import (
-    DELETE,
     FORGE,
     FRAMEWORK,
     METRICS,
+    ON_PRETRAINING,
     PRETRAINING,
+    SCALED,
     TORCHFT,
     TRAINER,
-    UPSTREAM,
     computes_in_float16,
     native_pretraining,
     where,
@@ -36,11 +36,7 @@ know."""
 
 @seam(
     f"{TRAINER}.__init__",
-    FEATURE,
-    group=PRETRAINING,
     why="the loss function and the pipeline's schedule exist; the checkpoint is loaded in train()",
-    upstream=UPSTREAM,
-    delete_when=DELETE,
     relies_on=(
         *_LOOP,
         "loss_fn",
@@ -50,7 +46,8 @@ know."""
         "checkpointer",
         "device",
     ),
-    native=native_pretraining,
+    **SCALED,
+    **ON_PRETRAINING,
 )
 def build(call: Call, config: Any) -> None:
     """Build a trainer; for a model that computes in float16 make the scaler and scale its loss."""
@@ -112,11 +109,7 @@ def other_loop(call: Call, config: Any) -> Any:
 
 @seam(
     f"{TRAINER}.train_step",
-    FEATURE,
-    group=PRETRAINING,
     why="forms the losses of one step, clips and steps",
-    upstream=UPSTREAM,
-    delete_when=DELETE,
     relies_on=(
         "clip_grad_norm_",
         "optimizers",
@@ -124,7 +117,8 @@ def other_loop(call: Call, config: Any) -> Any:
         "metrics_processor",
         "zero_grad",
     ),
-    native=native_pretraining,
+    **SCALED,
+    **ON_PRETRAINING,
 )
 def train_step(call: Call) -> Any:
     """Take a step through the scaler."""
@@ -138,12 +132,10 @@ def train_step(call: Call) -> Any:
 
 @seam(
     "torchtitan.components.metrics:MetricsProcessor.log",
-    FEATURE,
     group=METRICS,
     why="the figures of a step, where they are logged",
-    upstream=UPSTREAM,
-    delete_when=DELETE,
     native=native_pretraining,
+    **SCALED,
 )
 def log(call: Call, grad_norm: Any, extra_metrics: Any = None) -> Any:
     """Log the scaler's figures beside the grad norm, which is NaN for a skipped step."""

@@ -432,21 +432,20 @@ def step_engine(call: Call) -> Any:
 
 
 @seam(
-    "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
-    SCALING,
+    feature=SCALING,
+    at=[
+        {
+            "target": "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
+            "relies_on": ("actor_optimizer", "NotImplementedError"),
+        },
+        {
+            "target": "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
+            "relies_on": ("critic_optimizer", "NotImplementedError"),
+        },
+    ],
     group="legacy workers",
     why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
     delete_when="verl 0.8 is the oldest in use",
-    relies_on=("actor_optimizer", "NotImplementedError"),
-    optional=True,
-)
-@seam(
-    "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
-    SCALING,
-    group="legacy workers",
-    why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
-    delete_when="verl 0.8 is the oldest in use",
-    relies_on=("critic_optimizer", "NotImplementedError"),
     optional=True,
 )
 def update(call: Call) -> Any:
