@@ -83,22 +83,24 @@ def _has_our_loop(trainer: Any) -> bool:
 
 
 @seam(
-    "torchtitan.experiments.forge.engine:ForgeEngine.__init__",
-    FEATURE,
-    group=FORGE,
-    why="says so where float16 is asked for, instead of training unscaled",
+    feature=FEATURE,
+    at=[
+        {
+            "target": "torchtitan.experiments.forge.engine:ForgeEngine.__init__",
+            "group": FORGE,
+            "why": "says so where float16 is asked for, instead of training unscaled",
+            "refusal": "Forge's engine leaves the training loop to its user",
+        },
+        {
+            "target": "torchtitan.experiments.torchft.trainer:FaultTolerantTrainer.__init__",
+            "group": TORCHFT,
+            "why": "says so where float16 is asked for: it derives from Trainer, and never calls "
+            "its __init__",
+            "refusal": "TorchFT's trainer has its own __init__ and train_step",
+        },
+    ],
     delete_when="its loop is Trainer's",
     optional=True,
-    refusal="Forge's engine leaves the training loop to its user",
-)
-@seam(
-    "torchtitan.experiments.torchft.trainer:FaultTolerantTrainer.__init__",
-    FEATURE,
-    group=TORCHFT,
-    why="says so where float16 is asked for: it derives from Trainer, and never calls its __init__",
-    delete_when="its loop is Trainer's",
-    optional=True,
-    refusal="TorchFT's trainer has its own __init__ and train_step",
 )
 def other_loop(call: Call, config: Any) -> Any:
     """Say that a trainer that is built in its own way is not scaled; else do nothing."""

@@ -15,6 +15,7 @@ from .. import megatron
 from ..fp16 import FEATURE
 from .fsdp import training_of
 
+_SCALE = "verl reports the loss scale"
 _LOST = "verl says which of its updates are lost to rounding"
 _OUTPUT: dict[str, Any] = {
     "target": "verl.workers.engine_workers:TrainingWorker._postprocess_output",
@@ -40,7 +41,7 @@ def of_engine(engine: Any) -> dict[str, float]:
     }
 
 
-@seam(feature=FEATURE, delete_when="verl reports the loss scale", **_OUTPUT)
+@seam(feature=FEATURE, delete_when=_SCALE, **_OUTPUT)
 def report(call: Call) -> Any:
     """Put the figures beside the grad norm, after each batch of a training worker.
 
@@ -68,7 +69,7 @@ def _add(result: Any, figures: dict[str, float]) -> None:
         tu.assign_non_tensor(result, metrics={**found, **figures})
 
 
-@seam(feature=FEATURE, delete_when="verl reports the loss scale", **_STEP)
+@seam(feature=FEATURE, delete_when=_SCALE, **_STEP)
 def report_step(call: Call) -> Any:
     """Put the figures into what a Tinker client's step returns."""
     found = call.proceed()
