@@ -230,7 +230,8 @@ def _takes(
     kind: Callable[Takes, Any],
 ) -> Callable[[Callable[..., _Decorator]], Callable[Takes, _Decorator]]:
     def typed(function: Callable[..., _Decorator]) -> Callable[Takes, _Decorator]:
-        function.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
+        takes = inspect.signature(kind).replace(return_annotation=_Decorator)
+        function.__signature__ = takes  # type: ignore[attr-defined]
         return function
 
     return typed
