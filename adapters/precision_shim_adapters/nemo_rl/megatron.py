@@ -233,7 +233,11 @@ def times_loss_scale(function: Any, worker: Any) -> Any:
 
 @seam(
     feature=SCALING,
-    at=[one.method(f"_set_{kind}_grad_scale_func") for kind in ("moe", "mtp") for one in MEGATRON],
+    at=[
+        one.method(name)
+        for name in ("_set_moe_grad_scale_func", "_set_mtp_grad_scale_func")
+        for one in MEGATRON
+    ],
     why="a scale of its own, which Megatron from 0.19 takes for the loss scale",
     delete_when="it has the loss scale in it",
     optional=True,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing.watching import watch
@@ -12,8 +11,6 @@ from precision_shim.updates import meters
 from ..fp16 import ScaledTraining
 from .megatron import WORKER
 from .overflow import BASE, add_figures
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @seam(
@@ -44,26 +41,19 @@ def train_model(call: Call) -> Any:
     return model, optimizer, scheduler
 
 
-def _on_each_pass(function: _Function) -> _Function:
-    # In the order of decorators that stand above one another: the lowest is applied first.
-    for worker in (
-        f"{BASE}:CriticWorkerBase",
-        f"{BASE}:PolicyWorkerBase",
-        f"{WORKER}:MegatronPolicyWorkerBase",
-    ):
-        seam(
-            f"{worker}.forward_backward",
-            "audit",
-            group="metrics",
-            why="returns the metrics that the trainer logs, reduced over the ranks",
-            delete_when="SkyRL says which of its updates are lost to rounding",
-            relies_on=("all_reduce_metrics", "optimizer"),
-            optional=True,
-        )(function)
-    return function
-
-
-@_on_each_pass
+@seam(
+    feature="audit",
+    at=[
+        f"{WORKER}:MegatronPolicyWorkerBase.forward_backward",
+        f"{BASE}:PolicyWorkerBase.forward_backward",
+        f"{BASE}:CriticWorkerBase.forward_backward",
+    ],
+    group="metrics",
+    why="returns the metrics that the trainer logs, reduced over the ranks",
+    delete_when="SkyRL says which of its updates are lost to rounding",
+    relies_on=("all_reduce_metrics", "optimizer"),
+    optional=True,
+)
 def report_lost_updates(call: Call) -> Any:
     """Put the shares of lost updates beside the loss of a pass."""
     output = call.proceed()

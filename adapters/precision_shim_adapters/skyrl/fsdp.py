@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -33,18 +32,12 @@ AUTOCAST = ("autocast to fp16", "it follows param_dtype")
 
 _STRATEGY = "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy"
 _WORKERS = "skyrl.backends.skyrl_train.workers.worker"
-_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
-
-
-def _seam(target: str, why: str, *relies_on: str) -> Callable[[_Wrapper], _Wrapper]:
-    return seam(
-        target,
-        FEATURE,
-        group=GROUP,
-        why=why,
-        delete_when="SkyRL scales fp16 losses on FSDP",
-        relies_on=relies_on,
-    )
+_FP16: dict[str, Any] = {
+    "feature": FEATURE,
+    "group": GROUP,
+    "delete_when": "SkyRL scales fp16 losses on FSDP",
+}
+"""What all seams here say."""
 
 
 def scaled_because(subject: str) -> str:
@@ -102,13 +95,11 @@ class _Autocast:
             torch.set_autocast_dtype(self._device, torch.float16)
 
 
-@_seam(
+@seam(
     f"{_STRATEGY}._fsdp_init_model",
-    "every model passes here; the workers' autocast is hard-coded in six places",
-    "mixed_precision",
-    "param_dtype",
-    "device_mesh",
-    "fsdp_config",
+    why="every model passes here; the workers' autocast is hard-coded in six places",
+    relies_on=("mixed_precision", "param_dtype", "device_mesh", "fsdp_config"),
+    **_FP16,
 )
 def autocast_in_fp16(call: Call) -> Any:
     """Let SkyRL's autocast follow the dtype of the parameters that FSDP was given.
@@ -126,12 +117,11 @@ def autocast_in_fp16(call: Call) -> Any:
 # -- the scaler --------------------------------------------------------------------------------
 
 
-@_seam(
+@seam(
     f"{_STRATEGY}._fsdp_init_train_model",
-    "makes the optimizer of policy and critic",
-    "AdamW",
-    "device_mesh",
-    "fsdp_config",
+    why="makes the optimizer of policy and critic",
+    relies_on=("AdamW", "device_mesh", "fsdp_config"),
+    **_FP16,
 )
 def scale_train_model(call: Call) -> Any:
     """Give a strategy whose model is fp16 a scaler with its optimizer.
@@ -152,7 +142,11 @@ def scale_train_model(call: Call) -> Any:
     return model, optimizer, scheduler
 
 
-@_seam(f"{_STRATEGY}.backward", "every backward pass of the FSDP workers")
+@seam(
+    f"{_STRATEGY}.backward",
+    why="every backward pass of the FSDP workers",
+    **_FP16,
+)
 def scale_loss(call: Call, loss: Any) -> Any:
     """Scale the gradients of a backward pass; the loss that SkyRL reports stays as it is."""
     training = ScaledTraining.of(call.instance)
@@ -161,12 +155,11 @@ def scale_loss(call: Call, loss: Any) -> Any:
     return call.proceed()
 
 
-@_seam(
+@seam(
     f"{_STRATEGY}.optimizer_step",
-    "clips, looks whether the norm is finite, and steps",
-    "max_norm",
-    "isfinite",
-    "zero_grad",
+    why="clips, looks whether the norm is finite, and steps",
+    relies_on=("max_norm", "isfinite", "zero_grad"),
+    **_FP16,
 )
 def step(call: Call, optimizer: Any) -> Any:
     """Unscale before SkyRL clips, and step through the scaler.
@@ -189,11 +182,11 @@ def step(call: Call, optimizer: Any) -> Any:
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-@_seam(
+@seam(
     f"{_STRATEGY}.save_checkpoint",
-    "client_state is stored with the checkpoint, in the last of a rank's files",
-    "client_state",
-    "extra_state_dict",
+    why="client_state is stored with the checkpoint, in the last of a rank's files",
+    relies_on=("client_state", "extra_state_dict"),
+    **_FP16,
 )
 def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
     """Put the scaler's state into the ``client_state`` of a checkpoint."""
@@ -205,12 +198,11 @@ def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
     return call.proceed()
 
 
-@_seam(
+@seam(
     f"{_STRATEGY}.load_checkpoint",
-    "returns client_state as it was stored",
-    "client_state",
-    "world_size",
-    "get_rank",
+    why="returns client_state as it was stored",
+    relies_on=("client_state", "world_size", "get_rank"),
+    **_FP16,
 )
 def load(call: Call, ckpt_dir: Any, optimizer: Any, load_optimizer_states: Any) -> Any:
     """Take the scaler's state out of it again, the same on all ranks.
@@ -244,17 +236,14 @@ def _files(strategy: Any, directory: Any) -> Files:
 # -- metrics -----------------------------------------------------------------------------------
 
 
-@_seam(
-    f"{_WORKERS}:PolicyWorkerBase.forward_backward",
-    "returns the metrics that the trainer logs, reduced over the ranks",
-    "all_reduce_metrics",
-    "strategy",
-)
-@_seam(
-    f"{_WORKERS}:CriticWorkerBase.forward_backward",
-    "returns the metrics that the trainer logs, reduced over the ranks",
-    "all_reduce_metrics",
-    "strategy",
+@seam(
+    at=[
+        f"{_WORKERS}:PolicyWorkerBase.forward_backward",
+        f"{_WORKERS}:CriticWorkerBase.forward_backward",
+    ],
+    why="returns the metrics that the trainer logs, reduced over the ranks",
+    relies_on=("all_reduce_metrics", "strategy"),
+    **_FP16,
 )
 def report(call: Call) -> Any:
     """Put the scaler's figures beside the loss of a policy's or critic's pass."""

@@ -35,6 +35,7 @@ WORKER = f"{TRAIN}.workers.megatron.megatron_worker"
 OPTIMIZER = f"{TRAIN}.distributed.megatron.optimizer:init_megatron_optim_config"
 _ALIASES = (f"{WORKER}:init_megatron_optim_config",)
 _ONE_PLACE = "SkyRL decides bucket and optimizer states in one place"
+_OBEYED = "init_configs sets the provider's dtype from its bf16 argument"
 _PACKING = ("use_sample_packing", "remove_microbatch_padding")
 
 
@@ -248,7 +249,7 @@ _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", defaul
     group="megatron",
     why="knows trainer.bf16, which beside a bf16 or fp16 checkpoint is not obeyed, or only once "
     "the provider is settled",
-    delete_when="init_configs sets the provider's dtype from its bf16 argument",
+    delete_when=_OBEYED,
     relies_on=("to_megatron_provider", "transformer_config_kwargs", "finalize", "provider", "cfg"),
     optional=True,
 )
@@ -328,7 +329,7 @@ def _warn_of_attention(worker: Any) -> None:
     DISPATCH,
     group="megatron",
     why="the checkpoint's dtype is known, and the user's own settings come after",
-    delete_when="init_configs sets the provider's dtype from its bf16 argument",
+    delete_when=_OBEYED,
     optional=True,
 )
 def follow_flag(call: Call) -> Any:

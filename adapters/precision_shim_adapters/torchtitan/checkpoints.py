@@ -8,7 +8,6 @@ looked at first, by a reader that imports and calls nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -16,22 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from precision_shim.adapting import Call, NativeProbe, seam
+from precision_shim.adapting import Call, seam
 from precision_shim.checkpoints.metadata import NAME as METADATA
 from precision_shim.checkpoints.metadata import stored
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
 
-from ..fp16 import FEATURE, ScaledTraining
-from .places import (
-    DELETE,
-    POLICY,
-    PRETRAINING,
-    RL,
-    TRAINER,
-    UPSTREAM,
-    native_pretraining,
-    native_rl,
-)
+from ..fp16 import ScaledTraining
+from .places import BOTH, SCALED, of_both
 
 KEY = "precision_shim_scaler"
 """The record's key in a trainer's state."""
@@ -57,48 +47,13 @@ class _Load:
 _loading: ContextVar[_Load | None] = ContextVar("precision_shim_torchtitan_load", default=None)
 
 
-def _on_both(
-    method: str, why: str, *relies_on: str
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    places: tuple[tuple[str, str, NativeProbe, bool], ...] = (
-        (TRAINER, PRETRAINING, native_pretraining, False),
-        (POLICY, RL, native_rl, True),
-    )
-
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        for owner, group, native, optional in places:
-            seam(
-                f"{owner}.{method}",
-                FEATURE,
-                group=group,
-                why=why,
-                upstream=UPSTREAM,
-                delete_when=DELETE,
-                relies_on=relies_on,
-                native=native,
-                optional=optional,
-            )(function)
-        return function
-
-    return declare
-
-
-def _on_loading(function: Callable[..., Any]) -> Callable[..., Any]:
-    for group, native in ((PRETRAINING, native_pretraining), (RL, native_rl)):
-        seam(
-            "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_load",
-            FEATURE,
-            group=group,
-            why="the one place that knows the checkpoint that is loaded",
-            upstream=UPSTREAM,
-            delete_when=DELETE,
-            relies_on=("states",),
-            native=native,
-        )(function)
-    return function
-
-
-@_on_loading
+@seam(
+    "torchtitan.components.checkpointer.dcp:CheckpointManager.dcp_load",
+    at=BOTH,
+    why="the one place that knows the checkpoint that is loaded",
+    relies_on=("states",),
+    **SCALED,
+)
 def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
     """Load a checkpoint, and with a trainer's state the record if there is one."""
     trainer = None if from_hf else state_dict.get(STATE)
@@ -169,7 +124,11 @@ def _open_metadata(checkpoint: str) -> Any:
     return reader.fs.create_stream(reader.fs.concat_path(reader.path, METADATA), "rb")
 
 
-@_on_both("state_dict", "what goes into a checkpoint, and what is asked of one")
+@seam(
+    at=of_both("state_dict"),
+    why="what goes into a checkpoint, and what is asked of one",
+    **SCALED,
+)
 def state_dict(call: Call) -> Any:
     """Add the scaler's record; while a checkpoint is loaded, room for the record that it has."""
     found = call.proceed()
@@ -184,7 +143,7 @@ def state_dict(call: Call) -> Any:
     return {**found, KEY: torch.zeros(loading.size, dtype=torch.uint8)}
 
 
-@_on_both("load_state_dict", "what comes from a checkpoint")
+@seam(at=of_both("load_state_dict"), why="what comes from a checkpoint", **SCALED)
 def load_state_dict(call: Call, state_dict: Any) -> Any:
     """Restore the scaler from the record, beside all else."""
     training = ScaledTraining.of(call.instance)

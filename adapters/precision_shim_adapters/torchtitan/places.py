@@ -10,6 +10,8 @@ from precision_shim.adapting import Symbol, look, versioned
 from precision_shim.errors import DtypeError
 from precision_shim.precision.dtypes import parse_dtype
 
+from ..fp16 import FEATURE
+
 FRAMEWORK = "torchtitan"
 
 RL = "rl"
@@ -29,6 +31,8 @@ TRAINER = "torchtitan.trainer:Trainer"
 
 UPSTREAM = "https://github.com/pytorch/torchtitan/pull/3897"
 DELETE = "torchtitan scales the loss of float16 training and saves the scaler"
+SCALED: dict[str, Any] = {"feature": FEATURE, "upstream": UPSTREAM, "delete_when": DELETE}
+"""What the seams say that scale the loss."""
 
 OWN_NAMES = {
     torch.float16: "float16",
@@ -74,3 +78,17 @@ def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
     """The same for pre-training."""
     found = _has_scaler(f"{TRAINER}.train_step")
     return "torchtitan's Trainer has a loss scaler of its own" if found else None
+
+
+ON_RL: dict[str, Any] = {"group": RL, "native": native_rl}
+ON_PRETRAINING: dict[str, Any] = {"group": PRETRAINING, "native": native_pretraining}
+BOTH = (ON_RL, ON_PRETRAINING)
+"""What the seams say that belong to a trainer, or to both."""
+
+
+def of_both(method: str) -> list[dict[str, Any]]:
+    """A method that both trainers have."""
+    return [
+        {"target": f"{POLICY}.{method}", "optional": True, **ON_RL},
+        {"target": f"{TRAINER}.{method}", **ON_PRETRAINING},
+    ]

@@ -10,14 +10,14 @@ from precision_shim.adapting import Call, in_force, seam, versioned, warn
 
 from ..fp16 import FEATURE, ScaledTraining
 from .places import (
-    DELETE,
     FORGE,
     FRAMEWORK,
     METRICS,
+    ON_PRETRAINING,
     PRETRAINING,
+    SCALED,
     TORCHFT,
     TRAINER,
-    UPSTREAM,
     computes_in_float16,
     native_pretraining,
 )
@@ -35,11 +35,7 @@ know."""
 
 @seam(
     f"{TRAINER}.__init__",
-    FEATURE,
-    group=PRETRAINING,
     why="the loss function and the pipeline's schedule exist; the checkpoint is loaded in train()",
-    upstream=UPSTREAM,
-    delete_when=DELETE,
     relies_on=(
         *_LOOP,
         "loss_fn",
@@ -49,7 +45,8 @@ know."""
         "checkpointer",
         "device",
     ),
-    native=native_pretraining,
+    **SCALED,
+    **ON_PRETRAINING,
 )
 def build(call: Call, config: Any) -> None:
     """Build a trainer; for a model that computes in float16 make the scaler and scale its loss."""
@@ -85,22 +82,24 @@ def _has_our_loop(trainer: Any) -> bool:
 
 
 @seam(
-    "torchtitan.experiments.forge.engine:ForgeEngine.__init__",
-    FEATURE,
-    group=FORGE,
-    why="says so where float16 is asked for, instead of training unscaled",
+    feature=FEATURE,
+    at=[
+        {
+            "target": "torchtitan.experiments.forge.engine:ForgeEngine.__init__",
+            "group": FORGE,
+            "why": "says so where float16 is asked for, instead of training unscaled",
+            "refusal": "Forge's engine leaves the training loop to its user",
+        },
+        {
+            "target": "torchtitan.experiments.torchft.trainer:FaultTolerantTrainer.__init__",
+            "group": TORCHFT,
+            "why": "says so where float16 is asked for: it derives from Trainer, and never calls "
+            "its __init__",
+            "refusal": "TorchFT's trainer has its own __init__ and train_step",
+        },
+    ],
     delete_when="its loop is Trainer's",
     optional=True,
-    refusal="Forge's engine leaves the training loop to its user",
-)
-@seam(
-    "torchtitan.experiments.torchft.trainer:FaultTolerantTrainer.__init__",
-    FEATURE,
-    group=TORCHFT,
-    why="says so where float16 is asked for: it derives from Trainer, and never calls its __init__",
-    delete_when="its loop is Trainer's",
-    optional=True,
-    refusal="TorchFT's trainer has its own __init__ and train_step",
 )
 def other_loop(call: Call, config: Any) -> Any:
     """Say that a trainer that is built in its own way is not scaled; else do nothing."""
@@ -111,11 +110,7 @@ def other_loop(call: Call, config: Any) -> Any:
 
 @seam(
     f"{TRAINER}.train_step",
-    FEATURE,
-    group=PRETRAINING,
     why="forms the losses of one step, clips and steps",
-    upstream=UPSTREAM,
-    delete_when=DELETE,
     relies_on=(
         "clip_grad_norm_",
         "optimizers",
@@ -123,7 +118,8 @@ def other_loop(call: Call, config: Any) -> Any:
         "metrics_processor",
         "zero_grad",
     ),
-    native=native_pretraining,
+    **SCALED,
+    **ON_PRETRAINING,
 )
 def train_step(call: Call) -> Any:
     """Take a step through the scaler."""
@@ -137,12 +133,10 @@ def train_step(call: Call) -> Any:
 
 @seam(
     "torchtitan.components.metrics:MetricsProcessor.log",
-    FEATURE,
     group=METRICS,
     why="the figures of a step, where they are logged",
-    upstream=UPSTREAM,
-    delete_when=DELETE,
     native=native_pretraining,
+    **SCALED,
 )
 def log(call: Call, grad_norm: Any, extra_metrics: Any = None) -> Any:
     """Log the scaler's figures beside the grad norm, which is NaN for a skipped step."""

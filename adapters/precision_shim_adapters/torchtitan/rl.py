@@ -19,14 +19,13 @@ from ..fp16 import FEATURE, ScaledTraining
 from ..fp16.stepping import has_gradients
 from .endpoints import UNSCALES, remade
 from .places import (
-    DELETE,
     FRAMEWORK,
+    ON_RL,
     OWN_NAMES,
     POLICY,
     RL,
-    UPSTREAM,
+    SCALED,
     computes_in_float16,
-    native_rl,
 )
 from .scaled import leave, make, note_generator, ready, scale_innermost
 
@@ -35,14 +34,11 @@ _NORM = "trainer/grad_norm/mean"
 
 @seam(
     f"{POLICY}._build_model",
-    FEATURE,
-    group=RL,
     why="the loss function exists, and the checkpoint is loaded later, within __init__",
-    upstream=UPSTREAM,
-    delete_when=DELETE,
     relies_on=("loss_fn", "set_lm_head", "checkpointer", "optimizers", "model_parts", "device"),
-    native=native_rl,
     optional=True,
+    **SCALED,
+    **ON_RL,
 )
 def build(call: Call, config: Any) -> Any:
     """Build the model; for one that computes in float16 make the scaler and scale its loss."""
@@ -84,13 +80,10 @@ def _overridden(trainer: Any, name: str) -> list[str]:
 
 @seam(
     f"{POLICY}.__init__",
-    FEATURE,
-    group=RL,
     why="the optimizers exist, and the generator's dtype is known",
-    upstream=UPSTREAM,
-    delete_when=DELETE,
-    native=native_rl,
     optional=True,
+    **SCALED,
+    **ON_RL,
 )
 def build_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     """Build a trainer, and note what belongs to its scaled training."""
@@ -109,11 +102,7 @@ def build_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
 
 @seam(
     f"{POLICY}.optim_step",
-    FEATURE,
-    group=RL,
     why="clips, steps and reports",
-    upstream=UPSTREAM,
-    delete_when=DELETE,
     relies_on=(
         "clip_grad_norm_",
         "optimizers",
@@ -124,9 +113,10 @@ def build_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
         "concurrent_endpoint",
         _NORM,
     ),
-    native=native_rl,
     optional=True,
     replaces=True,
+    **SCALED,
+    **ON_RL,
 )
 def make_endpoint(endpoint: Any) -> Any:
     """Make an endpoint that steps through the scaler where its trainer has one.

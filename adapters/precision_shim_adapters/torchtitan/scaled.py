@@ -20,13 +20,9 @@ from ..fp16 import FEATURE, ScaledTraining
 from ..fp16.stepping import ScaledLoss
 from . import attention
 from .places import (
-    DELETE,
+    BOTH,
     FRAMEWORK,
-    PRETRAINING,
-    RL,
-    UPSTREAM,
-    native_pretraining,
-    native_rl,
+    SCALED,
     refuse_float16_states,
 )
 
@@ -100,21 +96,12 @@ def ready(training: ScaledTraining, trainer: Any) -> None:
 # -- the first look at the gradients -----------------------------------------------------------
 
 
-def _on_clipping(function: Callable[..., Any]) -> Callable[..., Any]:
-    for group, native in ((PRETRAINING, native_pretraining), (RL, native_rl)):
-        seam(
-            "torchtitan.distributed.utils:clip_grad_norm_",
-            FEATURE,
-            group=group,
-            why="the first look at the gradients: norm and clipping want them unscaled",
-            upstream=UPSTREAM,
-            delete_when=DELETE,
-            native=native,
-        )(function)
-    return function
-
-
-@_on_clipping
+@seam(
+    "torchtitan.distributed.utils:clip_grad_norm_",
+    at=BOTH,
+    why="the first look at the gradients: norm and clipping want them unscaled",
+    **SCALED,
+)
 def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     """Unscale the gradients before their norm is taken and before they are clipped."""
     training = ScaledTraining.current()
@@ -134,23 +121,16 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
 # -- the state of an optimizer that has taken no step ------------------------------------------
 
 
-def _on_optimizer_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    for group, native in ((PRETRAINING, native_pretraining), (RL, native_rl)):
-        seam(
-            INIT_OPTIM_STATE,
-            FEATURE,
-            group=group,
-            why="it counts its dummy step, and does nothing where gradients are set: a save before "
-            "the first step that is not skipped could not be resumed exactly, or not loaded",
-            delete_when="init_optim_state takes no step, and does not look at gradients",
-            relies_on=("grad", "step"),
-            aliases=("torchtitan.components.optimizer.optimizer:init_optim_state",),
-            native=native,
-        )(function)
-    return function
-
-
-@_on_optimizer_state
+@seam(
+    INIT_OPTIM_STATE,
+    FEATURE,
+    at=BOTH,
+    why="it counts its dummy step, and does nothing where gradients are set: a save before the "
+    "first step that is not skipped could not be resumed exactly, or not loaded",
+    delete_when="init_optim_state takes no step, and does not look at gradients",
+    relies_on=("grad", "step"),
+    aliases=("torchtitan.components.optimizer.optimizer:init_optim_state",),
+)
 def init_optim_state(call: Call, optim: Any) -> Any:
     """Make the states of a scaled training's optimizer as its first step would find them."""
     if ScaledTraining.of(optim) is None or optim.state:

@@ -19,7 +19,17 @@ from precision_shim.adapting import Adapter, collect
 from .. import megatron as wing
 from ..frameworks import VERL
 from ..megatron.acting import offload
-from . import audit, engines, fsdp, fsdp_checkpoints, megatron, metrics, weights
+from . import (
+    audit,
+    engines,
+    fsdp,
+    fsdp_checkpoints,
+    fsdp_loops,
+    megatron,
+    metrics,
+    overflow,
+    weights,
+)
 
 ADAPTER = Adapter.of(
     VERL,
@@ -42,6 +52,7 @@ ADAPTER = Adapter.of(
     seams=collect(
         wing.SEAMS,
         megatron,
+        overflow,
         megatron.NATIVE,
         metrics,
         offload.seams(
@@ -51,6 +62,7 @@ ADAPTER = Adapter.of(
             delete_when="verl >= 0.9 is the oldest in use",
         ),
         fsdp,
+        fsdp_loops,
         fsdp_checkpoints,
         engines,
         weights,

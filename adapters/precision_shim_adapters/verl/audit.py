@@ -5,17 +5,16 @@ And where 0.7.1's legacy workers report; the engines' metrics are in ``metrics``
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing.watching import watch
 from precision_shim.updates import meters
 
 FEATURE = "audit"
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _WHY = "model, optimizer and scaler stand together for the first time"
 _DELETE = "verl says which precision its optimizers have"
+_LEGACY: dict[str, Any] = {"delete_when": "verl 0.8 is the oldest in use", "optional": True}
 
 
 @seam(
@@ -44,22 +43,20 @@ def engine(call: Call) -> Any:
 
 
 @seam(
-    "verl.workers.critic.dp_critic:DataParallelPPOCritic.__init__",
-    FEATURE,
+    feature=FEATURE,
+    at=[
+        {
+            "target": "verl.workers.critic.dp_critic:DataParallelPPOCritic.__init__",
+            "relies_on": ("critic_optimizer", "critic_module"),
+        },
+        {
+            "target": "verl.workers.actor.dp_actor:DataParallelPPOActor.__init__",
+            "relies_on": ("actor_optimizer", "actor_module"),
+        },
+    ],
     group="legacy fsdp workers",
     why=_WHY,
-    delete_when="verl 0.8 is the oldest in use",
-    relies_on=("critic_optimizer", "critic_module"),
-    optional=True,
-)
-@seam(
-    "verl.workers.actor.dp_actor:DataParallelPPOActor.__init__",
-    FEATURE,
-    group="legacy fsdp workers",
-    why=_WHY,
-    delete_when="verl 0.8 is the oldest in use",
-    relies_on=("actor_optimizer", "actor_module"),
-    optional=True,
+    **_LEGACY,
 )
 def legacy(call: Call) -> Any:
     """Audit the optimizer of 0.7.1's actor or critic."""
@@ -78,27 +75,21 @@ def legacy(call: Call) -> Any:
     return result
 
 
-def _on_each_update(function: _Function) -> _Function:
-    # In the order of decorators that stand above one another: the lowest is applied first.
-    for update, kind in (
-        ("verl.workers.actor.dp_actor:DataParallelPPOActor.update_policy", "actor"),
-        ("verl.workers.critic.dp_critic:DataParallelPPOCritic.update_critic", "critic"),
-        ("verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy", "actor"),
-        ("verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic", "critic"),
-    ):
-        seam(
-            update,
-            FEATURE,
-            group="legacy metrics",
-            why="its dict of metrics",
-            delete_when="verl 0.8 is the oldest in use",
-            relies_on=(f"{kind}_optimizer",),
-            optional=True,
-        )(function)
-    return function
-
-
-@_on_each_update
+@seam(
+    feature=FEATURE,
+    at=[
+        {"target": target, "relies_on": (f"{subject}_optimizer",)}
+        for target, subject in (
+            ("verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic", "critic"),
+            ("verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy", "actor"),
+            ("verl.workers.critic.dp_critic:DataParallelPPOCritic.update_critic", "critic"),
+            ("verl.workers.actor.dp_actor:DataParallelPPOActor.update_policy", "actor"),
+        )
+    ],
+    group="legacy metrics",
+    why="its dict of metrics",
+    **_LEGACY,
+)
 def legacy_lost_updates(call: Call) -> Any:
     """Add the shares of lost updates to what an update of 0.7.1's workers returns."""
     found = call.proceed()

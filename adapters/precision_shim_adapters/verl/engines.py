@@ -18,44 +18,36 @@ _IMPL = "verl.workers.engine"
 
 
 @seam(
-    f"{_IMPL}.veomni.transformer_impl:VeOmniEngine.initialize",
-    FEATURE,
-    group="veomni engine",
+    feature=FEATURE,
+    at=[
+        {
+            "target": f"{_IMPL}.veomni.transformer_impl:VeOmniEngine.initialize",
+            "group": "veomni engine",
+            "refusal": "verl's veomni engine takes no float16: it trains in bfloat16 or float32 "
+            "with bfloat16, and its optimizer step knows no loss scaler",
+        },
+        {
+            "target": f"{_IMPL}.fsdp.fsdp_turbo_impl:FSDPTurboEngineWithLMHead._build_fsdp_module",
+            "group": "fsdp_turbo engine",
+            "refusal": "verl's fsdp_turbo engine shards the model by its own turbo_config, "
+            "under a bfloat16 autocast, and makes no loss scaler",
+        },
+        {
+            "target": f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.initialize",
+            "group": "torchtitan engine",
+            "refusal": "verl's torchtitan engine runs its forward under a bfloat16 autocast and "
+            "steps without a loss scaler",
+        },
+        {
+            "target": f"{_IMPL}.automodel.transformer_impl:AutomodelEngine.initialize",
+            "group": "automodel engine",
+            "refusal": "verl's automodel engine runs its forward under a bfloat16 autocast and "
+            "steps without a loss scaler",
+        },
+    ],
     why=_WHY_FP16,
     delete_when=_WHEN,
     optional=True,
-    refusal="verl's veomni engine takes no float16: it trains in bfloat16 or float32 with "
-    "bfloat16, and its optimizer step knows no loss scaler",
-)
-@seam(
-    f"{_IMPL}.fsdp.fsdp_turbo_impl:FSDPTurboEngineWithLMHead._build_fsdp_module",
-    FEATURE,
-    group="fsdp_turbo engine",
-    why=_WHY_FP16,
-    delete_when=_WHEN,
-    optional=True,
-    refusal="verl's fsdp_turbo engine shards the model by its own turbo_config, under a bfloat16 "
-    "autocast, and makes no loss scaler",
-)
-@seam(
-    f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.initialize",
-    FEATURE,
-    group="torchtitan engine",
-    why=_WHY_FP16,
-    delete_when=_WHEN,
-    optional=True,
-    refusal="verl's torchtitan engine runs its forward under a bfloat16 autocast and steps "
-    "without a loss scaler",
-)
-@seam(
-    f"{_IMPL}.automodel.transformer_impl:AutomodelEngine.initialize",
-    FEATURE,
-    group="automodel engine",
-    why=_WHY_FP16,
-    delete_when=_WHEN,
-    optional=True,
-    refusal="verl's automodel engine runs its forward under a bfloat16 autocast and steps "
-    "without a loss scaler",
 )
 def refuse_fp16(call: Call) -> Any:
     """Say so (strict: raise) where such an engine is asked for float16; else do nothing."""
@@ -75,24 +67,24 @@ def refuse_fp16(call: Call) -> Any:
 
 
 @seam(
-    f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.initialize",
-    _STATES,
-    group="torchtitan engine",
+    feature=_STATES,
+    at=[
+        {
+            "target": f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.initialize",
+            "group": "torchtitan engine",
+            "refusal": "verl's torchtitan engine builds torchtitan's own optimizer, whose "
+            "states follow its parameters",
+        },
+        {
+            "target": f"{_IMPL}.automodel.transformer_impl:AutomodelEngine.initialize",
+            "group": "automodel engine",
+            "refusal": "verl's automodel engine builds its optimizer from its own dtype strings "
+            "(optimizer_config.exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype)",
+        },
+    ],
     why=_WHY,
     delete_when=_WHEN,
     optional=True,
-    refusal="verl's torchtitan engine builds torchtitan's own optimizer, whose states follow its "
-    "parameters",
-)
-@seam(
-    f"{_IMPL}.automodel.transformer_impl:AutomodelEngine.initialize",
-    _STATES,
-    group="automodel engine",
-    why=_WHY,
-    delete_when=_WHEN,
-    optional=True,
-    refusal="verl's automodel engine builds its optimizer from its own dtype strings "
-    "(optimizer_config.exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype)",
 )
 def refuse(call: Call) -> Any:
     """Warn (strict: raise) that the shim does nothing for this engine, and run it as it is."""

@@ -1,4 +1,4 @@
-"""verl on FSDP in fp16: where its loss is scaled and its optimizer steps.
+"""verl on FSDP in fp16: where its scaler is made, and how its configs are read.
 
 verl makes a grad scaler in two places: from 0.8 in ``FSDPEngine._build_fsdp_module``, in 0.7 and
 before in the legacy actor. Those become a ``LossScaler`` with verl's own values. 0.7.1's FSDP
@@ -9,15 +9,14 @@ it is formed, unscales before verl clips, and lets verl's own look at the grad n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from precision_shim.adapting import (
     Call,
-    NativeProbe,
     Symbol,
     look,
     meant,
@@ -32,10 +31,9 @@ from precision_shim.scaling import ScalerSettings
 from ..fp16 import FEATURE, ScaledTraining
 from ..fp16.names import own_dtype
 
-_SHARDED = "verl.workers.engine.fsdp.transformer_impl:FSDPEngine"
-_ACTOR = "verl.workers.actor.dp_actor:DataParallelPPOActor"
-_CRITIC = "verl.workers.critic.dp_critic:DataParallelPPOCritic"
-_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
+SHARDED = "verl.workers.engine.fsdp.transformer_impl:FSDPEngine"
+ACTOR = "verl.workers.actor.dp_actor:DataParallelPPOActor"
+CRITIC = "verl.workers.critic.dp_critic:DataParallelPPOCritic"
 
 ENGINE, LEGACY = "fsdp engine", "legacy fsdp workers"
 """The groups of the seams on verl's two kinds of workers."""
@@ -55,14 +53,9 @@ _OWN = "verl's own scaler, counted and kept with the checkpoints"
 # -- what verl does itself ---------------------------------------------------------------------
 
 
-def native_loop(symbol: Symbol, settings: Any) -> str | None:
-    """verl >= 0.8 scales in its engine's own loop."""
-    return "verl scales the loss in its own loop" if "scaler" in symbol.names else None
-
-
 def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
     """verl >= 0.8 has engines only."""
-    critic = look(f"{_CRITIC}.update_critic")
+    critic = look(f"{CRITIC}.update_critic")
     return None if critic.found else "this version has no legacy FSDP workers"
 
 
@@ -72,52 +65,31 @@ def group_of(asked: object = None) -> str:
     Args:
         asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` where it does not say.
     """
-    legacy = look(f"{_CRITIC}.update_critic").found
+    legacy = look(f"{CRITIC}.update_critic").found
     return LEGACY if legacy and asked != "disable" else ENGINE
 
 
-def engine_seam(
-    method: str, why: str, delete_when: str, *relies_on: str, native: NativeProbe | None = None
-) -> Callable[[_Wrapper], _Wrapper]:
-    """A seam of the engine, which up to 0.7.1 has no scaler and later makes one of torch's."""
-    return seam(
-        f"{_SHARDED}.{method}",
-        FEATURE,
-        group=ENGINE,
-        why=why,
-        delete_when=delete_when,
-        relies_on=relies_on,
-        native=native,
-        optional=True,
-    )
+ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": ENGINE, "optional": True}
+"""What the seams of the engine say, which up to 0.7.1 has no scaler and later one of torch's."""
 
-
-def legacy_seam(
-    target: str, why: str, *relies_on: str, native: NativeProbe | None = None
-) -> Callable[[_Wrapper], _Wrapper]:
-    """A seam of 0.7.1's default workers."""
-    return seam(
-        target,
-        FEATURE,
-        group=LEGACY,
-        why=why,
-        delete_when="verl 0.8 is the oldest in use",
-        relies_on=relies_on,
-        native=native,
-        optional=True,
-    )
+ON_LEGACY: dict[str, Any] = {
+    "feature": FEATURE,
+    "group": LEGACY,
+    "delete_when": "verl 0.8 is the oldest in use",
+    "optional": True,
+}
+"""What those of 0.7.1's default workers say."""
 
 
 # -- the scaler --------------------------------------------------------------------------------
 
 
-@engine_seam(
-    "_build_fsdp_module",
-    "where verl >= 0.8 makes its scaler, and 0.7.1 none",
-    "verl's scaler takes settings and counts skipped steps",
-    "engine_config",
-    "mixed_precision",
-    "param_dtype",
+@seam(
+    f"{SHARDED}._build_fsdp_module",
+    why="where verl >= 0.8 makes its scaler, and 0.7.1 none",
+    delete_when="verl's scaler takes settings and counts skipped steps",
+    relies_on=("engine_config", "mixed_precision", "param_dtype"),
+    **ON_ENGINE,
 )
 def build_engine(call: Call) -> Any:
     """Put our scaler where verl made one or nobody did, as the engine wraps its module.
@@ -140,12 +112,12 @@ def build_engine(call: Call) -> Any:
     return module
 
 
-@engine_seam(
-    "_build_module",
-    "a name that verl does not know ends in an error without key and allowed names",
-    "verl's PrecisionType names the key",
-    "engine_config",
-    "model_dtype",
+@seam(
+    f"{SHARDED}._build_module",
+    why="a name that verl does not know ends in an error without key and allowed names",
+    delete_when="verl's PrecisionType names the key",
+    relies_on=("engine_config", "model_dtype"),
+    **ON_ENGINE,
 )
 def check_names(call: Call) -> Any:
     """Refuse a dtype name of the engine's config before a model is loaded.
@@ -159,13 +131,11 @@ def check_names(call: Call) -> Any:
     return call.proceed()
 
 
-@legacy_seam(
-    f"{_ACTOR}.__init__",
-    "where the legacy actor's scaler is made",
-    "scaler",
-    "ShardedGradScaler",
-    "param_dtype",
-    "fsdp_config",
+@seam(
+    f"{ACTOR}.__init__",
+    why="where the legacy actor's scaler is made",
+    relies_on=("scaler", "ShardedGradScaler", "param_dtype", "fsdp_config"),
+    **ON_LEGACY,
 )
 def build_actor(call: Call) -> Any:
     """Put our scaler into 0.7.1's actor; the reference policy, of the same class, steps nothing."""
@@ -180,14 +150,15 @@ def build_actor(call: Call) -> Any:
         # The loop can use a scaler, but verl makes one by another key.
         _make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
-    _keep_at_optimizer(actor)
+    keep_at_optimizer(actor)
     return result
 
 
-@legacy_seam(
-    f"{_CRITIC}.__init__",
-    "the legacy critic trains fp16 parameters without a scaler",
-    "critic_optimizer",
+@seam(
+    f"{CRITIC}.__init__",
+    why="the legacy critic trains fp16 parameters without a scaler",
+    relies_on=("critic_optimizer",),
+    **ON_LEGACY,
 )
 def build_critic(call: Call) -> Any:
     """Give 0.7.1's critic a scaler."""
@@ -197,7 +168,7 @@ def build_critic(call: Call) -> Any:
     if critic.critic_optimizer is not None and config is not None:
         if computed(config) is torch.float16:
             _where_none_was(critic, "its legacy critic")
-            _keep_at_optimizer(critic)
+            keep_at_optimizer(critic)
         _tell_ignored(config)
     return result
 
@@ -209,7 +180,7 @@ def _instead_of(own: Any, owner: Any) -> None:
 
 def scaled_because() -> str:
     """Why the installed version's fp16 models have our scaler; for a plan, which has no engine."""
-    made = look(f"{_SHARDED}._build_fsdp_module")
+    made = look(f"{SHARDED}._build_fsdp_module")
     return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
 
 
@@ -247,106 +218,15 @@ def training_of(owner: Any) -> ScaledTraining | None:
     return ScaledTraining.of_attribute(owner, _SCALER, "verl", _subject(owner))
 
 
-def _keep_at_optimizer(worker: Any) -> None:
+def keep_at_optimizer(worker: Any) -> None:
+    """Keep a legacy worker's scaled training where its checkpoint manager finds it."""
     training = training_of(worker)
-    if training is not None:  # the legacy workers' checkpoint manager has only the optimizer
-        training.keep(_optimizer(worker))
+    if training is not None:  # the manager has only the optimizer
+        training.keep(optimizer_of(worker))
 
 
-# -- loops that know no scaler -----------------------------------------------------------------
-
-
-@engine_seam(
-    "forward_backward_batch",
-    "0.7.1's loop knows no scaler: its loss comes from this argument",
-    "verl >= 0.8 is the oldest in use",
-    "backward",
-    native=native_loop,
-)
-def scale_engine_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
-    """Scale the loss where it is made, for each micro-batch of 0.7.1's engine."""
-    training = training_of(call.instance)
-    if training is not None and loss_function is not None and not forward_only:
-        call.arguments["loss_function"] = training.scaled(loss_function)
-    return call.proceed()
-
-
-@legacy_seam(f"{_ACTOR}.update_policy", "its dict of metrics", "scaler", "actor_optimizer")
-def update_policy(call: Call) -> Any:
-    """Add the scaler's figures to what an update of 0.7.1's actor returns."""
-    _keep_at_optimizer(call.instance)  # one that was made before a late install() too
-    found = call.proceed()
-    training = training_of(call.instance)
-    found.update(training.metrics("actor/") if training is not None else {})
-    return found
-
-
-@legacy_seam(
-    f"{_CRITIC}.update_critic",
-    "tells whose loss is being made; its dict of metrics",
-    "compute_value_loss",
-    "backward",
-    "_optimizer_step",
-)
-def update_critic(call: Call) -> Any:
-    """Note whose losses ``compute_value_loss`` makes; add the figures of 0.7.1's critic."""
-    training = training_of(call.instance)
-    if training is None or not training.drives:
-        return call.proceed()
-    with training.in_progress():
-        found = call.proceed()
-    found.update(training.metrics("critic/"))
-    return found
-
-
-@legacy_seam(
-    "verl.trainer.ppo.core_algos:compute_value_loss",
-    "the loss of the legacy critic, before its backward",
-    native=no_legacy_workers,
-)
-def scale_value_loss(call: Call) -> Any:
-    """Scale the loss that 0.7.1's critic goes back through."""
-    found = call.proceed()
-    training = ScaledTraining.current()
-    if training is not None:
-        training.attach(found[0])
-    return found
-
-
-@engine_seam(
-    "optimizer_step",
-    "a skipped step has grad norm NaN; around 0.7.1's, which unscales nothing, the rest of the "
-    "scaler's work",
-    "verl reports skipped steps",
-    "optimizer",
-    "isfinite",
-)
-@legacy_seam(
-    f"{_ACTOR}._optimizer_step",
-    "a skipped step has grad norm NaN",
-    "scaler",
-    "actor_optimizer",
-)
-@legacy_seam(
-    f"{_CRITIC}._optimizer_step",
-    "unscale before its clipping, update after its step",
-    "critic_optimizer",
-    "isfinite",
-)
-def step(call: Call) -> Any:
-    """Return NaN for a step that was skipped; do the scaler's work where verl knows none.
-
-    verl returns the norm of the gradients as they were found, which may be inf as well as NaN.
-    """
-    training = training_of(call.instance)
-    if training is None:
-        return call.proceed()
-    with training.one_step(_optimizer(call.instance)):
-        norm = call.proceed()
-    return training.norm(norm)
-
-
-def _optimizer(instance: Any) -> Any:
+def optimizer_of(instance: Any) -> Any:
+    """The optimizer of an engine, or of a legacy actor or critic."""
     names = ("optimizer", "critic_optimizer", "actor_optimizer")
     return next((getattr(instance, name) for name in names if hasattr(instance, name)), None)
 

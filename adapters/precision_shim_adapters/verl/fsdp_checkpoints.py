@@ -16,11 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from precision_shim.adapting import Call, Symbol, look, versioned, warn
+from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
 from precision_shim.scaling import FILE_NAME, Files
 
 from ..fp16 import ScaledTraining
-from .fsdp import engine_seam, legacy_seam, no_legacy_workers, training_of
+from .fsdp import ON_ENGINE, ON_LEGACY, SHARDED, no_legacy_workers, training_of
 
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 
@@ -30,10 +30,6 @@ _CONTENTS = ("optimizer", "extra")
 _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """How the names of a rank's files begin, by the parts of verl's checkpoints."""
 
-_KEPT = "the engine has the scaler, verl's manager has not"
-_KEEPS = "verl keeps the scaler in its checkpoints"
-_BOTH = "one place for actor and critic; its optimizer tells which scaler"
-
 
 def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
     """No version of verl keeps the scaler yet; one that does names it in its manager."""
@@ -41,8 +37,23 @@ def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
     return "verl keeps the scaler in its checkpoints" if "scaler" in manager.names else None
 
 
-@engine_seam("save_checkpoint", _KEPT, _KEEPS, "checkpoint_manager", native=native_checkpoint)
-@legacy_seam(f"{_MANAGER}.save_checkpoint", _BOTH, "optimizer", native=no_legacy_workers)
+_OF_ENGINE: dict[str, Any] = {
+    **ON_ENGINE,
+    "why": "the engine has the scaler, verl's manager has not",
+    "delete_when": "verl keeps the scaler in its checkpoints",
+    "relies_on": ("checkpoint_manager",),
+    "native": native_checkpoint,
+}
+_OF_MANAGER: dict[str, Any] = {
+    **ON_LEGACY,
+    "why": "one place for actor and critic; its optimizer tells which scaler",
+    "relies_on": ("optimizer",),
+    "native": no_legacy_workers,
+}
+
+
+@seam(f"{SHARDED}.save_checkpoint", **_OF_ENGINE)
+@seam(f"{_MANAGER}.save_checkpoint", **_OF_MANAGER)
 def save(call: Call, local_path: Any) -> Any:
     """Write the scaler's state beside what an engine or a legacy worker saves."""
     manager, training = _kept(call.instance)
@@ -53,8 +64,8 @@ def save(call: Call, local_path: Any) -> Any:
     return result
 
 
-@engine_seam("load_checkpoint", _KEPT, _KEEPS, "checkpoint_manager", native=native_checkpoint)
-@legacy_seam(f"{_MANAGER}.load_checkpoint", _BOTH, "optimizer", native=no_legacy_workers)
+@seam(f"{SHARDED}.load_checkpoint", **_OF_ENGINE)
+@seam(f"{_MANAGER}.load_checkpoint", **_OF_MANAGER)
 def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
     """Restore the scaler from beside what an engine or a legacy worker loads."""
     manager, training = _kept(call.instance)

@@ -1,11 +1,4 @@
-"""verl on Megatron: how its configs are read, and where its seams are.
-
-verl raises ``NotImplementedError`` for every step that Megatron did not take; its engines from a
-method of their own, 0.7.1's legacy workers inline. It breaks on a grad norm that is None: the SFT
-trainer pops the missing key, and the trainers take the mean. So a skipped step is handed to it as a
-step with grad norm NaN. Its learning rate schedulers and counters go on, as they do in verl's FSDP
-engines.
-"""
+"""verl on Megatron: how its configs are read, and where its seams are."""
 
 from __future__ import annotations
 
@@ -38,11 +31,11 @@ from ..megatron import (
     Build,
     Wishes,
     building,
-    skipping,
 )
 
 _KEY = "override_optimizer_config"
 PULL = "https://github.com/verl-project/verl/pull/6526"
+_ALIGNED = "https://github.com/verl-project/verl/pull/7485"
 CONFIG = "verl.utils.megatron.optimizer:init_megatron_optim_config"
 ENGINE = "verl.workers.engine.megatron.transformer_impl:MegatronEngine"
 LEGACY = "verl.workers.megatron_workers"
@@ -326,19 +319,18 @@ def engine_build(call: Call) -> Any:
 
 
 @seam(
-    f"{LEGACY}:ActorRolloutRefWorker._build_model_optimizer",
-    BUILDING,
+    feature=BUILDING,
+    at=[
+        {
+            "target": f"{LEGACY}:ActorRolloutRefWorker._build_model_optimizer",
+            "why": "0.7.1's default actor builds model and optimizer in this one method",
+        },
+        {
+            "target": f"{LEGACY}:CriticWorker._build_critic_model_optimizer",
+            "why": "0.7.1's default critic builds model and optimizer in this one method",
+        },
+    ],
     group="legacy workers",
-    why="0.7.1's default actor builds model and optimizer in this one method",
-    delete_when=_ONE_PLACE,
-    relies_on=("dtype", "init_megatron_optim_config"),
-    optional=True,
-)
-@seam(
-    f"{LEGACY}:CriticWorker._build_critic_model_optimizer",
-    BUILDING,
-    group="legacy workers",
-    why="0.7.1's default critic builds model and optimizer in this one method",
     delete_when=_ONE_PLACE,
     relies_on=("dtype", "init_megatron_optim_config"),
     optional=True,
@@ -376,7 +368,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     ALIGNMENT,
     group="megatron",
     why="the same for mbridge and the Megatron-Bridge provider",
-    upstream="https://github.com/verl-project/verl/pull/7485",
+    upstream=_ALIGNED,
     delete_when="make_megatron_module aligns the bucket itself",
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
@@ -404,53 +396,8 @@ NATIVE = Seam(
     wrapper=None,
     group="native",
     why="verl's own alignment, left alone; the DDP seam adds what it leaves out",
-    upstream="https://github.com/verl-project/verl/pull/7485",
+    upstream=_ALIGNED,
     native=native_bucket,
     optional=True,
 )
 """What verl does itself of the alignment."""
-
-
-# -- the step ----------------------------------------------------------------------------------
-
-
-@seam(
-    f"{ENGINE}.optimizer_step",
-    SCALING,
-    group="megatron",
-    why="the engine's step, which raises for one that Megatron skipped",
-    delete_when="verl takes a skipped step for one",
-    relies_on=("optimizer", "NotImplementedError"),
-    optional=True,
-)
-def step_engine(call: Call) -> Any:
-    """Hand the engine a skipped step as one that succeeded, with grad norm NaN."""
-    with skipping(succeeds=True):
-        return call.proceed()
-
-
-@seam(
-    "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
-    SCALING,
-    group="legacy workers",
-    why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
-    delete_when="verl 0.8 is the oldest in use",
-    relies_on=("actor_optimizer", "NotImplementedError"),
-    optional=True,
-)
-@seam(
-    "verl.workers.critic.megatron_critic:MegatronPPOCritic.update_critic",
-    SCALING,
-    group="legacy workers",
-    why="0.7.1 raises inline: only the optimizer's step inside can be answered for",
-    delete_when="verl 0.8 is the oldest in use",
-    relies_on=("critic_optimizer", "NotImplementedError"),
-    optional=True,
-)
-def update(call: Call) -> Any:
-    """Do the same for the mini-batches of 0.7.1's workers, and add their figures."""
-    with skipping(succeeds=True):
-        found = call.proceed()
-    kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
-    found.update(megatron.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
-    return found

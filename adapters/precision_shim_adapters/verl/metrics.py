@@ -15,6 +15,22 @@ from .. import megatron
 from ..fp16 import FEATURE
 from .fsdp import training_of
 
+_SCALE = "verl reports the loss scale"
+_LOST = "verl says which of its updates are lost to rounding"
+_OUTPUT: dict[str, Any] = {
+    "target": "verl.workers.engine_workers:TrainingWorker._postprocess_output",
+    "group": "metrics",
+    "why": "where verl puts the grad norm, after the metrics of all ranks are gathered",
+    "relies_on": ("grad_norm", "engine"),
+    "optional": True,
+}
+_STEP = {
+    **_OUTPUT,
+    "target": "verl.workers.engine_workers_tinker:TinkerTrainingWorker.optimizer_step",
+    "group": "tinker metrics",
+    "why": "steps outside train_batch and has a dict of metrics of its own",
+}
+
 
 def of_engine(engine: Any) -> dict[str, float]:
     """Megatron's counts or FSDP's scaler; empty for an engine that has neither."""
@@ -25,15 +41,7 @@ def of_engine(engine: Any) -> dict[str, float]:
     }
 
 
-@seam(
-    "verl.workers.engine_workers:TrainingWorker._postprocess_output",
-    FEATURE,
-    group="metrics",
-    why="where verl puts the grad norm, after the metrics of all ranks are gathered",
-    delete_when="verl reports the loss scale",
-    relies_on=("grad_norm", "engine"),
-    optional=True,
-)
+@seam(feature=FEATURE, delete_when=_SCALE, **_OUTPUT)
 def report(call: Call) -> Any:
     """Put the figures beside the grad norm, after each batch of a training worker.
 
@@ -45,15 +53,7 @@ def report(call: Call) -> Any:
     return result
 
 
-@seam(
-    "verl.workers.engine_workers:TrainingWorker._postprocess_output",
-    "audit",
-    group="metrics",
-    why="where verl puts the grad norm, after the metrics of all ranks are gathered",
-    delete_when="verl says which of its updates are lost to rounding",
-    relies_on=("grad_norm", "engine"),
-    optional=True,
-)
+@seam(feature="audit", delete_when=_LOST, **_OUTPUT)
 def report_lost_updates(call: Call) -> Any:
     """Put the shares of lost updates there, where ``PRECISION_SHIM_WATCH_UPDATES`` is set."""
     result = call.proceed()
@@ -69,15 +69,7 @@ def _add(result: Any, figures: dict[str, float]) -> None:
         tu.assign_non_tensor(result, metrics={**found, **figures})
 
 
-@seam(
-    "verl.workers.engine_workers_tinker:TinkerTrainingWorker.optimizer_step",
-    FEATURE,
-    group="tinker metrics",
-    why="steps outside train_batch and has a dict of metrics of its own",
-    delete_when="verl reports the loss scale",
-    relies_on=("grad_norm", "engine"),
-    optional=True,
-)
+@seam(feature=FEATURE, delete_when=_SCALE, **_STEP)
 def report_step(call: Call) -> Any:
     """Put the figures into what a Tinker client's step returns."""
     found = call.proceed()
@@ -86,15 +78,7 @@ def report_step(call: Call) -> Any:
     return found
 
 
-@seam(
-    "verl.workers.engine_workers_tinker:TinkerTrainingWorker.optimizer_step",
-    "audit",
-    group="tinker metrics",
-    why="steps outside train_batch and has a dict of metrics of its own",
-    delete_when="verl says which of its updates are lost to rounding",
-    relies_on=("grad_norm", "engine"),
-    optional=True,
-)
+@seam(feature="audit", delete_when=_LOST, **_STEP)
 def report_lost_updates_of_step(call: Call) -> Any:
     """Put the shares of lost updates into what a Tinker client's step returns."""
     found = call.proceed()

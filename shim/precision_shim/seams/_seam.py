@@ -233,6 +233,7 @@ class _Declaration(_Fields):
 
     target: str = ""
     feature: str | tuple[str, ...] = ()
+    why: str = field(default="", kw_only=True)
     at: Iterable[str | Mapping[str, Any]] = field(default=(), kw_only=True)
 
 
@@ -247,7 +248,8 @@ def _takes(
     kind: Callable[Takes, Any],
 ) -> Callable[[Callable[..., _Decorator]], Callable[Takes, _Decorator]]:
     def typed(function: Callable[..., _Decorator]) -> Callable[Takes, _Decorator]:
-        function.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
+        takes = inspect.signature(kind).replace(return_annotation=_Decorator)
+        function.__signature__ = takes  # type: ignore[attr-defined]
         return function
 
     return typed
@@ -290,12 +292,10 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
     def declare(function: Function) -> Function:
         records: list[Seam] = []
         for given in ({**shared, **own} for own in places):
-            _check_names(function, given)
+            _check(function, given)
             features = given.pop("feature")
             features = (features,) if isinstance(features, str) else features
             records += [Seam(feature=one, wrapper=function, **given) for one in features]
-        if not records:
-            raise SeamError(f"{name_of(function)}: seam(...) needs a feature.")
         marks: list[Seam] = vars(function).setdefault(_MARK, [])
         marks[:0] = records  # Python applies decorators from the lowest up
         return function
@@ -303,12 +303,18 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
     return declare
 
 
-def _check_names(function: Callable[..., Any], given: Iterable[str]) -> None:
+def _check(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     unknown = [key for key in given if key not in _TAKES or key == "at"]
     if unknown:
         raise SeamError(
             f"{name_of(function)}: seam(...) has no {', '.join(map(repr, unknown))}; allowed: "
             f"{', '.join(_TAKES)}."
+        )
+    missing = [key for key in ("feature", "why") if not given.get(key)]
+    if missing:
+        raise SeamError(
+            f"{name_of(function)}: seam(...) needs {' and '.join(missing)}, given once or for each "
+            "place in at=[...]."
         )
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -42,21 +42,6 @@ from .build import current_build, megatron_label
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
-_Wrapper = TypeVar("_Wrapper", bound=Callable[..., Any])
-
-
-def _seam(
-    target: str, why: str, delete_when: str, *relies_on: str
-) -> Callable[[_Wrapper], _Wrapper]:
-    return seam(
-        target,
-        SCALING,
-        group=GROUP,
-        why=why,
-        delete_when=delete_when,
-        relies_on=relies_on,
-        optional=True,
-    )
 
 
 # -- the scalers of an optimizer ---------------------------------------------------------------
@@ -150,17 +135,14 @@ def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
     _accounts.setdefault(optimizer, Account()).succeeds = succeeds
 
 
-@_seam(
-    f"{_OPTIMIZER}:ChainedOptimizer.step",
-    "every framework's step ends here, with the scaler at hand",
-    "frameworks take (False, None, None) for a skipped step",
-    "prepare_grads",
-)
-@_seam(
-    f"{_OPTIMIZER}:MixedPrecisionOptimizer.step",
-    "every framework's step ends here, with the scaler at hand",
-    "frameworks take (False, None, None) for a skipped step",
-    "prepare_grads",
+@seam(
+    feature=SCALING,
+    at=[f"{_OPTIMIZER}:ChainedOptimizer.step", f"{_OPTIMIZER}:MixedPrecisionOptimizer.step"],
+    group=GROUP,
+    why="every framework's step ends here, with the scaler at hand",
+    delete_when="frameworks take (False, None, None) for a skipped step",
+    relies_on=("prepare_grads",),
+    optional=True,
 )
 def answer_a_skip(call: Call) -> Any:
     """Count a step, and return for a skipped one what the framework can handle.
@@ -241,12 +223,14 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
 # -- one scale for all chained optimizers ------------------------------------------------------
 
 
-@_seam(
+@seam(
     f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
-    "all scalers of a step have been asked here, and no optimizer has stepped",
-    "Megatron's chained optimizers share one scaler",
-    "chained_optimizers",
-    "get_loss_scale",
+    SCALING,
+    group=GROUP,
+    why="all scalers of a step have been asked here, and no optimizer has stepped",
+    delete_when="Megatron's chained optimizers share one scaler",
+    relies_on=("chained_optimizers", "get_loss_scale"),
+    optional=True,
 )
 def keep_one_scale(call: Call) -> Any:
     """Let all chained optimizers see an overflow that one of them found.
@@ -284,13 +268,14 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
 # -- the scaler's factors ------------------------------------------------------------------------
 
 
-@_seam(
+@seam(
     _SCALER,
-    "growth and backoff factor are constants in Megatron's call; no config reaches them",
-    "OptimizerConfig has fields for both factors",
-    "_growth_tracker",
-    "_hysteresis_tracker",
-    "_scale",
+    SCALING,
+    group=GROUP,
+    why="growth and backoff factor are constants in Megatron's call; no config reaches them",
+    delete_when="OptimizerConfig has fields for both factors",
+    relies_on=("_growth_tracker", "_hysteresis_tracker", "_scale"),
+    optional=True,
 )
 def take_settings(
     call: Call,

@@ -9,7 +9,7 @@ Delete when: Megatron says which precision its optimizers really have.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing.record import Finding
@@ -29,27 +29,19 @@ _FLAGS = {"bf16", "fp16", "params_dtype"}
 _OF_FLAGS = {"params-dtype", "scaler-missing", "master-missing"}
 """Problems that follow from flags that do not fit the model."""
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-def _on_each_optimizer(function: _Function) -> _Function:
-    for target in (
-        f"{_OPTIMIZER}:FP32Optimizer.__init__",
-        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.__init__",
+@seam(
+    feature=FEATURE,
+    at=[
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
-    ):
-        seam(
-            target,
-            FEATURE,
-            group=GROUP,
-            why="every optimizer of Megatron's is made by one of three classes",
-            delete_when="Megatron says which precision its optimizers have",
-            optional=True,
-        )(function)
-    return function
-
-
-@_on_each_optimizer
+        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.__init__",
+        f"{_OPTIMIZER}:FP32Optimizer.__init__",
+    ],
+    group=GROUP,
+    why="every optimizer of Megatron's is made by one of three classes",
+    delete_when="Megatron says which precision its optimizers have",
+    optional=True,
+)
 def look_at(call: Call) -> Any:
     """Audit an optimizer that is made, and again after its first step."""
     result = call.proceed()

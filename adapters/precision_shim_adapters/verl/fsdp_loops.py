@@ -1,0 +1,121 @@
+"""verl on FSDP in fp16: the loops, of which those up to 0.7.1 know no scaler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precision_shim.adapting import Call, Symbol, seam
+
+from ..fp16 import ScaledTraining
+from .fsdp import (
+    ACTOR,
+    CRITIC,
+    ON_ENGINE,
+    ON_LEGACY,
+    SHARDED,
+    keep_at_optimizer,
+    no_legacy_workers,
+    optimizer_of,
+    training_of,
+)
+
+
+def native_loop(symbol: Symbol, settings: Any) -> str | None:
+    """verl >= 0.8 scales in its engine's own loop."""
+    return "verl scales the loss in its own loop" if "scaler" in symbol.names else None
+
+
+@seam(
+    f"{SHARDED}.forward_backward_batch",
+    why="0.7.1's loop knows no scaler: its loss comes from this argument",
+    delete_when="verl >= 0.8 is the oldest in use",
+    relies_on=("backward",),
+    native=native_loop,
+    **ON_ENGINE,
+)
+def scale_engine_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
+    """Scale the loss where it is made, for each micro-batch of 0.7.1's engine."""
+    training = training_of(call.instance)
+    if training is not None and loss_function is not None and not forward_only:
+        call.arguments["loss_function"] = training.scaled(loss_function)
+    return call.proceed()
+
+
+@seam(
+    f"{ACTOR}.update_policy",
+    why="its dict of metrics",
+    relies_on=("scaler", "actor_optimizer"),
+    **ON_LEGACY,
+)
+def update_policy(call: Call) -> Any:
+    """Add the scaler's figures to what an update of 0.7.1's actor returns."""
+    keep_at_optimizer(call.instance)  # one that was made before a late install() too
+    found = call.proceed()
+    training = training_of(call.instance)
+    found.update(training.metrics("actor/") if training is not None else {})
+    return found
+
+
+@seam(
+    f"{CRITIC}.update_critic",
+    why="tells whose loss is being made; its dict of metrics",
+    relies_on=("compute_value_loss", "backward", "_optimizer_step"),
+    **ON_LEGACY,
+)
+def update_critic(call: Call) -> Any:
+    """Note whose losses ``compute_value_loss`` makes; add the figures of 0.7.1's critic."""
+    training = training_of(call.instance)
+    if training is None or not training.drives:
+        return call.proceed()
+    with training.in_progress():
+        found = call.proceed()
+    found.update(training.metrics("critic/"))
+    return found
+
+
+@seam(
+    "verl.trainer.ppo.core_algos:compute_value_loss",
+    why="the loss of the legacy critic, before its backward",
+    native=no_legacy_workers,
+    **ON_LEGACY,
+)
+def scale_value_loss(call: Call) -> Any:
+    """Scale the loss that 0.7.1's critic goes back through."""
+    found = call.proceed()
+    training = ScaledTraining.current()
+    if training is not None:
+        training.attach(found[0])
+    return found
+
+
+@seam(
+    f"{SHARDED}.optimizer_step",
+    why="a skipped step has grad norm NaN; around 0.7.1's, which unscales nothing, the rest of the "
+    "scaler's work",
+    delete_when="verl reports skipped steps",
+    relies_on=("optimizer", "isfinite"),
+    **ON_ENGINE,
+)
+@seam(
+    f"{ACTOR}._optimizer_step",
+    why="a skipped step has grad norm NaN",
+    relies_on=("scaler", "actor_optimizer"),
+    **ON_LEGACY,
+)
+@seam(
+    f"{CRITIC}._optimizer_step",
+    why="unscale before its clipping, update after its step",
+    relies_on=("critic_optimizer", "isfinite"),
+    **ON_LEGACY,
+)
+def step(call: Call) -> Any:
+    """Return NaN for a step that was skipped; do the scaler's work where verl knows none.
+
+    verl returns the norm of the gradients as they were found, which may be inf as well as NaN.
+    """
+    training = training_of(call.instance)
+    if training is None:
+        return call.proceed()
+    with training.one_step(optimizer_of(call.instance)):
+        norm = call.proceed()
+    return training.norm(norm)
