@@ -40,7 +40,7 @@ LIKE_PARAMETERS = ("adamw", "adam", "_adamw", "_adam")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShardedModel:
     """One model of a job on FSDP or DTensor.
 
     Attributes:
@@ -91,7 +91,7 @@ class Asked:
         """See ``Plannable``."""
         return plan_model(self)
 
-    def on(self, world: int) -> Asked:
+    def on(self, world: int) -> ShardedModel:
         """See ``Plannable``."""
         return replace(self, world=world)
 
@@ -129,7 +129,7 @@ def scaling(
     return Decided(FEATURE, chosen(settings_for(configured, framework_default, settings)), because)
 
 
-def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
+def plan_model(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
     """Plan a model; ``None`` where what is illegal leaves nothing to count.
 
     Raises:
@@ -171,7 +171,7 @@ def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
     )
 
 
-def problems(asked: Asked) -> list[Problem]:
+def problems(asked: ShardedModel) -> list[Problem]:
     """What cannot be built, or is not planned."""
     found = []
 
@@ -210,19 +210,19 @@ def problems(asked: Asked) -> list[Problem]:
     return found
 
 
-def layout(asked: Asked) -> dict[str, Any]:
+def layout(asked: ShardedModel) -> dict[str, Any]:
     """How the model is spread, by the usual letters."""
     shards = _shards(asked)
     replicas = asked.world // (shards * asked.tensor)
     return {"fsdp": shards, "replicas": replicas, "tp": asked.tensor}
 
 
-def _shards(asked: Asked) -> int:
+def _shards(asked: ShardedModel) -> int:
     most = max(asked.world // max(asked.tensor * asked.replicas, 1), 1)
     return asked.shards if 0 < asked.shards < most else most
 
 
-def _share(asked: Asked) -> Share:
+def _share(asked: ShardedModel) -> Share:
     sizes = Sizes(asked.world, tensor=asked.tensor)
     split = bool(asked.model.config)
     numel = sum(
@@ -243,7 +243,7 @@ def _share(asked: Asked) -> Share:
     )
 
 
-def _precision(asked: Asked) -> Precision:
+def _precision(asked: ShardedModel) -> Precision:
     if not asked.optimizer:
         return Precision(asked.dtype, buckets=False)
     return Precision(asked.dtype, asked.dtype, "", asked.dtype, asked.dtype, buckets=False)
@@ -268,7 +268,7 @@ def _on_host(whole: Part) -> Part:
     )
 
 
-def _traffic(asked: Asked) -> dict[str, int]:
+def _traffic(asked: ShardedModel) -> dict[str, int]:
     share = _share(asked)
     numel = share.trainable + share.frozen
     around = numel * (share.group - 1) // share.group

@@ -22,9 +22,8 @@ from precision_shim.planning.shapes import is_router
 from precision_shim.planning.values import no_adapters, number_of, unreadable
 from precision_shim.precision.dtypes import name_of
 
-from ..fp16.plan import Asked as Sharded
-from ..fp16.plan import scales, scaling
-from ..megatron.planning.plan import Asked
+from ..fp16.plan import ShardedModel, scales, scaling
+from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
 from . import dtensor, legality, megatron
@@ -53,7 +52,7 @@ def plan(job: Job) -> Request:
         version_of(FRAMEWORK, ("nemo_rl",)),
         world,
         models,
-        megatron=any(isinstance(one, Asked) for one in models),
+        megatron=any(isinstance(one, MegatronModel) for one in models),
     )
 
 
@@ -237,7 +236,7 @@ def _on_megatron(
         {**section, "megatron_cfg": complete}, subject, megatron_fsdp=fsdp, trains=trains
     )
     frozen = is_router if cfg.get("freeze_moe_router") else (lambda name: False)
-    return Asked(
+    return MegatronModel(
         wishes,
         job.model(section["model_name"], section.get("hf_config_overrides")),
         read_sizes(
@@ -290,7 +289,7 @@ def _on_dtensor(
     precision = legality.DTYPES[section.get("precision", "bfloat16")]
     trains = not subject.startswith("teacher")
     name = str((section.get("optimizer") or {}).get("name") or "torch.optim.AdamW")
-    return Sharded(
+    return ShardedModel(
         subject,
         job.model(section["model_name"], section.get("hf_config_overrides")),
         world,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,9 +23,8 @@ from precision_shim.planning.values import no_adapters, unreadable
 from precision_shim.precision.dtypes import name_of
 
 from ..fp16 import FEATURE
-from ..fp16.plan import Asked as Sharded
-from ..fp16.plan import scales, scaling
-from ..megatron.planning.plan import Asked
+from ..fp16.plan import ShardedModel, scales, scaling
+from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import UNEVEN, read_sizes
 from . import fsdp, megatron
 from .config import note_command_line
@@ -48,7 +46,7 @@ def plan(job: Job) -> Request:
         version_of("skyrl", ("skyrl",)),
         world,
         models,
-        megatron=any(isinstance(one, Asked) for one in models),
+        megatron=any(isinstance(one, MegatronModel) for one in models),
         notes=tuple(
             f"SkyRL itself does not know these, which {job.target} may: {', '.join(passed_over)}"
             for _ in passed_over[:1]
@@ -156,24 +154,23 @@ def _gpus(trainer: Any, role: str, world: int) -> int:
     return int(nodes) * int(getattr(place, f"{role}_num_gpus_per_node", 1))
 
 
-def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> Asked:
+def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> MegatronModel:
     section = getattr(trainer, role)
     config = section.megatron_config
     kwargs = dict(config.transformer_config_kwargs or {})
     heads = getattr(config, "mtp_num_layers", None)
     if heads is None:
         heads = model.number("num_nextn_predict_layers")
-    worker = SimpleNamespace(
-        cfg=trainer, provider=SimpleNamespace(mtp_num_layers=heads), adapter_store=None
-    )
+    # A reference has no optimizer: its bucket is the policy's.
+    ddp_config = trainer.policy.megatron_config.ddp_config
     wishes = replace(
-        megatron.of_worker(worker, trainer.policy.megatron_config.ddp_config),
+        megatron.of_config(trainer, "policy", ddp_config, heads=heads),
         subject=role,
         trains=role == "policy",
     )
     where = f"trainer.{role}.megatron_config"
     dtype = torch.float16 if kwargs.get("fp16") else wishes.declared or torch.bfloat16
-    return Asked(
+    return MegatronModel(
         wishes,
         model,
         read_sizes(
@@ -231,7 +228,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
     compute = name_of(mixed["param_dtype"])
     low = (role == "ref" and trainer.bf16) or (role == "policy" and not trains)
-    return Sharded(
+    return ShardedModel(
         role,
         model,
         world,

@@ -21,7 +21,7 @@ from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..fp16.plan import Asked, scales, scaling
+from ..fp16.plan import ShardedModel, scales, scaling
 from . import names
 from .places import PRETRAINING, RL
 from .scaled import BECAUSE
@@ -75,7 +75,7 @@ def plan(job: Job) -> Request:
     found += _heads(subject, prefix, parallel, config, model)
     found += _experts(subject, prefix, parallel, model)
     compute = _name(training.mixed_precision_param)
-    asked = Asked(
+    asked = ShardedModel(
         subject,
         model,
         world,

@@ -9,9 +9,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,10 +29,9 @@ from precision_shim.planning.values import (
 )
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..fp16.plan import Asked as Sharded
-from ..fp16.plan import scales, scaling
+from ..fp16.plan import ShardedModel, scales, scaling
 from ..megatron import PRECISION_AWARE, Wishes
-from ..megatron.planning.plan import Asked
+from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
 from . import fsdp, megatron, sections
@@ -65,7 +63,7 @@ def plan(job: Job) -> Request:
         version_of("verl", ("verl",)),
         world,
         models,
-        megatron=any(isinstance(one, Asked) for one in models),
+        megatron=any(isinstance(one, MegatronModel) for one in models),
     )
 
 
@@ -300,21 +298,19 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
     keys = section.engine_key, section.optim_key
     illegal = [*section.illegal, *sections.of_megatron(engine, optim or {}, keys, subject)]
     try:
-        wishes = megatron.of_engine(
-            SimpleNamespace(
-                engine_config=engine,
-                optimizer_config=optim or {},
-                is_value_model=value,
-                param_dtype=parse_dtype(str(engine.get("dtype") or "bfloat16")),
-            )
+        wishes = megatron.of_configs(
+            engine,
+            optim or {},
+            subject=subject,
+            declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
+            trains=trains,
         )
     except DtypeError as error:  # of a field that verl's own config refuses as well
         known = any(one.code == "dtype" for one in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
-    wishes = replace(wishes, subject=subject, trains=trains)
     bucket_key = f"{section.engine_key}.override_ddp_config"
-    return Asked(
+    return MegatronModel(
         wishes,
         model,
         read_sizes(
@@ -392,7 +388,7 @@ def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
     context_key = f"{section.engine_key}.ulysses_sequence_parallel_size"
-    return Sharded(
+    return ShardedModel(
         section.at.subject,
         model,
         section.at.world,
