@@ -6,11 +6,10 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from precision_shim.adapting import Settings
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import SIZES, Precision, Share, part
@@ -100,33 +99,29 @@ class ShardedModel:
         return ()
 
 
-def scales(job: Job, compute: str, group: str) -> bool:
-    """Whether the shim scales the loss of a trained model.
+def scaling(
+    job: Job,
+    compute: str,
+    group: str,
+    because: str,
+    *,
+    configured: Callable[[], Mapping[str, Any]] = dict,
+    framework_default: ScalerSettings | None = None,
+) -> tuple[Decided, ...]:
+    """What the shim would decide of a trained model's loss; nothing where it does not scale it.
 
     Args:
         job: whose model.
         compute: dtype of the parameters while a layer computes, canonical.
         group: of the seams that would do it.
-    """
-    return compute == "fp16" and job.in_force(FEATURE, group)
-
-
-def scaling(
-    settings: Settings,
-    because: str,
-    *,
-    configured: Mapping[str, Any] | None = None,
-    framework_default: ScalerSettings | None = None,
-) -> Decided:
-    """What the shim would decide of a loss that it scales.
-
-    Args:
-        settings: the shim's, of the job.
         because: as the worker says it.
-        configured: see ``settings_for``.
+        configured: reads the framework's block, see ``settings_for``.
         framework_default: see ``settings_for``.
     """
-    return Decided(FEATURE, chosen(settings_for(configured, framework_default, settings)), because)
+    if compute != "fp16" or not job.in_force(FEATURE, group):
+        return ()
+    made = settings_for(configured(), framework_default, job.settings)
+    return (Decided(FEATURE, chosen(made), because),)
 
 
 def plan_model(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from precision_shim.planning.shapes import is_router
 from precision_shim.planning.values import no_adapters, number_of, unreadable
 from precision_shim.precision.dtypes import name_of
 
-from ..fp16.plan import ShardedModel, scales, scaling
+from ..fp16.plan import ShardedModel, scaling
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
@@ -268,16 +269,6 @@ def _parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
     )
 
 
-def _scaling(
-    job: Job, section: Mapping[str, Any], subject: str, compute: str
-) -> tuple[Decided, ...]:
-    second = bool((section.get("dtensor_cfg") or {}).get("_v2"))
-    if not scales(job, compute, dtensor.group_of(subject, second=second)):
-        return ()
-    block = dtensor.configured(section, subject)
-    return (scaling(job.settings, dtensor.scaled_because(subject), configured=block),)
-
-
 def _on_dtensor(
     job: Job, section: Mapping[str, Any], key: str, subject: str, world: int
 ) -> Plannable:
@@ -288,6 +279,15 @@ def _on_dtensor(
         return Illegal(subject, illegal)
     precision = legality.DTYPES[section.get("precision", "bfloat16")]
     trains = not subject.startswith("teacher")
+    scaled: tuple[Decided, ...] = ()
+    if trains:
+        scaled = scaling(
+            job,
+            name_of(precision),
+            dtensor.group_of(subject, second=bool(cfg.get("_v2"))),
+            dtensor.scaled_because(subject),
+            configured=partial(dtensor.configured, section, subject),
+        )
     name = str((section.get("optimizer") or {}).get("name") or "torch.optim.AdamW")
     return ShardedModel(
         subject,
@@ -299,7 +299,7 @@ def _on_dtensor(
         replicas=number_of(cfg, f"{key}.dtensor_cfg.dp_replicate_size", _where()),
         compute=name_of(precision),
         optimizer=name if trains else "",
-        decisions=_scaling(job, section, subject, name_of(precision)) if trains else (),
+        decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value"
         or bool((section.get("reward_model_cfg") or {}).get("enabled")),

@@ -23,7 +23,7 @@ from precision_shim.planning.values import no_adapters, unreadable
 from precision_shim.precision.dtypes import name_of
 
 from ..fp16 import FEATURE
-from ..fp16.plan import ShardedModel, scales, scaling
+from ..fp16.plan import ShardedModel, scaling
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import UNEVEN, read_sizes
 from . import fsdp, megatron
@@ -211,13 +211,6 @@ def _parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
     return {f"trainer.placement.{key}": WEIGHTS + STATES} if key and not alone else {}
 
 
-def _scaling(job: Job, role: str, compute: str) -> tuple[Decided, ...]:
-    if not scales(job, compute, fsdp.GROUP):
-        return ()
-    found = scaling(job.settings, fsdp.scaled_because(role))
-    return (found, Decided(FEATURE, *fsdp.AUTOCAST))
-
-
 def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
     section = getattr(trainer, role)
     config = section.fsdp_config
@@ -227,6 +220,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         return Illegal(role, (Problem.of(error, role, error.key),), _place(trainer, role))
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
     compute = name_of(mixed["param_dtype"])
+    scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()
     low = (role == "ref" and trainer.bf16) or (role == "policy" and not trains)
     return ShardedModel(
         role,
@@ -238,7 +232,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         compute=compute,
         reduce=name_of(mixed["reduce_dtype"]),
         optimizer="AdamW" if trains else "",
-        decisions=_scaling(job, role, compute) if trains else (),
+        decisions=(*scaled, Decided(FEATURE, *fsdp.AUTOCAST)) if scaled else (),
         offload=bool(config.cpu_offload),
         value_head=role == "critic",
         keys={

@@ -21,7 +21,7 @@ from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..fp16.plan import ShardedModel, scales, scaling
+from ..fp16.plan import ShardedModel, scaling
 from . import names
 from .places import PRETRAINING, RL
 from .scaled import BECAUSE
@@ -85,7 +85,7 @@ def plan(job: Job) -> Request:
         compute=compute,
         reduce=_name(training.mixed_precision_reduce),
         optimizer=_optimizer(trainer.optimizer),
-        decisions=(scaling(job.settings, BECAUSE),) if scales(job, compute, group) else (),
+        decisions=scaling(job, compute, group, BECAUSE),
         offload=bool(training.enable_cpu_offload),
         gathers=1 if parallel.fsdp_reshard_after_forward == "never" else 2,
         keys={name: prefix + key for name, key in _KEYS.items()},

@@ -18,7 +18,7 @@ import torch
 from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
+from precision_shim.planning.record import STATES, WEIGHTS, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.values import (
@@ -29,7 +29,7 @@ from precision_shim.planning.values import (
 )
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..fp16.plan import ShardedModel, scales, scaling
+from ..fp16.plan import ShardedModel, scaling
 from ..megatron import PRECISION_AWARE, Wishes
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
@@ -362,13 +362,6 @@ def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _scaling(job: Job, compute: str, group: str) -> tuple[Decided, ...]:
-    if not scales(job, compute, group):
-        return ()
-    because = fsdp.scaled_because()
-    return (scaling(job.settings, because, framework_default=fsdp.VERLS_SCALER),)
-
-
 def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannable:
     engine, optim = section.engine, section.optim
     subject, trains = section.at.subject, optim is not None
@@ -387,6 +380,8 @@ def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     # verl itself has a model that only computes in the host's memory, whatever its offload says.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
+    because, group = fsdp.scaled_because(), section.at.group
+    scaled = scaling(job, name_of(compute), group, because, framework_default=fsdp.VERLS_SCALER)
     context_key = f"{section.engine_key}.ulysses_sequence_parallel_size"
     return ShardedModel(
         section.at.subject,
@@ -399,7 +394,7 @@ def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
         compute=name_of(compute),
         reduce=name_of(mixed.get("reduce_dtype", torch.float32)),
         optimizer=str((optim or {}).get("optimizer") or "AdamW") if trains else "",
-        decisions=_scaling(job, name_of(compute), section.at.group) if trains else (),
+        decisions=scaled if trains else (),
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
         value_head=value,
         keys={
