@@ -37,7 +37,7 @@ VERL: "dict[str, Any]" = {
         "verl.workers.config.optimizer:build_optimizer",
     ),
     "probes": (*PROBES, "precision_shim_adapters.verl.probes"),
-    "plan": "precision_shim_adapters.verl.plan:plan",
+    "plan": "precision_shim_adapters.verl.plan:plan_job",
 }
 
 SKYRL: "dict[str, Any]" = {
@@ -50,7 +50,7 @@ SKYRL: "dict[str, Any]" = {
         "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
     ),
     "probes": (*PROBES, "precision_shim_adapters.skyrl.probes"),
-    "plan": "precision_shim_adapters.skyrl.plan:plan",
+    "plan": "precision_shim_adapters.skyrl.plan:plan_job",
 }
 
 NEMO_RL: "dict[str, Any]" = {
@@ -64,7 +64,7 @@ NEMO_RL: "dict[str, Any]" = {
         "nemo_rl.models.automodel.setup:setup_model_and_optimizer",
     ),
     "probes": (*PROBES, "precision_shim_adapters.nemo_rl.probes"),
-    "plan": "precision_shim_adapters.nemo_rl.plan:plan",
+    "plan": "precision_shim_adapters.nemo_rl.plan:plan_job",
 }
 
 TORCHTITAN: "dict[str, Any]" = {
@@ -77,7 +77,7 @@ TORCHTITAN: "dict[str, Any]" = {
         "precision_shim_adapters.fp16.probes",
         "precision_shim_adapters.torchtitan.probes",
     ),
-    "plan": "precision_shim_adapters.torchtitan.plan:plan",
+    "plan": "precision_shim_adapters.torchtitan.plan:plan_job",
 }
 
 FRAMEWORKS = {

@@ -12,8 +12,7 @@ from precision_shim.planning import shapes
 from precision_shim.planning.record import ModelPlan
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.process.settings import resolve
-from precision_shim_adapters.fp16.plan import ShardedModel
-from precision_shim_adapters.fp16.plan import plan_model as plan_sharded
+from precision_shim_adapters.fp16.plan import ShardedModel, plan_sharded
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
 from precision_shim_adapters.megatron.deciding.wishes import Wishes
 from precision_shim_adapters.megatron.planning.layout import count, problems

@@ -88,7 +88,7 @@ class ShardedModel:
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``."""
-        return plan_model(self)
+        return plan_sharded(self)
 
     def on(self, world: int) -> ShardedModel:
         """See ``Plannable``."""
@@ -124,7 +124,7 @@ def scaling(
     return (Decided(FEATURE, chosen(made), because),)
 
 
-def plan_model(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
+def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
     """Plan a model; ``None`` where what is illegal leaves nothing to count.
 
     Raises:

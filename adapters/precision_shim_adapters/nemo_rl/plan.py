@@ -20,7 +20,7 @@ from precision_shim.planning.command import Job
 from precision_shim.planning.record import STATES, WEIGHTS, Decided
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import is_router
-from precision_shim.planning.values import no_adapters, number_of, unreadable
+from precision_shim.planning.values import no_adapters, number_of, said
 from precision_shim.precision.dtypes import name_of
 
 from ..fp16.plan import ShardedModel, scaling
@@ -34,7 +34,7 @@ _ROLES = {"policy": "policy", "value": "value", "teacher": "teacher"}
 _DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
 
 
-def plan(job: Job) -> Request:
+def plan_job(job: Job) -> Request:
     """Read a launch line of NeMo-RL's.
 
     Raises:
@@ -89,8 +89,9 @@ def load(job: Job) -> dict[str, Any]:
             made = loader.parse_hydra_overrides(made, overrides)
         found = plain(made)
     except Exception as error:  # files, YAML, hydra and omegaconf each have their own
-        where = f"{_where()}, {path}"
-        raise unreadable(where, error, "Correct the override or the file.") from error
+        raise PlanError(
+            f"{_where()}, {path}: {said(error)}. Correct the override or the file."
+        ) from error
     if not isinstance(found, dict):
         raise PlanError(f"{_where()}, {path}: expected a mapping of keys. Correct the file.")
     return {str(key): value for key, value in found.items()}

@@ -19,7 +19,7 @@ from precision_shim.planning.command import Job, imported
 from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model, is_router
-from precision_shim.planning.values import no_adapters, unreadable
+from precision_shim.planning.values import no_adapters, said
 from precision_shim.precision.dtypes import name_of
 
 from ..fp16 import FEATURE
@@ -30,7 +30,7 @@ from . import fsdp, megatron
 from .config import note_command_line
 
 
-def plan(job: Job) -> Request:
+def plan_job(job: Job) -> Request:
     """Read a launch line of SkyRL's.
 
     Raises:
@@ -81,8 +81,9 @@ def load(job: Job) -> tuple[Any, list[str]]:
             text = " ".join(str(error).split())
             unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
             if not unknown:
-                where = f"{_where()}, {job.target}"
-                raise unreadable(where, error, "Correct the command line.") from error
+                raise PlanError(
+                    f"{_where()}, {job.target}: {said(error)}. Correct the command line."
+                ) from error
         words = [word for word in words if word not in unknown]
         passed_over += [word.partition("=")[0] for word in unknown]
 

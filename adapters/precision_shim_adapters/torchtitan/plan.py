@@ -45,7 +45,7 @@ _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """What tyro draws around a message."""
 
 
-def plan(job: Job) -> Request:
+def plan_job(job: Job) -> Request:
     """Read a launch line of torchtitan's.
 
     Raises:

@@ -365,7 +365,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     actor = _read(worker.config, "actor")
     config = (worker.config if actor is None else actor).megatron
 
-    def read() -> Wishes:
+    def of_worker() -> Wishes:
         return read_wishes(
             optim_config,
             override_ddp_config,
@@ -374,7 +374,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
             distributed=bool(_read(config, "use_distributed_optimizer", True)),
         )
 
-    with building("verl", read):
+    with building("verl", of_worker):
         return call.proceed()
 
 

@@ -25,7 +25,7 @@ from precision_shim.planning.values import (
     mapping,
     no_adapters,
     number_of,
-    unreadable,
+    said,
 )
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
@@ -40,7 +40,7 @@ _ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
 
 
-def plan(job: Job) -> Request:
+def plan_job(job: Job) -> Request:
     """Read a launch line of verl's.
 
     Raises:
@@ -103,8 +103,9 @@ def compose(job: Job) -> dict[str, Any]:
         with initialize_config_dir(str(directory.resolve()), version_base=None):
             found: dict[str, Any] = plain(compose(name, overrides))
     except Exception as error:  # hydra and omegaconf have many of their own
-        file = f"{_where()}, {directory / name}.yaml"
-        raise unreadable(file, error, "Correct the override or the file.") from error
+        raise PlanError(
+            f"{_where()}, {directory / name}.yaml: {said(error)}. Correct the override or the file."
+        ) from error
     return found
 
 

@@ -1,6 +1,6 @@
 """What is asked of a job's model on Megatron, and what is decided of it by the rules of run time.
 
-``wishes.plan`` decides what the optimizer's config becomes, ``deciding.bucket`` what the gradient
+``plan_wishes`` decides what the optimizer's config becomes, ``deciding.bucket`` what the gradient
 bucket does, ``reader.wanted`` which dtypes Megatron then keeps: the functions that decide and audit
 in a worker.
 """
@@ -30,7 +30,14 @@ from precision_shim_adapters.megatron.deciding.legality import (
     release,
 )
 
-from ..deciding.wishes import PRECISION_AWARE, InForce, Planned, Wishes, plan, what_is_in_force
+from ..deciding.wishes import (
+    PRECISION_AWARE,
+    InForce,
+    Planned,
+    Wishes,
+    plan_wishes,
+    what_is_in_force,
+)
 from ..reading import reader
 from .sizes import Sizes
 
@@ -131,7 +138,7 @@ def side(asked: Asked, now: InForce) -> Side:
     """
     model = TrainableDtypes({asked.dtype: max(asked.model.parameters, 1)})
     wishes = asked.wishes
-    planned = plan(wishes, model, now, distributed=wishes.distributed)
+    planned = plan_wishes(wishes, model, now, distributed=wishes.distributed)
     written = wishes.bucket_in_fp32 is not None
     present = bool(wishes.bucket_in_fp32) if written else asked.bucket_in_fp32
     choice = BucketChoice(present, False, "as it stands")
