@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim.precision.model import TrainableDtypes
+from precision_shim_adapters.megatron import Build
 from precision_shim_adapters.megatron.deciding.bucket import choose_bucket
 from precision_shim_adapters.megatron.deciding.legality import FusedAdamSupport
 from precision_shim_adapters.megatron.deciding.wishes import InForce, Wishes, plan_wishes
@@ -119,3 +120,16 @@ def test_an_opt_in_is_the_same_wish_as_the_fields_themselves(asks, model, now):
     assert by_fields == brought
     assert by_fields.plan.main_grads is written.plan.main_grads
     assert {**by_fields.added, **by_fields.asked} == {**written.added, **written.asked}
+
+
+def test_a_build_reads_once_and_plans_anew_only_for_another_dtype():
+    reads = []
+    build = Build("verl", lambda: reads.append(1) or Wishes())
+    bf16, more, fp16 = ({BF16: 8}, {BF16: 99}, {FP16: 8})
+    first = build.plan(TrainableDtypes(bf16))
+    assert build.plan(TrainableDtypes(more)) is first
+    other = build.plan(TrainableDtypes(fp16))
+    assert (first.dtype, other.dtype) == (BF16, FP16)
+    build.distributed = False
+    assert build.plan(TrainableDtypes(fp16)) is not other
+    assert len(reads) == 1
