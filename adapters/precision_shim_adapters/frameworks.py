@@ -70,7 +70,7 @@ VERL = Framework(
         "verl.workers.config.optimizer:build_optimizer",
     ),
     probes=(*PROBES, "precision_shim_adapters.verl.probes"),
-    plan="precision_shim_adapters.verl.plan:plan",
+    plan="precision_shim_adapters.verl.plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"global_step_(\d+)",
         models=("actor", "critic"),
@@ -94,7 +94,7 @@ SKYRL = Framework(
         "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy._fsdp_init_train_model",
     ),
     probes=(*PROBES, "precision_shim_adapters.skyrl.probes"),
-    plan="precision_shim_adapters.skyrl.plan:plan",
+    plan="precision_shim_adapters.skyrl.plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"global_step_(\d+)",
         models=("policy", "critic"),
@@ -117,7 +117,7 @@ NEMO_RL = Framework(
         "nemo_rl.models.automodel.setup:setup_model_and_optimizer",
     ),
     probes=(*PROBES, "precision_shim_adapters.nemo_rl.probes"),
-    plan="precision_shim_adapters.nemo_rl.plan:plan",
+    plan="precision_shim_adapters.nemo_rl.plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"step_(\d+)",
         models=("policy", "value"),
@@ -140,7 +140,7 @@ TORCHTITAN = Framework(
         "precision_shim_adapters.fp16.probes",
         "precision_shim_adapters.torchtitan.probes",
     ),
-    plan="precision_shim_adapters.torchtitan.plan:plan",
+    plan="precision_shim_adapters.torchtitan.plan:plan_job",
     checkpoints=Checkpoints(
         steps=r"step-(\d+)",
         resuming={"dcp": "precision_shim_adapters.torchtitan.resuming:dcp"},

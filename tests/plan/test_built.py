@@ -12,12 +12,11 @@ from precision_shim.planning import shapes
 from precision_shim.planning.record import ModelPlan
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.process.settings import resolve
-from precision_shim_adapters.fp16.plan import Asked as Sharded
-from precision_shim_adapters.fp16.plan import plan_model as plan_sharded
+from precision_shim_adapters.fp16.plan import ShardedModel, plan_sharded
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
 from precision_shim_adapters.megatron.deciding.wishes import Wishes
 from precision_shim_adapters.megatron.planning.layout import count, problems
-from precision_shim_adapters.megatron.planning.plan import Asked
+from precision_shim_adapters.megatron.planning.plan import MegatronModel
 from precision_shim_adapters.megatron.planning.sizes import Sizes
 
 from ..audit import builds
@@ -63,7 +62,7 @@ def tiny(experts: bool) -> Model:
 
 
 def planned(build: builds.Build, experts: bool, world: int) -> ModelPlan:
-    asked = Asked(
+    asked = MegatronModel(
         Wishes(asked=build.config, distributed=build.distributed),
         tiny(experts),
         Sizes(world, expert=world if experts else 1),
@@ -121,7 +120,7 @@ def test_on_fsdp2_with_two_ranks_too(run_ranks: Ranks) -> None:
         Weight("1.bias", (3,)),
     )
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-        made, found = plan_sharded(Sharded("model", Model(weights), 2, name))
+        made, found = plan_sharded(ShardedModel("model", Model(weights), 2, name))
         assert found == []
         assert made is not None
         (part,) = made.after[0].parts

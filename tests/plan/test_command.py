@@ -20,11 +20,11 @@ from precision_shim.planning.request import Request, Rules, make
 from precision_shim.planning.search import search
 from precision_shim.planning.text import GB, render, spans
 from precision_shim.process.settings import resolve
-from precision_shim_adapters.fp16.plan import Asked as Sharded
+from precision_shim_adapters.fp16.plan import ShardedModel
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
 from precision_shim_adapters.megatron.deciding.wishes import Wishes
 from precision_shim_adapters.megatron.planning import plan as megatron_plan
-from precision_shim_adapters.megatron.planning.plan import CONFIG, DDP, Asked
+from precision_shim_adapters.megatron.planning.plan import CONFIG, DDP, MegatronModel
 from precision_shim_adapters.megatron.planning.sizes import Sizes
 
 from .models import QWEN3_30B_A3B, mixture, plan_model
@@ -47,9 +47,9 @@ def job(words: list[str], **options: Any) -> Job:
     return replace(found, framework="verl")
 
 
-def asked(world: int = 64, **wishes: Any) -> Asked:
+def asked(world: int = 64, **wishes: Any) -> MegatronModel:
     sizes = Sizes(world, tensor=2, pipeline=2, expert=8, sequence_parallel=True)
-    return Asked(
+    return MegatronModel(
         Wishes(subject="actor", **wishes),
         mixture(QWEN3_30B_A3B),
         sizes,
@@ -363,33 +363,36 @@ def test_heads_on_dtensor() -> None:
     config = {"num_attention_heads": 8, "num_key_value_heads": 2}
     model = shapes.Model((shapes.Weight("a.weight", (8, 8)),), config)
     (found,) = make(
-        job(LINE), request(Sharded("policy", model, 8, "fp32", tensor=4)), RULES
+        job(LINE), request(ShardedModel("policy", model, 8, "fp32", tensor=4)), RULES
     ).problems
     assert (found.code, "num_key_value_heads of 2" in found.message) == ("heads", True)
 
 
 @pytest.mark.parametrize("group", ["world", "tensor", "context", "replicas"])
 def test_a_group_of_no_gpu_on_dtensor_is_named(group: str) -> None:
-    asked = replace(Sharded("policy", shapes.of_size("8B"), 8, "fp32"), **{group: 0})
+    asked = replace(ShardedModel("policy", shapes.of_size("8B"), 8, "fp32"), **{group: 0})
     made = make(job(LINE), request(replace(asked, keys={group: "cfg.it"})), RULES)
     assert [(one.code, one.key) for one in made.problems] == [("size", "cfg.it")]
 
 
 def test_fsdp_is_planned_too() -> None:
     model = shapes.of_size("8B")
-    made = plan(Sharded("policy", model, 64, "fp32"))
+    made = plan(ShardedModel("policy", model, 64, "fp32"))
     (stage,) = made.models[0].after
     assert stage.totals["bytes"] == 8 * 10**9 * 16 // 64
-    on_host = plan(Sharded("policy", model, 64, "fp32", offload=True))
+    on_host = plan(ShardedModel("policy", model, 64, "fp32", offload=True))
     assert on_host.models[0].after[0].totals["gpu"] == 0
-    found = plan(Sharded("policy", model, 64, "fp32", shards=7))
+    found = plan(ShardedModel("policy", model, 64, "fp32", shards=7))
     assert {one.code for one in found.problems} == {"world-size"}
     assert found.models == ()
 
 
 def test_an_optimizer_whose_states_are_not_known_is_refused() -> None:
     model = shapes.of_size("8B")
-    for one in (Sharded("policy", model, 64, "fp32", optimizer="Muon"), asked(optimizer="muon")):
+    for one in (
+        ShardedModel("policy", model, 64, "fp32", optimizer="Muon"),
+        asked(optimizer="muon"),
+    ):
         with pytest.raises(PlanError, match=r"[Mm]uon.*upper bound"):
             plan(one)
 

@@ -21,6 +21,7 @@ from precision_shim.process.settings import resolve
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
 from precision_shim_adapters.megatron.deciding.wishes import Wishes
 from precision_shim_adapters.megatron.planning.cheaper import changed
+from precision_shim_adapters.megatron.planning.decided import support_of
 from precision_shim_adapters.megatron.planning.layout import (
     count,
     layers_of_stages,
@@ -28,7 +29,7 @@ from precision_shim_adapters.megatron.planning.layout import (
 )
 from precision_shim_adapters.megatron.planning.layout import rank_numel as count_of
 from precision_shim_adapters.megatron.planning.layout import unknown as layout_unknown
-from precision_shim_adapters.megatron.planning.plan import Asked, support_of
+from precision_shim_adapters.megatron.planning.plan import MegatronModel
 from precision_shim_adapters.megatron.planning.sizes import Sizes
 
 from .models import DEEPSEEK_V3, QWEN3_30B_A3B, mixture, plan_model
@@ -43,17 +44,17 @@ PROFILE = hypothesis.settings(
 )
 
 
-def planned(asked: Asked) -> ModelPlan:
+def planned(asked: MegatronModel) -> ModelPlan:
     made, found = plan_model(asked, SETTINGS, NEWEST)
     assert made is not None
     assert found == []
     return made
 
 
-def qwen3(**wishes: Any) -> Asked:
+def qwen3(**wishes: Any) -> MegatronModel:
     """Qwen3-30B-A3B on 64 GPUs, in tensor 2, pipeline 2 and expert 8."""
     sizes = Sizes(64, tensor=2, pipeline=2, expert=8, sequence_parallel=True)
-    return Asked(Wishes(**wishes), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16)
+    return MegatronModel(Wishes(**wishes), mixture(QWEN3_30B_A3B), sizes, torch.bfloat16)
 
 
 def test_the_figures_of_qwen3_30b_a3b() -> None:
@@ -379,7 +380,7 @@ def test_a_trillion_parameters_on_1024_gpus_are_planned_without_listing_experts(
     work, peaks = [], []
     for experts, expert in ((384, 64), (8, 8)):
         model = mixture({**config, "num_experts": experts})
-        asked = Asked(Wishes(), model, replace(sizes, expert=expert), torch.bfloat16)
+        asked = MegatronModel(Wishes(), model, replace(sizes, expert=expert), torch.bfloat16)
         looked = [0]
 
         def counting(weight: Any, where: Any, inner: Any = count_of, at: Any = looked) -> int:

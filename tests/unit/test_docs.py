@@ -129,7 +129,7 @@ def test_the_start_page_of_verl_quotes_the_decision_that_its_job_gets() -> None:
     torch = pytest.importorskip("torch")
     from precision_shim.precision.model import TrainableDtypes
     from precision_shim_adapters.megatron.deciding.table import FusedAdamSupport
-    from precision_shim_adapters.megatron.deciding.wishes import InForce, Wishes, plan
+    from precision_shim_adapters.megatron.deciding.wishes import InForce, Wishes, plan_wishes
 
     page = text_of("docs/start/verl.md")
     fields = re.findall(r"\+\S*override_optimizer_config\.(\w+)=(\S+)", page)
@@ -137,5 +137,5 @@ def test_the_start_page_of_verl_quotes_the_decision_that_its_job_gets() -> None:
     # verl 0.9 has fields for the states, so that `auto` leaves them to the config.
     wishes = Wishes(asked={k: values.get(v, v) for k, v in fields}, auto="as-configured")
     model = TrainableDtypes({torch.bfloat16: 8})
-    made = plan(wishes, model, InForce(support=FusedAdamSupport((2, 14), True, ""))).plan
+    made = plan_wishes(wishes, model, InForce(support=FusedAdamSupport((2, 14), True, ""))).plan
     assert f"bf16-dispatch: {made.chosen} ({made.because}) " in " ".join(page.split())

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim.precision.model import TrainableDtypes
+from precision_shim_adapters.megatron import Build
 from precision_shim_adapters.megatron.deciding.bucket import choose_bucket
 from precision_shim_adapters.megatron.deciding.legality import FusedAdamSupport
-from precision_shim_adapters.megatron.deciding.wishes import InForce, Wishes, plan
+from precision_shim_adapters.megatron.deciding.wishes import InForce, Wishes, plan_wishes
 
 from ..wishes import AWARE, BF16, FP16, FP32, Case, each_case, expected, outcome
 
@@ -60,7 +61,7 @@ def test_the_table(case: Case) -> None:
         support=HAS_IT,
     )
     asks = Wishes(asked=case.asked, bucket_in_fp32=case.bucket)
-    planned = plan(asks, TrainableDtypes({case.dtype: 8}), now)
+    planned = plan_wishes(asks, TrainableDtypes({case.dtype: 8}), now)
     assert outcome(case, asks, planned) == expected(case)
 
 
@@ -78,7 +79,7 @@ def bucket(asks, model, now, planned, present):
 @given(wishes, models, in_force, st.booleans())
 def test_main_grads_of_the_shims_have_the_buckets_dtype(asks, model, now, present):
     """Where the bucket is what the plan took it for: aligned, or as the user wrote it."""
-    planned = plan(asks, model, now)
+    planned = plan_wishes(asks, model, now)
     added = planned.plan.adds.get("main_grads_dtype")
     if added is None or "main_grads_dtype" in asks.asked:
         return
@@ -93,7 +94,7 @@ def test_main_grads_of_the_shims_have_the_buckets_dtype(asks, model, now, presen
 
 @given(wishes, models, in_force)
 def test_what_the_user_wrote_is_in_the_config(asks, model, now):
-    planned = plan(asks, model, now)
+    planned = plan_wishes(asks, model, now)
     both = asks.asked.get("fp16") and asks.asked.get("bf16")
     for key, value in asks.asked.items():
         assert key not in planned.added
@@ -102,7 +103,7 @@ def test_what_the_user_wrote_is_in_the_config(asks, model, now):
 
 @given(wishes, models, in_force)
 def test_states_follow_only_where_that_is_in_force(asks, model, now):
-    planned = plan(asks, model, replace(now, dispatches=False))
+    planned = plan_wishes(asks, model, replace(now, dispatches=False))
     assert not {AWARE, "exp_avg_dtype", "main_grads_dtype"} & set(planned.plan.adds)
 
 
@@ -113,9 +114,22 @@ def test_an_opt_in_is_the_same_wish_as_the_fields_themselves(asks, model, now):
     asked = {key: value for key, value in asks.asked.items() if key not in fields}
     model = TrainableDtypes({torch.bfloat16: 8})
     now = replace(now, dispatches=True)
-    by_fields = plan(replace(asks, asked=asked, opt_in=fields), model, now)
-    brought = plan(replace(asks, asked=asked, opt_in=fields, reads_opt_in=False), model, now)
-    written = plan(replace(asks, asked={**fields, **asked}), model, now)
+    by_fields = plan_wishes(replace(asks, asked=asked, opt_in=fields), model, now)
+    brought = plan_wishes(replace(asks, asked=asked, opt_in=fields, reads_opt_in=False), model, now)
+    written = plan_wishes(replace(asks, asked={**fields, **asked}), model, now)
     assert by_fields == brought
     assert by_fields.plan.main_grads is written.plan.main_grads
     assert {**by_fields.added, **by_fields.asked} == {**written.added, **written.asked}
+
+
+def test_a_build_reads_once_and_plans_anew_only_for_another_dtype():
+    reads = []
+    build = Build("verl", lambda: reads.append(1) or Wishes())
+    bf16, more, fp16 = ({BF16: 8}, {BF16: 99}, {FP16: 8})
+    first = build.plan(TrainableDtypes(bf16))
+    assert build.plan(TrainableDtypes(more)) is first
+    other = build.plan(TrainableDtypes(fp16))
+    assert (first.dtype, other.dtype) == (BF16, FP16)
+    build.distributed = False
+    assert build.plan(TrainableDtypes(fp16)) is not other
+    assert len(reads) == 1

@@ -61,8 +61,8 @@ def test_wishes_are_read_once_and_planned_once(
         monkeypatch.setattr(module, name, call)
 
     counted(megatron, "of_engine")
-    counted(builds, "plan")
+    counted(builds, "plan_wishes")
     optim = optim_config(override_optimizer_config={"adam_beta2": 0.95})
     made = engine(checkpoint, dtype, optim=optim)
     made.initialize()
-    assert Counter(calls) == {"of_engine": 1, "plan": 1}
+    assert Counter(calls) == {"of_engine": 1, "plan_wishes": 1}

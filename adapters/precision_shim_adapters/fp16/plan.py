@@ -6,11 +6,10 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from precision_shim.adapting import Settings
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.counting import SIZES, Precision, Share, part
@@ -40,7 +39,7 @@ LIKE_PARAMETERS = ("adamw", "adam", "_adamw", "_adam")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShardedModel:
     """One model of a job on FSDP or DTensor.
 
     Attributes:
@@ -89,9 +88,9 @@ class Asked:
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
         """See ``Plannable``."""
-        return plan_model(self)
+        return plan_sharded(self)
 
-    def on(self, world: int) -> Asked:
+    def on(self, world: int) -> ShardedModel:
         """See ``Plannable``."""
         return replace(self, world=world)
 
@@ -100,36 +99,32 @@ class Asked:
         return ()
 
 
-def scales(job: Job, compute: str, group: str) -> bool:
-    """Whether the shim scales the loss of a trained model.
+def scaling(
+    job: Job,
+    compute: str,
+    group: str,
+    because: str,
+    *,
+    configured: Callable[[], Mapping[str, Any]] = dict,
+    framework_default: ScalerSettings | None = None,
+) -> tuple[Decided, ...]:
+    """What the shim would decide of a trained model's loss; nothing where it does not scale it.
 
     Args:
         job: whose model.
         compute: dtype of the parameters while a layer computes, canonical.
         group: of the seams that would do it.
-    """
-    return compute == "fp16" and job.in_force(FEATURE, group)
-
-
-def scaling(
-    settings: Settings,
-    because: str,
-    *,
-    configured: Mapping[str, Any] | None = None,
-    framework_default: ScalerSettings | None = None,
-) -> Decided:
-    """What the shim would decide of a loss that it scales.
-
-    Args:
-        settings: the shim's, of the job.
         because: as the worker says it.
-        configured: see ``settings_for``.
+        configured: reads the framework's block, see ``settings_for``.
         framework_default: see ``settings_for``.
     """
-    return Decided(FEATURE, chosen(settings_for(configured, framework_default, settings)), because)
+    if compute != "fp16" or not job.in_force(FEATURE, group):
+        return ()
+    made = settings_for(configured(), framework_default, job.settings)
+    return (Decided(FEATURE, chosen(made), because),)
 
 
-def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
+def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
     """Plan a model; ``None`` where what is illegal leaves nothing to count.
 
     Raises:
@@ -171,7 +166,7 @@ def plan_model(asked: Asked) -> tuple[ModelPlan | None, list[Problem]]:
     )
 
 
-def problems(asked: Asked) -> list[Problem]:
+def problems(asked: ShardedModel) -> list[Problem]:
     """What cannot be built, or is not planned."""
     found = []
 
@@ -210,19 +205,19 @@ def problems(asked: Asked) -> list[Problem]:
     return found
 
 
-def layout(asked: Asked) -> dict[str, Any]:
+def layout(asked: ShardedModel) -> dict[str, Any]:
     """How the model is spread, by the usual letters."""
     shards = _shards(asked)
     replicas = asked.world // (shards * asked.tensor)
     return {"fsdp": shards, "replicas": replicas, "tp": asked.tensor}
 
 
-def _shards(asked: Asked) -> int:
+def _shards(asked: ShardedModel) -> int:
     most = max(asked.world // max(asked.tensor * asked.replicas, 1), 1)
     return asked.shards if 0 < asked.shards < most else most
 
 
-def _share(asked: Asked) -> Share:
+def _share(asked: ShardedModel) -> Share:
     sizes = Sizes(asked.world, tensor=asked.tensor)
     split = bool(asked.model.config)
     numel = sum(
@@ -243,7 +238,7 @@ def _share(asked: Asked) -> Share:
     )
 
 
-def _precision(asked: Asked) -> Precision:
+def _precision(asked: ShardedModel) -> Precision:
     if not asked.optimizer:
         return Precision(asked.dtype, buckets=False)
     return Precision(asked.dtype, asked.dtype, "", asked.dtype, asked.dtype, buckets=False)
@@ -268,7 +263,7 @@ def _on_host(whole: Part) -> Part:
     )
 
 
-def _traffic(asked: Asked) -> dict[str, int]:
+def _traffic(asked: ShardedModel) -> dict[str, int]:
     share = _share(asked)
     numel = share.trainable + share.frozen
     around = numel * (share.group - 1) // share.group

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,11 @@ from precision_shim.planning.command import Job
 from precision_shim.planning.record import STATES, WEIGHTS, Decided
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import is_router
-from precision_shim.planning.values import no_adapters, number_of, unreadable
+from precision_shim.planning.values import no_adapters, number_of, said
 from precision_shim.precision.dtypes import name_of
 
-from ..fp16.plan import Asked as Sharded
-from ..fp16.plan import scales, scaling
-from ..megatron.planning.plan import Asked
+from ..fp16.plan import ShardedModel, scaling
+from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
 from . import dtensor, legality, megatron
@@ -34,7 +34,7 @@ _ROLES = {"policy": "policy", "value": "value", "teacher": "teacher"}
 _DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
 
 
-def plan(job: Job) -> Request:
+def plan_job(job: Job) -> Request:
     """Read a launch line of NeMo-RL's.
 
     Raises:
@@ -53,7 +53,7 @@ def plan(job: Job) -> Request:
         version_of(FRAMEWORK, ("nemo_rl",)),
         world,
         models,
-        megatron=any(isinstance(one, Asked) for one in models),
+        megatron=any(isinstance(one, MegatronModel) for one in models),
     )
 
 
@@ -89,8 +89,9 @@ def load(job: Job) -> dict[str, Any]:
             made = loader.parse_hydra_overrides(made, overrides)
         found = plain(made)
     except Exception as error:  # files, YAML, hydra and omegaconf each have their own
-        where = f"{_where()}, {path}"
-        raise unreadable(where, error, "Correct the override or the file.") from error
+        raise PlanError(
+            f"{_where()}, {path}: {said(error)}. Correct the override or the file."
+        ) from error
     if not isinstance(found, dict):
         raise PlanError(f"{_where()}, {path}: expected a mapping of keys. Correct the file.")
     return {str(key): value for key, value in found.items()}
@@ -237,7 +238,7 @@ def _on_megatron(
         {**section, "megatron_cfg": complete}, subject, megatron_fsdp=fsdp, trains=trains
     )
     frozen = is_router if cfg.get("freeze_moe_router") else (lambda name: False)
-    return Asked(
+    return MegatronModel(
         wishes,
         job.model(section["model_name"], section.get("hf_config_overrides")),
         read_sizes(
@@ -269,16 +270,6 @@ def _parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
     )
 
 
-def _scaling(
-    job: Job, section: Mapping[str, Any], subject: str, compute: str
-) -> tuple[Decided, ...]:
-    second = bool((section.get("dtensor_cfg") or {}).get("_v2"))
-    if not scales(job, compute, dtensor.group_of(subject, second=second)):
-        return ()
-    block = dtensor.configured(section, subject)
-    return (scaling(job.settings, dtensor.scaled_because(subject), configured=block),)
-
-
 def _on_dtensor(
     job: Job, section: Mapping[str, Any], key: str, subject: str, world: int
 ) -> Plannable:
@@ -289,8 +280,17 @@ def _on_dtensor(
         return Illegal(subject, illegal)
     precision = legality.DTYPES[section.get("precision", "bfloat16")]
     trains = not subject.startswith("teacher")
+    scaled: tuple[Decided, ...] = ()
+    if trains:
+        scaled = scaling(
+            job,
+            name_of(precision),
+            dtensor.group_of(subject, second=bool(cfg.get("_v2"))),
+            dtensor.scaled_because(subject),
+            configured=partial(dtensor.configured, section, subject),
+        )
     name = str((section.get("optimizer") or {}).get("name") or "torch.optim.AdamW")
-    return Sharded(
+    return ShardedModel(
         subject,
         job.model(section["model_name"], section.get("hf_config_overrides")),
         world,
@@ -300,7 +300,7 @@ def _on_dtensor(
         replicas=number_of(cfg, f"{key}.dtensor_cfg.dp_replicate_size", _where()),
         compute=name_of(precision),
         optimizer=name if trains else "",
-        decisions=_scaling(job, section, subject, name_of(precision)) if trains else (),
+        decisions=scaled,
         offload=bool(cfg.get("cpu_offload")),
         value_head=subject == "value"
         or bool((section.get("reward_model_cfg") or {}).get("enabled")),

@@ -86,8 +86,28 @@ def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
 
 def of_worker(worker: Any, ddp_config: Any) -> Wishes:
     """What the config of a worker asks for, once it has its provider."""
-    role = _role(worker)
-    config = getattr(worker.cfg, role)
+    return of_config(
+        worker.cfg,
+        _role(worker),
+        ddp_config,
+        heads=getattr(worker.provider, "mtp_num_layers", None),
+        adapters=getattr(worker, "adapter_store", None) is not None,
+    )
+
+
+def of_config(
+    trainer: Any, role: str, ddp_config: Any, *, heads: int | None, adapters: bool = False
+) -> Wishes:
+    """What a trainer's config asks for one of its models.
+
+    Args:
+        trainer: the config.
+        role: which model.
+        ddp_config: of the model's DDP.
+        heads: how many heads for multi-token prediction it has.
+        adapters: whether its worker keeps a store of LoRA adapters.
+    """
+    config = getattr(trainer, role)
     optim_config = getattr(config, "optimizer_config", None)
     kwargs = config.megatron_config.optimizer_config_kwargs
     by_mapping = isinstance(ddp_config, Mapping)
@@ -96,15 +116,15 @@ def of_worker(worker: Any, ddp_config: Any) -> Wishes:
         bucket = bool(ddp_config[BUCKET] if by_mapping else getattr(ddp_config, BUCKET))
     asked = _asked(optim_config, kwargs, written_kwargs(config.megatron_config))
     blockers = []
-    if getattr(worker, "adapter_store", None) is not None:
+    if adapters:
         blockers.append("SkyRL's store of LoRA adapters copies the optimizer's own fp32 masters")
-    if getattr(worker.provider, "mtp_num_layers", None) and look(_MTP).found:
+    if heads and look(_MTP).found:
         blockers.append("SkyRL clips a head for multi-token prediction by those masters")
     return Wishes(
         where=f"{versioned('skyrl')}, {KWARGS}",
         subject=role,
         asked=asked,
-        declared=torch.bfloat16 if worker.cfg.bf16 else torch.float32,
+        declared=torch.bfloat16 if trainer.bf16 else torch.float32,
         # A precision-aware optimizer that the user asked for is built all the same.
         blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),

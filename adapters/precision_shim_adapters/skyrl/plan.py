@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,19 +19,18 @@ from precision_shim.planning.command import Job, imported
 from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model, is_router
-from precision_shim.planning.values import no_adapters, unreadable
+from precision_shim.planning.values import no_adapters, said
 from precision_shim.precision.dtypes import name_of
 
 from ..fp16 import FEATURE
-from ..fp16.plan import Asked as Sharded
-from ..fp16.plan import scales, scaling
-from ..megatron.planning.plan import Asked
+from ..fp16.plan import ShardedModel, scaling
+from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import UNEVEN, read_sizes
 from . import fsdp, megatron
 from .config import note_command_line
 
 
-def plan(job: Job) -> Request:
+def plan_job(job: Job) -> Request:
     """Read a launch line of SkyRL's.
 
     Raises:
@@ -48,7 +46,7 @@ def plan(job: Job) -> Request:
         version_of("skyrl", ("skyrl",)),
         world,
         models,
-        megatron=any(isinstance(one, Asked) for one in models),
+        megatron=any(isinstance(one, MegatronModel) for one in models),
         notes=tuple(
             f"SkyRL itself does not know these, which {job.target} may: {', '.join(passed_over)}"
             for _ in passed_over[:1]
@@ -83,8 +81,9 @@ def load(job: Job) -> tuple[Any, list[str]]:
             text = " ".join(str(error).split())
             unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
             if not unknown:
-                where = f"{_where()}, {job.target}"
-                raise unreadable(where, error, "Correct the command line.") from error
+                raise PlanError(
+                    f"{_where()}, {job.target}: {said(error)}. Correct the command line."
+                ) from error
         words = [word for word in words if word not in unknown]
         passed_over += [word.partition("=")[0] for word in unknown]
 
@@ -156,24 +155,23 @@ def _gpus(trainer: Any, role: str, world: int) -> int:
     return int(nodes) * int(getattr(place, f"{role}_num_gpus_per_node", 1))
 
 
-def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> Asked:
+def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> MegatronModel:
     section = getattr(trainer, role)
     config = section.megatron_config
     kwargs = dict(config.transformer_config_kwargs or {})
     heads = getattr(config, "mtp_num_layers", None)
     if heads is None:
         heads = model.number("num_nextn_predict_layers")
-    worker = SimpleNamespace(
-        cfg=trainer, provider=SimpleNamespace(mtp_num_layers=heads), adapter_store=None
-    )
+    # A reference has no optimizer: its bucket is the policy's.
+    ddp_config = trainer.policy.megatron_config.ddp_config
     wishes = replace(
-        megatron.of_worker(worker, trainer.policy.megatron_config.ddp_config),
+        megatron.of_config(trainer, "policy", ddp_config, heads=heads),
         subject=role,
         trains=role == "policy",
     )
     where = f"trainer.{role}.megatron_config"
     dtype = torch.float16 if kwargs.get("fp16") else wishes.declared or torch.bfloat16
-    return Asked(
+    return MegatronModel(
         wishes,
         model,
         read_sizes(
@@ -214,13 +212,6 @@ def _parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
     return {f"trainer.placement.{key}": WEIGHTS + STATES} if key and not alone else {}
 
 
-def _scaling(job: Job, role: str, compute: str) -> tuple[Decided, ...]:
-    if not scales(job, compute, fsdp.GROUP):
-        return ()
-    found = scaling(job.settings, fsdp.scaled_because(role))
-    return (found, Decided(FEATURE, *fsdp.AUTOCAST))
-
-
 def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Plannable:
     section = getattr(trainer, role)
     config = section.fsdp_config
@@ -230,8 +221,9 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         return Illegal(role, (Problem.of(error, role, error.key),), _place(trainer, role))
     trains = role != "ref" and not getattr(section, "inference_only_init", False)
     compute = name_of(mixed["param_dtype"])
+    scaled = scaling(job, compute, fsdp.GROUP, fsdp.scaled_because(role)) if trains else ()
     low = (role == "ref" and trainer.bf16) or (role == "policy" and not trains)
-    return Sharded(
+    return ShardedModel(
         role,
         model,
         world,
@@ -241,7 +233,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         compute=compute,
         reduce=name_of(mixed["reduce_dtype"]),
         optimizer="AdamW" if trains else "",
-        decisions=_scaling(job, role, compute) if trains else (),
+        decisions=(*scaled, Decided(FEATURE, *fsdp.AUTOCAST)) if scaled else (),
         offload=bool(config.cpu_offload),
         value_head=role == "critic",
         keys={

@@ -21,7 +21,7 @@ from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..fp16.plan import Asked, scales, scaling
+from ..fp16.plan import ShardedModel, scaling
 from . import names
 from .places import PRETRAINING, RL
 from .scaled import BECAUSE
@@ -45,7 +45,7 @@ _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """What tyro draws around a message."""
 
 
-def plan(job: Job) -> Request:
+def plan_job(job: Job) -> Request:
     """Read a launch line of torchtitan's.
 
     Raises:
@@ -75,7 +75,7 @@ def plan(job: Job) -> Request:
     found += _heads(subject, prefix, parallel, config, model)
     found += _experts(subject, prefix, parallel, model)
     compute = _name(training.mixed_precision_param)
-    asked = Asked(
+    asked = ShardedModel(
         subject,
         model,
         world,
@@ -85,7 +85,7 @@ def plan(job: Job) -> Request:
         compute=compute,
         reduce=_name(training.mixed_precision_reduce),
         optimizer=_optimizer(trainer.optimizer),
-        decisions=(scaling(job.settings, BECAUSE),) if scales(job, compute, group) else (),
+        decisions=scaling(job, compute, group, BECAUSE),
         offload=bool(training.enable_cpu_offload),
         gathers=1 if parallel.fsdp_reshard_after_forward == "never" else 2,
         keys={name: prefix + key for name, key in _KEYS.items()},

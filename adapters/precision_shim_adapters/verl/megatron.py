@@ -145,7 +145,22 @@ def read_wishes(
 
 def of_engine(engine: Any) -> Wishes:
     """What the configs of an engine ask for, once it has read them."""
-    config, optim_config = engine.engine_config, engine.optimizer_config
+    return of_configs(
+        engine.engine_config,
+        engine.optimizer_config,
+        subject="critic" if getattr(engine, "is_value_model", False) else "actor",
+        declared=getattr(engine, "param_dtype", None),
+    )
+
+
+def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
+    """What an engine's config and its optimizer's ask for.
+
+    Args:
+        config: the engine's.
+        optim_config: the optimizer's.
+        known: ``subject``, ``declared`` and ``trains`` of ``Wishes``.
+    """
     blockers = []
     if _read(config, "use_megatron_fsdp", False):
         blockers.append("Megatron-FSDP keeps gradients and states in its own buffers")
@@ -155,11 +170,10 @@ def of_engine(engine: Any) -> Wishes:
         optim_config,
         # From 0.9 the engine itself adds the bucket on the way to the DDP: ask the config.
         _read(config, "override_ddp_config"),
-        subject="critic" if getattr(engine, "is_value_model", False) else "actor",
-        declared=getattr(engine, "param_dtype", None),
         blockers=tuple(blockers),
         # mbridge's DDP has the distributed optimizer on whatever verl's config says (0.7.1).
         distributed=bool(_read(config, "use_distributed_optimizer", True)),
+        **known,
     )
 
 
@@ -341,7 +355,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     actor = _read(worker.config, "actor")
     config = (worker.config if actor is None else actor).megatron
 
-    def read() -> Wishes:
+    def of_worker() -> Wishes:
         return read_wishes(
             optim_config,
             override_ddp_config,
@@ -350,7 +364,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
             distributed=bool(_read(config, "use_distributed_optimizer", True)),
         )
 
-    with building("verl", read):
+    with building("verl", of_worker):
         return call.proceed()
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,21 +18,20 @@ import torch
 from precision_shim.adapting import look, version_of
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
+from precision_shim.planning.record import STATES, WEIGHTS, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model
 from precision_shim.planning.values import (
     mapping,
     no_adapters,
     number_of,
-    unreadable,
+    said,
 )
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..fp16.plan import Asked as Sharded
-from ..fp16.plan import scales, scaling
+from ..fp16.plan import ShardedModel, scaling
 from ..megatron import PRECISION_AWARE, Wishes
-from ..megatron.planning.plan import Asked
+from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
 from . import fsdp, megatron, sections
@@ -42,7 +40,7 @@ _ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
 
 
-def plan(job: Job) -> Request:
+def plan_job(job: Job) -> Request:
     """Read a launch line of verl's.
 
     Raises:
@@ -65,7 +63,7 @@ def plan(job: Job) -> Request:
         version_of("verl", ("verl",)),
         world,
         models,
-        megatron=any(isinstance(one, Asked) for one in models),
+        megatron=any(isinstance(one, MegatronModel) for one in models),
     )
 
 
@@ -105,8 +103,9 @@ def compose(job: Job) -> dict[str, Any]:
         with initialize_config_dir(str(directory.resolve()), version_base=None):
             found: dict[str, Any] = plain(compose(name, overrides))
     except Exception as error:  # hydra and omegaconf have many of their own
-        file = f"{_where()}, {directory / name}.yaml"
-        raise unreadable(file, error, "Correct the override or the file.") from error
+        raise PlanError(
+            f"{_where()}, {directory / name}.yaml: {said(error)}. Correct the override or the file."
+        ) from error
     return found
 
 
@@ -300,21 +299,19 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
     keys = section.engine_key, section.optim_key
     illegal = [*section.illegal, *sections.of_megatron(engine, optim or {}, keys, subject)]
     try:
-        wishes = megatron.of_engine(
-            SimpleNamespace(
-                engine_config=engine,
-                optimizer_config=optim or {},
-                is_value_model=value,
-                param_dtype=parse_dtype(str(engine.get("dtype") or "bfloat16")),
-            )
+        wishes = megatron.of_configs(
+            engine,
+            optim or {},
+            subject=subject,
+            declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
+            trains=trains,
         )
     except DtypeError as error:  # of a field that verl's own config refuses as well
         known = any(one.code == "dtype" for one in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
-    wishes = replace(wishes, subject=subject, trains=trains)
     bucket_key = f"{section.engine_key}.override_ddp_config"
-    return Asked(
+    return MegatronModel(
         wishes,
         model,
         read_sizes(
@@ -366,13 +363,6 @@ def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _scaling(job: Job, compute: str, group: str) -> tuple[Decided, ...]:
-    if not scales(job, compute, group):
-        return ()
-    because = fsdp.scaled_because()
-    return (scaling(job.settings, because, framework_default=fsdp.VERLS_SCALER),)
-
-
 def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannable:
     engine, optim = section.engine, section.optim
     subject, trains = section.at.subject, optim is not None
@@ -391,8 +381,10 @@ def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     # verl itself has a model that only computes in the host's memory, whatever its offload says.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
+    because, group = fsdp.scaled_because(), section.at.group
+    scaled = scaling(job, name_of(compute), group, because, framework_default=fsdp.VERLS_SCALER)
     context_key = f"{section.engine_key}.ulysses_sequence_parallel_size"
-    return Sharded(
+    return ShardedModel(
         section.at.subject,
         model,
         section.at.world,
@@ -403,7 +395,7 @@ def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
         compute=name_of(compute),
         reduce=name_of(mixed.get("reduce_dtype", torch.float32)),
         optimizer=str((optim or {}).get("optimizer") or "AdamW") if trains else "",
-        decisions=_scaling(job, name_of(compute), section.at.group) if trains else (),
+        decisions=scaled if trains else (),
         offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
         value_head=value,
         keys={

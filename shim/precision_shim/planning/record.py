@@ -150,9 +150,9 @@ def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
 
 def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
     """Attention heads that tensor parallelism cannot split, if these are some."""
-    message = f"{name} of {heads} cannot be split {ways} ways"
+    what = f"{name} of {heads} cannot be split {ways} ways"
     remedy = f"Take a divisor of {heads}."
-    return [Problem("heads", subject, key, message, remedy)] if heads % ways else []
+    return [Problem("heads", subject, key, what, remedy)] if heads % ways else []
 
 
 def unknown_keys(

@@ -61,10 +61,9 @@ def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1
     return default if value is None else number(value, key, where)
 
 
-def unreadable(where: str, error: BaseException, remedy: str) -> PlanError:
-    """A config that its framework's own loader refuses."""
-    text = " ".join(str(error).split())[:400]
-    return PlanError(f"{where}: {type(error).__name__}: {text}. {remedy}")
+def said(error: BaseException) -> str:
+    """What an error of a framework's loader says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def no_adapters(where: str, without: str) -> PlanError:

@@ -19,7 +19,7 @@ import torch
 from precision_shim.adapting import versioned
 from precision_shim.precision.model import TrainableDtypes
 
-from ..deciding.wishes import Planned, Wishes, in_force_now, plan
+from ..deciding.wishes import Planned, Wishes, in_force_now, plan_wishes
 
 
 class Build:
@@ -64,7 +64,7 @@ class Build:
         """The plan of the optimizer for some parameters; for all that were seen by default.
 
         Raises:
-            DtypeError: see ``plan``.
+            DtypeError: see ``plan_wishes``.
         """
         known = self.seen if model is None else model
         now = in_force_now(self.framework)
@@ -73,7 +73,7 @@ class Build:
         # one dtype changes nothing.
         made_for = known.single or known, self.distributed, now
         if self._planned is None or self._planned[0] != made_for:
-            made = plan(self.wishes, known, now, distributed=self.distributed)
+            made = plan_wishes(self.wishes, known, now, distributed=self.distributed)
             self._planned = made_for, made
         return self._planned[1]
 

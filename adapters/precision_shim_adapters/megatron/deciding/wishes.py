@@ -1,6 +1,6 @@
 """What a framework and its user ask of Megatron's optimizer, and the plan that comes of it.
 
-An adapter reads its framework's config into one record, ``Wishes``. ``plan`` holds the record
+An adapter reads its framework's config into one record, ``Wishes``. ``plan_wishes`` holds it
 against the parameters that will be trained and against what is in force, and asks the rules: the
 same wishes give the same plan, whichever framework they come from.
 """
@@ -173,7 +173,7 @@ def what_is_in_force(
     )
 
 
-def plan(
+def plan_wishes(
     wishes: Wishes, model: TrainableDtypes, now: InForce, *, distributed: bool = True
 ) -> Planned:
     """Plan a model's optimizer; a pure function.

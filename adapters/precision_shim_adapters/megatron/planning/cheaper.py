@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from precision_shim.adapting import Settings
 from precision_shim.errors import DtypeError
-from precision_shim.planning.request import Variant
 from precision_shim.precision.dtypes import name_of
 from precision_shim.precision.moments import second_moment_can_decay
 from precision_shim_adapters.megatron.deciding.legality import REMAINDERS_SINCE, FusedAdamSupport
 from precision_shim_adapters.megatron.deciding.table import MEGATRON_BETA2
 
 from ..deciding.wishes import PRECISION_AWARE
-from .plan import Asked, Holds, problems_of, side, with_shim
+from .decided import Asked, Holds, problems_of, side, with_shim
+
+_Model = TypeVar("_Model", bound=Asked)
 
 _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (
@@ -69,9 +70,13 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 def variants(
-    asked: Asked, settings: Settings, support: FusedAdamSupport, holds: Holds
-) -> list[Variant]:
-    """The same model with cheaper settings; only those that are legal here."""
+    asked: _Model, settings: Settings, support: FusedAdamSupport, holds: Holds
+) -> list[tuple[str, tuple[str, ...], _Model]]:
+    """The same model with cheaper settings, only those that are legal here.
+
+    Returns:
+        For each of them what it gives up, the lines to write, and the model.
+    """
     if not asked.wishes.trains:
         return []
     found = []
@@ -89,7 +94,7 @@ def variants(
         if problems_of(other, made, support):
             continue
         lines = tuple(_line(asked, key, value) for key, value in fields.items())
-        found.append(Variant(gives_up, lines, other))
+        found.append((gives_up, lines, other))
     return found
 
 
@@ -112,7 +117,7 @@ def _line(asked: Asked, field: str, value: object) -> str:
     return f"{asked.prefix}{key}={text}"
 
 
-def changed(asked: Asked, **fields: Any) -> Asked:
+def changed(asked: _Model, **fields: Any) -> _Model:
     """The same model with other fields of the optimizer's config, as if the user wrote them."""
     bucket = fields.pop("grad_reduce_in_fp32", asked.wishes.bucket_in_fp32)
     written = {**asked.wishes.asked, **fields}

@@ -8,8 +8,9 @@ their fp32 copies, the fp32 one in the inner optimizer alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
         reading.other += tensors_of(reading.scaler)
     config = getattr(optimizer, "config", None)
     if config is not None:
-        reading.wanted = wanted(config)
+        reading.wanted = wanted(partial(_field, config))
     if inner is None:  # a stub over a frozen model
         return reading
     pairs = list(_pairs(optimizer, inner))
@@ -208,15 +209,22 @@ def _data_parallel_size(optimizer: Any, buffers: Sequence[Any], name: str) -> in
     return int(state.get_data_parallel_world_size(with_context_parallel=True))
 
 
-def wanted(config: Any) -> Wanted:
+def _field(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
+
+
+def wanted(field: Callable[[str], Any]) -> Wanted:
     """What an OptimizerConfig says about the tensors, read from its fields as they are now.
+
+    Args:
+        field: reads a field of it; ``None`` where there is none.
 
     Megatron works some of it out once, when a config is made; a field that is set later changes
     the half of what follows from it, which is what an audit is to find.
     """
 
     def get(name: str, default: Any) -> Any:
-        found = getattr(config, name, default)
+        found = field(name)
         if isinstance(found, str):  # Megatron keeps a name where nobody coerces it
             found = parse_dtype(found) or found
         return default if found is None else found
@@ -238,9 +246,7 @@ def wanted(config: Any) -> Wanted:
     main = get("main_params_dtype", fp32)
     offload = bool(get("optimizer_cpu_offload", False))
     # With other fp8 recipes Megatron keeps the masters, whole; and so does the offload.
-    by_adam = not offload and (
-        main is not fp32 or getattr(config, "fp8_recipe", None) in (None, "delayed")
-    )
+    by_adam = not offload and (main is not fp32 or field("fp8_recipe") in (None, "delayed"))
     remainders = by_adam and main is fp32 and get("store_param_remainders", True)
     return Wanted(
         "OptimizerConfig",

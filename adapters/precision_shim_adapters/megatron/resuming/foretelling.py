@@ -40,7 +40,7 @@ from precision_shim.precision.model import TrainableDtypes
 from precision_shim_adapters.megatron.deciding.legality import REMAINDERS_SINCE, release
 
 from ...megatron_checkpoints import KEEPING, KEYED, OFFLOADED
-from ..deciding.wishes import DISPATCH, PRECISION_AWARE, Wishes, plan, what_is_in_force
+from ..deciding.wishes import DISPATCH, PRECISION_AWARE, Wishes, plan_wishes, what_is_in_force
 from . import offloaded
 from .checkpoint import KEYS, STATES
 
@@ -144,7 +144,7 @@ def foretell(
 def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
     dtype = declared(part)
     now = what_is_in_force(here.settings, holds)
-    planned = plan(wishes, TrainableDtypes({dtype: 1}), now)
+    planned = plan_wishes(wishes, TrainableDtypes({dtype: 1}), now)
     fields = {**planned.added, **planned.asked}
     asked_aware, offloads = bool(fields.get(PRECISION_AWARE)), fields.get(_OFFLOAD)
     aware = asked_aware and not offloads

@@ -1,0 +1,242 @@
+"""What is asked of a job's model on Megatron, and what is decided of it by the rules of run time.
+
+``plan_wishes`` decides what the optimizer's config becomes, ``deciding.bucket`` what the gradient
+bucket does, ``reader.wanted`` which dtypes Megatron then keeps: the functions that decide and audit
+in a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Settings
+from precision_shim.errors import PlanError
+from precision_shim.planning.counting import Precision
+from precision_shim.planning.record import Problem
+from precision_shim.planning.shapes import Model
+from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.model import TrainableDtypes
+from precision_shim_adapters.megatron.deciding.bucket import BucketChoice, choose_bucket
+from precision_shim_adapters.megatron.deciding.legality import (
+    CAPTURABLE_BF16_SINCE,
+    NEWEST,
+    REMAINDERS_SINCE,
+    FusedAdamSupport,
+    not_precision_aware,
+    release,
+)
+
+from ..deciding.wishes import (
+    PRECISION_AWARE,
+    InForce,
+    Planned,
+    Wishes,
+    plan_wishes,
+    what_is_in_force,
+)
+from ..reading import reader
+from .sizes import Sizes
+
+_ADAM = ("adam", "adamw")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One model of a job on Megatron.
+
+    Attributes:
+        wishes: what the framework's config says.
+        model: names and shapes.
+        sizes: the groups.
+        dtype: of the parameters.
+        bucket_in_fp32: ``grad_reduce_in_fp32`` as the framework itself leaves it.
+        frozen: whether a parameter is not trained, by its name.
+        value_head: whether the output layer is one value.
+        key: where the config has a field of the optimizer, for messages; ``{}`` is the field.
+        bucket_key: where it has the bucket's.
+        prefix: what stands before a key that is set on the command line.
+        parked: the config's keys to the components that they move to the host between phases.
+        place: models of one place share their GPUs.
+        bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
+        illegal: what the adapter found.
+        notes: what is legal and worth knowing.
+    """
+
+    wishes: Wishes
+    model: Model
+    sizes: Sizes
+    dtype: torch.dtype
+    bucket_in_fp32: bool = True
+    frozen: Callable[[str], bool] = lambda name: False
+    value_head: bool = False
+    key: str = "{}"
+    bucket_key: str = "grad_reduce_in_fp32"
+    prefix: str = ""
+    parked: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    place: str = ""
+    bucket_keys: Collection[str] = ()
+    illegal: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def subject(self) -> str:
+        """Which model."""
+        return self.wishes.subject
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model's optimizer with the shim or without.
+
+    Attributes:
+        fields: of Megatron's OptimizerConfig.
+        bucket: the gradient bucket.
+        planned: the plan behind the fields.
+    """
+
+    fields: Mapping[str, Any]
+    bucket: BucketChoice
+    planned: Planned
+
+
+# -- what is decided -------------------------------------------------------------------------------
+
+
+def support_of(version: str | None) -> FusedAdamSupport:
+    """What TransformerEngine's FusedAdam can do; without a version the newest known rules hold."""
+    if version is None:
+        return NEWEST
+    found = release(version)
+    # Megatron asks for the arguments that came with 1.13 or so; bf16 moments are a rule of their
+    # own.
+    return FusedAdamSupport(found, True, "") if found else NEWEST
+
+
+def without_shim(support: FusedAdamSupport) -> InForce:
+    """What is in force where the shim is off. Names of dtypes are read all the same."""
+    return InForce("as-configured", True, False, False, False, False, support)
+
+
+Holds = Callable[[str, str], bool]
+"""Tells whether a feature is in force, as far as one group of seams goes."""
+
+
+def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
+    """What is in force where the shim is on. Names of dtypes are read all the same."""
+    return replace(what_is_in_force(settings, holds, support), coerces=True)
+
+
+def side(asked: Asked, now: InForce) -> Side:
+    """Decide what the optimizer's config and the bucket become.
+
+    Raises:
+        DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
+    """
+    model = TrainableDtypes({asked.dtype: max(asked.model.parameters, 1)})
+    wishes = asked.wishes
+    planned = plan_wishes(wishes, model, now, distributed=wishes.distributed)
+    written = wishes.bucket_in_fp32 is not None
+    present = bool(wishes.bucket_in_fp32) if written else asked.bucket_in_fp32
+    choice = BucketChoice(present, False, "as it stands")
+    if now.aligns:
+        choice = choose_bucket(
+            present=present,
+            user_set=written,
+            align=now.over_user,
+            main_grads=planned.plan.main_grads,
+            model=model,
+        )
+    return Side({**planned.added, **planned.asked}, choice, planned)
+
+
+def precision(asked: Asked, one: Side, support: FusedAdamSupport) -> Precision:
+    """The dtypes that Megatron keeps with these fields."""
+    dtype, fields = asked.dtype, dict(one.fields)
+    fields.update(bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype)
+    if (support.version or ()) < REMAINDERS_SINCE:
+        fields["store_param_remainders"] = False
+    wanted = reader.wanted(fields.get)
+    aware = bool(fields.get(PRECISION_AWARE))
+    bucket = torch.float32 if one.bucket.grad_reduce_in_fp32 else dtype
+    master = wanted.masters.get(dtype)
+    moments = {
+        "exp_avg": wanted.exp_avg or torch.float32,
+        "exp_avg_sq": wanted.exp_avg_sq or torch.float32,
+    }
+    offloaded = 0.0
+    if fields.get("optimizer_cpu_offload"):
+        offloaded = float(fields.get("optimizer_offload_fraction", 0.0) or 0.0)
+        moments = dict.fromkeys(moments, torch.float32)
+    return Precision(
+        params=name_of(dtype),
+        gradients=name_of(bucket),
+        master="" if master is None else name_of(master),
+        exp_avg=name_of(moments["exp_avg"]),
+        exp_avg_sq=name_of(moments["exp_avg_sq"]),
+        copies=dtype is not torch.float32 and bucket is not torch.float32 and not aware,
+        unpacks=_unpacked(moments, support) if aware else (),
+        offloaded=min(max(offloaded, 0.0), 1.0),
+        offload_keeps_master=not aware,
+    )
+
+
+def _unpacked(moments: Mapping[str, torch.dtype], support: FusedAdamSupport) -> tuple[str, ...]:
+    """Moments that FusedAdam unpacks to fp32 for its kernel, all parameters of a group at once."""
+    if set(moments.values()) == {torch.bfloat16}:
+        version = support.version
+        if version is None or version >= CAPTURABLE_BF16_SINCE:
+            return ()
+    return tuple(name for name, dtype in moments.items() if dtype is not torch.float32)
+
+
+# -- what is illegal -------------------------------------------------------------------------------
+
+
+def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Problem]:
+    """What Megatron refuses of an optimizer's config and its bucket.
+
+    Raises:
+        PlanError: the optimizer is not Adam.
+    """
+    fields, found = one.fields, []
+    subject = asked.wishes.subject
+
+    def report(code: str, field: str, message: str, remedy: str) -> None:
+        key = asked.bucket_key if field == "grad_reduce_in_fp32" else asked.key.format(field)
+        found.append(Problem(code, subject, key, message, remedy))
+
+    aware = bool(fields.get(PRECISION_AWARE))
+    _refuse_others(asked, fields)
+    if aware and not fields.get("use_distributed_optimizer", asked.wishes.distributed):
+        report(
+            "precision-aware",
+            PRECISION_AWARE,
+            "it needs the distributed optimizer",
+            "Write use_distributed_optimizer: true, or leave it out.",
+        )
+    if aware and support.problem:
+        report("precision-aware", PRECISION_AWARE, support.problem, "Leave it out.")
+    for name, message, remedy in not_precision_aware(fields):
+        report("dtype", name, message, remedy)
+    narrow = asked.dtype is torch.float16 and not one.bucket.grad_reduce_in_fp32
+    if aware and narrow and fields.get("clip_grad", 1.0):
+        report(
+            "fp16-gradients",
+            "grad_reduce_in_fp32",
+            "fp16 gradients cannot be clipped by the precision-aware optimizer",
+            "Write grad_reduce_in_fp32: true, or clip_grad: 0.",
+        )
+    return found
+
+
+def _refuse_others(asked: Asked, fields: Mapping[str, Any]) -> None:
+    name = str(fields.get("optimizer", asked.wishes.optimizer))
+    if name not in _ADAM:
+        raise PlanError(
+            f"{asked.wishes.where}: {asked.subject}: optimizer={name!r}: its states are not known "
+            "here; planned are those of adam. Plan the job with adam for an upper bound."
+        )
