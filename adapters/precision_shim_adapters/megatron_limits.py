@@ -1,6 +1,6 @@
 """What the installed TransformerEngine rules out where the shim dispatches on Megatron.
 
-For the doctor, beside the wing: it needs neither torch nor Megatron.
+For the doctor, beside the backend: it needs neither torch nor Megatron.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Megatron-core, for every framework on it: the wing that acts. An adapter only reads and declares.
+"""The backend for Megatron-core: it acts for every framework on it. An adapter only reads and
+declares.
 
 What an adapter of a small trainer needs:
 

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from precision_shim.adapting import Adapter, collect
 
-from .. import megatron as wing
+from .. import megatron as backend
 from ..frameworks import NEMO_RL
 from . import audit, dtensor, megatron
 
 ADAPTER = Adapter.of(
     NEMO_RL,
     paths={
-        **wing.PATHS,
+        **backend.PATHS,
         "megatron": "Megatron workers",
         "megatron metrics": "Megatron workers (policy metrics)",
         "megatron value metrics": "Megatron workers (value metrics)",
@@ -38,6 +38,6 @@ ADAPTER = Adapter.of(
         "dtensor value": "DTensor v2 value workers",
         "dtensor value metrics": "DTensor v2 value workers (metrics)",
     },
-    seams=collect(dtensor, wing.SEAMS, megatron, audit),
+    seams=collect(dtensor, backend.SEAMS, megatron, audit),
 )
 """NeMo-RL's seams; of several on one target the first is the innermost."""

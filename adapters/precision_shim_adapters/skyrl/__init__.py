@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from precision_shim.adapting import Adapter, collect
 
-from .. import megatron as wing
+from .. import megatron as backend
 from ..frameworks import SKYRL
 from ..megatron.acting import offload
 from . import audit, config, fsdp, megatron, overflow, processes, weights
@@ -29,7 +29,7 @@ from . import audit, config, fsdp, megatron, overflow, processes, weights
 ADAPTER = Adapter.of(
     SKYRL,
     paths={
-        **wing.PATHS,
+        **backend.PATHS,
         **offload.PATHS,
         "megatron": "Megatron workers",
         "megatron weight sync": "Megatron workers (weight sync)",
@@ -40,7 +40,7 @@ ADAPTER = Adapter.of(
         "ray": "all workers (their start in Ray)",
     },
     seams=collect(
-        wing.SEAMS,
+        backend.SEAMS,
         megatron,
         config,
         offload.seams(

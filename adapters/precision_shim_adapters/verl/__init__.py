@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from precision_shim.adapting import Adapter, collect
 
-from .. import megatron as wing
+from .. import megatron as backend
 from ..frameworks import VERL
 from ..megatron.acting import offload
 from . import (
@@ -34,7 +34,7 @@ from . import (
 ADAPTER = Adapter.of(
     VERL,
     paths={
-        **wing.PATHS,
+        **backend.PATHS,
         **offload.PATHS,
         "megatron": "Megatron engine",
         "native": "Megatron engine",
@@ -50,7 +50,7 @@ ADAPTER = Adapter.of(
         "automodel engine": "Automodel engine",
     },
     seams=collect(
-        wing.SEAMS,
+        backend.SEAMS,
         megatron,
         overflow,
         megatron.NATIVE,

@@ -68,12 +68,12 @@ def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
     """verl 0.9's own alignment, which differs between 0.9.0 and 0.9.1."""
     if "use_low_precision_main_grads" in symbol.names:
         return (
-            "verl aligns the bucket with the fields of its optimizer config; that it ignores "
-            "override_optimizer_config and the fp16 engine is put right at the DDP"
+            "verl aligns the bucket with the fields of its optimizer config; it ignores "
+            "override_optimizer_config and the fp16 engine, and the shim aligns the DDP for these"
         )
     return (
-        "verl aligns the bucket for the bf16 opt-in only; everything else (Megatron-Bridge's "
-        "bf16 and fp16 default buckets) is put right at the DDP"
+        "verl aligns the bucket for the bf16 opt-in only; the shim aligns the DDP for everything "
+        "else (Megatron-Bridge's bf16 and fp16 default buckets)"
     )
 
 

@@ -1,7 +1,7 @@
 """precision_shim for proof_trainer: dtype names, states and bucket by the model's dtype, fp16.
 
-Entered around the whole build, because the bucket is made before the OptimizerConfig. Megatron's
-own classes are entered by the wing's seams.
+Entered around the whole build, because the bucket is made before the OptimizerConfig. The
+backend's seams enter Megatron's own classes.
 """
 
 from dataclasses import replace

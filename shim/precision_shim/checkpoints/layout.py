@@ -56,8 +56,8 @@ class Part:
         weights: of these, the directories that were read for the parameters.
         held: its tensors, by component.
         facts: what the doctor's readers found beside: ``sharding``, ``params`` and ``bucket``
-            (dtypes), ``adam_beta2``, and what a wing's reader has to say to its own foretelling.
-        scalers: records of scalers that a wing's reader found, as they stand there.
+            (dtypes), ``adam_beta2``, and what a backend's reader has to say to its own foretelling.
+        scalers: records of scalers that a backend's reader found, as they stand there.
         masters: what there is for the masters: see the constants above.
         moments: for each moment, the narrower dtypes that hold every value that was looked at.
         scaler: the loss scaler's record.

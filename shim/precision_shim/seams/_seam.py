@@ -145,7 +145,7 @@ class Seam(_Fields):
     def fits(self, kind: str) -> bool:
         """Whether the wrapper can stand at a symbol that is no plain function; see ``Symbol.kind``.
 
-        What has a result later would be left by a plain wrapper before its body runs.
+        A plain wrapper around a coroutine or a generator would return before its body has run.
         """
         if self.wrapper is None or self.replaces:
             return True

@@ -183,22 +183,22 @@ def test_the_bucket_follows_the_optimizer_that_there_is(
 def test_workers_with_equal_configs_are_told_apart_and_forgotten(cpu: None, model: Path) -> None:
     from megatron.bridge.training.config import DistributedDataParallelConfig
 
-    from precision_shim_adapters.megatron.acting import build as wing
+    from precision_shim_adapters.megatron.acting import build as backend
     from precision_shim_adapters.nemo_rl.megatron import read_wishes
 
     configs = [DistributedDataParallelConfig() for _ in range(2)]
     assert configs[0] == configs[1]
     for one in configs:
-        wing.expect_reference(
+        backend.expect_reference(
             one, "nemo-rl", lambda: read_wishes(policy_config(model), "reference", False, False)
         )
-    builds = [wing.build_around(one) for one in configs]
+    builds = [backend.build_around(one) for one in configs]
     assert builds[0] is not None
     assert builds[0] is not builds[1]
-    assert [wing.build_around(one) for one in configs] == builds
+    assert [backend.build_around(one) for one in configs] == builds
     del one, configs
     gc.collect()
-    kept = [build for _, build in wing._references.values()]
+    kept = [build for _, build in backend._references.values()]
     assert not any(one is build for one in kept for build in builds)
 
 

@@ -1,1 +1,1 @@
-"""Tests of the wing for fp16 with a torch optimizer."""
+"""Tests of the backend for fp16 with a torch optimizer."""

@@ -1,4 +1,4 @@
-"""Which model is being built: what the wing's wrappers know of the framework around them.
+"""Which model is being built: what the backend's wrappers know of the framework around them.
 
 The bucket is decided before the OptimizerConfig exists, and by another function. So an adapter says
 around both that a model is being built and how to read its wishes: these are read once, when the
@@ -79,7 +79,7 @@ class Build:
 
 
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)
-"""The build around this call: written by ``building``, read by the wing's wrappers."""
+"""The build around this call: written by ``building``, read by the backend's wrappers."""
 
 _references: dict[int, tuple[weakref.ref[Any], Build]] = {}
 """DDP configs by ``id``, each with the build of its reference model: written by
@@ -96,7 +96,7 @@ def current_build(framework: str | None = None) -> Build | None:
 def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
     """Say that a framework builds a model; an outer build of the same call wins.
 
-    Call it around what builds both DDP and optimizer, or around each; every feature of the wing
+    Call it around what builds both DDP and optimizer, or around each; every feature of the backend
     that acts while a model is built acts in it alone.
 
     Args:

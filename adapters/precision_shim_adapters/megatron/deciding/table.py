@@ -125,11 +125,11 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     optimizer and FSDP, which build no FusedAdam; its own condition on fp8 recipes.
 
     ``optimizer_cpu_offload`` is one because of its checkpoints. Without the precision-aware
-    optimizer Megatron ends a resume with a KeyError; with it, a resume goes on silently with step
+    optimizer Megatron ends a resume with a KeyError. With it a resume goes on silently, with step
     counts or masters that are not the checkpoint's (docs/megatron.md has what was measured). The
-    shim mends that while it is on; a job that goes on without it must not have got the second in
-    place of the first. It would save memory. Bytes per parameter that the
-    audit finds (with a fake GPU, all offloaded; DP is the data-parallel size):
+    shim mends that while it is on, but the job may be resumed with the shim off: there the silent
+    damage would stand where the KeyError was. What is not gained for this, in bytes per parameter
+    that the audit finds (with a fake GPU, all offloaded; DP is the data-parallel size):
 
     ========================== ================================== =======
     bf16 parameters            GPU                                host

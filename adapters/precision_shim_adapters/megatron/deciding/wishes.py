@@ -33,7 +33,7 @@ from precision_shim_adapters.megatron.deciding.table import (
 from ..resuming.checkpoint import STATES
 
 GROUP = "megatron"
-"""The group of the wing's seams and of an adapter's that they need, in each feature."""
+"""The group of the backend's seams and of an adapter's that they need, in each feature."""
 
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
 AUDIT = "audit"
