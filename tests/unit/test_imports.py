@@ -51,11 +51,6 @@ CLOSING = {
     ("precision_shim.process.startup", "precision_shim.process.session"),
     # A status is printed as text, which is made from the record.
     ("precision_shim.reporting.record", "precision_shim.reporting.text"),
-    # The plan searches for a cheaper one, which is planned by the same functions.
-    (
-        "precision_shim_adapters.megatron.planning.plan",
-        "precision_shim_adapters.megatron.planning.cheaper",
-    ),
 }
 """Who imports whom within a function although that one imports it, at the top or by way of others
 (``session`` by way of ``journal``, too)."""

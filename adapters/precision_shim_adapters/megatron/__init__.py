@@ -1,5 +1,4 @@
-"""The backend for Megatron-core: it acts for every framework on it. An adapter only reads and
-declares.
+"""The backend that acts for every framework on Megatron-core. An adapter reads and declares.
 
 What an adapter of a small trainer needs:
 
