@@ -164,7 +164,7 @@ def test_a_copied_config_is_written_as_its_original(
 def test_a_pickled_config_in_another_process(
     fused_adam: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from precision_shim_adapters.megatron.resuming.foretelling import checkpoint
+    from precision_shim_adapters.megatron.resuming import checkpoint
 
     def elsewhere(config: Any) -> Any:
         data = pickle.dumps(config)
@@ -178,7 +178,7 @@ def test_a_pickled_config_in_another_process(
 
 @pytest.mark.parametrize("by", COPIES)
 def test_a_users_own_config_stays_the_users(fused_adam: str, by: str) -> None:
-    from precision_shim_adapters.megatron.resuming.foretelling.checkpoint import added_by_shim
+    from precision_shim_adapters.megatron.resuming.checkpoint import added_by_shim
 
     with shim(on=True, policy="as-configured"):
         made = job(use_precision_aware_optimizer=True, through=COPIES[by]).optimizer.config
@@ -188,7 +188,8 @@ def test_a_users_own_config_stays_the_users(fused_adam: str, by: str) -> None:
 
 def test_the_mark_is_nothing_that_a_config_shows(fused_adam: str) -> None:
     from megatron.core.optimizer import OptimizerConfig
-    from precision_shim_adapters.megatron.resuming.foretelling.checkpoint import (
+
+    from precision_shim_adapters.megatron.resuming.checkpoint import (
         added_by_shim,
         note_precision_aware,
     )

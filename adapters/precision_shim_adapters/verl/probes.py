@@ -176,7 +176,7 @@ class _Calls:
     "verl's FSDP engine and a gradient that is not finite",
     assumes="optimizer_step steps through the engine's scaler where verl has one (0.8), and by "
     "itself takes no step on a norm that is not finite",
-    rule="precision_shim_adapters.verl.fsdp:native_loop",
+    rule="precision_shim_adapters.verl.fsdp_loops:native_loop",
     needs=(_FSDP,),
 )
 def fsdp_step() -> Answer:
