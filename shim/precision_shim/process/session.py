@@ -40,7 +40,7 @@ class _Session:
         self.settings = settings
         self.known = known
         self.fault = fault
-        """The error of an automatic start under strict with bad settings; raised at the effects."""
+        """The error of a strict start with bad settings, raised where a feature takes effect."""
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
         self.standing: dict[str, tuple[bool, str]] = {}
