@@ -29,7 +29,7 @@ SHORT: Mapping[str, str] = {
     "byte": "uint8",
     "bool": "bool",
 }
-"""torch's name of a tensor's dtype to this project's name; other dtypes keep torch's name. In a file
+"""torch's name of a tensor's dtype to this project's; other dtypes keep torch's name. In a file
 ``uint8`` means ``uint8``; only in a config it means fp8."""
 
 SIZES: Mapping[str, int] = {

@@ -2,9 +2,9 @@
 
 An entry point of the group ``precision_shim.adapters`` names a ``seams.Adapter`` object and has the
 framework's name. Our table is ``precision_shim_adapters.frameworks``, which no other module of the
-core imports. The shim imports an adapter only when one of the framework's packages is imported, and
-a third party's also for ``records()``. Start-up calls ``packages()``, so nothing slow is imported
-at the top.
+core imports. In a worker the shim imports an adapter only when one of its framework's packages is
+imported, and a third party's adapter also for ``records()``. Start-up calls ``packages()``, so this
+module imports nothing slow at its top.
 """
 
 from .framework import Backend, Checkpoints, Framework

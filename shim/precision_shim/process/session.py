@@ -32,7 +32,7 @@ _lock = _forks.Lock()
 
 
 class _Session:
-    """What is installed: settings, engine, and the adapters that sleep until an import."""
+    """What is installed: settings, engine, and adapters that sleep until a framework's import."""
 
     def __init__(
         self, settings: Settings, known: Mapping[str, Framework], fault: SettingsError | None = None
@@ -223,7 +223,7 @@ def uninstall() -> None:
     """Take every patch out again and leave each touched namespace as it was.
 
     Objects already built (optimizers, scalers) keep what they were built with. Save a checkpoint
-    first, since later ones are written without the shim. Variables that ``install()`` exported get
+    first: later ones are written without the shim. Variables that ``install()`` exported get
     their earlier values back, and the audit and ``watch_updates()`` stop. Where another tool has
     wrapped a symbol since, its wrapper stays, ours passes calls through, and a warning says so.
     """

@@ -53,7 +53,7 @@ def init() -> None:
 
 
 def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
-    """Take the place of the start-up file's finder, and answer the lookup that it got."""
+    """Take the place of the start-up file's finder, and answer the lookup of ``name``."""
     init()
     first = _first()
     if first is not None:

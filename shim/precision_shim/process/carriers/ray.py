@@ -4,8 +4,8 @@ A raylet keeps the environment that it inherited at its start, so a variable tha
 or on another node, does not reach its workers. So this module wraps ``ray.init`` and merges the
 variables into the job's ``runtime_env["env_vars"]``, except those that the runtime_env of the
 caller or of ``ray job submit`` has: Ray fails on a key that is in both, even with equal values. A
-setup hook is no way: a worker environment without this package would fail on it, and a second hook
-beside the user's is an error.
+setup hook would not do: a worker environment without this package would fail on it, and a second
+hook beside the user's is an error.
 
 The module does not use the seam engine: Ray's agents and every worker import
 ``ray._private.worker``, where importing wrapt and parsing 4,000 lines of source would cost each
