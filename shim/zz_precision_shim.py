@@ -1,6 +1,6 @@
 # zz_precision_shim.pth executes this file in every process whose environment asks for the shim.
-# Without cached bytecode it executes the text, since the first import would cost 1.5 ms whatever
-# the file holds. Each word of code then costs 13,000 instructions, and a comment none.
+# Without cached bytecode the .pth file executes the text, since a first import would cost 1.5 ms
+# whatever the file holds. Each word of code then costs 13,000 instructions, and a comment none.
 import os
 import sys
 

@@ -1,7 +1,8 @@
 """What an adapter may use: ``seam`` to declare, ``Call`` to act, settings and decisions.
 
-Adapters translate between a framework's objects and the plain values that the rules take
-(``precision_shim.precision``); no adapter holds a rule. CONTRIBUTING.md shows how to write one.
+Adapters translate between a framework's objects and the values that the rules take
+(``precision_shim.precision``); no adapter holds a rule. CONTRIBUTING.md shows how to write an
+adapter.
 """
 
 from __future__ import annotations

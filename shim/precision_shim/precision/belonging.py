@@ -24,11 +24,11 @@ _FINGERPRINT = re.compile(r"\d{1,19}:[0-9a-f]{16}")
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A short text that differs between files of different content.
+    """A file's size and a digest of its content, as text.
 
-    It covers the file's size and 16 KiB at sixteen places, from the beginning to the end. For a zip
-    file, such as ``torch.save`` writes, it also covers the names, sizes and CRC-32 of all members,
-    as the zip's directory has them, and so every byte of the members.
+    The digest covers 16 KiB at sixteen places, from the beginning to the end. For a zip file, such
+    as ``torch.save`` writes, it also covers the names, sizes and CRC-32 of all members, as the
+    zip's directory has them, and so every byte of the members.
 
     Raises:
         OSError: the file cannot be read.
@@ -104,7 +104,7 @@ def _members(file: BinaryIO) -> Iterator[str]:
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
-    except Exception:  # zipfile raises many kinds on a damaged file or one that is no zip
+    except Exception:  # zipfile may raise anything for a damaged file or no zip
         return
     for one in members:
         yield f"{one.filename}\0{one.file_size}\0{one.CRC}\n"

@@ -25,7 +25,7 @@ def how_read(stored: str, wanted: str, *, master: bool) -> str:
         master: whether the checkpoint has the tensor for master weights.
 
     Returns:
-        ``"as it is"``; ``"as remainders"``: parameters and remainders give the master weights;
+        ``"as it is"``; ``"as remainders"``: together with the parameters it gives the masters;
         ``"cast"``: torch would cast the tensor silently.
     """
     if stored == wanted:
@@ -36,7 +36,7 @@ def how_read(stored: str, wanted: str, *, master: bool) -> str:
 def master_is_lost(
     stored: str, as_numbers: Callable[[], bool], *, precision_aware: bool, params: str
 ) -> bool:
-    """Whether the tensor that a checkpoint has for master weights may not yield the right ones.
+    """Whether a checkpoint's tensor for master weights may fail to restore them exactly.
 
     Args:
         stored: the tensor's dtype.

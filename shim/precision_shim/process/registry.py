@@ -96,7 +96,7 @@ def shared() -> "dict[str, str]":
 
 
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
-    """Top-level package of an optimizer's class to the ``"module:function"`` that reads it."""
+    """Package of an optimizer's class to the ``"module:function"`` that reads such optimizers."""
     theirs = records().values() if third_party else ()
     told = [*(one.audit_readers for one in theirs), *(one.audit_readers for one in backends())]
     return {package: place for one in told for package, place in one.items()}

@@ -45,7 +45,7 @@ def decisions() -> tuple[Decision, ...]:
 
 
 def warn(message: str, stacklevel: int | None = 2) -> None:
-    """Warn once per message and process; ``stacklevel=None`` blames no line of the caller."""
+    """Warn once per message and process; with ``stacklevel=None`` without a source line."""
     with _lock:
         if message in _warned:
             return

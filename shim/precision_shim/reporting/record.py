@@ -49,7 +49,7 @@ class SeamStatus:
         state: one of ``STATES``.
         reason: why the seam has this state; may be empty.
         path: the path through the framework, in the user's words.
-        refusal: the adapter's declaration why the feature is impossible there; else empty.
+        refusal: why the feature is impossible there, if the adapter declares so; else empty.
         why: why the shim enters here.
         upstream: link to the discussion upstream.
         delete_when: when the seam can be deleted.

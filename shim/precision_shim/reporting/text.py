@@ -14,7 +14,7 @@ from .record import Decision, FrameworkStatus, SeamStatus, Status
 
 WIDTH = 80
 SCREEN = 40
-"""Lines of ``str(status())`` at most, with one framework at work."""
+"""The most lines of ``str(status())`` with one framework at work."""
 
 _COLUMN = 25  # where the text after a feature's name begins
 _LEAST = 6  # decisions keep at least this many lines, however long the problems are
@@ -143,7 +143,7 @@ def framework(
         ahead: whether the states are a forecast, as the doctor's are.
     """
     lines = fold(headline(name, one, ahead=ahead), 0, 2)
-    if one.reason and not (one.state == "refused" and not one.seams):  # that is a problem
+    if one.reason and not (one.state == "refused" and not one.seams):  # else listed as a problem
         lines += fold(one.reason, 2, 4)
     asked = set(features)
     known = {seam.feature for seam in one.seams}

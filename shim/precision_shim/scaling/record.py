@@ -145,8 +145,8 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
 def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
     """A record as a tensor of bytes, on the CPU: the same size for every record.
 
-    For torch's distributed checkpoints, which unpickle everything that is no tensor, and which read
-    a tensor into one of the saved size.
+    For torch's distributed checkpoints, which unpickle everything that is no tensor, and which load
+    a tensor into a tensor of the saved size.
 
     Args:
         record: from ``record_of``; ``None`` for an empty tensor to read into.

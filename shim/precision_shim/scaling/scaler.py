@@ -148,7 +148,7 @@ class LossScaler(ShardedGradScaler):
         loss.register_hook(lambda grad: (grad * scale).type(grad.dtype))  # type: ignore[no-untyped-call]
 
     def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call ``unscale_`` unless this step's gradients are already unscaled; before clipping."""
+        """Call ``unscale_`` before clipping, unless this step's gradients are already unscaled."""
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
 
@@ -248,7 +248,7 @@ class LossScaler(ShardedGradScaler):
         self.counter = SkipCounter(self.settings.max_skips)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update after a step that a framework's own loop took, or skipped over its grad norm.
+        """Update after a step that a framework's own loop took or, for its grad norm, skipped.
 
         For a loop that checks the norm of the unscaled gradients itself, so that this scaler's
         ``step`` cannot replace the optimizer's: call ``unscale_once`` before the loop's step, and

@@ -50,7 +50,7 @@ class Call:
 
     Attributes:
         instance: the object that a method was called on, the class for a classmethod, else
-            ``None``; on a class- or staticmethod a wrapper may read it if the seam is ``unbound``.
+            ``None``. On a class- or staticmethod a wrapper may read it only with ``unbound=True``.
     """
 
     __slots__ = (
@@ -121,7 +121,7 @@ class Call:
         if found is None:
             found = self._arguments = dict(zip(self._names(), self._args, strict=False))
             if self._kwargs:
-                if not found.keys().isdisjoint(self._kwargs):  # the symbol will raise, mostly
+                if not found.keys().isdisjoint(self._kwargs):  # given twice: mostly an error
                     self._twice = {k: v for k, v in self._kwargs.items() if k in found}
                 found.update((k, v) for k, v in self._kwargs.items() if k not in self._twice)
         return found

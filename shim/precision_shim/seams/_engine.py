@@ -1,8 +1,8 @@
 """Wait for imports, check all, then apply; roll back, raise in strict mode, report.
 
 For each adapter the engine waits until one of its target modules is imported. Then it checks all
-seams of the adapter from source (``_plan``). Of each feature's group it patches all seams
-(``_sites``) or none; seams in modules that are not imported yet follow at their import. If the
+seams of the adapter from source (``_plan``). In each group of a feature it patches either all seams
+(``_sites``) or none; seams in modules that are not imported yet follow at their import. If an
 imported module then differs from what the check read, the engine rolls the whole group back.
 """
 
@@ -82,7 +82,7 @@ class Engine:
     # -- adding ---------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
-        """Take on an adapter: patch its loaded modules, wait for the others; only once."""
+        """Take on an adapter, once: patch its loaded modules and wait for the others."""
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
@@ -258,8 +258,8 @@ class Engine:
         """Undo everything, newest first.
 
         Returns:
-            A message for each symbol that another tool has wrapped since and that stays as it is;
-            our wrapper remains beneath the other one and passes every call through.
+            A message for each symbol that cannot be restored because another tool has wrapped it
+            since; our wrapper stays beneath that tool's and passes every call through.
         """
         with _lock:
             self._live = False
@@ -296,7 +296,7 @@ def _loaded(module: str) -> Any:
     found = sys.modules.get(module)
     if found is None:
         return None
-    # Not loaded while its own code still runs: the watcher reports the module at the end of that.
+    # A module whose code still runs does not count: the watcher reports it when the code has run.
     spec = getattr(found, "__spec__", None)
     return None if getattr(spec, "_initializing", False) else found
 

@@ -104,8 +104,8 @@ def _is_there(condition: str) -> bool:
 
 
 Missed = Callable[[Adapter], Callable[[str], str]]
-"""Takes an adapter; returns a function that names the version which had a target that is missing
-here, or ``""`` where no such version is known."""
+"""Takes an adapter; returns a function from a target that is missing here to the version that had
+it, in words, or ``""`` where no such version is known."""
 
 
 def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
@@ -147,10 +147,10 @@ def check(
 def _moved_away(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
-    """Seams that their conditions leave out because their symbol is gone from all its places.
+    """Seams that ``only_if`` or ``unless`` leaves out while their symbol is gone from all places.
 
-    ``only_if`` and ``unless`` tell the places apart that a symbol has had in different versions.
-    If the symbol is at none of these places, its group must not lose the seam silently.
+    With ``only_if`` and ``unless`` an adapter gives a symbol's places in different versions. If the
+    symbol is at none of these places, its group must not lose the seam silently.
     """
     on = frozenset(features)
     stand = {id(row.seam) for row in rows}

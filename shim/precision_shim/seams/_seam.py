@@ -60,7 +60,7 @@ class Seam(_Fields):
 
     Installer, uninstaller, status, documentation and tests all read these records. ``seam`` makes
     them. An adapter writes a record out only where it has no function to mark: for what the
-    framework does itself, and for a function that wraps other symbols in each framework.
+    framework does itself, and for a function that wraps different symbols in different frameworks.
 
     Attributes:
         target: ``"module:attribute"``, in the module that *defines* the symbol; names of a class
@@ -71,7 +71,7 @@ class Seam(_Fields):
         why: why the shim enters here and not elsewhere.
         upstream: link to the discussion upstream, where there is one.
         delete_when: when this record can be deleted.
-        group: name that those seams of a feature share which are patched together or not at all.
+        group: name shared by seams of one feature that are patched together or not at all.
         relies_on: identifiers that the symbol's source (for a method: its class's) must contain,
             because the wrapper relies on them.
         aliases: ``"module:attribute"`` names that other modules bound by ``from ... import``; a

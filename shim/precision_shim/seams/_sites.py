@@ -35,7 +35,7 @@ class Layer:
     made: tuple[Any, Any] | None = None
 
     def is_live(self) -> bool:
-        """Whether a group needs the layer. Each call asks, as others may keep a dead wrapper."""
+        """Whether a group needs the layer. Each call asks: someone may have kept a dead wrapper."""
         return bool(self.groups)
 
     def over(self, below: Any, target: str) -> Any:
@@ -119,8 +119,8 @@ class Sites:
         """Undo everything, newest first.
 
         Returns:
-            A message for each symbol that another tool has wrapped since and that stays as it is;
-            our wrapper remains beneath the other one and passes every call through.
+            A message for each symbol that cannot be restored because another tool has wrapped it
+            since; our wrapper stays beneath that tool's and passes every call through.
         """
         left = []
         for site in reversed(self._sites):
@@ -175,10 +175,10 @@ class Sites:
         return unreached
 
     def reach_copies(self) -> None:
-        """Give modules that copied a symbol's former value (``from ... import``) its value now.
+        """Give modules that copied a symbol's old value (``from ... import``) the current value.
 
         Call it once for all changed sites: it goes through every name of every module. It skips
-        former values that nobody holds any more.
+        old values that nobody holds any more.
         """
         gone = {key: self._displaced[key] for key in _held(self._displaced)}
         if gone:

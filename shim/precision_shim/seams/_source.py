@@ -58,7 +58,7 @@ class Source(Protocol):
     """Where ``look`` reads source."""
 
     def find(self, module: str) -> Callable[[], str | None] | None:
-        """A function that returns a module's source or ``None``; ``None`` for no such module."""
+        """A reader of a module's source, if it has any; ``None`` instead for no such module."""
 
 
 class Installed:

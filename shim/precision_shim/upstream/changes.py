@@ -37,7 +37,7 @@ def _code(found: Definition) -> list[str]:
 def _kept(
     lines: list[str], numbers: range, left_out: set[int], inside: set[int], indent: int
 ) -> Iterator[str]:
-    """The lines but docstrings, empty lines and comments; all of a multi-line string is code."""
+    """The lines except docstrings, empty lines and comments; lines inside a string are code."""
     for number in numbers:
         line = lines[number - 1].rstrip()
         bare = line.lstrip()

@@ -1,4 +1,4 @@
-"""A digest of a symbol's source: equal for equal code, whatever comments and Python version.
+"""A digest of a symbol's code, which comments and the Python version do not change.
 
 ``ast.dump`` differs between Python versions, and positions, docstrings and annotations differ
 between releases that behave alike. So this module walks the tree itself: it writes down every node

@@ -36,7 +36,7 @@ class Probe:
         name: what people call the probe.
         assumes: the assumption, as a sentence.
         rule: ``"module:name"`` of the rule that rests on the assumption.
-        needs: modules of the framework that the function imports; without them it does not run.
+        needs: modules of the framework that the probe imports; it does not run without them.
         ask: the function; if it raises, the assumption fails.
     """
 

@@ -1,4 +1,4 @@
-"""The record of digests: in which versions a symbol's code was seen, and how others compare.
+"""The record of digests: the versions in which each symbol's code was seen.
 
 The record is one machine-written file in the adapters' package: distribution, target and digest to
 the versions. No seam is refused because of it. Other modules compare version strings, which a fork
@@ -244,7 +244,7 @@ def same_as(adapter: Adapter, distribution: str) -> str:
 
 
 def _recorded(distribution: str, targets: Iterable[str]) -> dict[str, str]:
-    """The digests here of the targets that the record knows; it may know none of a third party."""
+    """The digests here of recorded targets; a third party's targets may all be unrecorded."""
     known = shipped().get(distribution, {})
     return {one: digest(one) for one in targets if one in known}
 
@@ -255,7 +255,7 @@ def missed(
     """Make a function that names the recorded version which had a symbol; ``""`` for none.
 
     That function consults one recorded version: the newest that is not newer than the installed
-    one. So it misses no symbol that came later, and none that upstream removed before. Where the
+    one. So it does not miss a symbol that came later, or that upstream removed before. Where the
     installed version is unknown, it consults the recorded version with the same symbols; without
     such a version it misses nothing.
 

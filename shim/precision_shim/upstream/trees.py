@@ -1,4 +1,4 @@
-"""Sources other than the installed packages: a wheel (not unpacked) or a folder; never executed.
+"""Sources other than the installed packages: a wheel, not unpacked, or a folder. None is executed.
 
 ``open_tree`` opens a path as a ``Tree``, which is a ``_source.Source``; ``over`` puts a tree in
 front of the installed packages.
