@@ -5,7 +5,7 @@ import os
 import sys
 
 
-# A finder that waits for an import of one of the names, and finds nothing itself.
+# A finder that waits for the import of a package in ``names``, and finds no module itself.
 class PrecisionShimStart:
     finds_nothing = True
 

@@ -57,7 +57,7 @@ def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
 
 
 def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """The files that a record in a directory may be bound to, by their names relative to it.
+    """The files beneath a directory that a record in it may name, by their relative paths.
 
     These are the ranks' own files and the files of torch's distributed checkpoint, in the directory
     and its direct subdirectories.

@@ -17,7 +17,7 @@ NARROWER = ("bf16",)
 
 
 def how_read(stored: str, wanted: str, *, master: bool) -> str:
-    """How a tensor of one dtype is read where another one is wanted.
+    """How a load brings a tensor of a stored dtype to the live optimizer's dtype.
 
     Args:
         stored: the tensor's dtype in the checkpoint.

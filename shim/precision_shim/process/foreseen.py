@@ -12,7 +12,7 @@ __all__ = ["Foreseen"]
 
 
 class Foreseen:
-    """The frameworks as the shim would find them here.
+    """Tells what would be in force for the frameworks that are installed here.
 
     Args:
         settings: the settings of the process, in which the shim is on.

@@ -257,7 +257,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def status() -> Status:
-    """Return what the shim did in this process; ``str()`` of it is a table."""
+    """Return what the shim did in this process; ``str()`` of it is one screen of text."""
     with _lock:
         if _startup.waiting():
             start()  # the variable is set, but no framework was imported yet

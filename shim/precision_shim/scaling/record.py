@@ -51,7 +51,7 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
-            least scale.
+            ``min_scale``.
         files: fingerprints of the files that are saved with the record; ``None`` to name none.
 
     Returns:
@@ -117,8 +117,8 @@ class BoundWhenPickled(OrderedDict[str, Any]):
 def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
     """Restore a scaler to a record's state.
 
-    Scale, growth tracker, counters and settings come from the record, except a setting that this
-    process's user chose.
+    Scale, growth tracker, counters and settings come from the record, except growth interval and
+    factors that this process's user chose. Of ``min_scale`` the lower value applies.
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler.

@@ -117,7 +117,7 @@ class Engine:
                 if row.state == "pending" and row.seam.module in sys.modules
             ]
         for module in dict.fromkeys(slow):
-            with suppress(Exception):  # its error is raised in the thread that imports it
+            with suppress(Exception):  # the thread that imports the module gets the error
                 __import__(module)
             with _lock:
                 if self._live and _loaded(module) is not None:

@@ -55,7 +55,7 @@ class Outcome:
         name: the probe's name.
         state: ``holds``, ``fails``, ``absent`` (a module that it needs is not installed) or
             ``unasked`` (an installed module cannot be imported here).
-        assumes: the probe's sentence.
+        assumes: the probe's assumption, as a sentence.
         rule: the probe's rule.
         assumed: what the rule assumes, as text.
         found: what the framework did, or why the probe did not run.

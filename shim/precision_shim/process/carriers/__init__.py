@@ -26,7 +26,7 @@ def enter(package: str) -> None:
 
 
 def leave() -> None:
-    """Leave every package that was entered."""
+    """Undo every carrier's ``enter()``."""
     for package in PACKAGES:
         carrier = sys.modules.get(f"{__name__}.{package}")
         if carrier is not None:
