@@ -1,11 +1,11 @@
-# What every process executes whose environment asks for the shim; zz_precision_shim.pth sees to it.
-# Without bytecode it is executed as text, since there the first import costs 1.5 ms whatever is in
-# it. A word of code costs 13,000 instructions then, and a comment none.
+# zz_precision_shim.pth executes this file in every process whose environment asks for the shim.
+# Without cached bytecode the .pth file executes the text, since a first import would cost 1.5 ms
+# whatever the file holds. Each word of code then costs 13,000 instructions, and a comment none.
 import os
 import sys
 
 
-# A finder that waits for an import of one of the names, and finds nothing itself.
+# A finder that waits for the import of a package in ``names``, and finds no module itself.
 class PrecisionShimStart:
     finds_nothing = True
 
@@ -13,14 +13,14 @@ class PrecisionShimStart:
         if name in self.names:
             try:
                 from precision_shim.process.startup import take_over
-            except ImportError:  # a tool has replaced sys.path, as pex does: go on without
+            except ImportError:  # a tool such as pex has replaced sys.path: no shim here
                 return
             self.names = ()
             return take_over(name, target)
 
 
-# In a virtual environment start-up files are executed twice. The second time does nothing, also
-# where the shim was taken out in between.
+# In a virtual environment Python executes start-up files twice. The second time does nothing, even
+# if the shim was taken out in between.
 if "precision_shim.process.startup" not in sys.modules and not any(
     hasattr(one, "finds_nothing") for one in sys.meta_path
 ):

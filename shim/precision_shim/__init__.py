@@ -74,8 +74,8 @@ def _lazily(
     """The ``__getattr__`` and ``__dir__`` of a package whose names load on first use.
 
     Args:
-        package: its name.
-        where: its names, each with the module in it that has it.
+        package: the package's name.
+        where: each of these names, to the module of the package that defines it.
     """
 
     def get(name: str) -> object:

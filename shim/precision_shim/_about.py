@@ -1,8 +1,8 @@
-"""The version. It is written into ``_version`` when the package is built, from the tag in git."""
+"""The version, which the build takes from the git tag and writes into ``_version``."""
 
 __all__ = ["__version__"]
 
 try:
     from ._version import __version__
-except ModuleNotFoundError:  # run from a source tree that nothing was built in
+except ModuleNotFoundError:  # run from a source tree that was never built
     __version__ = "0+source"

@@ -1,7 +1,8 @@
 """What an adapter may use: ``seam`` to declare, ``Call`` to act, settings and decisions.
 
-Adapters translate between a framework's shapes and the rules' (``precision_shim.precision``); they
-hold no rule themselves. See CONTRIBUTING.md for how to write one.
+Adapters translate between a framework's objects and the values that the rules take
+(``precision_shim.precision``); no adapter holds a rule. CONTRIBUTING.md shows how to write an
+adapter.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
 
 
 def decide(framework: str, subject: str, feature: str, chosen: str, because: str) -> None:
-    """Keep a decision for ``status()`` and say it once, on rank 0."""
+    """Keep a decision for ``status()`` and print it to stderr once, on rank 0."""
     _journal.record(Decision(framework, subject, feature, chosen, because))
 
 
@@ -56,9 +57,9 @@ def versioned(distribution: str, package: str = "", called: str = "") -> str:
     """What a message calls a framework, with its version: ``"verl 0.9.1"``.
 
     Args:
-        distribution: its name.
-        package: its top-level package, where that has another name.
-        called: what the message calls it, where that is another name.
+        distribution: the name of the framework's distribution.
+        package: its top-level package, where the name differs from the distribution's.
+        called: the framework's name in the message, where it differs from the distribution's.
     """
     version = version_of(distribution, (package or distribution.replace("-", "_"),))
     return f"{called or distribution} {version or ''}".rstrip()
@@ -76,8 +77,8 @@ def parse_settings(
 
     Args:
         values: name to value; ``None`` for a value is the same as leaving it out.
-        names: the settings that make sense there.
-        where: the place in the config, for messages.
+        names: the settings that this place in the config may have.
+        where: that place, for messages.
 
     Raises:
         SettingsError: a name or a value makes no sense.

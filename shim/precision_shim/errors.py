@@ -12,14 +12,14 @@ class PrecisionShimError(Exception):
 
 
 class SettingsError(PrecisionShimError, ValueError):
-    """A setting has a value that makes no sense; names the variable, the value, what is allowed."""
+    """A setting has an invalid value; the message names variable, value and what is allowed."""
 
 
 class DtypeError(PrecisionShimError, ValueError):
     """A dtype name is unknown, or the dtype is not legal for the field it was given for.
 
     Attributes:
-        key: where the config has it; empty where that is not known.
+        key: the config key that holds the dtype; empty where it is not known.
     """
 
     def __init__(self, message: str, *, key: str = "") -> None:
@@ -28,11 +28,11 @@ class DtypeError(PrecisionShimError, ValueError):
 
 
 class SeamError(PrecisionShimError):
-    """A seam cannot be patched as it was asked to be (strict mode, or a broken adapter)."""
+    """A seam cannot be patched (raised in strict mode), or an adapter is broken."""
 
 
 class SourceError(PrecisionShimError, ValueError):
-    """A path that was to be looked into holds no framework, or cannot be read."""
+    """A given path holds no framework, or cannot be read."""
 
 
 class InconsistentPrecisionError(PrecisionShimError, ValueError):
@@ -44,11 +44,11 @@ class UnsupportedPrecisionError(PrecisionShimError, RuntimeError):
 
 
 class CheckpointLayoutError(PrecisionShimError, RuntimeError):
-    """A checkpoint's optimizer states cannot be continued exactly by the live optimizer."""
+    """The live optimizer cannot continue exactly from a checkpoint's optimizer states."""
 
 
 class CheckpointUnreadableError(PrecisionShimError, ValueError):
-    """A path holds no checkpoint, or one that is damaged; says so, and how to go on."""
+    """A path holds no checkpoint, or a damaged one; the message says how to go on."""
 
 
 class LossScaleError(PrecisionShimError, RuntimeError):
@@ -64,12 +64,12 @@ class ScalerOfAnotherSaveError(ScalerCheckpointError):
 
 
 class AuditError(PrecisionShimError, ValueError):
-    """``audit()`` was given what it cannot read, or a component that there is not."""
+    """``audit()`` was given an object that it cannot read, or an unknown component."""
 
 
 class PlanError(PrecisionShimError, ValueError):
-    """A command, a config or a model cannot be read, so that nothing can be planned."""
+    """``precision-shim plan`` cannot read a command, a config or a model."""
 
 
 class PrecisionShimWarning(UserWarning):
-    """Category of every warning that this package emits, so that users can filter it as one."""
+    """Category of every warning that this package emits; one filter covers them all."""

@@ -1,8 +1,8 @@
-"""Which save a loss scaler's record belongs to: told by the files that were written with it.
+"""Which save a loss scaler's record belongs to, by fingerprints of the files written with it.
 
-A fingerprint is made of what a file holds and of nothing else (no times, no inode, no path), so
-that a copy on another file system has the same. Nothing is unpickled, and no file is read whole
-that is larger than some hundred kilobytes. Needs no torch.
+A fingerprint depends on a file's content alone (no times, no inode, no path), so that a copy on
+another file system has the same fingerprint. The module unpickles nothing, and reads no file whole
+that is larger than 256 KiB. Needs no torch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
 _BLOCK = 1 << 14
-"""Bytes that are read at each place of a file that is looked at."""
+"""Bytes to read at each place."""
 _PLACES = 16
-"""Such places in a file, its beginning and its end among them."""
+"""Places to read in a large file, from its beginning to its end."""
 
 _BOUND = re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|.*\.distcp|\.metadata")
 _FINGERPRINT = re.compile(r"\d{1,19}:[0-9a-f]{16}")
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """What tells a file from others by its content.
+    """A file's size and a digest of its content, as text.
 
-    Covered are its size; 16 KiB at sixteen places, from its beginning to its end; and where it is a
-    zip file, as ``torch.save`` writes them, the names, sizes and CRC-32 of all members, from the
-    zip's directory: so every byte of such a file.
+    The digest covers 16 KiB at sixteen places, from the beginning to the end. For a zip file, such
+    as ``torch.save`` writes, it also covers the names, sizes and CRC-32 of all members, as the
+    zip's directory has them, and so every byte of the members.
 
     Raises:
         OSError: the file cannot be read.
@@ -45,22 +45,22 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
-    """The fingerprints of those files that are there.
+    """The fingerprints of those files that exist.
 
     Args:
-        files: by the names that a record has for them, where they lie.
+        files: name in a record to path.
 
     Raises:
-        OSError: a file is there and cannot be read.
+        OSError: a file exists and cannot be read.
     """
     return {name: fingerprint(place) for name, place in files.items() if os.path.isfile(place)}
 
 
 def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """The files that a record in a directory may be bound to, by their names relative to it.
+    """The files beneath a directory that a record in it may name, by their relative paths.
 
-    They are the ranks' own ones, and those of torch's distributed checkpoint, in the directory and
-    in those that lie in it.
+    These are the ranks' own files and the files of torch's distributed checkpoint, in the directory
+    and its direct subdirectories.
     """
     found = {}
     for entry in sorted(os.scandir(directory), key=lambda one: one.name):
@@ -72,20 +72,19 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def foreign(bound: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """The files that prove a record to be of another save: those of another content, or new ones.
+    """The files that prove a record to be of another save: changed files, and unrecorded ones.
 
-    A file that is not there any more proves nothing: weights are copied without states, and states
-    are removed.
+    A missing file proves nothing: users copy weights without optimizer states, and delete states.
 
     Args:
         bound: the fingerprints in the record.
-        found: those of the files that are there.
+        found: the fingerprints of the files that exist.
     """
     return sorted(name for name, one in found.items() if bound.get(name) != one)
 
 
 def are_fingerprints(value: object) -> bool:
-    """Whether a record's value can be fingerprints by names of files."""
+    """Whether a record's value has the form of ``fingerprints``: file name to fingerprint."""
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and isinstance(one, str) and _FINGERPRINT.fullmatch(one)
         for name, one in value.items()
@@ -93,7 +92,7 @@ def are_fingerprints(value: object) -> bool:
 
 
 def _places(size: int) -> Iterator[int]:
-    """Where to read; of a small file, all of it."""
+    """Offsets at which to read; in a small file, they cover all of it."""
     if size <= _BLOCK * _PLACES:
         yield from range(0, size, _BLOCK)
         return
@@ -105,7 +104,7 @@ def _members(file: BinaryIO) -> Iterator[str]:
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
-    except Exception:  # whatever a file that is no zip, or a damaged one, makes of zipfile
+    except Exception:  # zipfile may raise anything for a damaged file or no zip
         return
     for one in members:
         yield f"{one.filename}\0{one.file_size}\0{one.CRC}\n"

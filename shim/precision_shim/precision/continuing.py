@@ -1,8 +1,8 @@
 """Whether an optimizer continues from a checkpoint's states exactly. Needs no torch.
 
-Two ask: the seams while a checkpoint is loaded, about its tensors and the live optimizer's; and the
-checkpoint doctor before that, about what it reads of a file. dtypes go by the names that this
-project has for them.
+It has two callers: the seams compare a checkpoint's tensors with the live optimizer's while the
+checkpoint is loaded, and the checkpoint doctor reads the files before that. dtypes have this
+project's names (``precision.names``).
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ REMAINDERS = "int16"
 """The dtype of remainders."""
 
 NARROWER = ("bf16",)
-"""dtypes of moments that hold fp32 values without a scale, some of them rounded."""
+"""dtypes that keep fp32 moments without a scale, and round those values that do not fit."""
 
 
 def how_read(stored: str, wanted: str, *, master: bool) -> str:
-    """How a tensor of one dtype is read where another one is wanted.
+    """How a load brings a tensor of a stored dtype to the live optimizer's dtype.
 
     Args:
-        stored: the dtype in the checkpoint.
-        wanted: the live optimizer's.
-        master: whether it is what the checkpoint has for the masters.
+        stored: the tensor's dtype in the checkpoint.
+        wanted: the live optimizer's dtype.
+        master: whether the checkpoint has the tensor for master weights.
 
     Returns:
-        ``"as it is"``; ``"as remainders"``: they can be put together with the parameters;
-        ``"cast"``: torch would cast it without a word.
+        ``"as it is"``; ``"as remainders"``: together with the parameters it gives the masters;
+        ``"cast"``: torch would cast the tensor silently.
     """
     if stored == wanted:
         return "as it is"
@@ -36,13 +36,13 @@ def how_read(stored: str, wanted: str, *, master: bool) -> str:
 def master_is_lost(
     stored: str, as_numbers: Callable[[], bool], *, precision_aware: bool, params: str
 ) -> bool:
-    """Whether what a checkpoint has for the masters cannot be turned into masters for certain.
+    """Whether a checkpoint's tensor for master weights may fail to restore them exactly.
 
     Args:
-        stored: its dtype.
-        as_numbers: whether the values look like remainders that were stored as numbers; asked only
-            where the dtype does not tell.
-        precision_aware: whether the live optimizer is.
+        stored: the tensor's dtype.
+        as_numbers: returns whether the values look like remainders that were cast to numbers;
+            called only where the dtype does not tell.
+        precision_aware: whether the live optimizer is precision-aware.
         params: the live parameters' dtype.
     """
     if stored == REMAINDERS:
@@ -51,12 +51,12 @@ def master_is_lost(
 
 
 def moment_becomes(live: str, fits: Callable[[], bool]) -> str:
-    """What becomes of a moment, which checkpoints hold in fp32.
+    """How the live optimizer keeps a moment (``exp_avg``, ``exp_avg_sq``) from a checkpoint's fp32.
 
     Args:
-        live: the dtype that the live optimizer keeps it in.
-        fits: whether every value in the checkpoint is a number of that dtype; asked only where it
-            may not be.
+        live: the dtype of the moment in the live optimizer.
+        fits: returns whether that dtype holds every value in the checkpoint exactly; called only
+            where it may not.
 
     Returns:
         ``"exact"``, ``"rounded"``, or ``"scaled"``: kept with a scale that is computed anew.

@@ -79,8 +79,8 @@ def coerce_dtypes(config: Mapping[str, Any] | None, *, where: str = "") -> dict[
         where: framework and version, for messages.
 
     Returns:
-        A new dict. Keys that do not end in ``_dtype``, and values that are no strings, are as
-        they were.
+        A new dict. Keys that do not end in ``_dtype`` keep their values; so do all values that are
+        no strings.
 
     Raises:
         DtypeError: a ``*_dtype`` string names no dtype.

@@ -2,7 +2,7 @@
 
 ``v <- beta2 * v + (1 - beta2) * g^2`` is rounded to 8 significant bits. Where a step's relative
 change ``1 - beta2`` is no more than half an ulp (2^-9 to 2^-8 of the value), rounding to nearest
-puts ``v`` back where it was: it cannot decay.
+restores the old ``v``: the average cannot decay.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ ALIASES: Mapping[str, str] = {
     "float8": "fp8",
     "uint8": "fp8",
 }
-"""Spellings that configs may have to canonical name; ``16`` and ``32`` are verl's."""
+"""Spelling in a config to canonical name; ``16`` and ``32`` are verl's spellings."""
 
 SHORT: Mapping[str, str] = {
     **{alias: name for alias, name in ALIASES.items() if alias.isidentifier() and name != "fp8"},
@@ -29,8 +29,8 @@ SHORT: Mapping[str, str] = {
     "byte": "uint8",
     "bool": "bool",
 }
-"""torch's names of a tensor's dtype to this project's; one that is not here keeps torch's. In a
-file ``uint8`` is itself: only in a config it means fp8."""
+"""torch's name of a tensor's dtype to this project's; other dtypes keep torch's name. In a file
+``uint8`` means ``uint8``; only in a config it means fp8."""
 
 SIZES: Mapping[str, int] = {
     "fp32": 4,
@@ -47,4 +47,4 @@ SIZES: Mapping[str, int] = {
     "complex64": 8,
     "complex128": 16,
 }
-"""Bytes of a number, by this project's name of its dtype; ``int16`` may be a master's remainder."""
+"""Bytes per element, by this project's dtype name; ``int16`` may hold remainders of masters."""

@@ -1,4 +1,4 @@
-"""What is known of TransformerEngine's releases and needs no torch: the doctor tells it, too."""
+"""Facts about TransformerEngine's releases; needs no torch, because the doctor uses them too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Parameter remainders: an fp32 master kept as its bf16 parameter and 16 more bits.
+"""Parameter remainders: an fp32 master weight kept as its bf16 parameter and 16 more bits.
 
 TransformerEngine's FusedAdam (``store_param_remainders``, from 2.1) keeps only the int16 low half
-of each fp32 master weight beside a bf16 parameter. The two functions here take a master apart and
-rebuild it bit for bit, as its kernel does (``common/multi_tensor/adam.cu``).
+of each fp32 master weight beside a bf16 parameter. ``split_master`` and ``join_master`` take a
+master weight apart and rebuild it bit for bit, as FusedAdam's kernel does
+(``common/multi_tensor/adam.cu``).
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
     """Whether fp32 "masters" are really int16 remainders that were cast to numbers.
 
     Megatron stores remainders under the master's name, and torch's distributed checkpoint casts
-    on load: -12345 becomes -12345.0 without a word. A true master is close to its parameter and
+    on load: -12345 silently becomes -12345.0. A true master is close to its parameter and
     practically never a tensor of whole numbers.
 
     Args:
         master: floating point, any shape, as loaded.
-        param: returns the live parameter's elements, as many, of any floating dtype; asked only
-            where the master alone does not tell.
+        param: returns the live parameter, with as many elements as ``master``, of any floating
+            dtype; called only where ``master`` alone does not tell.
     """
     if master.numel() == 0 or not master.dtype.is_floating_point:
         return False
@@ -90,7 +91,7 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
 
 
 def rounds_exactly(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether every element of a tensor is a number of the narrower dtype.
+    """Whether a narrower dtype holds every element of a tensor exactly.
 
     Args:
         value: fp32, any shape.

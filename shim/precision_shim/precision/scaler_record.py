@@ -1,7 +1,7 @@
-"""A loss scaler's state as data: what it holds, and whether it is whole. Needs no torch.
+"""A loss scaler's state as data: what a record holds, and whether it is valid. Needs no torch.
 
-``precision_shim.scaling`` makes such records and takes scalers back to them; the checkpoint doctor
-reads them where torch is not installed.
+``precision_shim.scaling`` makes such records and restores scalers from them; the checkpoint doctor
+reads records where torch is not installed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .belonging import are_fingerprints
 
 KIND = "precision_shim.loss_scaler"
 FORMAT = 2
-"""Version of the format. A reader takes its own and older ones. Format 1 had no ``files``."""
+"""Version of the format. A reader accepts this and older versions. Format 1 had no ``files``."""
 
 FILE_NAME = "precision_shim_scaler.json"
-"""The file of a record, where a framework's checkpoint is a directory."""
+"""Name of a record's file, where a framework's checkpoint is a directory."""
 
 MAX_SKIPS = 25
-"""Skips in a row that end a job. Halving brings the usual first scale, 65536, to 1 in sixteen; what
-is still non-finite then does not come from the scale."""
+"""Skips in a row that end a job. Sixteen halvings bring the default initial scale, 65536, to 1; if
+gradients are still non-finite then, the scale is not the cause."""
 
 _LARGEST = (2.0 - 2.0**-23) * 2.0**127
 """The largest finite float32."""
@@ -37,16 +37,16 @@ class ScalerSettings:
     """What a scaler is made with; see ``torch.amp.GradScaler`` for the first four.
 
     Attributes:
-        init_scale: first loss scale.
+        init_scale: initial loss scale.
         growth_interval: steps without overflow before the scale grows. 400 is what verl takes
             (PyTorch's default is 2000): an RL run has some hundred steps, not some ten thousand.
-        growth_factor: factor by which it grows, above 1.
-        backoff_factor: factor at an overflow, between 0 and 1.
-        min_scale: the scale never falls below; ShardedGradScaler itself has no minimum. For a
-            first scale below 1 the adapters make it that.
-        max_skips: skipped steps in a row that are an error.
-        chosen: names of the values that this process's user set. They win over the values of a
-            checkpoint.
+        growth_factor: factor by which the scale grows, above 1.
+        backoff_factor: factor on the scale at an overflow, between 0 and 1.
+        min_scale: the scale never falls below it; ShardedGradScaler itself has no minimum. For an
+            ``init_scale`` below 1 the adapters set ``min_scale`` to ``init_scale``.
+        max_skips: this many skipped steps in a row are an error.
+        chosen: names of the values that this process's user set. Growth interval and factors among
+            them win over a checkpoint's.
     """
 
     init_scale: float = 65536.0
@@ -67,11 +67,11 @@ class ScalerRecord:
         growth_tracker: steps without overflow since the scale last changed.
         settings: what the scaler was made with.
         steps: optimizer steps tried so far.
-        skipped: how many of them were skipped.
+        skipped: how many of these steps were skipped.
         skipped_in_row: skips since the last step that was taken.
-        world_size: ranks of the job that wrote it.
-        files: the fingerprints of the files that it was written with (``belonging``), by their
-            names; ``None`` where it is of format 1, or lies within the framework's own file.
+        world_size: ranks of the job that wrote the record.
+        files: name to fingerprint of the files that were saved with the record (``belonging``);
+            ``None`` in format 1, and where the save named no files.
     """
 
     scale: float
@@ -88,12 +88,12 @@ def read_record(record: object, where: str) -> ScalerRecord:
     """Validate a record.
 
     Args:
-        record: what ``record_of`` gave, after a way through JSON or through a framework's file.
+        record: what ``record_of`` gave, as read back from JSON or from a framework's file.
         where: the file, for messages.
 
     Raises:
-        ScalerCheckpointError: it is none, is damaged, of a newer format, or holds a value that
-            cannot be.
+        ScalerCheckpointError: the value is no record, or the record is damaged, of a newer format,
+            or holds an invalid value.
     """
     if not isinstance(record, Mapping) or record.get("kind") != KIND:
         raise bad_record(where, "it holds no loss scaler state")
@@ -128,7 +128,7 @@ def read_record(record: object, where: str) -> ScalerRecord:
             backoff_factor=read(
                 "settings", "backoff_factor", _number(above=0.0, below=1.0), "between 0 and 1"
             ),
-            min_scale=min(least, scale),  # format 1 has 1 beside a framework's own lower scale
+            min_scale=min(least, scale),  # in format 1 it may be 1, above the scale
         ),
         steps=steps,
         skipped=skipped,
@@ -141,10 +141,10 @@ def read_record(record: object, where: str) -> ScalerRecord:
 
 
 def parse(text: str, where: str) -> object:
-    """Read the JSON text of a record, which is yet to be validated.
+    """Read the JSON text of a record, and do not validate the record.
 
     Raises:
-        ScalerCheckpointError: it is not whole JSON.
+        ScalerCheckpointError: the text is not whole JSON.
     """
     try:
         return json.loads(text)
@@ -156,7 +156,7 @@ def parse(text: str, where: str) -> object:
 
 
 def parse_bytes(content: bytes, where: str) -> object:
-    """The record in bytes that end in zeros, as a tensor holds it; it is yet to be validated.
+    """The record in bytes padded with zeros, as a tensor holds it, not yet validated.
 
     Raises:
         ScalerCheckpointError: the bytes are no record.
@@ -170,7 +170,7 @@ def parse_bytes(content: bytes, where: str) -> object:
 def taken_over(
     saved: ScalerRecord, mine: ScalerSettings, where: str
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
-    """What a scaler is restored to: the record's values, but for what this process's user chose.
+    """The values to restore a scaler to: the record's, except those that this process's user set.
 
     Args:
         saved: the record.
@@ -178,8 +178,8 @@ def taken_over(
         where: the file, for messages.
 
     Returns:
-        Growth interval, both factors and the least scale; the growth tracker; and a line for each
-        value that is not taken over as it stands there.
+        Growth interval, both factors and ``min_scale``; the growth tracker; and a line for each
+        value that differs from the record's.
     """
     lines: list[str] = []
     values: dict[str, Any] = {}
@@ -190,7 +190,7 @@ def taken_over(
                 f"{name} {getattr(mine, name):g}, as set here, and not {values[name]:g} of {where}"
             )
             values[name] = getattr(mine, name)
-    # The lower of both: a scale that the file has must not be raised by what is set here.
+    # The lower of both: this process's setting must not raise the scale in the file.
     values["min_scale"] = min(saved.settings.min_scale, mine.min_scale)
     if values["min_scale"] != saved.settings.min_scale:
         lines.append(
@@ -205,7 +205,7 @@ def taken_over(
 
 
 class _Reader:
-    """Takes values out of a record, each checked."""
+    """Takes values out of a record and checks each."""
 
     def __init__(self, record: Mapping[str, Any], where: str) -> None:
         self._record, self._where = record, where
@@ -242,7 +242,7 @@ def _files(value: object) -> bool:
 def state_of(record: object) -> str:
     """A digest of a record without its files: the same for the records of all ranks of a save.
 
-    Each rank's own file holds a record that names that rank's files.
+    Needed because each rank's own file holds a record that names only that rank's files.
     """
     if not isinstance(record, Mapping):
         return ""
@@ -250,7 +250,7 @@ def state_of(record: object) -> str:
 
 
 def digest_of(record: Mapping[str, Any]) -> str:
-    """The digest that a record is to carry; empty for one that is no JSON."""
+    """The digest that a record must carry; empty if the record cannot be written as JSON."""
     # JSON text of a float reads back as the same float, so the digest of the text covers the bits.
     content = {str(name): value for name, value in record.items() if name != "digest"}
     try:
@@ -261,7 +261,7 @@ def digest_of(record: Mapping[str, Any]) -> str:
 
 
 def bad_record(where: str, found: str) -> ScalerCheckpointError:
-    """The error of a record that is not taken, and how to go on."""
+    """The error for a rejected record; its message says how to go on."""
     return ScalerCheckpointError(
         f"{where}: {found}. The loss scaler is not restored from it. Take another checkpoint."
     )

@@ -1,7 +1,7 @@
 """The shim in a process: start-up, ``install()``, settings, and the way into other processes.
 
-``startup`` waits for a framework's import, ``session`` is what ``install()`` turns on, ``settings``
-has the variables and ``registry`` the adapters. ``in_force`` tells whether a feature acts and
-``foreseen`` whether it would. ``carriers`` brings the variables to Ray's processes, ``finders``
-tells when a module was imported, ``forks`` renews locks in a forked child.
+``startup`` waits for a framework's import, ``session`` holds what ``install()`` turns on,
+``settings`` reads the variables and ``registry`` lists the adapters. ``in_force`` tells whether a
+feature is in force, and ``foreseen`` whether it would be. ``carriers`` brings the variables to
+Ray's processes, ``finders`` reports imports, ``forks`` renews locks in a forked child.
 """

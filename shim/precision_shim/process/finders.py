@@ -1,8 +1,9 @@
-"""Tell when a module is imported: a small finder that calls back before or after its code runs.
+"""A finder that calls back before or after the code of an imported module runs.
 
-Our own, and not ``wrapt.register_post_import_hook``, for three reasons: it stands in processes that
-should not pay for wrapt (17 to 65 ms each), such as Ray's agents; a hook registered from within a
-``find_spec`` never fires for that first module; and it can be taken out without a trace.
+The shim does not use ``wrapt.register_post_import_hook``, for three reasons: this finder runs in
+processes that should not pay for wrapt (17 to 65 ms each), such as Ray's agents; a hook of wrapt
+that is registered from within a ``find_spec`` never fires for the module being found; and this
+finder can be removed without a trace.
 """
 
 import sys
@@ -21,19 +22,20 @@ else:
 class Watcher:
     """A ``sys.meta_path`` finder that reports imports of named modules and finds none itself.
 
-    A look for a module (``importlib.util.find_spec``) is no import and is not reported.
+    A mere lookup (``importlib.util.find_spec``) is not reported, except that of a namespace package
+    to a watcher with ``before``.
     """
 
-    finds_nothing = True  # find_spec() of the seam engine skips finders that say so
+    finds_nothing = True  # find_spec() of the seam engine skips finders that have this
 
     def __init__(self, callback: "Callable[[str], None]", *, before: bool = False) -> None:
-        """Make a watcher that is not yet in place.
+        """Make a watcher that is not yet in ``sys.meta_path``.
 
         Args:
-            callback: called with the module's name; its exceptions are the caller's, so it
-                should raise none.
+            callback: called with the module's name; it should not raise, because its exceptions
+                reach whoever imports the module.
             before: call back once per name, before the module exists, instead of each time that
-                its code has run. The callback may import the module itself.
+                the module's code has run. The callback may import the module itself.
         """
         self.callback = callback
         self.before = before
@@ -41,7 +43,7 @@ class Watcher:
         self._busy = _local()
 
     def watch(self, names: "Iterable[str]") -> None:
-        """Add module names, and put the finder in place."""
+        """Add module names, and put the finder first in ``sys.meta_path`` if it is not there."""
         self._names.update(names)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
@@ -55,7 +57,7 @@ class Watcher:
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Let the other finders find the module; see to it that the callback runs."""
+        """Let the other finders find the module, and wrap its loader so that the callback runs."""
         if name not in self._names:
             return None
         spec = self.find_elsewhere(name, path, target)
@@ -71,7 +73,7 @@ class Watcher:
     def find_elsewhere(
         self, name: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """What the other finders find; nothing while one of them is asking us."""
+        """The other finders' spec; ``None`` if one of them asks this finder for the same name."""
         busy: set[str] = self._busy.__dict__.setdefault("names", set())
         if name in busy:
             return None
@@ -87,7 +89,7 @@ class Watcher:
             busy.discard(name)
 
     def take(self, name: str) -> bool:
-        """Whether a name was waited for; it is no more."""
+        """Stop waiting for a name; returns whether the watcher waited for it."""
         if name not in self._names:
             return False
         self._names.discard(name)
@@ -95,7 +97,7 @@ class Watcher:
 
 
 class _Calling(Loader):
-    """Stands in for a module's loader until the module's code has run, then is gone."""
+    """Stands in for a module's loader, and puts it back just before the module's code runs."""
 
     def __init__(self, loader: "Loader", watcher: Watcher, path: "Sequence[str] | None") -> None:
         self._loader = loader
@@ -126,7 +128,7 @@ class _After(_Calling):
 
 
 class _Before(_Calling):
-    """Calls back before there is a module."""
+    """Calls back before the module exists."""
 
     _there: "tuple[ModuleType, ModuleSpec | None] | None" = None
 
@@ -136,11 +138,11 @@ class _Before(_Calling):
             watcher.callback(name)
             module = sys.modules.get(name)
             if module is not None:
-                # The callback has imported the module. importlib, already past its look into
-                # sys.modules, would run the code again in a second module: give it the first.
+                # The callback has imported the module. importlib looked into sys.modules before
+                # that, and would run the code again in a second module: return the first module.
                 self._there = module, module.__spec__
                 return module
-            # Look again: the callback may have put finders in front, which importlib has passed.
+            # Search again: importlib will not ask finders that the callback inserted at the front.
             found = watcher.find_elsewhere(name, self._path)
             if found is not None and hasattr(found.loader, "exec_module"):
                 self._loader = found.loader  # type: ignore[assignment]

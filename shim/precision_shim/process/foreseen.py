@@ -1,4 +1,4 @@
-"""What would be in force in a process that is started here: told from source alone."""
+"""What would be in force in a process started here, read from source alone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Foreseen"]
 
 
 class Foreseen:
-    """The frameworks as the shim would find them here.
+    """Tells what would be in force for the frameworks that are installed here.
 
     Args:
-        settings: what is asked for, where the shim is on.
+        settings: the settings of the process, in which the shim is on.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -23,7 +23,7 @@ class Foreseen:
         self._groups: dict[str, frozenset[tuple[str, str]] | None] = {}
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
-        """Whether a feature would be in force, as far as one group of seams goes."""
+        """Whether a feature would be in force within one group of seams."""
         return in_force(self.settings, framework, feature, group, self._is_refused)
 
     def _is_refused(self, framework: str, feature: str, group: str) -> bool:
@@ -33,7 +33,7 @@ class Foreseen:
         return refused is None or (feature, group) in refused
 
     def _refused_of(self, framework: str) -> frozenset[tuple[str, str]] | None:
-        """The refused groups; ``None``: all are, because the adapter cannot be loaded."""
+        """The refused groups; ``None`` for all, where the adapter cannot be loaded."""
         try:
             adapter = entries()[framework].load()
         except SeamError:

@@ -1,10 +1,10 @@
-"""Locks that a fork leaves usable: whoever forks takes them first, as with the lock of ``logging``.
+"""Locks that stay usable after a fork: the forking thread takes them first, as ``logging`` does.
 
-The child of a fork has one thread. What the others were doing there stays half done for ever, and
-the locks that they held stay held. So a fork waits until no other thread holds one of ours. Two
-cases are left: the other thread goes on for too long (it may itself wait for an import that the
-forking thread is in), or the forking thread itself holds the lock. In both the child gets a new
-lock, and ``interrupted`` tells it that something is half done there.
+The child of a fork has one thread. In the child, the work of the parent's other threads stays half
+done for ever, and their locks stay held. So a fork waits until no other thread holds a lock of
+ours. Two cases are left: another thread holds the lock for more than ``PATIENCE`` seconds (it may
+itself wait for an import that the forking thread runs), or the forking thread itself holds the
+lock. In both cases the child gets a new lock, and ``interrupted`` tells it of half-done patching.
 """
 
 import os
@@ -16,27 +16,28 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 PATIENCE = 10.0
-"""Seconds that a fork waits for one lock at most."""
+"""The longest that a fork waits for one lock, in seconds."""
 
 interrupted = False
-"""In the child of a fork: whether the patching was under way, and is to be taken out there."""
+"""In the child of a fork: whether the fork interrupted patching, which the child must undo."""
 
 
 class Lock:
-    """A reentrant lock for ``with``, as long as the process lives."""
+    """A reentrant lock for ``with`` that lives as long as the process."""
 
     def __init__(self, *, patching: bool = True) -> None:
-        """Make a lock that every fork takes from now on: ``os`` gives no handler back.
+        """Make a lock that every fork takes from now on, as ``os`` cannot unregister a handler.
 
         Args:
-            patching: whether it is held while modules are imported and patched.
+            patching: whether threads hold the lock while they import and patch modules.
         """
         self._patching = patching
         self.patched: tuple[ModuleSpec | None, int] = None, 0
-        """The module that was patched last, within its import, and the thread that imports it."""
+        """Spec of the module that was last patched within its import, and the importing thread."""
         if patching:
-            # What registered last is asked first. An import under our lock may need logging's: a
-            # fork that held logging's and waited for ours would wait in vain.
+            # A fork runs the handler registered last first, so logging must register before us. An
+            # import under our lock may need logging's lock: a fork that held logging's lock while
+            # it waited for ours would deadlock until PATIENCE ends.
             import logging  # noqa: F401
         self._renew()
         if hasattr(os, "register_at_fork"):
@@ -55,7 +56,7 @@ class Lock:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        # In the child of a fork that was made within, the lock is another one by now.
+        # After a fork inside the ``with`` block, the child has a new lock, which it does not hold.
         if self._depth and self._owner == get_ident():
             self._depth -= 1
             self._lock.release()
@@ -66,8 +67,8 @@ class Lock:
             self._let_import_end()
 
     def _let_import_end(self) -> None:
-        # Python keeps a child from what another thread was importing, for ever. Nothing is left to
-        # do of the import that was held up for our patching, but that thread has to get to it.
+        # A child can never import a module that another thread was importing at the fork. The
+        # import that our patching held up has only to return: give its thread time for that.
         spec, thread = self.patched
         until = time.monotonic() + 1
         while getattr(spec, "_initializing", False) and thread != get_ident():

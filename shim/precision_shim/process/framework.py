@@ -1,7 +1,7 @@
-"""The record of a framework, and that of a backend that several frameworks are built on.
+"""The record of a framework, and the record of a backend that several frameworks are built on.
 
-A process reads these before it imports a framework, Ray's agents among them. So this module imports
-nothing: neither ``dataclasses`` nor ``typing``, which take 10 to 25 ms.
+Processes read these records before they import a framework, and Ray's agents read them too. So this
+module imports nothing: neither ``dataclasses`` nor ``typing``, which take 10 to 25 ms.
 """
 
 TYPE_CHECKING = False
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class _Record:
-    """Named values that stay as they are."""
+    """Named values that cannot be changed."""
 
     def __setattr__(self, name: str, value: object) -> "NoReturn":
         raise AttributeError(f"{type(self).__name__}.{name}: a record is not changed")
@@ -24,16 +24,17 @@ class _Record:
 
 
 class Checkpoints(_Record):
-    """How a framework's checkpoints are called, and what foretells a resume from them.
+    """How a framework names its checkpoints, and which functions predict a resume from them.
 
     Attributes:
         steps: regular expression of a step's directory; its one group is the step's number.
-        models: names of the models' directories in it; empty where it holds one model.
+        models: names of the models' directories in a step's directory; empty where that holds one
+            model.
         resuming: kind of files (``"megatron"``, ``"dcp"``, ``"shards"``, ``"safetensors"``) to the
-            ``"module:function"`` that tells from a ``Part`` and ``Here`` what a resume makes of it.
-        fields: fields of the framework's own config that it may go by, to the words allowed there,
-            the default first.
-        fields_are: what users call these, for ``--config``.
+            ``"module:function"`` that predicts from a ``Part`` and ``Here`` how the part resumes.
+        fields: fields of the framework's own config that a resume may depend on, each to its
+            allowed values, the default first.
+        fields_are: what users call these fields, for ``--config``.
     """
 
     steps: str
@@ -67,18 +68,19 @@ class Framework(_Record):
         distribution: the name of its distribution, for its version.
         packages: top-level packages whose import wakes the adapter.
         adapter: ``"module:attribute"`` of the ``Adapter``.
-        tested: versions that the test environments pin; of a third party's only its adapter knows.
+        tested: versions that the test environments pin; a third party's adapter lists its own.
         effects: places where a DDP or an optimizer is built, on each path through the framework.
-            Under strict a fault is raised there and nowhere earlier, also where the adapter itself
-            is broken. A place that a version lacks is skipped.
-        probes: modules whose functions ask whether what the rules assume still holds.
-        plan: ``"module:function"`` from a launch line to the models of its job, for
+            Under strict the engine raises a fault there and nowhere earlier, even if the adapter
+            itself is broken. The engine skips a place that a version lacks.
+        probes: modules whose functions test whether the framework behaves as the rules assume.
+        plan: ``"module:function"`` that reads the models of a job from its launch line, for
             ``precision-shim plan``; empty where the adapter plans none.
-        checkpoints: how its checkpoints are called; ``None`` where nobody foretells a resume.
+        checkpoints: how the framework names its checkpoints; ``None`` where the adapter predicts
+            no resume.
         audit_readers: top-level package of an optimizer's class to the ``"module:function"`` that
-            reads such optimizers for the audit; others are read as torch's own.
-        checkpoint_readers: kind of a checkpoint's files to what sorts their tensors; others are
-            sorted as torch's own.
+            reads such optimizers for the audit; the audit reads all others as torch's own.
+        checkpoint_readers: kind of a checkpoint's files to the ``"module:function"`` that sorts
+            their tensors; tensors of all other kinds are sorted as torch's own.
     """
 
     framework: str
@@ -126,8 +128,8 @@ class Framework(_Record):
         """Import the adapter.
 
         Raises:
-            SeamError: its module cannot be imported, or holds something else, or its table names
-                a feature that there is not.
+            SeamError: the module cannot be imported or holds no ``Adapter``, or the adapter's
+                table names an unknown feature.
         """
         from ..errors import SeamError
         from ..seams import Adapter
@@ -151,24 +153,25 @@ class Framework(_Record):
         return adapter
 
     def as_said(self) -> "Framework":
-        """The same with all that its adapter says, which is loaded for it.
+        """Load the adapter, and return this record with everything that the adapter declares.
 
         Raises:
-            SeamError: as of ``load``.
+            SeamError: see ``load``.
         """
         said = vars(self.load())
         return Framework(**{**vars(self), **{key: said[key] for key in vars(self) if key in said}})
 
 
 class Config(_Record):
-    """The config of an optimizer that frameworks are built on.
+    """The config of a backend's optimizer.
 
     Attributes:
         name: what users call it.
         place: ``"module:Class.__init__"``, whose parameters are its fields.
-        fields: those that a resume may go by: all that is known where it is not installed.
-        beside: fields of other configs that a resume goes by as well.
-        numbers: those of the fields that are numbers.
+        fields: fields that a resume may depend on; no others are known where the backend is not
+            installed.
+        beside: fields of other configs that a resume depends on as well.
+        numbers: the fields whose values are numbers.
         remedies: values of fields that may make a resume exact, in the order to try.
     """
 
@@ -203,11 +206,11 @@ class Backend(_Record):
     """What several frameworks are built on, such as Megatron.
 
     Attributes:
-        config: its optimizer's config.
-        limits: ``"module:function"`` that tells from a framework's name and seams and from
-            TransformerEngine's version, or why it cannot be imported, what that rules out; for the
-            doctor.
-        shared: packages that seams are in, to their distributions' names.
+        config: the config of the backend's optimizer.
+        limits: ``"module:function"`` that tells the doctor what the installed TransformerEngine
+            rules out. It takes a framework's name and seams, TransformerEngine's version, and why
+            TransformerEngine cannot be imported.
+        shared: the backend's packages that contain seams, to the names of their distributions.
         audit_readers: see ``Framework``.
         checkpoint_readers: see ``Framework``.
     """

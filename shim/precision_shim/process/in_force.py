@@ -1,7 +1,7 @@
-"""Is a feature in force for a framework? It is asked here alone.
+"""The one place that decides whether a feature is in force for a framework.
 
-Worker, doctor, plan and checkpoint doctor differ in how they know what was refused: the worker's
-engine has refused it, the others read in the source what it would refuse (``Foreseen``).
+Worker, doctor, plan and checkpoint doctor differ in how they know the refused groups: in a worker
+the engine has refused them, the other three read from source which it would refuse (``Foreseen``).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def in_force(
     group: str,
     refused: Callable[[str, str, str], bool],
 ) -> bool:
-    """Whether a feature is in force for a framework, as far as one group of seams goes.
+    """Whether a feature is in force for a framework, within one group of seams.
 
     Args:
-        settings: what is asked for, where the shim is on.
-        framework: whose seams.
+        settings: the settings of the process, in which the shim is on.
+        framework: the framework's name.
         feature: the feature.
-        group: of the seams, as the adapter declares it: patched whole or not at all.
-        refused: tells of framework, feature and group whether that group is refused.
+        group: the group's name in the adapter; its seams are patched together or not at all.
+        refused: takes framework, feature and group; returns whether that group is refused.
     """
     return (
         asked_for(settings, framework)
@@ -45,7 +45,7 @@ def in_force(
 def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
     """Feature and group of the seams that cannot be patched.
 
-    A seam that its adapter declares as a refusal is none of them: it says no where it is used.
+    A seam that its adapter declares as a refusal does not count: it refuses only when it is used.
     """
     return frozenset(
         (one.feature, one.group) for one in seams if one.state == "refused" and not one.refusal

@@ -12,13 +12,13 @@ ENTRY_POINTS = "precision_shim.adapters"
 
 
 def meant(name: str, known: "Collection[str]") -> str:
-    """A question after a name that is not known: whether the nearest one is meant.
+    """Ask whether the nearest known name was meant; ``""`` where no known name is near.
 
     Args:
-        name: what was written.
-        known: the names that there are.
+        name: the unknown name.
+        known: the known names.
     """
-    from difflib import get_close_matches  # the start-up file waits for this module
+    from difflib import get_close_matches  # late: start-up imports this module
 
     near = get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else ""

@@ -1,9 +1,10 @@
-"""Which adapters there are: our own as declared, third parties' through an entry point.
+"""The known adapters: our own from a table, third parties' from entry points.
 
-An entry point of the group ``precision_shim.adapters`` names a ``seams.Adapter`` object; its name
-is the framework's. Ours are declared in ``precision_shim_adapters.frameworks``, which no other
-module of the core imports. Either's modules are imported only when one of the framework's packages
-is. The start-up asks here for the packages; so nothing is imported at the top.
+An entry point of the group ``precision_shim.adapters`` names a ``seams.Adapter`` object and has the
+framework's name. Our table is ``precision_shim_adapters.frameworks``, which no other module of the
+core imports. In a worker the shim imports an adapter only when one of its framework's packages is
+imported, and a third party's adapter also for ``records()``. Start-up calls ``packages()``, so this
+module imports nothing slow at its top.
 """
 
 from .framework import Backend, Checkpoints, Framework
@@ -28,7 +29,7 @@ __all__ = [
 
 
 def entries(*, third_party: bool = True) -> "dict[str, Framework]":
-    """All known frameworks by name; ours cannot be displaced by an entry point."""
+    """All known frameworks by name; an entry point cannot replace one of ours."""
     from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
 
     found = {one.framework: one for one in FRAMEWORKS}
@@ -45,14 +46,15 @@ def entries(*, third_party: bool = True) -> "dict[str, Framework]":
 
 
 _said: "dict[tuple[str, ...], dict[str, Framework]]" = {}
-"""What third parties' adapters say, by the path that they were looked for on: it is asked for each
-optimizer, and reading every distribution's entry points takes 10 to 50 ms."""
+"""The complete records of third parties' frameworks by ``sys.path``: the audit asks for them once
+per optimizer, and reading every distribution's entry points takes 10 to 50 ms."""
 
 
 def records(*, third_party: bool = True) -> "dict[str, Framework]":
-    """All known frameworks with all that their adapters say; a third party's adapter is loaded.
+    """All known frameworks with complete records, for which it loads third parties' adapters.
 
-    One that cannot be loaded has no more than its entry point; the doctor says why.
+    Where an adapter cannot be loaded, the record has only what the entry point says; the doctor
+    says why.
     """
     import sys
 
@@ -82,26 +84,26 @@ def packages() -> "set[str]":
 
 
 def backends() -> "tuple[Backend, ...]":
-    """What several frameworks are built on."""
+    """The backends that several frameworks are built on."""
     from precision_shim_adapters.frameworks import BACKENDS
 
     return BACKENDS
 
 
 def shared() -> "dict[str, str]":
-    """Packages that frameworks build on and that seams are in, to their distributions' names."""
+    """The backends' packages that contain seams, to the names of their distributions."""
     return {package: name for one in backends() for package, name in one.shared.items()}
 
 
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
-    """Top-level package of an optimizer's class, to what reads such optimizers for the audit."""
+    """Package of an optimizer's class to the ``"module:function"`` that reads such optimizers."""
     theirs = records().values() if third_party else ()
     told = [*(one.audit_readers for one in theirs), *(one.audit_readers for one in backends())]
     return {package: place for one in told for package, place in one.items()}
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
-    """Kind of the files of a framework's checkpoint, to what sorts their tensors."""
+    """Kind of a checkpoint's files to the ``"module:function"`` that sorts their tensors."""
     told = [one.checkpoint_readers for one in backends()]
     whose = records().get(framework)
     if whose is not None:
@@ -110,13 +112,13 @@ def checkpoint_readers(framework: str) -> "dict[str, str]":
 
 
 def checkpoints(*, third_party: bool = True) -> "dict[str, Checkpoints]":
-    """By framework: how its checkpoints are called, and what foretells a resume."""
+    """Framework name to its ``Checkpoints``, for each framework that has such a record."""
     known = records(third_party=third_party)
     return {name: one.checkpoints for name, one in known.items() if one.checkpoints is not None}
 
 
 def symbols_file() -> "Path":
-    """The record of digests that ships with the adapters."""
+    """Path of the record of digests that ships with the adapters."""
     from pathlib import Path
 
     import precision_shim_adapters
@@ -125,5 +127,5 @@ def symbols_file() -> "Path":
 
 
 def is_tested(version: str, tested: "tuple[str, ...]") -> bool:
-    """Whether a version is among the tested ones; what a build has added to it does not count."""
+    """Whether a version is among the tested ones; a local part such as ``+cu128`` is ignored."""
     return version.partition("+")[0] in tested

@@ -1,4 +1,4 @@
-"""``install()``, ``uninstall()`` and ``status()``: the one state of a process.
+"""``install()``, ``uninstall()`` and ``status()``, which share the one session of a process.
 
 Data goes one way: settings -> engine -> adapter -> rules -> decision -> status.
 """
@@ -32,7 +32,7 @@ _lock = _forks.Lock()
 
 
 class _Session:
-    """What is installed: settings, engine, and the adapters that sleep until they are needed."""
+    """What is installed: settings, engine, and adapters that sleep until a framework's import."""
 
     def __init__(
         self, settings: Settings, known: Mapping[str, Framework], fault: SettingsError | None = None
@@ -40,13 +40,13 @@ class _Session:
         self.settings = settings
         self.known = known
         self.fault = fault
-        """Bad settings of the automatic start under strict: raised where a feature takes effect."""
+        """The error of a strict start with bad settings, raised where a feature takes effect."""
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
         self.standing: dict[str, tuple[bool, str]] = {}
-        """What ``standing`` said, which reads source."""
+        """Results of ``standing`` by framework, kept because ``standing`` reads source."""
         self.exported: dict[str, tuple[str | None, str]] = {}
-        """Variable to its text before, and to what was exported."""
+        """Variable to its value before ``install()`` and the exported value."""
         self.engine = Engine(
             features=settings.features,
             settings=settings,
@@ -66,7 +66,7 @@ class _Session:
                 carriers.enter(package)
         for entry in self.wanted():
             if _current is not self:
-                return  # the child of a fork that an adapter's import has made
+                return  # the child of a fork during an adapter's import
             if any(package in sys.modules for package in entry.packages):
                 self.wake(entry)
             else:
@@ -127,11 +127,11 @@ def install(
         strict: a refusal is an error; ``None``: whether ``PRECISION_SHIM=strict``.
         settings: the variables by their lower-case names without the prefix, such as
             ``{"optimizer_states": "follow-model"}``.
-        export: put what was asked for into this process's environment, for processes started
-            later. ``strict`` is never exported.
+        export: put these arguments into this process's environment, for processes started later.
+            ``strict`` is never exported.
 
     Returns:
-        What is in force now, as ``status()``.
+        What is in force now: the result of ``status()``.
 
     Raises:
         SettingsError: a name or value makes no sense.
@@ -154,7 +154,7 @@ def _install(
     settings: Mapping[str, object] | None = None,
     export: bool = True,
 ) -> _Session | None:
-    """Install without waiting for imports or raising faults; ``None`` if nothing changed."""
+    """Install without waiting for imports or raising faults; ``None`` if nothing was to be done."""
     global _current, _refused_by_operator, _bad_start
     with _lock:
         _refused_by_operator = _settings.switch() == "off"
@@ -193,14 +193,14 @@ def _install(
 
 
 def start(*, export: bool = False) -> None:
-    """The automatic start: ``install()`` as the variables ask for it. It never raises.
+    """The automatic start: ``install()`` with the settings from the variables. It never raises.
 
-    A bad setting is one line on stderr and the process goes on unpatched; under strict it is kept
-    and raised where a feature would first take effect. What a seam or an adapter lacks is kept and
-    raised there by the engine.
+    On a bad setting it prints one line on stderr and the process goes on unpatched; under strict
+    the session keeps the error and raises it where a feature would first take effect. The engine
+    raises the faults of seams and adapters there, too.
 
     Args:
-        export: as for ``install()``; of use where the opt-in was not the variable.
+        export: as for ``install()``; for processes that started without ``PRECISION_SHIM``.
     """
     global _current, _bad_start
     try:
@@ -222,11 +222,10 @@ def start(*, export: bool = False) -> None:
 def uninstall() -> None:
     """Take every patch out again and leave each touched namespace as it was.
 
-    Objects already built (optimizers, scalers) keep what they were built with; save what they
-    hold before, since their checkpoints are then written without the shim. Variables that
-    ``install()`` exported are taken back, and no optimizer is looked at or watched any more. Where
-    another tool has wrapped a symbol since, its wrapper is left alone, ours passes calls through,
-    and a warning says so.
+    Objects already built (optimizers, scalers) keep what they were built with. Save a checkpoint
+    first: later ones are written without the shim. Variables that ``install()`` exported get
+    their earlier values back, and the audit and ``watch_updates()`` stop. Where another tool has
+    wrapped a symbol since, its wrapper stays, ours passes calls through, and a warning says so.
     """
     global _current, _bad_start
     with _lock:
@@ -241,7 +240,7 @@ def uninstall() -> None:
 
 
 def _give_up_in_child() -> None:
-    """In the child of a fork: take out what was being done while it forked, and say so."""
+    """In the child of a fork: undo an installation that the fork interrupted, and say so."""
     global _bad_start
     if _forks.interrupted:
         _forks.interrupted = False
@@ -254,11 +253,11 @@ def _give_up_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_give_up_in_child)  # after that of each lock
+    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after each lock's own
 
 
 def status() -> Status:
-    """Return what the shim did in this process; ``str()`` of it is a table."""
+    """Return what the shim did in this process; ``str()`` of it is one screen of text."""
     with _lock:
         if _startup.waiting():
             start()  # the variable is set, but no framework was imported yet
@@ -307,7 +306,7 @@ def _why_off() -> str:
 
 
 def in_force(framework: str, feature: str, group: str) -> bool:
-    """Whether a feature is on for a framework, and one of its groups was not refused."""
+    """Whether a feature is on for a framework, and the given group was not refused."""
     session = _current
     return (
         session is not None
@@ -332,12 +331,12 @@ def preview(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
 ) -> tuple[SeamStatus, ...]:
-    """What would happen to an adapter's seams where a look goes, from source alone.
+    """What the engine would do with an adapter's seams, read from the current ``Source`` alone.
 
     Args:
-        adapter: whose seams.
-        settings: what is asked for.
-        versions: tells a distribution's version there; ``None``: as ``version_of`` does here.
+        adapter: the adapter.
+        settings: what the user asks for.
+        versions: returns a distribution's version in that source; ``None`` for ``version_of``.
     """
 
     def missed(adapter: Adapter) -> Callable[[str], str]:
@@ -368,7 +367,7 @@ def _missed(
 
 def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatus:
     adapter = session.awake.get(name)
-    known = adapter or entry  # only a third party's adapter itself names its distribution
+    known = adapter or entry  # a third party's entry does not know its distribution
     version = version_of(known.distribution, known.packages)
     if not session.wants(name):
         return FrameworkStatus(version, "off", reason="not among the frameworks asked for")
@@ -396,13 +395,13 @@ def standing(
     *,
     closely: bool = False,
 ) -> tuple[bool, str]:
-    """Whether a version is tested, and what the code says of a version that is not.
+    """Whether a version is tested, and how the code here differs from the recorded versions.
 
     Args:
-        adapter: the framework's.
-        version: the framework's.
-        versions: tells those of what it builds on, as ``version_of`` does.
-        closely: hold the code of recorded versions against the record as well.
+        adapter: the framework's adapter.
+        version: the framework's version.
+        versions: returns the version of a distribution of a backend, as ``version_of`` does.
+        closely: compare the code with the record also where the version is recorded.
     """
     from ..upstream import symbols as _symbols
 
@@ -423,10 +422,11 @@ def _summary(seams: Iterable[SeamStatus]) -> str:
 
 
 def version_of(distribution: str, packages: Iterable[str]) -> str | None:
-    """Version of what would be imported here, without importing it.
+    """Version of the package that this process would import, without importing it.
 
-    From its metadata; for a checkout, which has none or another's, as its own source states it.
-    ``"unknown"`` where neither tells, ``None`` where there is nothing to import.
+    Read from the distribution's metadata; for a checkout, whose metadata is absent or another
+    copy's, from its own source. ``"unknown"`` where neither has a version, ``None`` where neither
+    metadata nor package is found.
     """
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import distribution as installed
@@ -472,7 +472,7 @@ def _report(text: str) -> None:
 
 
 def _said_already(framework: str, error: PrecisionShimError) -> None:
-    """The caller reports this fault."""
+    """Do nothing: the automatic start has reported this fault."""
 
 
 def _retire(session: _Session) -> None:
@@ -494,7 +494,7 @@ def _retire(session: _Session) -> None:
 def _given_environment() -> dict[str, str]:
     """The environment as it was given to this process, without what ``install()`` exported.
 
-    A second ``install()`` replaces what the first asked for; it must not inherit it this way.
+    A second ``install()`` replaces the first one's arguments, so it must not read them from here.
     """
     environ = dict(os.environ)
     for variable, (before, ours) in (_current.exported if _current is not None else {}).items():

@@ -65,7 +65,7 @@ def _directory(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise _bad(name, value, "a path")
     text = os.fspath(value).strip() if isinstance(value, str) else str(os.fspath(value))
-    # Workers are started elsewhere.
+    # Workers start in other directories, so a relative path would not do.
     path = os.path.abspath(os.path.expanduser(text)) if text else ""
     if path and os.path.exists(path) and not os.path.isdir(path):
         raise _bad(name, value, "a directory, which is made where it is missing")
@@ -124,8 +124,8 @@ class Settings:
         features: names of the features in force.
         frameworks: names of the frameworks asked for, or ``None`` for all.
         strict: whether a refusal is an error.
-        given: variable name to text, for each argument of ``install()``: what children need to
-            come up the same.
+        given: variable name to value, for each argument of ``install()``: a child process with
+            these variables gets the same settings.
     """
 
     values: Mapping[str, Any]
@@ -170,7 +170,7 @@ def switch(environ: Mapping[str, str] | None = None) -> str:
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Refuse variables with our prefix that mean nothing: most likely a slip of the pen.
+    """Refuse unknown variables with our prefix, which are most likely misspelt.
 
     Raises:
         SettingsError: names each of them, and the variable that was most likely meant.
@@ -196,7 +196,7 @@ def _nearest(name: str, known: Iterable[str]) -> list[str]:
     """The known name that was most likely meant, if one is near."""
     from difflib import get_close_matches  # only an error needs it
 
-    # What all names begin with would make any two of them alike.
+    # Compare without the common prefix, which would make any two names look alike.
     rest = {one.removeprefix(f"{PREFIX}_"): one for one in known}
     word = name.removeprefix(f"{PREFIX}_")
     begun = [one for one in rest if word and one.startswith(word)]
@@ -213,7 +213,7 @@ BY_CALL: Mapping[str, str] = {
     "frameworks": "install(frameworks=...)",
     "settings": "install(settings=...)",
 }
-"""Where the arguments of ``resolve`` come from, as the user wrote it."""
+"""Arguments of ``resolve``, each as the user of ``install()`` writes it, for messages."""
 
 
 def parse_features(
@@ -269,10 +269,10 @@ def resolve(
         settings: lower-case names of the variables without the prefix, to values.
         known_frameworks: names that are allowed; empty to allow any.
         environ: the environment; ``None`` for the process's own.
-        where: what the user wrote ``features``, ``frameworks`` and ``settings`` as, for messages.
+        where: how the user wrote ``features``, ``frameworks`` and ``settings``, for messages.
 
     Raises:
-        SettingsError: a name or a value that makes no sense, of an argument or of a variable.
+        SettingsError: an argument or a variable has an unknown name or an invalid value.
     """
     env = os.environ if environ is None else environ
     check_variables(env)

@@ -2,10 +2,10 @@
 
 The variable reaches every process of a cluster, pip and compile workers included. So the line in
 ``zz_precision_shim.pth`` only executes ``zz_precision_shim.py``, whose finder waits for the
-frameworks' own packages. When one is looked for, that finder calls ``take_over()`` here, and
-another one takes its place, which tells an import from a look.
+frameworks' own packages. When Python looks for such a package, that finder calls ``take_over()``,
+and a ``Watcher`` takes its place, which tells an import from a mere lookup.
 
-Nothing here raises, and nothing here ends a process: it would end pip and Ray's agents too.
+Nothing here may raise or end a process: it would end pip and Ray's agents too.
 """
 
 import os
@@ -53,11 +53,11 @@ def init() -> None:
 
 
 def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
-    """Take the place of the start-up file's finder, and answer the look that it was asked."""
+    """Take the place of the start-up file's finder, and answer the lookup of ``name``."""
     init()
     first = _first()
     if first is not None:
-        # importlib is iterating over sys.meta_path: leave the finder in it, but find nothing more.
+        # importlib is iterating over sys.meta_path: disable the finder, but leave it in the list.
         first.find_spec = lambda *_, **__: None
     return _waiting.find_spec(name, None, target) if _waiting is not None else None
 
@@ -92,9 +92,9 @@ def _wanted() -> "set[str]":
     from . import carriers, registry
 
     names = registry.packages()
-    # A third party's framework is known by name only where the user names it. Otherwise it is
-    # looked for when torch is imported: reading every distribution's entry points takes 10 to
-    # 50 ms, which next to torch is nothing and in any other process would be everything.
+    # Start-up knows a third party's framework only if the user names it. Otherwise the shim reads
+    # every distribution's entry points when torch is imported: that takes 10 to 50 ms, which is
+    # little beside importing torch and too much in a process without torch.
     named = os.environ.get(f"{VARIABLE}_FRAMEWORKS", "")
     names.update(name.strip().lower().replace("-", "_") for name in named.split(","))
     names.discard("")
@@ -124,8 +124,8 @@ def _third_parties() -> bool:
 def say(line: str) -> None:
     """Write one line to stderr, where it survives frameworks that configure logging late.
 
-    Without a stderr that can be written (``None`` under pythonw and some daemons, closed, a full
-    disk) nobody reads it, and what is under way, an import or an optimizer's build, goes on.
+    Where stderr cannot be written (``None`` under pythonw and some daemons, closed, a full disk)
+    the line is lost, and the import or the optimizer's build under way goes on.
     """
     try:
         if sys.stderr is not None:

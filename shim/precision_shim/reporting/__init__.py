@@ -1,4 +1,4 @@
-"""What the user is told: decisions and warnings (``journal``) and ``status()``.
+"""What the shim reports to the user: decisions and warnings (``journal``) and ``status()``.
 
-``record`` holds what ``status()`` says and ``text`` writes it out.
+``record`` holds the data of ``status()``, and ``text`` formats it.
 """

@@ -24,7 +24,7 @@ verbosity = "info"
 
 
 def record(decision: Decision) -> None:
-    """Keep a decision; say it once. A repeated one (several model chunks) is kept once."""
+    """Keep and announce a decision, once even if it repeats (several model chunks)."""
     with _lock:
         if decision in _decisions:
             return
@@ -33,19 +33,19 @@ def record(decision: Decision) -> None:
 
 
 def announce(line: str) -> None:
-    """Say a line on rank 0, or everywhere for debugging."""
+    """Print a line to stderr on rank 0; with ``log=debug`` on all ranks, with ``quiet`` on none."""
     if verbosity != "quiet" and (_is_rank_0() or verbosity == "debug"):
         say(line)
 
 
 def decisions() -> tuple[Decision, ...]:
-    """What was decided so far in this process, oldest first."""
+    """The decisions of this process so far, oldest first."""
     with _lock:
         return tuple(_decisions)
 
 
 def warn(message: str, stacklevel: int | None = 2) -> None:
-    """Warn once per message and process; without a stack level where nobody's line is at fault."""
+    """Warn once per message and process; with ``stacklevel=None`` without a source line."""
     with _lock:
         if message in _warned:
             return
@@ -55,7 +55,7 @@ def warn(message: str, stacklevel: int | None = 2) -> None:
             warnings.warn_explicit(message, PrecisionShimWarning, "<precision_shim>", 1)
         else:
             warnings.warn(message, PrecisionShimWarning, stacklevel=stacklevel + 1)
-    except ValueError:  # warnings lets this one through where stderr is closed
+    except ValueError:  # warnings raises it where stderr is closed
         if not getattr(sys.stderr, "closed", False):
             raise
 
@@ -68,7 +68,7 @@ def clear() -> None:
 
 
 def _is_rank_0() -> bool:
-    # torch.distributed tells the truth once it is up; torchrun and Ray set RANK before that.
+    # torch.distributed knows the rank once it is initialized; torchrun and Ray set RANK before.
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

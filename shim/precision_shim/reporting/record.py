@@ -1,6 +1,6 @@
-"""What the shim did in this process: the record that ``status()`` returns and people read.
+"""What the shim did in this process: the record that ``status()`` returns.
 
-How it reads is in ``text``.
+``text`` formats the record for people.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from ..auditing.record import Audit
 
 STATES = ("absent", "pending", "wrapped", "native", "refused", "off")
-"""States of a seam and of a framework: not installed; waits for the module's import; patched;
-the framework does it itself; could not be patched; not asked for."""
+"""States of a seam and of a framework, in this order: not installed; waits for the module's import;
+patched; the framework does it itself; could not be patched; not asked for."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the shim chose in this process, from what, and why.
+    """What the shim chose in this process, for which subject, and why.
 
     Attributes:
         framework: the framework's name.
-        subject: what it was decided for, such as ``"actor"`` or ``"critic"``.
+        subject: what the decision is for, such as ``"actor"`` or ``"critic"``.
         feature: the feature that decided.
         chosen: what was chosen, in words.
         because: the reason, in words.
@@ -47,9 +47,9 @@ class SeamStatus:
         target: ``"module:attribute"``.
         feature: the feature that needs the seam.
         state: one of ``STATES``.
-        reason: why it is so, where that is worth a word.
+        reason: why the seam has this state; may be empty.
         path: the path through the framework, in the user's words.
-        refusal: why the feature cannot be had there, where the adapter declares that.
+        refusal: why the feature is impossible there, if the adapter declares so; else empty.
         why: why the shim enters here.
         upstream: link to the discussion upstream.
         delete_when: when the seam can be deleted.
@@ -68,7 +68,7 @@ class SeamStatus:
     group: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        """What machines read: target, feature, state and reason."""
+        """Target, feature, state and reason, ready for JSON."""
         return {
             "target": self.target,
             "feature": self.feature,
@@ -84,9 +84,9 @@ class FrameworkStatus:
     Attributes:
         version: ``None`` when it is not installed.
         state: one of ``STATES``.
-        seams: its seams, once its adapter is at work.
-        reason: why it is so, where that is worth a word.
-        tested: whether the version is among those tested; ``None`` while that is not known.
+        seams: its seams, once its adapter is loaded.
+        reason: why the framework has this state; may be empty.
+        tested: whether the version is among the tested ones; ``None`` while that is not known.
     """
 
     version: str | None
@@ -100,7 +100,7 @@ class FrameworkStatus:
 class Status:
     """A snapshot of the shim in this process.
 
-    ``str()`` is a screen: with one framework at work at most 40 lines of 80 columns.
+    ``str()`` fits a screen: with one framework at work at most 40 lines of 80 columns.
     ``details()`` leaves nothing out.
 
     Attributes:
@@ -111,7 +111,7 @@ class Status:
         decisions: what was chosen, oldest first.
         notes: what else a reader should know, such as why nothing was installed.
         given: names of the settings that the user set; the others are defaults.
-        audit: what the audit found by itself, of each optimizer the newest.
+        audit: the newest automatic audit of each optimizer.
     """
 
     enabled: bool
@@ -146,7 +146,7 @@ class Status:
     def details(self) -> str:
         """Return the whole record as a table: every setting, every seam, every decision.
 
-        Of each seam: state, target, path and reason, why the shim enters there, the discussion
+        For each seam: state, target, path and reason, why the shim enters there, the discussion
         upstream, and when the seam can be deleted.
         """
         from . import text as _status_text

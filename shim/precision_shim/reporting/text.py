@@ -1,7 +1,7 @@
 """The record of what the shim did, as text: one screen, and the whole table.
 
-``str(status())``, ``status().details()`` and ``precision-shim doctor`` are written here, so that
-one thing has one word in all of them.
+This module formats ``str(status())``, ``status().details()`` and ``precision-shim doctor``, so that
+all three use the same words.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from .record import Decision, FrameworkStatus, SeamStatus, Status
 
 WIDTH = 80
 SCREEN = 40
-"""Lines of a screen: what ``str(status())`` keeps to with one framework at work."""
+"""The most lines of ``str(status())`` with one framework at work."""
 
-_COLUMN = 25  # where the text behind a feature's name begins
-_LEAST = 6  # decisions keep at least so many lines, however long the problems are
-_AUDITS = 5  # lines that audits get
+_COLUMN = 25  # where the text after a feature's name begins
+_LEAST = 6  # decisions keep at least this many lines, however long the problems are
+_AUDITS = 5  # most lines for audits
 _MORE = "status().details()"
-_WITH_OTHERS = "refused whole, because: "  # what the engine puts before a neighbour's reason
+_WITH_OTHERS = "refused whole, because: "  # the engine puts it before another seam's reason
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
-"""Verdicts on a path that has the feature, or will."""
+"""Verdicts on a path that has the feature, or will have it."""
 
 _WORDS = {
     "wrapped": "in force",
@@ -39,7 +39,7 @@ _AHEAD = {
     "pending": "would be in force",
     "partly pending": "would be in force beside {name}'s own",
 }
-"""For the doctor: nothing is imported there, so what waits is what would be patched."""
+"""The words of the doctor, which imports nothing: a pending seam is one that would be patched."""
 
 
 def screen(status: Status) -> str:
@@ -137,13 +137,13 @@ def framework(
     """A framework's lines on the screen: the verdict, and one line per feature.
 
     Args:
-        name: the framework's.
+        name: the framework's name.
         one: its state.
-        features: those asked for; the others share one line.
-        ahead: whether the states are what would be, as the doctor has them.
+        features: the features asked for; the other features share one line.
+        ahead: whether the states are a forecast, as the doctor's are.
     """
     lines = fold(headline(name, one, ahead=ahead), 0, 2)
-    if one.reason and not (one.state == "refused" and not one.seams):  # else a problem
+    if one.reason and not (one.state == "refused" and not one.seams):  # else listed as a problem
         lines += fold(one.reason, 2, 4)
     asked = set(features)
     known = {seam.feature for seam in one.seams}
@@ -165,7 +165,7 @@ def _feature(name: str, found: Sequence[SeamStatus], ahead: bool) -> str:
     verdicts = {path: _together(several) for path, several in states.items()}
     main = {path: verdict for path, verdict in verdicts.items() if not path.endswith(")")}
     if any(verdict != "absent" for verdict in main.values()):
-        # A path that only serves others is shown only where it was refused.
+        # A path that only serves other paths is shown only if it was refused.
         shown = main | {path: v for path, v in verdicts.items() if v == "refused"}
     else:
         shown = verdicts
@@ -194,7 +194,7 @@ def _state(seam: SeamStatus) -> str:
 
 
 def _together(states: Sequence[str]) -> str:
-    """One word for the seams of one path, which hold together or not at all."""
+    """One word for the states of one path's seams."""
     for state in ("refused", "unsupported"):
         if state in states:
             return state
@@ -209,14 +209,14 @@ def _together(states: Sequence[str]) -> str:
 def refusals(name: str, found: Iterable[SeamStatus]) -> list[str]:
     """Why seams were refused, each reason once, and what to do about it.
 
-    What an adapter declares as a refusal is left out: it is said where somebody uses it.
+    Seams that an adapter declares as refusals are left out: they refuse when they are used.
     """
     found = list(found)
     subjects: dict[str, dict[tuple[str, str], None]] = {}
     features: dict[str, None] = {}
     for seam in found:
         if seam.state == "refused" and not seam.refusal:
-            # The engine joins several problems of one seam into one text: take them apart.
+            # The engine joins several problems of one seam into one text: split it.
             for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
                 subjects.setdefault(reason, {})[seam.path, seam.feature] = None
             features[seam.feature] = None
@@ -255,8 +255,8 @@ def seams(
 
     Args:
         found: the seams.
-        shown: other words for states.
-        indent: of the features' names.
+        shown: state to the word to show for it; other states are shown by name.
+        indent: indentation of the features' names.
     """
     words = shown or {}
     for feature in dict.fromkeys(seam.feature for seam in found):
@@ -300,7 +300,7 @@ def _problems(status: Status) -> list[str]:
 
 
 def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
-    """All where there is room; else the newest per subject and feature, the oldest left out."""
+    """All decisions if there is room; else the newest per subject and feature that fit."""
     kept: Sequence[Decision] = decisions
     if _length(fold(str(one), 2, 4) for one in decisions) > room:
         newest = {(one.framework, one.subject, one.feature): one for one in decisions}
@@ -316,13 +316,13 @@ def _key(one: Decision) -> tuple[str, str, str]:
 def _fit(
     blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
 ) -> list[str]:
-    """As many of the blocks as there is room for, the first ones first to stay.
+    """As many blocks as there is room for, from the first on.
 
     Args:
         blocks: paragraphs as lines.
-        room: lines there are.
-        left_out: how many blocks were left out before.
-        turn: show what stays in the opposite order.
+        room: how many lines there are.
+        left_out: how many blocks the caller has left out.
+        turn: show the kept blocks in reverse order.
     """
     room = max(room, 2)
     kept = list(blocks)
@@ -356,10 +356,10 @@ def fold(
     """Fold a text into lines of at most 80 columns; nothing for an empty one.
 
     Args:
-        text: the text; its own line ends are spaces here.
-        indent: of the first line.
-        further: of the other lines; ``None``: the same.
-        break_words: break a word that is longer than a line; a symbol's name had better stay whole.
+        text: the text; its line ends become spaces.
+        indent: indentation of the first line.
+        further: indentation of the other lines; ``None``: the same.
+        break_words: break a word that is longer than a line; off, it keeps symbols' names whole.
     """
     if not text.strip():
         return []

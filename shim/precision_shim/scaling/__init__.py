@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: the scaler, what it counts, and how its state is kept.
+"""Loss scaling for fp16: the scaler, what it counts, and how its state is saved.
 
 These are rules (torch only): they know no framework and patch nothing.
 """

@@ -1,10 +1,12 @@
 """A scaler's state in a checkpoint directory: one small JSON file, written whole or not at all.
 
-Rank 0 writes and reads it and tells the others, so that all end with one scale. Where checkpoint
-paths are node-local, the file lies beside rank 0's own shards and comes and goes with them.
+Rank 0 writes and reads the file and broadcasts its content, so that all ranks end with one scale.
+Where checkpoint paths are node-local, the file lies beside rank 0's own shards and is moved and
+deleted with them.
 
-The record names the files that it was written with, those of all ranks, each with a fingerprint of
-its content (``precision.belonging``): a record that lies beside files of another save is not taken.
+The record names the checkpoint files of all ranks that were written with it, each with a
+fingerprint of its content (``precision.belonging``): ``load`` rejects a record that lies beside
+files of another save.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from .record import record_of, restore
 __all__ = ["FILE_NAME", "Files", "agree", "load", "save"]
 
 Files = Mapping[str, "str | os.PathLike[str]"]
-"""This rank's files in a checkpoint: by their names in it, where they lie."""
+"""This rank's files in a checkpoint: name in the checkpoint to path."""
 
 
 def save(
@@ -39,23 +41,23 @@ def save(
 ) -> Path:
     """Write the scaler's state into a checkpoint's directory; every rank of the group calls it.
 
-    Call it when the framework's own files are written. The file appears under its name only when
-    it is complete and flushed to the disk. A process that is killed before leaves the file of an
-    earlier save, or none, and at most a hidden temporary one.
+    Call it after the framework has written its own files. The file appears under its name only when
+    it is complete and flushed to the disk. A process that is killed before that leaves the file of
+    an earlier save or none, and at most a hidden temporary file.
 
     Args:
-        directory: the checkpoint's, as this rank sees it; rank 0's is made if it is missing.
+        directory: the checkpoint's directory as this rank sees it; rank 0 makes a missing one.
         scaler: a ``LossScaler``, or a framework's own GradScaler.
         group: the ranks that call it; ``None`` for all.
-        files: this rank's in the checkpoint; the state is held against them when it is loaded.
-            ``None`` to bind it to nothing.
+        files: this rank's files in the checkpoint; ``load`` checks that the state was saved with
+            them. ``None`` to skip that check.
 
     Returns:
-        The file.
+        Path of the file.
 
     Raises:
-        ScalerCheckpointError: it cannot be written, or one of the files cannot be read; raised on
-            every rank.
+        ScalerCheckpointError: the state cannot be written, or one of ``files`` cannot be read;
+            raised on every rank.
     """
     path = Path(directory) / FILE_NAME
     bound, failure = _fingerprints_of_all(path, files, group)
@@ -84,19 +86,20 @@ def load(
     """Restore the scaler's state from a checkpoint's directory; every rank calls it.
 
     Args:
-        directory: the checkpoint's, as this rank sees it.
+        directory: the checkpoint's directory as this rank sees it.
         scaler: the scaler to restore.
         group: the ranks that call it; ``None`` for all.
-        files: this rank's in the checkpoint; ``None`` not to hold the state against any.
+        files: this rank's files in the checkpoint, to check that the state was saved with them;
+            ``None`` to skip that check.
 
     Returns:
-        ``None`` if the checkpoint has no scaler state; else a line for each value that was not
-        taken over as it stands there, and one if there is nothing to hold it against.
+        ``None`` if the checkpoint has no scaler state; else a line for each value that differs
+        from the saved one, and a line if the state names no files to check.
 
     Raises:
-        ScalerOfAnotherSaveError: the files are not those that it was written with.
-        ScalerCheckpointError: the file is damaged or cannot be read. Each is raised on every rank,
-            and the scaler is as it was.
+        ScalerOfAnotherSaveError: another save has written the files.
+        ScalerCheckpointError: the file is damaged or cannot be read. Both errors are raised on
+            every rank, and leave the scaler unchanged.
     """
     path = Path(directory) / FILE_NAME
     text: str | None = None
@@ -134,15 +137,15 @@ def load(
 
 
 def other_save(record: object, where: str, files: Files | None) -> str:
-    """Validate a record of a framework's own file; for the ranks to agree on before it is taken.
+    """Validate a record from a framework's own file, before the ranks ``agree`` on the record.
 
     Args:
         record: see ``read_record``.
         where: the file, for messages.
-        files: this rank's that it is held against, if it names any.
+        files: this rank's files, to check against those that the record names, if any.
 
     Returns:
-        What is said if the files are not those that it was written with; else empty.
+        The message if another save has written the files; else empty.
 
     Raises:
         ScalerCheckpointError: the record is damaged, or a file cannot be read.
@@ -158,7 +161,7 @@ def other_save(record: object, where: str, files: Files | None) -> str:
 
 
 def _of_another_save(where: str, files: list[str]) -> ScalerOfAnotherSaveError:
-    """The error of a record beside files that another save has written."""
+    """The error for a record beside files that another save has written."""
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return ScalerOfAnotherSaveError(
         f"{where}: the loss scaler's state is of another save than the files beside it: "
@@ -168,21 +171,21 @@ def _of_another_save(where: str, files: list[str]) -> ScalerOfAnotherSaveError:
 
 
 def agree(problem: str, record: object, where: str, another: str = "") -> str:
-    """Stop all ranks unless each has read the same state; every rank calls it.
+    """Raise on all ranks unless each has read the same state; every rank calls it.
 
-    Where every rank reads a file of its own, or its own part of one.
+    For checkpoints of which every rank reads its own file, or its own part of one.
 
     Args:
         problem: what was wrong with this rank's record; empty if nothing.
-        record: this rank's; ``None`` if it has none.
+        record: this rank's record; ``None`` if it has none.
         where: the file, for messages.
-        another: what ``other_save`` said on this rank.
+        another: what ``other_save`` returned on this rank.
 
     Returns:
-        What it said on the first rank on which it said anything.
+        The first ``another`` in rank order that is not empty; else empty.
 
     Raises:
-        ScalerCheckpointError: the first rank's problem, or that they differ.
+        ScalerCheckpointError: a rank has a problem (the first is raised), or the states differ.
     """
     all_of_them = _from_all((problem, state_of(record), another))
     problems = [text for text, *_ in all_of_them if text]
@@ -203,7 +206,7 @@ def agree(problem: str, record: object, where: str, another: str = "") -> str:
 def _fingerprints_of_all(
     path: Path, files: Files | None, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, str] | None, str]:
-    """The fingerprints of all ranks' files, and what went wrong on one; the same on all."""
+    """The fingerprints of all ranks' files, and the first failure; the same on every rank."""
     if files is None:
         return None, ""
     mine: dict[str, str] = {}
@@ -227,7 +230,7 @@ def _unreadable(error: OSError, where: str) -> ScalerCheckpointError:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Each writer has a temporary name of its own: of two saves at once one file remains, whole.
+    # Each writer has its own temporary name, so that two saves at once leave one whole file.
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with part.open("x", encoding="utf-8") as file:
@@ -255,7 +258,7 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
 
 
 def _from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of the group has, on every rank of it."""
+    """Gather the group's values, in rank order, on every rank."""
     if not _together() or dist.get_world_size(group) == 1:
         return [value]
     every = [None] * dist.get_world_size(group)
@@ -264,7 +267,7 @@ def _from_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """What rank 0 of the group has, on every rank of it."""
+    """Broadcast the value of the group's rank 0 to the group."""
     if not _together() or dist.get_world_size(group) == 1:
         return value
     box = [value]

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _BYTES = 2048
-"""Size of a record as a tensor: three times what one takes now."""
+"""Bytes of a record as a tensor: three times what a record takes now."""
 
 
 def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
-            least scale.
-        files: the fingerprints of the files that it is written with; ``None`` to name none.
+            ``min_scale``.
+        files: fingerprints of the files that are saved with the record; ``None`` to name none.
 
     Returns:
         ``kind``, ``format``, ``state``, ``settings``, ``counters``, ``world_size``,
@@ -88,14 +88,14 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
 
 
 class BoundWhenPickled(OrderedDict[str, Any]):
-    """A record that names the files beside it as they are when it is pickled.
+    """A record that takes the fingerprints of the files beside it when it is pickled.
 
-    For a framework that pickles the record into the last of its files, after it was given to it. It
-    is pickled as an ``OrderedDict``, so that a process without the shim reads it.
+    For a framework that gets the record early and pickles it into the last of its files. The record
+    pickles as an ``OrderedDict``, so that a process without the shim can read it.
 
     Args:
         record: from ``record_of``.
-        files: by the names that the record has for them, where they lie.
+        files: name in the record to path.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class BoundWhenPickled(OrderedDict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         bound = OrderedDict(self)
-        with contextlib.suppress(OSError):  # the framework's own save must not fail for it
+        with contextlib.suppress(OSError):  # an unreadable file must not fail the framework's save
             found = fingerprints(self._files)
             if found:
                 bound["files"] = found
@@ -115,10 +115,10 @@ class BoundWhenPickled(OrderedDict[str, Any]):
 
 
 def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
-    """Bring a scaler to a record's state.
+    """Restore a scaler to a record's state.
 
-    Scale, growth tracker, counters and settings come from the record, except a setting that this
-    process's user chose.
+    Scale, growth tracker, counters and settings come from the record, except growth interval and
+    factors that this process's user chose. Of ``min_scale`` the lower value applies.
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler.
@@ -126,10 +126,10 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
         where: the file, for messages.
 
     Returns:
-        One line for each value that was not taken over as it stands there.
+        One line for each value that differs from the saved one.
 
     Raises:
-        ScalerCheckpointError: see ``read_record``; the scaler is then as it was.
+        ScalerCheckpointError: see ``read_record``; the scaler is then unchanged.
     """
     saved = read_record(record, where)
     mine = scaler.settings if isinstance(scaler, LossScaler) else ScalerSettings()
@@ -145,8 +145,8 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
 def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
     """A record as a tensor of bytes, on the CPU: the same size for every record.
 
-    For torch's distributed checkpoints, which unpickle all that is no tensor, and which read into a
-    tensor of the size that was saved.
+    For torch's distributed checkpoints, which unpickle everything that is no tensor, and which load
+    a tensor into a tensor of the saved size.
 
     Args:
         record: from ``record_of``; ``None`` for an empty tensor to read into.
@@ -161,10 +161,10 @@ def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
 
 
 def from_tensor(tensor: torch.Tensor, where: str) -> object:
-    """The record in a tensor of bytes, which is yet to be validated.
+    """The record in a tensor of bytes, not yet validated.
 
     Args:
-        tensor: what ``to_tensor`` gave, after a way through a checkpoint.
+        tensor: what ``to_tensor`` gave, as loaded from a checkpoint.
         where: the file, for messages.
 
     Raises:

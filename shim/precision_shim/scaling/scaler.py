@@ -24,11 +24,11 @@ inf, and 0 x inf is NaN for good."""
 
 @contextmanager
 def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Have GradScaler step an optimizer that takes a scaler itself as it steps all others.
+    """Make GradScaler step every optimizer alike, even one that handles the loss scale itself.
 
-    Its gradients are unscaled already, for the clipping, and whether to skip is known of all
-    ranks. TransformerEngine's FusedAdam would divide them a second time (``capturable=True``), and
-    look for an overflow on its own rank alone.
+    The gradients are already unscaled, for clipping, and the overflow of all ranks is known.
+    TransformerEngine's FusedAdam would unscale the gradients a second time (``capturable=True``),
+    and look for an overflow on its own rank alone.
     """
     name = "_step_supports_amp_scaling"
     held = vars(optimizer)
@@ -42,11 +42,11 @@ def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _shards(optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer with the shards of this rank for gradients, where these are DTensors.
+    """The optimizer's parameters, with this rank's shard in place of each DTensor gradient.
 
-    On whole DTensors torch sums the overflow over each one's mesh before the scaler does over all
-    ranks: by a collective on the gradient's device, for which an offloaded gradient on the CPU may
-    have no backend (NCCL alone), and not for DTensors and plain gradients together.
+    For DTensors torch sums the overflow over each DTensor's mesh, before the scaler sums it over
+    all ranks. That collective runs on the gradient's device, where an offloaded gradient on the CPU
+    may have no backend (NCCL alone), and it cannot mix DTensors with plain gradients.
     """
 
     def shard(parameter: torch.Tensor) -> Any:
@@ -58,15 +58,15 @@ def _shards(optimizer: torch.optim.Optimizer) -> Any:
 
 
 class LossScaler(ShardedGradScaler):
-    """torch's ``ShardedGradScaler`` with a hook for the loss, bounds, counters and an end.
+    """torch's ``ShardedGradScaler`` with a loss hook, bounds, counters and a limit on skips.
 
-    Wherever a framework takes a GradScaler it takes this one: ``scale``, ``unscale_``, ``step``
-    and ``update`` do what they do there. It needs no process group in a job of one process. An
-    overflow is summed over the process group, by default over the world: data-parallel, tensor-
-    and context-parallel ranks skip together and keep one scale.
+    It fits wherever a framework takes a GradScaler: ``scale``, ``unscale_``, ``step`` and
+    ``update`` do what GradScaler's do. It needs no process group in a job of one process. The
+    scaler sums an overflow over the process group, by default over the world: data-parallel,
+    tensor- and context-parallel ranks skip together and keep one scale.
 
-    A step costs one transfer from the device, as GradScaler's own: it brings the overflow and the
-    scale together.
+    A step costs one transfer from the device, as with GradScaler; that transfer brings both the
+    overflow and the scale.
 
     Args:
         settings: see ``ScalerSettings``.
@@ -75,7 +75,7 @@ class LossScaler(ShardedGradScaler):
             ``None`` for all.
 
     Attributes:
-        settings: what it was made with.
+        settings: the settings that the scaler was made with.
         counter: steps, skipped steps, skips in a row.
     """
 
@@ -102,10 +102,10 @@ class LossScaler(ShardedGradScaler):
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the last step was made with (before the first: the initial scale).
+        """The scale of the last step (before the first step: the initial scale).
 
-        Reading it does not synchronise with the device. It is 1 where the scaler is off, as
-        ``get_scale()`` has it.
+        Reading it does not synchronise with the device. It is 1 where the scaler is disabled, as
+        with ``get_scale()``.
         """
         if not self._enabled:
             return 1.0
@@ -115,8 +115,8 @@ class LossScaler(ShardedGradScaler):
     def overflow(self) -> torch.Tensor | None:
         """Whether a gradient of any rank is not finite, still on the device.
 
-        Known from ``unscale_`` until ``update``; before and after it is ``None``. For a framework
-        that looks at the grad norm before the step: reading it waits for nothing.
+        ``None`` before ``unscale_`` and after ``update``. For a framework that looks at the grad
+        norm before the step: reading it does not synchronise with the device.
         """
         if not self._enabled:
             return None
@@ -132,7 +132,7 @@ class LossScaler(ShardedGradScaler):
         return torch.stack(flags).sum() > 0
 
     def attach(self, loss: torch.Tensor) -> None:
-        """Scale the gradients that this loss will send back; its value stays as it is.
+        """Scale the gradients that this loss will backpropagate; the loss itself is unchanged.
 
         The gradients are bitwise those of ``scaler.scale(loss).backward()``. A loss that needs no
         gradient (eval mode) is left alone.
@@ -148,7 +148,7 @@ class LossScaler(ShardedGradScaler):
         loss.register_hook(lambda grad: (grad * scale).type(grad.dtype))  # type: ignore[no-untyped-call]
 
     def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
-        """``unscale_``, unless this step's gradients already are: to call before clipping."""
+        """Call ``unscale_`` before clipping, unless this step's gradients are already unscaled."""
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
 
@@ -173,8 +173,8 @@ class LossScaler(ShardedGradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        # Without a process group GradScaler would refuse fp16 gradients, which FSDP frameworks
-        # have on purpose.
+        # allow_fp16=True: without a process group GradScaler would refuse fp16 gradients, which
+        # FSDP frameworks have on purpose.
         return super()._unscale_grads_(_shards(optimizer), inv_scale, found_inf, True)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -217,14 +217,15 @@ class LossScaler(ShardedGradScaler):
             self.counter.note(overflow, self.loss_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """As GradScaler's, with the scale below which this one does not fall."""
+        """GradScaler's state, with ``min_scale``, below which the scale never falls."""
         found: dict[str, Any] = super().state_dict()
         return {**found, "min_scale": self._min_scale} if found else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over scale, growth tracker and settings, as GradScaler does, and the least scale.
+        """Restore scale, growth tracker and settings, as GradScaler does, and ``min_scale``.
 
-        A state of GradScaler's own has no least scale. The scale of a state is never raised by it.
+        GradScaler's own state has no ``min_scale``: then the settings' one applies. It is lowered
+        to the state's scale, so that it never raises that scale.
         """
         super().load_state_dict(state_dict)
         if self._enabled:
@@ -233,7 +234,7 @@ class LossScaler(ShardedGradScaler):
         self._last_scale = None
 
     def reset(self) -> None:
-        """Begin anew: the settings' first scale, nothing counted."""
+        """Start over with the settings' initial scale and empty counters."""
         self.load_state_dict(
             {
                 "scale": self.settings.init_scale,
@@ -247,10 +248,11 @@ class LossScaler(ShardedGradScaler):
         self.counter = SkipCounter(self.settings.max_skips)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update after a step that a framework's own loop took, or skipped for its grad norm.
+        """Update after a step that a framework's own loop took or, for its grad norm, skipped.
 
-        For a loop that looks at the norm of the unscaled gradients itself, where ``step`` cannot
-        stand in for the optimizer's: call ``unscale_once`` before the loop's step, this after it.
+        For a loop that checks the norm of the unscaled gradients itself, so that this scaler's
+        ``step`` cannot replace the optimizer's: call ``unscale_once`` before the loop's step, and
+        ``settle`` after it.
 
         Raises:
             LossScaleError: see ``update``.
@@ -262,7 +264,7 @@ class LossScaler(ShardedGradScaler):
         self.update()
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop what is known of a step that an exception ended: the next has other gradients."""
+        """Drop the state of a step that an exception ended: the next step has other gradients."""
         if not self._enabled:
             return
         self._per_optimizer_states.pop(id(optimizer), None)

@@ -15,7 +15,7 @@ class SkipCounter:
     """How many optimizer steps were tried and how many of them an overflow skipped.
 
     Attributes:
-        limit: skips in a row that are an error.
+        limit: this many skips in a row are an error.
         steps: optimizer steps tried, skipped ones included.
         skipped: steps that were skipped.
         in_row: skips since the last step that was taken.

@@ -1,12 +1,13 @@
 """The seam engine: declare, check, wrap, undo, report. It knows no precision and no framework.
 
-A newcomer's map. An adapter marks its functions with ``seam`` (``_seam``); a function gets a
-``Call`` and the arguments that it names (``_call``). ``_source`` looks at a symbol and imports
-nothing; ``_plan`` makes of records and source what would be done. ``_wrapper`` is what stands in a
-wrapped symbol's place, ``_sites`` holds the places, the layers over them and the way back.
-``_engine`` ties them together. What a release has changed is read in ``upstream``.
+A newcomer's map. An adapter marks its functions with ``seam`` (``_seam``); a marked function gets a
+``Call`` and the arguments that it names (``_call``). ``_source`` describes a symbol without
+importing its module; ``_plan`` decides from records and source what to patch. ``_wrapper`` has the
+object that replaces a wrapped symbol; ``_sites`` keeps the patched symbols with the layers over
+each, and undoes them. ``_engine`` ties these together. ``precision_shim.upstream`` reads what a
+release has changed.
 
-The names below load on first use: not everything that needs a record needs wrapt.
+The names below load on first use: not every user of a record needs wrapt.
 """
 
 from .. import _lazily

@@ -1,7 +1,6 @@
 """What a wrapper gets: the call, and the arguments that it names, bound by name.
 
-What can be known of a symbol's parameters is prepared once per site (``prepare``); a call itself
-asks no signature.
+``prepare`` reads a symbol's signature once per site, so that no call has to.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ Through = Callable[[Any, Any, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
 @dataclass(frozen=True)
 class Binding:
-    """What is known of a symbol's parameters, and what a wrapper reads of them.
+    """A symbol's parameters, and which of them a wrapper reads.
 
     Attributes:
         target: ``"module:attribute"`` of the symbol, for messages.
         positional: names of the parameters that may be passed by position, without ``first``.
-        positional_only: how many of them may be passed in no other way.
-        first: name of the parameter that is the instance or the class; empty for a function.
+        positional_only: how many of these must be passed by position.
+        first: name of the parameter for the instance or the class; empty for a function.
         parameters: all names but ``first``.
-        wanted: the wrapper's parameters, each with what it gets where the caller passes nothing.
+        wanted: the wrapper's parameters, each with its value where the caller passes none.
     """
 
     target: str
@@ -51,7 +50,7 @@ class Call:
 
     Attributes:
         instance: the object that a method was called on, the class for a classmethod, else
-            ``None``; a seam on a class- or staticmethod that reads it says ``unbound``.
+            ``None``. On a class- or staticmethod a wrapper may read it only with ``unbound=True``.
     """
 
     __slots__ = (
@@ -81,10 +80,10 @@ class Call:
     def arguments(self) -> dict[str, Any]:
         """What the caller passed, by name; no defaults.
 
-        So ``name in call.arguments`` tells whether the caller passed it. What is put in, changed
-        or taken out here is what ``proceed()`` passes on. Keywords that the symbol takes by its
-        ``**kwargs``, or does not know, are here under their own names; positional arguments
-        without a name (``*args``) are not here and go on as they came.
+        So ``name in call.arguments`` tells whether the caller passed it. A wrapper may add, change
+        and remove entries: ``proceed()`` passes on the result. Keywords that the symbol takes by
+        its ``**kwargs``, or does not know, are entries under their own names. Positional arguments
+        without a name (``*args``) are no entries; ``proceed()`` passes them on unchanged.
         """
         self._taken = True
         return self._bound()
@@ -95,10 +94,10 @@ class Call:
         return self._binding.parameters
 
     def proceed(self) -> Any:
-        """Call what is beneath, with the arguments as they are now.
+        """Call the symbol beneath this wrapper with the current ``arguments``.
 
-        What the caller passed by position is passed by position, all else by name. May be called
-        never or more than once.
+        What the caller passed by position goes by position, everything else by name. A wrapper may
+        call this never, once or more than once.
         """
         if not self._taken:
             return self._wrapped(*self._args, **self._kwargs)
@@ -122,14 +121,14 @@ class Call:
         if found is None:
             found = self._arguments = dict(zip(self._names(), self._args, strict=False))
             if self._kwargs:
-                if not found.keys().isdisjoint(self._kwargs):  # the symbol's own error, mostly
+                if not found.keys().isdisjoint(self._kwargs):  # given twice: mostly an error
                     self._twice = {k: v for k, v in self._kwargs.items() if k in found}
                 found.update((k, v) for k, v in self._kwargs.items() if k not in self._twice)
         return found
 
     def _names(self) -> tuple[str, ...]:
         binding = self._binding
-        if binding.first and self.instance is None:  # Class.method(something of another kind)
+        if binding.first and self.instance is None:  # Class.method(an object of another class)
             return (binding.first, *binding.positional)
         return binding.positional
 
@@ -137,22 +136,22 @@ class Call:
 def prepare(
     function: Callable[..., Any], target: str, raw: Any, in_class: bool, source: Symbol
 ) -> Binding:
-    """Bind what a wrapper names to the parameters of the symbol that is really there.
+    """Bind the parameters that a wrapper names to those of the imported symbol.
 
     Args:
         function: the wrapper.
         target: ``"module:attribute"`` of the symbol.
-        raw: what the symbol's namespace holds, descriptor and all.
+        raw: the value in the symbol's namespace; in a class it may be a descriptor.
         in_class: whether that namespace is a class's.
-        source: what its source says: the names stand there where a decorator hides the signature
-            behind ``*args, **kwargs``.
+        source: the symbol as its source describes it, for the names that a decorator hides behind
+            ``*args, **kwargs``.
 
     Raises:
-        SeamError: the symbol has not what the wrapper needs.
+        SeamError: the symbol lacks a parameter that the wrapper needs.
     """
     reads = reads_of(function)
     bound = in_class and not isinstance(raw, staticmethod) and hasattr(raw, "__get__")
-    # In a class the raw value is a descriptor; a bound function has no instance parameter.
+    # Read the function in a class's descriptor: a bound one lacks the instance parameter.
     found = _signature(getattr(raw, "__func__", raw) if in_class else raw)
     parameters = [one for one in found or () if one.kind in _NAMED]
     positional = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
@@ -185,7 +184,7 @@ def prepare(
 def _signature(function: Any) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(function).parameters.values())
-    except Exception:  # without one, such as a builtin; or another tool's that cannot be asked
+    except Exception:  # a builtin may have no signature, and another tool's object may raise
         return None
 
 
@@ -213,7 +212,7 @@ def through(function: Callable[..., Any], binding: Binding) -> Through:
 
 
 def _lacking(function: Callable[..., Any], call: Call, name: str) -> Any:
-    # A caller's mistake is the symbol's own TypeError.
+    # The caller left out a required argument: let the symbol raise its own TypeError.
     call._wrapped(*call._args, **call._kwargs)
     raise TypeError(
         f"{call._binding.target} was called without {name!r}, which {name_of(function)} reads"
@@ -229,14 +228,14 @@ def around(
     *,
     positional: tuple[str, ...] = (),
 ) -> Any:
-    """Call a bound method through a wrapper, as if a seam were there.
+    """Call a bound method through a wrapper, as a seam would.
 
-    For a class that goes in front of a framework's, where no symbol can be wrapped.
+    For a mixin in front of a framework's class, where no symbol can be wrapped.
 
     Args:
         function: the wrapper.
         method: the method of the framework's class, bound.
-        instance: what it is bound to.
+        instance: the object that ``method`` is bound to.
         args: what the caller passed.
         kwargs: what the caller passed by name.
         positional: names of the method's first parameters, where a decorator hides them.

@@ -1,9 +1,9 @@
 """Wait for imports, check all, then apply; roll back, raise in strict mode, report.
 
-For each adapter the engine waits for one of its target modules to be imported. Then it checks all
-seams of the adapter from source (``_plan``), and per feature and group either patches all of them
-(``_sites``), those of modules that are imported later as they come, or none. What turns out
-otherwise when such a module is really there rolls the whole group back.
+For each adapter the engine waits until one of its target modules is imported. Then it checks all
+seams of the adapter from source (``_plan``). In each group of a feature it patches either all seams
+(``_sites``) or none; seams in modules that are not imported yet follow at their import. If an
+imported module then differs from what the check read, the engine rolls the whole group back.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ._sites import Layer, Sites, locate
 from ._source import Symbol
 
 _lock = Lock()
-"""One for all engines, of which a process has one after the other."""
+"""One lock for all engines; a process has one engine at a time."""
 
 
 @dataclass
 class _Known:
-    """An adapter, and its rows as they are now."""
+    """An adapter, and its rows with their current states."""
 
     adapter: Adapter
     rows: list[Row]
@@ -42,7 +42,7 @@ class _Known:
 class Engine:
     """Patches the seams of adapters, and takes them out again.
 
-    Thread-safe. It never raises from within an import; what it cannot do goes to ``on_fault``.
+    Thread-safe. It never raises from within an import; it passes every fault to ``on_fault``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Engine:
             settings: handed to native probes; the engine does not look inside.
             strict: whether a fault is raised where a feature would first take effect.
             on_fault: called with the framework's name and the error, once per refused group.
-            describe: framework name and version, for messages.
+            describe: returns a framework's name and version, for messages.
             missed: see ``check``.
         """
         self._features = frozenset(features)
@@ -82,7 +82,7 @@ class Engine:
     # -- adding ---------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
-        """Take on an adapter: patch what is loaded, wait for what is not. A second time: no-op."""
+        """Take on an adapter, once: patch its loaded modules and wait for the others."""
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
@@ -106,8 +106,8 @@ class Engine:
     def catch_up(self) -> None:
         """Wait for target modules whose import is under way in other threads, and patch them.
 
-        Their code began before the engine's watcher was in place. Hold no lock that a module's
-        code may want.
+        Those imports began before the engine's watcher was in place. The caller must not hold a
+        lock that a module's code may need.
         """
         with _lock:
             slow = [
@@ -117,7 +117,7 @@ class Engine:
                 if row.state == "pending" and row.seam.module in sys.modules
             ]
         for module in dict.fromkeys(slow):
-            with suppress(Exception):  # its error is raised in the thread that imports it
+            with suppress(Exception):  # the thread that imports the module gets the error
                 __import__(module)
             with _lock:
                 if self._live and _loaded(module) is not None:
@@ -141,7 +141,7 @@ class Engine:
                 self._sites.reach_copies()
 
     def _forget(self, module: str) -> None:
-        """A module's code has run: what was patched there before, if it was, is no more."""
+        """A module's code has run, perhaps again: earlier patches in the module are gone."""
         self._sites.forget(module)
         for known in self._known.values():
             for row in known.rows:
@@ -152,7 +152,7 @@ class Engine:
     def _arrived(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # Trip-wires first: they are the innermost layers, and must stand if this module fails.
+            # Trip-wires first: they are the innermost layers, and needed if patching fails here.
             self._trip(module)
             # Look again each time: a wrapper's module may import a framework and wake an adapter.
             framework = next((name for name in self._known if name not in done), None)
@@ -171,8 +171,8 @@ class Engine:
             known.rows = list(plan.rows)
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)
-        # All pending seams, not only this module's: an import that was under way in another thread
-        # when the watcher was put in place has not been reported.
+        # All pending seams, not only this module's: the watcher does not report an import that was
+        # already under way in another thread when the watcher started.
         for row in known.rows if known.checked else ():
             if (
                 self._live
@@ -183,7 +183,7 @@ class Engine:
                 self._apply(row, known.adapter)
 
     def _refuse(self, group: Group, problems: Iterable[str]) -> None:
-        """Take a whole group out, keep why, and say so."""
+        """Take out a whole group, keep the reasons and report them."""
         if group in self._refused or not self._live:
             return
         self._refused.add(group)
@@ -215,10 +215,10 @@ class Engine:
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(row.group, [f"{seam.target}: {error}"])
             return
-        if not self._live:  # the child of a fork that was made in there: all is taken out
+        if not self._live:  # the child of a fork made in put(): all patches are out
             return
         unreached = self._sites.reach(site, seam.aliases)
-        # A seam that only refuses is patched too, in order to say so; users see "refused".
+        # A declared refusal is patched too, so that its wrapper can refuse; users see "refused".
         row.state = "refused" if seam.refusal else "wrapped"
         row.reason = seam.refusal
         if unreached:
@@ -227,7 +227,7 @@ class Engine:
     # -- strict: faults are raised where a feature would take effect -----------------------
 
     def _trip(self, module: str) -> None:
-        """In strict mode, put a trip-wire into each effect that a module defines."""
+        """In strict mode, wrap each effect in a module so that a call raises the first fault."""
         for framework, effects in self._effects.items() if self._strict else ():
             for target in effects:
                 if target.partition(":")[0] != module:
@@ -258,8 +258,8 @@ class Engine:
         """Undo everything, newest first.
 
         Returns:
-            What could not be restored because another tool has wrapped it since; our wrapper is
-            left beneath the other one and passes every call through.
+            A message for each symbol that cannot be restored because another tool has wrapped it
+            since; our wrapper stays beneath that tool's and passes every call through.
         """
         with _lock:
             self._live = False
@@ -296,15 +296,15 @@ def _loaded(module: str) -> Any:
     found = sys.modules.get(module)
     if found is None:
         return None
-    # The watcher reports a module that is still running its own code when it has run.
+    # A module whose code still runs does not count: the watcher reports it when the code has run.
     spec = getattr(found, "__spec__", None)
     return None if getattr(spec, "_initializing", False) else found
 
 
 def _standing(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
-    """What stands at a symbol: the wrapper, bound to what is really there."""
-    assert seam.wrapper is not None  # the check has settled the records of native features
-    if seam.replaces:  # it need not be callable: some frameworks build on objects
+    """The function to put at a symbol: the wrapper, bound to the imported symbol's parameters."""
+    assert seam.wrapper is not None  # check() leaves no record of a native feature pending
+    if seam.replaces:  # the symbol need not be callable: some frameworks build on objects
         return seam.wrapper
     found = getattr(raw, "__func__", raw)
     if not callable(found):

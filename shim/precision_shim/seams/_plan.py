@@ -1,7 +1,7 @@
-"""The check: from an adapter's records and the frameworks' source to what would be done.
+"""The check: make a plan from an adapter's records and the frameworks' source.
 
-It patches nothing, imports no framework and keeps nothing. The engine acts on a plan; the doctor
-shows one.
+The check patches nothing, imports no framework and keeps no state. The engine carries a plan out;
+the doctor shows one.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ._seam import Adapter, Seam, name_of
 from ._source import Symbol, look
 
 Group = tuple[str, str, str]
-"""Framework, feature, group: what is patched whole or not at all."""
+"""Framework, feature and the group's name: its seams are patched together or not at all."""
 
 
 @dataclass
 class Row:
-    """One seam of an adapter, and what is known about it; the engine carries it on.
+    """One seam of an adapter, and its state, which the engine updates.
 
     Attributes:
-        group: what it is patched or refused with.
+        group: the group that the seam is patched or refused with.
         seam: the record.
         state: one of ``STATES``; ``pending``: to be patched.
-        reason: why, where there is something to say.
-        symbol: what the source says; ``None`` before the check.
+        reason: why the seam has this state; may be empty.
+        symbol: the symbol as its source describes it; ``None`` before the check.
     """
 
     group: Group
@@ -55,10 +55,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be done for an adapter.
+    """What the engine would do for an adapter.
 
     Attributes:
-        adapter: whose seams.
+        adapter: the adapter.
         rows: one per seam of this version, in the order of the table.
         refused: the groups that are refused whole, with the reasons.
     """
@@ -68,7 +68,7 @@ class Plan:
     refused: Mapping[Group, tuple[str, ...]] = field(default_factory=dict)
 
     def foretold(self) -> tuple[SeamStatus, ...]:
-        """The states as they will be, for a look ahead."""
+        """The states that the seams would end in."""
         return tuple(
             replace(row, state="refused", reason=row.seam.refusal).status(self.adapter)
             if row.state == "pending" and row.seam.refusal
@@ -78,9 +78,9 @@ class Plan:
 
 
 def unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
-    """The rows of this version's seams before the check: to be patched, or switched off.
+    """The rows of this version's seams before the check, each ``pending`` or ``off``.
 
-    Looks only at what seams name in ``only_if`` and ``unless``.
+    Of the source it reads only what seams name in ``only_if`` and ``unless``.
     """
     on, there = frozenset(features), cache(_is_there)
     return tuple(
@@ -104,11 +104,12 @@ def _is_there(condition: str) -> bool:
 
 
 Missed = Callable[[Adapter], Callable[[str], str]]
-"""For an adapter what tells which version had a symbol that is not here; ``""``: none is known."""
+"""Takes an adapter; returns a function from a target that is missing here to the version that had
+it, in words, or ``""`` where no such version is known."""
 
 
 def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
-    """Where nothing is known of other versions."""
+    """The ``Missed`` of a caller that knows no other versions."""
     return lambda target: ""
 
 
@@ -118,13 +119,13 @@ def check(
     settings: object,
     missed: Missed = nothing_missed,
 ) -> Plan:
-    """Settle what source can settle of an adapter's seams.
+    """Decide from source about an adapter's seams.
 
     Args:
-        adapter: whose seams.
+        adapter: the adapter.
         features: names of the features in force; seams of others are ``off``.
         settings: handed to native probes; nothing else looks inside.
-        missed: asked about seams whose symbol or module is not here, and that need not be.
+        missed: asked about seams that are optional or conditional and whose symbol is not here.
     """
     had = missed(adapter)
     rows = unchecked(adapter, features)
@@ -146,10 +147,10 @@ def check(
 def _moved_away(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
-    """Seams that are none of this version's because their symbol is gone, and nowhere else.
+    """Seams that ``only_if`` or ``unless`` leaves out while their symbol is gone from all places.
 
-    ``only_if`` and ``unless`` tell the places apart where a symbol has been. One that is at none of
-    them must not leave its group in silence.
+    With ``only_if`` and ``unless`` an adapter gives a symbol's places in different versions. If the
+    symbol is at none of these places, its group must not lose the seam silently.
     """
     on = frozenset(features)
     stand = {id(row.seam) for row in rows}
@@ -164,17 +165,17 @@ def _moved_away(
 
 
 def _last(seam: Seam) -> str:
-    """The symbol's own name: a function may stand at several symbols, each at several places."""
+    """The symbol's own name: a function may wrap several symbols, each with several places."""
     return seam.attribute.rpartition(".")[2]
 
 
 def _refuse_halves(
     rows: Iterable[Row], problems: dict[Group, list[str]], had: Callable[[str], str]
 ) -> None:
-    """Note a problem where a module has moved away and the rest of its group has stayed.
+    """Note a problem where a module is gone and the rest of its group is still there.
 
-    An optional module that a version never had, or a path that upstream has taken out whole, is
-    absent and no problem. A module that went alone would leave the group patched by half.
+    It is no problem if a version never had an optional module, or if upstream removed a whole path:
+    those seams are absent. A module that is gone alone would leave the group half patched.
     """
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
     for row in rows:
@@ -189,7 +190,7 @@ def _refuse_halves(
 
 
 def _judge(row: Row, settings: object) -> str:
-    """Note in a row what its symbol's source says; returns why its group must be refused."""
+    """Set a row's state from its symbol's source; returns why its group must be refused, if so."""
     seam, symbol = row.seam, look(row.seam.target)
     row.symbol = symbol
     if not symbol.module_found and seam.optional:
@@ -215,7 +216,7 @@ def _judge(row: Row, settings: object) -> str:
 
 
 def missing(seam: Seam, symbol: Symbol) -> str:
-    """What a seam needs of its symbol and the source does not have, in words, or ``""``."""
+    """What a seam needs of its symbol and the source lacks, in words; ``""`` for nothing."""
     if symbol.kind and not seam.fits(symbol.kind):
         return f"{seam.target} is a {symbol.kind}, and {seam.name} is written for what is none"
     lacking = [one for one in seam.parameters if one not in symbol.parameters]
@@ -228,7 +229,7 @@ def missing(seam: Seam, symbol: Symbol) -> str:
 
 
 def refusal(seam: Seam, problems: Iterable[str]) -> str:
-    """Why a seam of a refused group is: its own problems, or the first that there was."""
+    """Why a seam of a refused group is refused: its own problems, or the group's first one."""
     problems = tuple(problems)
     own = [text for text in problems if seam.target in text]
     return "; ".join(own) or "refused whole, because: " + problems[0]

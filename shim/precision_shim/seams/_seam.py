@@ -1,8 +1,8 @@
-"""What an adapter declares: a seam, once, on the function that stands there.
+"""What an adapter declares: a seam, once, on the function that wraps the framework's symbol.
 
 ``seam(...)`` marks a function, as pluggy's ``hookimpl`` does; ``collect(...)`` makes an adapter's
-table of the marks. The function's own parameters are what the symbol must have, so nothing about
-them is said twice.
+table from the marks. The symbol must have the parameters that the function names, so no list
+repeats them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Takes = ParamSpec("Takes")
 
 REQUIRED = inspect.Parameter.empty
-"""In the place of a default: the symbol must have this parameter."""
+"""Stands for a missing default: the symbol must have the parameter."""
 
 _MARK = "_precision_shim_seams"
 _CONDITION = re.compile(r"[\w.]+(:[\w.]+( mentions \w+)?)?")
@@ -37,7 +37,7 @@ _CONDITION = re.compile(r"[\w.]+(:[\w.]+( mentions \w+)?)?")
 
 @dataclass(frozen=True, kw_only=True)
 class _Fields:
-    """What ``seam(...)`` takes by name and a ``Seam`` has, which says what each of them is."""
+    """The fields of a ``Seam`` that ``seam(...)`` takes by name; ``Seam`` documents them."""
 
     why: str
     upstream: str = ""
@@ -59,38 +59,39 @@ class Seam(_Fields):
     """One place of a framework where the shim enters, for one feature.
 
     Installer, uninstaller, status, documentation and tests all read these records. ``seam`` makes
-    them; a record is written out only where there is no function to mark: of what the framework
-    does itself, and of a function that several frameworks have at places of their own.
+    them. An adapter writes a record out only where it has no function to mark: for what the
+    framework does itself, and for a function that wraps different symbols in different frameworks.
 
     Attributes:
         target: ``"module:attribute"``, in the module that *defines* the symbol; names of a class
             body are joined with a dot (``"pkg.mod:Class.method"``).
         feature: the feature that needs the seam.
-        wrapper: the function that stands there: ``function(call, ...)``, see ``Call``. ``None``:
-            a record of what the framework does itself.
+        wrapper: the function that wraps the symbol: ``function(call, ...)``, see ``Call``.
+            ``None``: a record of what the framework does itself.
         why: why the shim enters here and not elsewhere.
         upstream: link to the discussion upstream, where there is one.
         delete_when: when this record can be deleted.
-        group: name of the seams that are patched together or not at all, within a feature.
-        relies_on: identifiers that the symbol's source (for a method: its class's) must contain;
-            the facts that the wrapper builds on.
+        group: name shared by seams of one feature that are patched together or not at all.
+        relies_on: identifiers that the symbol's source (for a method: its class's) must contain,
+            because the wrapper relies on them.
         aliases: ``"module:attribute"`` names that other modules bound by ``from ... import``; a
-            late install reaches them, as long as they still hold the original.
+            late install replaces them, as long as they still hold the original.
         native: tells whether the framework does the feature itself here.
         optional: an absent module makes the seam ``absent``, not ``refused``.
-        refusal: why the feature cannot be had here. Such a seam's wrapper only says so (or
-            raises, in strict mode) when the framework gets there.
-        replaces: ``wrapper`` gets what the symbol holds and returns what is to stand there until
+        refusal: why the feature is impossible here. Such a seam's wrapper only says so (or raises,
+            in strict mode) when the framework calls the symbol.
+        replaces: ``wrapper`` gets the symbol's value and returns the value that replaces it until
             the shim is taken out. For a symbol that callers do not call but build on, such as a
             class that a decorator has turned into something else.
-        only_if: what must be there for the seam to be one of this version's: ``"module"``,
+        only_if: what the source must have for the seam to belong to this version: ``"module"``,
             ``"module:attribute"``, or ``"module:attribute mentions name"`` for an identifier in
-            the symbol's source. Where one of them is not there, the seam is in no status and
-            nobody misses it. Read from source when the framework is imported, never earlier.
-        unless: the same of what must not be there; one that is there is enough.
-        unbound: whether the symbol is a classmethod or a staticmethod, and a ``wrapper`` that
-            reads ``call.instance`` knows that it is the class, or ``None``. Without it such a
-            wrapper is refused there: upstream has made one of a method.
+            the symbol's source. Where one of these is missing, no status shows the seam, unless
+            its symbol is gone from all its places. Read when the framework is imported, never
+            earlier.
+        unless: the same for what the source must not have; one match leaves the seam out.
+        unbound: set it where the symbol is a classmethod or a staticmethod and ``wrapper`` reads
+            ``call.instance``, which is then the class or ``None``. Without it the check refuses
+            such a wrapper there, because upstream may have turned a method into one of these.
     """
 
     target: str
@@ -143,9 +144,9 @@ class Seam(_Fields):
         return {} if self.wrapper is None or self.replaces else reads_of(self.wrapper)
 
     def fits(self, kind: str) -> bool:
-        """Whether the wrapper can stand at a symbol that is no plain function; see ``Symbol.kind``.
+        """Whether the wrapper can wrap a symbol that is no plain function; see ``Symbol.kind``.
 
-        A plain wrapper around a coroutine or a generator would return before its body has run.
+        A plain wrapper would return before the body of a wrapped coroutine or generator runs.
         """
         if self.wrapper is None or self.replaces:
             return True
@@ -156,7 +157,7 @@ class Seam(_Fields):
             return inspect.iscoroutinefunction(self.wrapper)
         if kind == "generator":
             return inspect.isgeneratorfunction(self.wrapper)
-        return False  # a class or a property is called by nobody here; a context manager is entered
+        return False  # a wrapper of calls fits no class, property or context manager
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -177,19 +178,21 @@ class Adapter:
             the innermost wrapper.
         effects: ``"module:attribute"`` targets where a feature first takes effect (an optimizer
             or a DDP is built). In strict mode a fault is raised there, and nowhere earlier.
-        paths: what users call the paths that the groups serve, such as ``{"fsdp": "FSDP
-            engine"}``; a group that is not here is shown by its own name. A name that ends in
-            brackets, such as ``"FSDP engine (metrics)"``, is a path that only serves others:
-            ``str(status())`` shows it where it was refused, and else leaves it to ``details()``.
-        probes: names of modules whose functions ask whether what the rules assume of the
-            framework still holds; imported when somebody asks.
-        plan: ``"module:function"`` from a launch line to the models of its job, for
+        paths: group to what users call the path that it serves, such as ``{"fsdp": "FSDP
+            engine"}``; a group without an entry is shown by its own name. A name that ends in
+            brackets, such as ``"FSDP engine (metrics)"``, is a path that only serves other paths:
+            ``str(status())`` shows it if it was refused or no other path is there, ``details()``
+            always.
+        probes: names of modules whose functions test whether the framework behaves as the rules
+            assume; imported only to run these tests.
+        plan: ``"module:function"`` that reads the models of a job from its launch line, for
             ``precision-shim plan``; empty where the adapter plans none.
-        checkpoints: how the framework's checkpoints are called and what foretells a resume, for
-            ``precision-shim checkpoint``.
+        checkpoints: how the framework names its checkpoints and which functions predict a resume,
+            for ``precision-shim checkpoint``.
         audit_readers: top-level package of an optimizer's class to the ``"module:function"`` that
             reads such optimizers for the audit, where torch's own reader does not fit.
-        checkpoint_readers: kind of a checkpoint's files to what sorts their tensors.
+        checkpoint_readers: kind of a checkpoint's files to the ``"module:function"`` that sorts
+            their tensors.
     """
 
     framework: str
@@ -207,16 +210,16 @@ class Adapter:
 
     @classmethod
     def of(cls, record: Framework, *, seams: tuple[Seam, ...], paths: Mapping[str, str]) -> Adapter:
-        """An adapter of a framework that has a record: the record says all but seams and paths."""
+        """Make an adapter from a framework's record, which has every field but seams and paths."""
         said: dict[str, Any] = {**vars(record), "seams": seams, "paths": paths}
         del said["adapter"]
         return cls(**said)
 
     def check(self, features: Iterable[str]) -> None:
-        """Hold the table against the names of the features that there are.
+        """Check that every seam of the table is for a known feature.
 
         Raises:
-            SeamError: names the function whose feature is none of them.
+            SeamError: a seam's feature is unknown; the message names its function.
         """
         allowed = tuple(features)
         for one in self.seams:
@@ -229,7 +232,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class _Declaration(_Fields):
-    """The arguments of ``seam(...)``: a checker and ``help(seam)`` read them here."""
+    """The arguments of ``seam(...)``: type checkers and ``help(seam)`` read them here."""
 
     target: str = ""
     feature: str | tuple[str, ...] = ()
@@ -257,14 +260,14 @@ def _takes(
 
 @_takes(_Declaration)
 def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) -> _Decorator:
-    """Declare that a function stands at a symbol of a framework.
+    """Declare that a function wraps a symbol of a framework.
 
-    The function's first parameter is the ``Call``. Each further one has the name of a parameter
-    of the symbol and gets what the caller passed for it, or the symbol's default; the symbol must
-    have it, unless the function has a default for versions that have not. Several of these on one
-    function are several places; the function itself stays what it is.
+    The function's first parameter is the ``Call``. Each further parameter has the name of one of
+    the symbol's parameters and gets the caller's argument, or the symbol's default. The symbol must
+    have that parameter, unless the function gives it a default for versions without it. Several
+    ``@seam`` on one function declare several places; the function itself is unchanged.
 
-    Several places that differ in little are one declaration::
+    One declaration can cover several places that differ little::
 
         @seam(
             feature="audit",
@@ -273,18 +276,18 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
         )
 
     The order in a module is the order of the layers: of two functions on one target the one that is
-    defined first is beneath.
+    defined first is the inner layer.
 
     Args:
         target: see ``Seam``.
-        feature: the feature that needs the function there, or several; it wraps once.
-        at: several places, in the order of their records: each a target, or a mapping of what is
-            said of this place alone, by the names of these arguments. What it does not say it has
-            from the others.
+        feature: the feature that needs the seam, or several features, which share one wrapper.
+        at: several places, in the order of their records: each a target, or a mapping from names
+            of these arguments to values for this place alone. Every place takes the arguments that
+            its mapping lacks from the declaration.
         fields: see ``Seam``.
 
     Raises:
-        SeamError: what is declared makes no sense; names the function.
+        SeamError: the declaration makes no sense; the message names the function.
     """
     shared = {"target": target, "feature": feature, **fields}
     places = [{"target": one} if isinstance(one, str) else one for one in at] or [{}]
@@ -325,11 +328,11 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
     """Make a table of seams.
 
     Args:
-        sources: modules, for what is declared in them, in the order of its definition; functions;
-            records; or lists of these. Of several on one target the first is the innermost.
+        sources: modules (all functions marked in them, in the order of definition), functions,
+            records, or lists of these. Of several seams on one target the first is the innermost.
 
     Raises:
-        SeamError: a module or a function declares nothing.
+        SeamError: a module or a function declares no seam.
     """
     found: list[Seam] = []
     for source in sources:
@@ -375,7 +378,7 @@ def reads_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The parameters of a symbol that a wrapper names, each with its default or ``REQUIRED``.
 
     Raises:
-        SeamError: the wrapper takes no call, or takes what has no name.
+        SeamError: the wrapper has no parameter for the call, or one that cannot be passed by name.
     """
     first, *others = inspect.signature(function).parameters.values() or (None,)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

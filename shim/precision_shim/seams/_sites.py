@@ -1,4 +1,4 @@
-"""The places that are patched, the layers over them, and the way back."""
+"""The patched symbols, the layers over each of them, and how to undo them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ABSENT = object()
 
 @dataclass
 class Layer:
-    """What stands over a symbol, and the groups that need it; with none it is dead.
+    """One wrapper over a symbol, and the groups that need it; without groups it is dead.
 
     Attributes:
-        key: tells layers of one site apart: the wrapper, however many features need it.
-        function: in wrapt's form; of a replacement, what makes it.
+        key: tells the layers of one site apart: the wrapper, which several features may share.
+        function: the wrapper in wrapt's form; for a replacement, the function that makes it.
         owner: marks the wrapped symbol as ours and names the adapter.
-        groups: who needs it.
-        replaces: whether ``function`` makes what is to stand there.
-        made: what a replacement replaced, and by what: it is made once.
+        groups: the groups that need the layer.
+        replaces: whether ``function`` makes a replacement for the symbol.
+        made: the replaced value and its replacement, which is made once.
     """
 
     key: object
@@ -35,11 +35,11 @@ class Layer:
     made: tuple[Any, Any] | None = None
 
     def is_live(self) -> bool:
-        """Asked at each call: a wrapper that someone has kept passes calls through when dead."""
+        """Whether a group needs the layer. Each call asks: someone may have kept a dead wrapper."""
         return bool(self.groups)
 
     def over(self, below: Any, target: str) -> Any:
-        """What this layer puts over a symbol; a replacement is made once."""
+        """Wrap or replace the value ``below``; a replacement is made once."""
         if not self.replaces:
             return SeamWrapper(
                 below, self.function, target=target, owner=self.owner, enabled=self.is_live
@@ -51,7 +51,7 @@ class Layer:
 
 @dataclass
 class Site:
-    """One patched symbol: what was there, the layers over it (innermost first), what is there."""
+    """One patched symbol: its original value, the layers (innermost first), and its value now."""
 
     target: str
     parent: Any
@@ -79,10 +79,10 @@ class Sites:
         """Make a record in which nothing is patched."""
         self._sites: list[Site] = []
         self._displaced: dict[int, tuple[Any, Site]] = {}
-        """What stood at a site and has been replaced since, by id."""
+        """Former values of sites, by id, each with its site."""
 
     def at(self, target: str) -> Site:
-        """The place where a target is patched; a new one when another tool has wrapped ours."""
+        """The site of a target; a new site if another tool has wrapped our wrapper."""
         parent, name, raw = locate(target)
         for site in self._sites:
             if site.parent is parent and site.name == name and site.holds():
@@ -92,7 +92,7 @@ class Sites:
         return site
 
     def put(self, site: Site, new: Layer) -> None:
-        """Put a layer over all that is there; of one that is there already only the groups grow."""
+        """Put a layer outermost on a site; if the site has the layer, only add the groups."""
         layer = site.layer(new.key)
         if layer is not None:
             layer.groups |= new.groups
@@ -110,7 +110,7 @@ class Sites:
                     self._rebuild(site)
 
     def forget(self, module: str) -> None:
-        """A module's code has run: what was patched there before, if it was, is no more."""
+        """A module's code has run, perhaps again: earlier patches in the module are gone."""
         for site in self._sites:
             if site.target.partition(":")[0] == module and not site.holds():
                 site.stale = True
@@ -119,8 +119,8 @@ class Sites:
         """Undo everything, newest first.
 
         Returns:
-            What could not be restored because another tool has wrapped it since; our wrapper is
-            left beneath the other one and passes every call through.
+            A message for each symbol that cannot be restored because another tool has wrapped it
+            since; our wrapper stays beneath that tool's and passes every call through.
         """
         left = []
         for site in reversed(self._sites):
@@ -142,13 +142,13 @@ class Sites:
         return left
 
     def _rebuild(self, site: Site) -> None:
-        """Put a site's layers in place anew, also where modules hold what we had put there."""
+        """Rebuild a site's layers over its original value; ``reach_copies`` then updates copies."""
         if not site.holds():
             return
         before, top = site.top, site.raw
         for layer in site.layers:
             top = layer.over(top, site.target)
-        if site.top is not before:  # what makes a replacement has forked, and this is the child
+        if site.top is not before:  # the child of a fork in the function that makes a replacement
             return
         if top is not before:
             setattr(site.parent, site.name, top)
@@ -159,7 +159,7 @@ class Sites:
             self._sites.remove(site)
 
     def reach(self, site: Site, aliases: Iterable[str]) -> list[str]:
-        """Give declared aliases what the symbol now is; returns those that hold something else."""
+        """Set declared aliases to the symbol's value; returns those that another tool changed."""
         unreached = []
         for alias in aliases:
             site.aliases.add(alias)
@@ -175,10 +175,10 @@ class Sites:
         return unreached
 
     def reach_copies(self) -> None:
-        """Give modules that hold by value what stood at a site what stands there now.
+        """Give modules that copied a symbol's old value (``from ... import``) the current value.
 
-        Once for all sites that have changed: it looks at every name of every module. What nobody
-        holds is not looked for.
+        Call it once for all changed sites: it goes through every name of every module. It skips
+        old values that nobody holds any more.
         """
         gone = {key: self._displaced[key] for key in _held(self._displaced)}
         if gone:
@@ -205,21 +205,21 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def _held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
-    """Which of these objects someone holds beside the tuples in which they stand first.
+    """The ids of those objects that something besides these tuples holds.
 
-    Nearly always it is none, and then there is nothing to look for.
+    Nearly always there are none, and no search is needed.
     """
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
-    # The first is held by its tuple alone, however this interpreter counts.
+    # Only its tuple holds the first object, so its count is the one to compare with.
     alone, *counts = [sys.getrefcount(pair[0]) for pair in pairs]
     return [key for key, count in zip(displaced, counts, strict=True) if count > alone]
 
 
 def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
-    """Give modules that hold what we had put somewhere by value what it was replaced by."""
+    """Replace former values by their successors in all modules that copied them."""
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # Some 200,000 names and hardly ever a hit: 20 times faster than the loop below.
+        # Of some 200,000 names hardly one is a hit; this test is 20 times faster than the loop.
         if gone.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):
@@ -228,7 +228,7 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
 
 
 def _named(alias: str) -> tuple[dict[str, Any], str]:
-    """The names of an alias's module, none if it is not imported, and the alias's own."""
+    """The namespace of an alias's module (empty if not imported), and the alias's own name."""
     module, _, name = alias.partition(":")
     return _contents(sys.modules.get(module)), name
 

@@ -1,6 +1,6 @@
 """Look at a symbol in its source file without importing the module or its parents.
 
-The look goes into what is installed here, or into another ``Source``: see ``looking_at``.
+``look`` reads the installed packages, or within ``looking_at`` another ``Source``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMING = ("id", "attr", "arg", "name")
 """Fields of syntax nodes that hold an identifier."""
 
 _described: dict[str, tuple[int, Symbol]] = {}
-"""What was last found for a target, and the hash of the source it was found in."""
+"""Target to the hash of its module's source and the symbol that was found in that source."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Symbol:
         target: ``"module:attribute"``.
         module_found: whether the module's file was found.
         found: whether the symbol is defined there.
-        parameters: names of its parameters; of a dataclass's generated ``__init__`` its fields,
-            those of bases in the same file included.
+        parameters: names of its parameters; for a dataclass's generated ``__init__`` the fields,
+            including those of bases in the same file.
         positional: those of a function's parameters that may be passed by position.
         defaults: a function's defaults that are written as literals.
         names: identifiers and string constants in its source; for a method, in its class's.
@@ -55,10 +55,10 @@ class Symbol:
 
 
 class Source(Protocol):
-    """Where a look goes."""
+    """Where ``look`` reads source."""
 
     def find(self, module: str) -> Callable[[], str | None] | None:
-        """What reads a module's source (``None``: it has none); ``None`` for no such module."""
+        """A reader of a module's source, if it has any; ``None`` instead for no such module."""
 
 
 class Installed:
@@ -79,7 +79,7 @@ _source: ContextVar[Source] = ContextVar("precision_shim_source", default=_INSTA
 
 @contextmanager
 def looking_at(source: Source) -> Iterator[None]:
-    """Let every ``look`` within go into another source than what is installed here."""
+    """Make every ``look`` within read from another source than the installed packages."""
     token = _source.set(source)
     try:
         yield
@@ -90,7 +90,7 @@ def looking_at(source: Source) -> Iterator[None]:
 def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
-    Our own finders are left out: a look must not wake an adapter.
+    It does not ask our own finders: a lookup must not wake an adapter.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
@@ -156,7 +156,7 @@ class Definition(NamedTuple):
     """Where a symbol is defined.
 
     Attributes:
-        node: its syntax tree; of a dataclass's generated ``__init__`` that of the class.
+        node: its syntax tree; for a dataclass's generated ``__init__`` the class's.
         text: the source of the whole module.
     """
 

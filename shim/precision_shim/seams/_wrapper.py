@@ -1,8 +1,8 @@
-"""What stands in a wrapped symbol's place: wrapt's wrapper, picklable by reference and marked.
+"""The object that replaces a wrapped symbol: wrapt's wrapper, picklable by reference and marked.
 
 Ray pickles functions and bound methods with cloudpickle, which cannot pickle wrapt's wrappers
-(``NotImplementedError``). Ours pickle as "the symbol of that name", so that the other process
-gets its own, patched or not as that process is.
+(``NotImplementedError``). Ours pickle as "the symbol of that name", so that the receiving process
+gets its own symbol, patched or not.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         plain = instance is None and isinstance(self.__wrapped__, FunctionType)
         if not (static or plain):
             return super().__get__(instance, owner)
-        # ``Class.method`` is one object at each access, as a plain function is. Ray lists an
-        # actor's methods by what calls itself a function, and cloudpickle sends such a one by
-        # value, beneath the wrapper, unless it is the very object at its name.
+        # Return the same object at each access to ``Class.method``, as a plain function does: Ray
+        # takes it for a function when it lists an actor's methods, and cloudpickle pickles it by
+        # value, without our wrapper, unless it is the very object that its name leads to.
         if self._self_unbound is None:
             self._self_unbound = super().__get__(None, self._definer(owner))
         return self._self_unbound
 
     def _definer(self, owner: Any) -> Any:
-        # wrapt takes the first argument for the instance only if it is one of the owner's, and the
-        # first to ask may be a sibling of the class whose instance comes next.
+        # wrapt treats the first argument as the instance only if it is an instance of the owner,
+        # and the first access may come from a sibling of the class whose instance comes next.
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind
-        return owner  # beneath another wrapper, which has passed the definer on
+        return owner  # beneath another wrapper, which has passed on the definer
 
     def __copy__(self) -> SeamWrapper:
-        return self  # as copy does with the plain function in whose place it stands
+        return self  # copy.copy() returns a plain function itself, too
 
     def __deepcopy__(self, memo: Any) -> SeamWrapper:
         return self

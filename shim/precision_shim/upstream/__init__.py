@@ -1,7 +1,6 @@
-"""What a release of a framework has changed, read from its source or asked of it.
+"""What a release of a framework has changed, read from its source or tested by running it.
 
-``trees`` finds a release in a wheel, a folder or what is installed; ``symbols`` holds what was
-recorded of the symbols that seams rely on, ``digest`` and ``changes`` compare their code.
-``foresight`` tells what the seams would do there, and ``probes`` ask whether what the rules assume
-of a framework still holds.
+``trees`` finds a release in a wheel or a folder; ``symbols`` has the record of the symbols that
+seams rely on, ``digest`` and ``changes`` compare their code. ``foresight`` tells what the shim
+would do to that release, and ``probes`` test whether the framework behaves as the rules assume.
 """

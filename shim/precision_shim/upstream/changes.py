@@ -1,4 +1,4 @@
-"""What differs between two sources of a symbol, as lines that a person reads."""
+"""The difference between two sources of a symbol, as lines for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .digest import is_remark
 
 
 def changed_lines(old: Definition, new: Definition) -> list[str]:
-    """The lines of code that went (``-``) and came (``+``); comments and docstrings left out."""
+    """The removed (``-``) and added (``+``) lines of code, without comments and docstrings."""
     differences = difflib.unified_diff(_code(old), _code(new), lineterm="", n=0)
     return [line for line in differences if line[:3] not in ("---", "+++") and line[:2] != "@@"]
 
@@ -20,7 +20,7 @@ def _code(found: Definition) -> list[str]:
     node = found.node
     assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-    lines = found.text.split("\n")  # splitlines() ends one at a form feed too, and ast does not
+    lines = found.text.split("\n")  # unlike ast, splitlines() splits at a form feed, too
     left_out: set[int] = set()
     inside: set[int] = set()
     for one in ast.walk(node):
@@ -37,7 +37,7 @@ def _code(found: Definition) -> list[str]:
 def _kept(
     lines: list[str], numbers: range, left_out: set[int], inside: set[int], indent: int
 ) -> Iterator[str]:
-    """Without remarks, empty lines and comments; what a text of several lines holds is code."""
+    """The lines except docstrings, empty lines and comments; lines inside a string are code."""
     for number in numbers:
         line = lines[number - 1].rstrip()
         bare = line.lstrip()

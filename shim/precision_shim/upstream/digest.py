@@ -1,8 +1,8 @@
-"""A digest of a symbol's source: equal where the code is, whatever its comments and its Python.
+"""A digest of a symbol's code, which comments and the Python version do not change.
 
 ``ast.dump`` differs between Python versions, and positions, docstrings and annotations differ
-between releases that behave alike. So the walk is our own: it names every node and writes down
-what it holds, and leaves out what does not decide what the code does.
+between releases that behave alike. So this module walks the tree itself: it writes down every node
+with its fields, and leaves out the fields that do not affect what the code does.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def digest(target: str) -> str:
-    """SHA-256 of a symbol's code, in hexadecimal; ``""`` where the look finds no symbol.
+    """SHA-256 of a symbol's code, in hexadecimal; ``""`` where ``look`` finds no symbol.
 
-    Of a dataclass's generated ``__init__`` it is the class's.
+    A dataclass's generated ``__init__`` has the digest of the class.
     """
     found = definition(target)
     return digest_of(found.node) if found is not None else ""
 
 
 def digest_of(node: ast.AST) -> str:
-    """The same of a syntax tree."""
+    """SHA-256 of a syntax tree's code, in hexadecimal."""
     hashed = hashlib.sha256()
     for word in _walk(node, isinstance(node, ast.ClassDef)):
         hashed.update(word.encode("utf-8", "surrogatepass"))
@@ -45,7 +45,7 @@ def digest_of(node: ast.AST) -> str:
 
 
 def is_remark(line: ast.AST) -> bool:
-    """Whether a statement is a string alone: a docstring, of a field too. It does nothing."""
+    """Whether a statement is only a string, such as a function's or a field's docstring."""
     return (
         isinstance(line, ast.Expr)
         and isinstance(line.value, ast.Constant)
@@ -54,9 +54,9 @@ def is_remark(line: ast.AST) -> bool:
 
 
 def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
-    """The words of a node; brackets around it keep two trees from reading the same.
+    """The words of a node, in brackets, so that different trees never give the same words.
 
-    In a class an annotation alone makes a field; elsewhere it does nothing.
+    A bare annotation makes a field in a class and does nothing elsewhere.
     """
     if isinstance(node, ast.AnnAssign) and not in_class:
         if node.value is None:
@@ -78,7 +78,7 @@ def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
 
 def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
     if value is None or value == []:
-        return  # later Pythons add fields that are empty in what older ones can read
+        return  # later Pythons add fields, which are empty for code that older ones can parse
     yield name
     if isinstance(value, ast.AST):
         yield from _walk(value, in_class)
@@ -88,7 +88,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
             if isinstance(one, ast.AST):
                 if not is_remark(one):
                     yield from _walk(one, in_class)
-            else:  # None in a dict display or among the defaults of keywords; names of a global
+            else:  # None among dict keys or keyword defaults; the names of a global statement
                 yield repr(one)
         yield "]"
     else:
@@ -96,7 +96,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
 
 
 def _f_string(node: ast.JoinedStr, in_class: bool) -> Iterator[str]:
-    """Python versions cut the text between the values differently: here it is one piece."""
+    """The words of an f-string; Python versions split the text between values differently."""
     text = ""
     for part in _parts(node.values):
         if isinstance(part, str):

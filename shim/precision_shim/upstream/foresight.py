@@ -1,4 +1,4 @@
-"""What the shim would do to a framework: read from its source, here or elsewhere."""
+"""What the shim would do to a framework, read from its source, installed here or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["foresee", "inapplicable"]
 
 
 def inapplicable(name: str, seam: SeamStatus) -> str:
-    """What it means that a seam is refused: its path goes without the feature, others may not."""
+    """The message on a refused seam: its path goes without the feature, other paths may have it."""
     where = f" ({seam.path})" if seam.path else ""
     return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
 
@@ -25,12 +25,13 @@ def foresee(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None],
 ) -> tuple[FrameworkStatus, list[str]]:
-    """What would happen to a framework where the look goes, and what is wrong with that.
+    """What the shim would do to a framework in the current ``Source``, and the problems with it.
 
     Args:
         entry: the framework.
-        settings: what is asked for.
-        versions: tells a distribution's version there, as ``_session.version_of`` does here.
+        settings: what the user asks for.
+        versions: returns a distribution's version in that source; ``_session.version_of`` does so
+            for the installed packages.
     """
     name, version = entry.framework, versions(entry.distribution, entry.packages)
     asked_by_name = settings.frameworks is not None and asked_for(settings, name)
@@ -45,12 +46,12 @@ def foresee(
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = _session.standing(adapter, version, versions, closely=True)
-    # A seam that is declared as a refusal says so where it is used; it is no fault of this machine.
+    # A refusal that an adapter declares is no fault of this machine: the seam refuses when used.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:
             place = seam.feature, seam.group
-            if seam.target in seam.reason:  # the cause, not one that is refused with it
+            if seam.target in seam.reason:  # the cause, not a seam refused with it
                 broken[place] = seam
             broken.setdefault(place, seam)
     problems = [inapplicable(f"{name} {version}", seam) for seam in broken.values()]

@@ -1,8 +1,8 @@
-"""Probes: what a rule assumes of a framework's behaviour, asked of the framework itself.
+"""Probes: tests of what a rule assumes of a framework's behaviour, run on the framework itself.
 
-A table of names sees a symbol that is gone. It does not see an assertion that was dropped while its
-words stayed in the source. A probe is a small function that makes the framework act, on a CPU and
-in a moment, and tells what it did.
+A table of names shows that a symbol is gone. It does not show that an assertion was dropped while
+its identifiers stayed in the source. A probe is a small function that runs the framework's code, on
+a CPU and in a moment, and reports what the framework did.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import SeamError
 
 
 class Answer(NamedTuple):
-    """What a probe brings back: two values that are equal, or the rule no longer holds.
+    """The result of a probe: the rule's assumption holds only if the two values are equal.
 
     Attributes:
         assumed: what the rule assumes.
@@ -30,14 +30,14 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """One assumption of a rule, and the function that asks for it.
+    """One assumption of a rule, and the function that tests it.
 
     Attributes:
-        name: what people call it.
+        name: what people call the probe.
         assumes: the assumption, as a sentence.
-        rule: ``"module:name"`` of what rests on it.
-        needs: modules of the framework that it imports; without them there is nothing to ask.
-        ask: the function; what it raises is an answer, too.
+        rule: ``"module:name"`` of the rule that rests on the assumption.
+        needs: modules of the framework that the probe imports; it does not run without them.
+        ask: the function; if it raises, the assumption fails.
     """
 
     name: str
@@ -52,14 +52,14 @@ class Outcome:
     """How a probe ended.
 
     Attributes:
-        name: the probe's.
-        state: ``holds``, ``fails``, ``absent`` (what it needs is not installed) or ``unasked`` (it
-            is, and cannot be imported here).
-        assumes: the probe's sentence.
-        rule: the probe's.
+        name: the probe's name.
+        state: ``holds``, ``fails``, ``absent`` (a module that it needs is not installed) or
+            ``unasked`` (an installed module cannot be imported here).
+        assumes: the probe's assumption, as a sentence.
+        rule: the probe's rule.
         assumed: what the rule assumes, as text.
-        found: what the framework did, or why it was not asked.
-        seconds: that it took, imports aside.
+        found: what the framework did, or why the probe did not run.
+        seconds: how long the probe took, without imports.
     """
 
     name: str
@@ -78,7 +78,7 @@ _Ask = TypeVar("_Ask", bound=Callable[[], Answer])
 def probe(
     name: str, *, assumes: str, rule: str, needs: Iterable[str] = ()
 ) -> Callable[[_Ask], _Ask]:
-    """Declare that a function asks for an assumption; see ``Probe``."""
+    """Declare that a function tests an assumption; see ``Probe``."""
 
     def declare(function: _Ask) -> _Ask:
         made = Probe(name, assumes, rule, tuple(needs), function)
@@ -92,7 +92,7 @@ def probes_in(module: str) -> tuple[Probe, ...]:
     """The probes that a module declares, in the order of its definitions.
 
     Raises:
-        SeamError: there is none.
+        SeamError: the module declares no probe.
     """
     found = [
         getattr(one, _MARK)
@@ -105,7 +105,7 @@ def probes_in(module: str) -> tuple[Probe, ...]:
 
 
 def run(one: Probe) -> Outcome:
-    """Ask a probe; whatever happens is an outcome."""
+    """Run a probe; an exception is an outcome, too."""
     from ..seams._source import find_spec
 
     told = one.name, one.assumes, one.rule

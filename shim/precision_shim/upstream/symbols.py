@@ -1,8 +1,8 @@
-"""Which versions a symbol's code was seen in: the record of digests, and what it says of others.
+"""The record of digests: the versions in which each symbol's code was seen.
 
-The record is one file in the adapters' package that a machine writes: distribution, target, digest
-to the versions. It refuses nothing. Versions are compared as strings elsewhere, and a fork keeps
-the string and changes the code; here the code itself is compared.
+The record is one machine-written file in the adapters' package: distribution, target and digest to
+the versions. No seam is refused because of it. Other modules compare version strings, which a fork
+keeps while it changes the code; this module compares the code itself.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..seams import Adapter
 from .digest import digest
 
 FILE = symbols_file()
-_NAMED = 3  # symbols that differ, by name; the rest is a number
+_NAMED = 3  # at most so many differing symbols are named; the others are counted
 
 Record = dict[str, dict[str, dict[str, list[str]]]]
-"""Distribution, target, digest, versions."""
+"""Distribution to target to digest to versions."""
 
 
 def read(path: Path = FILE) -> Record:
     """The record in a file; empty where there is no file.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file holds no JSON object.
     """
     if not path.exists():
         return {}
@@ -45,7 +45,7 @@ def shipped() -> Record:
 
 
 def write(record: Record, path: Path) -> None:
-    """Write a record so that two of the same content are the same file."""
+    """Write a record in a fixed order, so that equal records give equal files."""
     ordered = {
         distribution: {
             target: {one: in_order(versions) for one, versions in sorted(digests.items())}
@@ -57,12 +57,12 @@ def write(record: Record, path: Path) -> None:
 
 
 def add(record: Record, distribution: str, version: str, digests: Mapping[str, str]) -> None:
-    """Enter the symbols of one version; what the record had of them for it is replaced.
+    """Enter the symbols of one version, in place of earlier digests for that version.
 
     Args:
-        record: what is changed.
-        distribution: whose symbols.
-        version: its version; what a build has added to it ("+" and more) is left out.
+        record: the record, which is changed in place.
+        distribution: the distribution of the symbols.
+        version: its version; a local part ("+" and more) is left out.
         digests: target to digest, ``""`` for a symbol that this version lacks.
     """
     version = plain(version)
@@ -82,7 +82,7 @@ def add(record: Record, distribution: str, version: str, digests: Mapping[str, s
 
 
 def seen_in(record: Record, distribution: str, target: str, found: str) -> list[str]:
-    """The versions whose symbol has a digest, the oldest first."""
+    """The versions in which a symbol has the digest ``found``, the oldest first."""
     return list(record.get(distribution, {}).get(target, {}).get(found, ()))
 
 
@@ -97,7 +97,7 @@ def versions_of(record: Record, distribution: str) -> list[str]:
 
 
 def digests_of(record: Record, distribution: str, version: str) -> dict[str, str]:
-    """What a version's symbols were, by target."""
+    """The recorded digests of a version's symbols, by target."""
     return {
         target: one
         for target, digests in record.get(distribution, {}).items()
@@ -116,7 +116,7 @@ def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
 
 
 def owner(target: str, adapter: Adapter) -> str:
-    """The distribution that a symbol belongs to; what nobody declared is the framework's own."""
+    """The distribution that a symbol belongs to: a backend's, or else the framework's own."""
     return next(
         (name for package, name in shared().items() if target.startswith(f"{package}.")),
         adapter.distribution,
@@ -125,14 +125,14 @@ def owner(target: str, adapter: Adapter) -> str:
 
 @dataclass(frozen=True)
 class Likeness:
-    """How the symbols here compare with those of the recorded version that they are most like.
+    """How the symbols here compare with those of one recorded version.
 
     Attributes:
         version: that version; ``""`` where none is recorded.
-        count: how many symbols there are here.
-        changed: those whose code differs.
-        gone: those that are not here.
-        new: those that were not there.
+        count: how many of the symbols exist here.
+        changed: symbols whose code differs.
+        gone: symbols of that version that do not exist here.
+        new: symbols here that do not exist in that version.
     """
 
     version: str
@@ -165,13 +165,14 @@ class Likeness:
 def compare(
     record: Record, distribution: str, digests: Mapping[str, str], version: str = ""
 ) -> Likeness:
-    """Hold symbols against a recorded version.
+    """Compare symbols with a recorded version.
 
     Args:
         record: the record.
-        distribution: whose symbols.
-        digests: target to digest; ``""`` for one that is not here.
-        version: the version; ``""``: the one that they are most like, of several the newest.
+        distribution: the distribution of the symbols.
+        digests: target to digest; ``""`` for a symbol that does not exist here.
+        version: the version; ``""``: the most similar version, and of equally similar ones the
+            newest.
     """
     here = {target: found for target, found in digests.items() if found}
     best = Likeness("", len(here))
@@ -196,16 +197,16 @@ def compare(
 
 
 def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
-    """Sentences on code that is not what was tested, for ``status()`` and the doctor.
+    """How the code of unrecorded versions compares, in sentences for ``status()`` and the doctor.
 
     Args:
-        adapter: whose symbols.
-        version: the framework's.
-        installed: the versions of the shared distributions that are installed.
+        adapter: the adapter whose symbols are compared.
+        version: the framework's version.
+        installed: the installed versions of the backends' distributions.
 
     Returns:
-        One sentence for the framework if its version is not recorded, and one per shared
-        distribution whose version is not; nothing of what nobody has recorded at all.
+        One sentence for the framework if its version is not recorded, and one per distribution of
+        a backend whose version is not; none for a distribution that has no recorded version.
     """
     told = []
     for distribution, targets in targets_by_distribution(adapter).items():
@@ -223,7 +224,7 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
 
 
 def differing(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
-    """Sentences on versions that are recorded, and whose code here is another: a fork."""
+    """Sentences on recorded versions whose code here differs from the record, as in a fork."""
     told = []
     for distribution, targets in targets_by_distribution(adapter).items():
         here = version if distribution == adapter.distribution else installed.get(distribution)
@@ -236,14 +237,14 @@ def differing(adapter: Adapter, version: str, installed: Mapping[str, str | None
 
 
 def same_as(adapter: Adapter, distribution: str) -> str:
-    """The recorded version whose symbols are all those that are here; ``""`` for none."""
+    """The recorded version whose symbols equal all those here; ``""`` if there is none."""
     targets = targets_by_distribution(adapter).get(distribution, ())
     found = compare(shipped(), distribution, _recorded(distribution, targets))
     return found.version if found.same else ""
 
 
 def _recorded(distribution: str, targets: Iterable[str]) -> dict[str, str]:
-    """The digests of those symbols that the record knows; a third party's may be none of them."""
+    """The digests here of recorded targets; a third party's targets may all be unrecorded."""
     known = shipped().get(distribution, {})
     return {one: digest(one) for one in targets if one in known}
 
@@ -251,16 +252,16 @@ def _recorded(distribution: str, targets: Iterable[str]) -> dict[str, str]:
 def missed(
     adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
 ) -> Callable[[str], str]:
-    """What tells which recorded version had a symbol, in words; ``""`` where nobody would miss it.
+    """Make a function that names the recorded version which had a symbol; ``""`` for none.
 
-    Of the recorded versions up to the one that is here the newest counts: what came later may be
-    missing in an older one, and what was taken out before is not missed. A version that nobody
-    tells is the recorded one whose symbols are all those that are here; without one nothing is
-    missed.
+    That function consults one recorded version: the newest that is not newer than the installed
+    one. So it does not miss a symbol that came later, or that upstream removed before. Where the
+    installed version is unknown, it consults the recorded version with the same symbols; without
+    such a version it misses nothing.
 
     Args:
-        adapter: whose symbols.
-        versions: tells a distribution's version, as ``_session.version_of`` does.
+        adapter: the adapter whose symbols may be missing.
+        versions: returns a distribution's version, as ``_session.version_of`` does.
     """
     packages = {name: (package,) for package, name in shared().items()}
 
@@ -281,7 +282,7 @@ def missed(
 
 
 def plain(version: str) -> str:
-    """A version without what a build has added to it."""
+    """A version without its local part, such as ``+cu128``."""
     return version.partition("+")[0]
 
 

@@ -1,7 +1,7 @@
-"""Sources beside what is installed: a wheel, read as it is, or a folder. Nothing of them is run.
+"""Sources other than the installed packages: a wheel, not unpacked, or a folder. None is executed.
 
-``open_tree`` tells what a path is. A ``Tree`` answers a look as ``_source.Source`` does; ``over``
-lays it upon what is installed here.
+``open_tree`` opens a path as a ``Tree``, which is a ``_source.Source``; ``over`` puts a tree in
+front of the installed packages.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..errors import SourceError
 from ..seams._source import Installed, Source
 
 _BENEATH = ("", "src", "python", "lib/python3*/site-packages", "Lib/site-packages")
-"""Where the packages may be in a folder: in itself, in a checkout, in a virtual environment."""
+"""Where packages may lie in a folder: at its top, as in a checkout, as in a virtual environment."""
 _VERSION_FILES = ("__init__.py", "_version.py", "version.py", "package_info.py")
 _PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
 
 class _Files(Protocol):
-    """Files by their paths, with slashes, from one root."""
+    """Files beneath one root, by their paths with slashes."""
 
     def is_file(self, path: str) -> bool: ...
 
@@ -59,7 +59,7 @@ class _Wheel:
             broken = self._zip.testzip()
         except (OSError, ValueError, NotImplementedError, EOFError, zipfile.BadZipFile) as error:
             raise SourceError(f"{path} is no wheel that can be read: {error}.") from error
-        except Exception as error:  # zlib's own, of damaged data
+        except Exception as error:  # zlib.error, from damaged data
             raise SourceError(f"{path} is no wheel that can be read: {error!r}.") from error
         if broken is not None:
             raise SourceError(f"{path} is no wheel that can be read: {broken} in it is damaged.")
@@ -91,8 +91,8 @@ class Tree:
 
     Attributes:
         path: what was opened.
-        complete: whether it is a whole environment (a site-packages): what is not in it is not
-            there at all.
+        complete: whether it is a whole environment (a site-packages): a module that it lacks then
+            counts as not found, even if it is installed here.
     """
 
     def __init__(self, path: Path, files: _Files) -> None:
@@ -115,20 +115,20 @@ class Tree:
         return bool(self._place(package))
 
     def owns(self, module: str) -> bool:
-        """Whether the tree alone decides about a module: the package that it belongs to is there.
+        """Whether the tree alone decides about a module, because it has the module's package.
 
-        A folder without an ``__init__.py`` is shared by distributions, and decides nothing.
+        A folder without an ``__init__.py`` does not count: several distributions may share it.
         """
         parts = module.split(".")
         return any(self._place(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
 
     def version_of(self, distribution: str, package: str) -> str:
-        """A distribution's version from its metadata, or as its source writes it; ``"unknown"``."""
+        """A distribution's version from its metadata, else its source, else ``"unknown"``."""
         known = self._metadata.get(_normal(distribution))
         return known or next(_written(self._files, distribution, package), None) or "unknown"
 
     def _place(self, module: str) -> str | None:
-        """Path of a module's file, ``""`` for a package without one, ``None`` for none."""
+        """Path of a module's file; ``""`` for a package without a file, ``None`` for no module."""
         parts = module.split(".")
         for depth in range(1, len(parts) + 1):
             path = "/".join(parts[:depth])
@@ -168,19 +168,20 @@ class _Over:
 
 
 def over(tree: Tree) -> Source:
-    """A tree, and beneath it what is installed here."""
+    """A source that reads a tree, and the installed packages where the tree does not decide."""
     return _Over(tree, Installed())
 
 
 def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
-    """What a path holds.
+    """Open a path as a tree.
 
     Args:
-        path: a wheel, a checkout, a folder with packages, the folder of one, a virtual environment.
-        packages: the packages that make it worth opening.
+        path: a wheel, a checkout, a folder with packages, a package's own folder, or a virtual
+            environment.
+        packages: packages of which the path must hold at least one.
 
     Raises:
-        SourceError: there is none of them, or the path cannot be read; says what was looked for.
+        SourceError: the path holds none of the packages or cannot be read; the message names them.
     """
     looked_for = f"Looked for: {', '.join(packages)}."
     if not path.exists():
@@ -192,7 +193,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
         raise SourceError(f"{path} holds no framework. {looked_for}")
     inner = [folder for one in _BENEATH for folder in sorted(path.glob(one) if one else [path])]
     roots = [folder for folder in inner if folder.is_dir()]
-    # The folder of a package itself: its packages begin above it.
+    # If the path is a package's own folder, the root is the folder above.
     roots += [above for above in (path.resolve().parent,) if (path / "__init__.py").is_file()]
     for root in roots:
         tree = Tree(path, _Folder(root))
@@ -205,12 +206,12 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
 
 
 def stated_version(distribution: str, package: str, folder: Path) -> str | None:
-    """The version that a package's own source states, where it does; nothing is executed.
+    """The version that a package's source states, or ``None``; executes nothing.
 
     Args:
-        distribution: what the package belongs to.
-        package: its name.
-        folder: where it is.
+        distribution: the package's distribution.
+        package: the package's name.
+        folder: the package's folder.
     """
     root = folder.parents[package.count(".")]
     try:
@@ -237,7 +238,7 @@ def _written(files: _Files, distribution: str, package: str) -> Iterator[str]:
 
 
 def _declared(text: str, distribution: str, files: _Files, folder: str) -> Iterator[str]:
-    """The version in a ``pyproject.toml``, or in the file that it names, if it is this one's."""
+    """The version in a distribution's own ``pyproject.toml``, or in the file that it names."""
 
     def written(section: str, key: str) -> str:
         pattern = rf"^\[{section}\]\s*$(.*?)(^\[|\Z)"
@@ -256,7 +257,7 @@ def _declared(text: str, distribution: str, files: _Files, folder: str) -> Itera
 
 
 def _assigned(tree: ast.Module) -> Iterator[str]:
-    """The version that a module assigns as text, or in the parts that NVIDIA's projects write."""
+    """The version that a module assigns, as a string or as numbers (NVIDIA's ``MAJOR``, ...)."""
     found = {
         target.id: line.value.value
         for line in tree.body

@@ -1,8 +1,8 @@
-"""What carries the shim's variables into processes that do not inherit them: one module each.
+"""Carriers bring the shim's variables into processes that do not inherit them.
 
-A carrier's module has the name of its package, and
-two functions: ``enter()``, now if the package is imported and else when it will be, and
-``leave()``. Neither imports the package, and a second call does nothing.
+Each carrier is one module with the name of its package and two functions: ``enter()`` patches the
+package, now if it is imported or else at its import, and ``leave()`` undoes that. Neither imports
+the package, and a second call does nothing.
 """
 
 import sys
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 PACKAGES = ("ray",)
-"""The packages whose processes are reached."""
+"""The packages that have a carrier."""
 
 
 def enter(package: str) -> None:
-    """Let a package's processes come up with the variables."""
+    """Make a package start its processes with the variables."""
     from importlib import import_module
 
     import_module(f"{__name__}.{package}").enter()
 
 
 def leave() -> None:
-    """Leave every package that was entered."""
+    """Undo every carrier's ``enter()``."""
     for package in PACKAGES:
         carrier = sys.modules.get(f"{__name__}.{package}")
         if carrier is not None:
@@ -36,7 +36,7 @@ def leave() -> None:
 def variables(
     environ: "Mapping[str, str]", leave_out: "Mapping[str, str] | None" = None
 ) -> "dict[str, str]":
-    """The shim's variables in an environment."""
+    """The shim's variables in an environment, without those in ``leave_out``."""
     return {
         name: value
         for name, value in environ.items()

@@ -1,15 +1,15 @@
-"""Ray: the shim's variables travel with the job, so that workers on every node come up the same.
+"""Ray: the shim's variables travel with the job, so that workers on every node have the same ones.
 
 A raylet keeps the environment that it inherited at its start, so a variable that was set later,
-or on another node, does not reach its workers. ``ray.init`` is entered for that, and the variables
-are merged into ``runtime_env["env_vars"]`` of the job: only those that neither the caller's
-runtime_env nor that of ``ray job submit`` carries, because Ray fails on a key that is in both,
-equal values included. No setup hook: a worker environment without this package would fail on it,
-and a second hook beside the user's is an error.
+or on another node, does not reach its workers. So this module wraps ``ray.init`` and merges the
+variables into the job's ``runtime_env["env_vars"]``, except those that the runtime_env of the
+caller or of ``ray job submit`` has: Ray fails on a key that is in both, even with equal values. A
+setup hook would not do: a worker environment without this package would fail on it, and a second
+hook beside the user's is an error.
 
-Not by way of the seam engine: Ray's agents and every worker import this module's target, and there
-wrapt and a look at 4,000 lines of source would cost 200 ms each. What stands here is a plain
-function, which pickles by reference.
+The module does not use the seam engine: Ray's agents and every worker import
+``ray._private.worker``, where importing wrapt and parsing 4,000 lines of source would cost each
+process 200 ms. The wrapper is a plain function, which pickles by reference.
 """
 
 import functools
@@ -34,7 +34,7 @@ _ours: "Any" = None
 
 
 def enter() -> None:
-    """Enter ``ray.init``, now or when Ray is imported; a second time does nothing."""
+    """Wrap ``ray.init``, now or when Ray is imported; a second call does nothing."""
     global _watcher
     if _watcher is not None:
         return
@@ -46,7 +46,7 @@ def enter() -> None:
 
 
 def leave() -> None:
-    """Take it out again. Where another tool has wrapped ours, ours passes calls through."""
+    """Put Ray's own ``init`` back. A wrapper of ours that another tool wrapped passes calls on."""
     global _watcher, _original, _ours
     if _watcher is not None:
         _watcher.remove()
@@ -71,7 +71,7 @@ def _wrap(module: "ModuleType") -> None:
 
 
 def _replace(before: "Any", now: "Any") -> None:
-    for name in (_MODULE, "ray"):  # ray/__init__.py has it by value
+    for name in (_MODULE, "ray"):  # ray/__init__.py has a copy of init
         module = sys.modules.get(name)
         if module is not None and vars(module).get("init") is before:
             setattr(module, "init", now)  # noqa: B010  (mypy: a module has no such attribute)
@@ -82,7 +82,7 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
         given = kwargs.get("runtime_env")
         in_job = json.loads(os.environ.get(_JOB) or "{}").get("runtime_env") or {}
         if not given and not in_job:
-            # Ray ignores a JobConfig's runtime_env once init() gets one: start from that one.
+            # Ray ignores a JobConfig's runtime_env once init() gets one: start from JobConfig's.
             given = getattr(kwargs.get("job_config"), "runtime_env", None)
         given = dict(given or {})
         carried = {**(in_job.get("env_vars") or {}), **(given.get("env_vars") or {})}
