@@ -32,7 +32,7 @@ def states_follow() -> Answer:
     needs=("torch.amp",),
 )
 def scaler_skips() -> Answer:
-    """The shim's scaler extends torch's: ranks agree on an overflow, and the scale has a minimum."""
+    """The shim's scaler is torch's with two additions: ranks agree on overflows, and a minimum."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

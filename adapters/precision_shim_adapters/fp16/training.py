@@ -1,4 +1,4 @@
-"""Scaled training of one model: the same scaler, steps, metrics and checkpoints for all adapters."""
+"""Scaled training of one model: scaler, steps, metrics and checkpoints, alike for all adapters."""
 
 from __future__ import annotations
 
