@@ -114,7 +114,7 @@ def _goes_with(manager: Any, path: Any, training: ScaledTraining, contents: Any)
 
 @contextlib.contextmanager
 def _near(path: str, delete: bool) -> Any:
-    """The checkpoint's directory; on rank 0 of a remote one, that of a copy of the scaler's file."""
+    """The checkpoint's directory; for a remote one, on rank 0, the directory of a local copy."""
     from verl.utils.fs import copy_to_local, is_non_local
 
     if not is_non_local(path) or (dist.is_initialized() and dist.get_rank() != 0):
