@@ -34,9 +34,9 @@ KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
 
 OFFLOADED = "offload_fraction"
 """A key that only the groups of Megatron's optimizer for CPU offload have: the fraction on the
-host. With it, ``read`` stores the facts ``counted``, whether all groups have a step count, and
-``names_classes``, whether the groups are in a ``common.pt``, which names classes there that torch
-does not load."""
+host. Where ``read`` finds it, it stores two more facts. ``counted``: whether all groups have a step
+count. ``names_classes``: whether the groups are in a ``common.pt``; torch does not load the classes
+that such a file names."""
 
 
 def is_optimizers(key: str) -> bool:

@@ -14,7 +14,7 @@ OWN: Mapping[torch.dtype, tuple[str, ...]] = {
     torch.float16: ("fp16", "float16", "16"),
     torch.float32: ("fp32", "float32", "32"),
 }
-"""Dtype to its names in ``PrecisionType.to_dtype``, which accepts no other names."""
+"""Maps a dtype to its names in ``PrecisionType.to_dtype``, which accepts no other names."""
 
 _BY_NAME = {name: dtype for dtype, names in OWN.items() for name in names}
 

@@ -14,7 +14,7 @@ SETTINGS = {
     "growth_factor": "growth_factor",
     "backoff_factor": "backoff_factor",
 }
-"""Names of ``ScalerSettings``, to the names of the shim's settings."""
+"""Maps the fields of ``ScalerSettings`` to the names of the shim's settings."""
 
 
 def settings_for(
@@ -27,8 +27,8 @@ def settings_for(
     Args:
         configured: what the user wrote in the framework's config, by the names of
             ``ScalerSettings``; it wins over variables.
-        framework_default: the settings of the framework's own scaler; ``None`` where the framework
-            has no scaler, then the defaults of the variables apply.
+        framework_default: the settings of the framework's own scaler. ``None`` where the framework
+            has no scaler; then the defaults of the variables apply.
         shim: the shim's settings; ``None`` for those in force.
     """
     shim = current_settings() if shim is None else shim

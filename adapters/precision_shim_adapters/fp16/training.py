@@ -164,7 +164,7 @@ class ScaledTraining:
 
     @contextmanager
     def one_step(self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()) -> Iterator[None]:
-        """Put it around a framework's function that clips the gradients and steps at most once.
+        """A context for a framework's function that clips the gradients and steps at most once.
 
         The shim unscales the gradients before the function runs. If the function takes no step
         because of the gradient norm, the shim counts a skipped step.
@@ -193,7 +193,7 @@ class ScaledTraining:
     def several_steps(
         self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()
     ) -> Iterator[None]:
-        """Put it around a framework's loop that computes losses, clips and steps several times.
+        """A context for a framework's loop that computes losses, clips and steps several times.
 
         The loop must call ``before_clipping`` before each step. After the loop ``optimizer.step``
         is the optimizer's own again: torch's distributed checkpoints step it on dummy gradients.
@@ -249,7 +249,7 @@ class ScaledTraining:
             return self._skipped
         return isinstance(self.scaler, LossScaler) and self.scaler.counter.in_row > 0
 
-    # -- figures -------------------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------
 
     def norm(self, norm: Any) -> Any:
         """The grad norm to report for the last step: NaN, in the same shape, if it was skipped."""

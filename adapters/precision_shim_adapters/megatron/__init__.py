@@ -35,7 +35,7 @@ SEAMS = collect(optimizer, ddp, checkpoint, states, masters, offloaded, overflow
 """The seams in Megatron itself; an adapter passes them to ``collect``."""
 
 PATHS = {**checkpoint.PATHS, **ddp.PATHS, **masters.PATHS, **offloaded.PATHS, **audit.PATHS}
-"""Groups of these seams to the names that users know them by; an adapter adds its own."""
+"""Maps the groups of these seams to the names that users know; an adapter adds its own."""
 
 __all__ = [
     "ALIGNMENT",

@@ -41,7 +41,7 @@ _READ = {
     "save_checkpoint": ("weights_path", "optimizer_path"),
     "load_checkpoint": ("weights_path", "optimizer_path"),
 }
-"""A worker's methods to the parameters that the functions here read."""
+"""Maps a worker's methods to the parameters that the functions here read."""
 
 _AUXILIARY = "nemo_automodel.components.moe.megatron.moe_utils"
 
@@ -113,7 +113,7 @@ def redecorate(actor_class: Any) -> Any:
 
 @contextlib.contextmanager
 def _outermost(instance: Any, what: str) -> Iterator[bool]:
-    """Whether this call is not inside another: mixin and patched method may both call."""
+    """Whether this is the outer call: the mixin and the patched method may both come here."""
     inside: set[str] = instance.__dict__.setdefault("_precision_shim_inside", set())
     if what in inside:
         yield False
@@ -155,8 +155,8 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             because=scaled_because(name),
             configured=configured(instance.cfg, name),
         )
-        # Restore here, not in the load_checkpoint seam: the first kind of worker calls
-        # load_checkpoint in __init__, before the scaler exists; the second, from 0.6, never does.
+        # Restore here: in __init__ the first kind of worker calls load_checkpoint before the scaler
+        # exists, and the second kind, from 0.6, loads without load_checkpoint.
         if optimizer_path and weights_path:
             training.restore(optimizer_path, _files(optimizer_path))
         training.keep(instance)

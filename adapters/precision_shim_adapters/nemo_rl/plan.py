@@ -132,7 +132,7 @@ def _default(job: Job) -> Path:
 
 
 def _gpus(config: Mapping[str, Any]) -> int:
-    """The number of GPUs that train: without those only for rollout, reward or teachers."""
+    """The number of GPUs that train, without GPUs that only serve rollout, reward or teachers."""
     cluster = config["cluster"]
     each, nodes = (
         number_of(cluster, f"cluster.{key}", _where()) for key in ("gpus_per_node", "num_nodes")

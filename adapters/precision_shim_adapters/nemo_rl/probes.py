@@ -48,7 +48,7 @@ def names() -> Answer:
 _WORKERS = {
     one.name: one.module for one in reversed(DTENSOR) if look(f"{one.module}:{one.name}").found
 }
-"""The kinds of DTensor workers to their modules in the installed version."""
+"""Maps the kinds of DTensor workers to their modules in the installed version."""
 
 
 @probe(

@@ -1,8 +1,8 @@
 """The adapter for SkyRL, and why its seams are where they are.
 
 SkyRL's ``init_megatron_optim_config`` gets neither the model nor its dtype, and SkyRL decides the
-bucket's dtype earlier, in ``make_megatron_module``. So the shim notes which model is being built in
-a function around both (``MegatronPolicyWorkerBase.init_model``), reads the live parameters in
+bucket's dtype earlier, in ``make_megatron_module``. So the shim announces the model in a function
+around both (``MegatronPolicyWorkerBase.init_model``), reads the live parameters in
 Megatron's own DDP, and makes one plan for both. SkyRL's own function still runs: the shim adds its
 values to the kwargs that SkyRL merges over its own, where values that the user wrote win. While the
 dataclasses are built, the shim marks in them what the user wrote, and the marks reach the workers

@@ -2,7 +2,7 @@
 
 A SkyRL config built from a command line or a YAML looks the same whether the user wrote a value or
 left it at the default. So the shim marks what the user wrote while SkyRL builds the dataclasses.
-Pickling, since workers get their config pickled, and copies must keep the marks, and
+Copies and pickles must keep the marks, since workers get a pickled config, and
 ``dataclasses.asdict`` must not show them.
 
 For a default of ``grad_reduce_in_fp32`` the shim deletes the instance's attribute: the class's

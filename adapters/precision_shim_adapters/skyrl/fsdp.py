@@ -227,7 +227,8 @@ def _name(strategy: Any, what: str) -> str:
 def _files(strategy: Any, directory: Any) -> Files:
     """This rank's files that SkyRL writes before the scaler's state.
 
-    SkyRL overwrites them in place: a job killed between two files leaves files of two saves.
+    SkyRL overwrites them in place: a job killed between two files leaves files of two saves. The
+    paths of a remote checkpoint are no local files, and a record ignores them.
     """
     names = [_name(strategy, what) for what in ("model", "optim")]
     return {name: os.path.join(str(directory), name) for name in names}

@@ -61,8 +61,8 @@ def _asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> di
         written: the keys of ``kwargs`` that the user wrote; ``None`` if that is not known.
     """
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
-    # Every config has use_precision_aware_optimizer=False by default. It turns the optimizer off
-    # only where the user wrote it, or where the shim cannot know.
+    # Every config has use_precision_aware_optimizer=False by default. Take this False for the
+    # user's only where the user wrote it, or where the shim cannot know.
     default = written is not None and PRECISION_AWARE not in written
     if default and asked.get(PRECISION_AWARE) is False:
         del asked[PRECISION_AWARE]

@@ -26,7 +26,7 @@ from .megatron import TRAIN, WORKER
 _TINKERS_NORM = "skyrl.ai/grad_norm"
 _SCALE, _SKIPPED = "loss_scale", "skipped_steps"
 _scaled: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""A driver's ``WorkerDispatch`` objects, to the models whose workers scale their loss: written by
+"""Maps a driver's ``WorkerDispatch`` to the models whose workers scale their loss: written by
 ``note_scaled``, read by ``report_to_client``."""
 
 _log = logging.getLogger("precision_shim")
@@ -136,7 +136,7 @@ def report(call: Call) -> Any:
 
 
 def add_figures(output: Any, figures: dict[str, float]) -> None:
-    """Add figures to a worker's metrics."""
+    """Add values to a worker's metrics."""
     found = _figures_in(output)
     if found:  # without a micro-batch SkyRL expects no metrics
         found.update(figures)

@@ -59,7 +59,7 @@ def _where() -> str:
 
 
 def load(job: Job) -> tuple[Any, list[str]]:
-    """The config of a job, with marks for what the user wrote, and the overrides left out of it.
+    """The config of a job, with marks for what the user wrote, and the keys that it leaves out.
 
     Only a user's own entry point may have overrides that SkyRL does not know.
 

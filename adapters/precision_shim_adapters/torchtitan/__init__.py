@@ -7,7 +7,7 @@ that a step will follow; so the shim scales every loss of a trainer whose ``opti
 shim's. ``Trainer`` has one method for a step, and the shim scales only losses inside that method,
 since other code builds a ``Trainer`` and runs its own loop.
 
-Two seams replace their symbol instead of a wrapt wrapper: ``optim_step`` is an object of Monarch's,
+Two seams replace the symbol itself and use no wrapt wrapper: ``optim_step`` is a Monarch object,
 and dynamo compiles the attention.
 
 Deliberately not patched: the experts' grouped products, which torchtitan computes in bfloat16 in

@@ -87,7 +87,7 @@ def report_from_endpoint(endpoint: Any) -> Any:
     """Make an endpoint that reports the shares of lost updates beside the grad norm.
 
     Raises:
-        SeamError: it is not what Monarch's ``concurrent_endpoint`` makes.
+        SeamError: Monarch's ``concurrent_endpoint`` did not make the endpoint.
     """
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:

@@ -39,7 +39,7 @@ OWN_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
 }
-"""The dtypes in which torchtitan trains and generates, to its only names for them."""
+"""Maps the dtypes in which torchtitan trains and generates to its only names for them."""
 
 
 def computes_in_float16(training: Any) -> bool:
@@ -83,7 +83,7 @@ def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
 ON_RL: dict[str, Any] = {"group": RL, "native": native_rl}
 ON_PRETRAINING: dict[str, Any] = {"group": PRETRAINING, "native": native_pretraining}
 BOTH = (ON_RL, ON_PRETRAINING)
-"""Arguments that the seams of one trainer share, and a list of both for seams of both."""
+"""Arguments of seams at the RL trainer (``ON_RL``), at ``Trainer`` (``ON_PRETRAINING``) or both."""
 
 
 def of_both(method: str) -> list[dict[str, Any]]:

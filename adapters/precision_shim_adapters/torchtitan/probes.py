@@ -175,7 +175,7 @@ def initial_states() -> Answer:
     needs=("torchtitan.models.common.attention",),
 )
 def attention() -> Answer:
-    """The shim keeps float16 there."""
+    """The shim's attention computes in float16 instead."""
     from torchtitan.models.common import attention as module
 
     seen = []

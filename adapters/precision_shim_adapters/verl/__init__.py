@@ -1,7 +1,7 @@
 """The adapter for verl, and why its seams are where they are.
 
-verl decides the bucket's dtype before the optimizer's config exists, in another function; so do
-0.7.1's workers and 0.8's engines. So the shim notes which model is being built in a function around
+verl decides the bucket's dtype before the optimizer's config exists, and in another function, in
+0.7.1's workers and in 0.8's engines alike. So the shim announces the model in a function around
 both (``MegatronEngine.initialize``, the legacy workers' build methods), and one plan decides both.
 At ``init_megatron_optim_config`` verl's own function still runs: the shim adds its values to
 ``override_optimizer_config``, where values that the user wrote win.

@@ -50,7 +50,7 @@ _IMPL = "verl.workers.engine"
     optional=True,
 )
 def refuse_fp16(call: Call) -> Any:
-    """Warn (strict: raise) where the config asks such an engine for float16."""
+    """Warn (strict: raise) where the config asks one of these engines for float16."""
     config = getattr(call.instance, "engine_config", None)
     if not asks_fp16(config) or getattr(config, "forward_only", False):
         return call.proceed()

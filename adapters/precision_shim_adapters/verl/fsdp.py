@@ -194,7 +194,7 @@ def _where_none_was(owner: Any, where: str) -> None:
 def _make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
     from verl.utils.device import get_device_name
 
-    verls = VERLS_SCALER  # without an accelerator torch disables verl's scaler, which then has none
+    verls = VERLS_SCALER  # without an accelerator, torch disables verl's scaler
     on = own is not None and own.is_enabled()
     if on:
         verls = ScalerSettings(

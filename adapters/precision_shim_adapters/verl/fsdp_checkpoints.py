@@ -29,7 +29,7 @@ _CONTENTS = ("optimizer", "extra")
 """Parts of verl's checkpoints with which the shim saves the scaler's state."""
 
 _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-"""Parts of verl's checkpoints to the prefixes of a rank's file names."""
+"""Maps the parts of verl's checkpoints to the prefixes of a rank's file names."""
 
 
 def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:

@@ -52,7 +52,7 @@ class Build:
 
     @cached_property
     def wishes(self) -> Wishes:
-        """What the framework's config says."""
+        """The wishes in the framework's config."""
         return self._read()
 
     @property
@@ -82,8 +82,8 @@ _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=No
 """The build around this call: written by ``building``, read by the backend's seams."""
 
 _references: dict[int, tuple[weakref.ref[Any], Build]] = {}
-"""``id`` of a DDP config to the build of its reference model: written by ``expect_reference``, read
-by ``build_around``. Keyed by ``id`` since two workers' configs may be equal."""
+"""Maps the ``id`` of a DDP config to the build of its reference model: written by
+``expect_reference``, read by ``build_around``. Two workers' configs may be equal, so by ``id``."""
 
 
 def current_build(framework: str | None = None) -> Build | None:

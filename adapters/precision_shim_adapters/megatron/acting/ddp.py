@@ -27,12 +27,12 @@ from .build import Build, build_around
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
-"""The group of the Megatron-FSDP seam to the name that users know it by."""
+"""Maps the group of the Megatron-FSDP seam to the name that users know."""
 
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
 _told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
-"""DDP modules whose bucket dtype the user wrote, to the main grads dtype that ``build_ddp``
+"""Maps a DDP module whose bucket dtype the user wrote to the main grads dtype that ``build_ddp``
 compared with it: written by ``build_ddp``, read by ``optimizer.check``."""
 
 

@@ -29,7 +29,7 @@ FEATURES = (DISPATCH, SCALING)
 
 GROUP = "megatron weights alone"
 PATHS = {GROUP: "Megatron (weights loaded without states)"}
-"""The group to the name that users know it by."""
+"""Maps the group to the name that users know."""
 
 UPSTREAM = "https://github.com/NovaSky-AI/SkyRL/pull/2149"
 

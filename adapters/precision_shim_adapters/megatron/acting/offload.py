@@ -16,7 +16,7 @@ from typing import Any
 from precision_shim.adapting import Call, Seam, Settings, Symbol
 
 PATHS = {"offload": "Megatron (offload of states)"}
-"""The group of these seams to the name that users know it by."""
+"""Maps the group of these seams to the name that users know."""
 
 
 def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -> list[Seam]:
@@ -48,7 +48,7 @@ def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -
 
 
 def moved_already(symbol: Symbol, settings: Settings) -> str | None:
-    """Say that the framework's own function moves the master weights, or return ``None``."""
+    """Return a remark if the framework's own function moves the master weights."""
     return "the masters are moved already" if "master_param" in symbol.names else None
 
 

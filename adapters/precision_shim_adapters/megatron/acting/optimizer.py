@@ -75,7 +75,8 @@ CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__
 def refuse_what_cannot_run(call: Call) -> Any:
     """Raise where the installed FusedAdam cannot be precision-aware; the message says why.
 
-    Megatron's dataclass runs it when a config is made, Megatron-Bridge's in ``finalize``.
+    Megatron's dataclass calls ``__post_init__`` when a config is made, Megatron-Bridge's only in
+    ``finalize``.
     """
     config = call.instance
     if (
@@ -222,7 +223,7 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     return config
 
 
-# -- config, parameters and buckets held against each other ------------------------------------
+# -- config, parameters and buckets compared ---------------------------------------------------
 
 
 def check(framework: str, config: Any, model: Any) -> None:

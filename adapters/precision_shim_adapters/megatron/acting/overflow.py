@@ -66,7 +66,7 @@ def _unchained(optimizer: Any) -> list[Any]:
 
 
 _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.WeakKeyDictionary()
-"""Scalers to the tensor of their scale at the last read, and its value: used by ``scale_of``."""
+"""Maps a scaler to the tensor of its scale at the last read and to its value, for ``scale_of``."""
 
 
 def scale_of(scaler: Any) -> float:
@@ -104,13 +104,13 @@ _succeeds: ContextVar[bool | None] = ContextVar("precision_shim_skip_succeeds", 
 """The success flag to return for a skipped step: written by ``skipping``, read by ``answered``."""
 
 _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
-"""Optimizers to their accounts: written by ``answered`` and ``answer_skips``, read by
+"""Maps an optimizer to its account: written by ``answered`` and ``answer_skips``, read by
 ``metrics``."""
 
 
 @contextmanager
 def skipping(*, succeeds: bool) -> Iterator[None]:
-    """Set what the framework's step gets for a skipped step of Megatron's optimizer.
+    """Set the success flag that the framework gets for a skipped step of Megatron's optimizer.
 
     An adapter puts it around its framework's own step, with a seam there for ``fp16-scaling``.
 

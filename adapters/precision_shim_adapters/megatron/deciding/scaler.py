@@ -12,7 +12,7 @@ from ...fp16.settings import in_words
 from .wishes import Wishes, scaler_row
 
 FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
-"""The shim's settings, to the fields of Megatron's OptimizerConfig."""
+"""Maps the shim's settings to the fields of Megatron's OptimizerConfig."""
 
 FACTORS = ("growth_factor", "backoff_factor")
 """Settings of the shim that no config has a field for; the scaler's arguments have these names."""

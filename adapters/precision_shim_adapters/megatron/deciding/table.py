@@ -59,7 +59,7 @@ ROWS: Mapping[torch.dtype, Mapping[str, Any]] = {
     },
     FP32: {"bf16": False, "fp16": False, "params_dtype": FP32},
 }
-"""The model's dtype to the fields that the shim sets. Other fields keep Megatron's default."""
+"""Maps the model's dtype to the fields that the shim sets. Other fields keep Megatron's default."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _flags(dtype: torch.dtype | None) -> dict[str, Any]:
 def _restrict(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> dict[str, Any]:
-    """Remove from a row the fields that cannot run or that the user's own fields rule out."""
+    """Change or remove fields of a row that cannot run or that the user's own fields rule out."""
     asked = request.asked
     moments = any(key in row for key in _MOMENTS)
     if asked.get("use_precision_aware_optimizer") is False:
@@ -255,7 +255,7 @@ def _restrict(
 def _guard_second_moment(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> None:
-    """Remove or warn of a bf16 second moment where ``beta2`` is too large for it to decay."""
+    """Keep exp_avg_sq in fp32, or warn, where ``beta2`` is too large for bf16 to decay."""
     beta2 = float(request.asked.get("adam_beta2", MEGATRON_BETA2))
     if second_moment_can_decay(beta2):
         return
@@ -275,7 +275,7 @@ def _guard_second_moment(
 
 
 def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: list[str]) -> None:
-    """Keep what FusedAdam's capturable mode accepts (Megatron's ``optimizer_cuda_graph``)."""
+    """Change a row to what FusedAdam's capturable mode accepts (``optimizer_cuda_graph``)."""
     moments = [request.asked.get(key, row.get(key, FP32)) for key in _MOMENTS]
     version = request.support.version or ()
     if moments != [BF16, BF16] or version < CAPTURABLE_BF16_SINCE:

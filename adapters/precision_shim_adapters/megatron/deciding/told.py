@@ -6,7 +6,8 @@ import weakref
 from typing import Any
 
 _told: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
-"""``id`` of an OptimizerConfig (it has no hash) to problem codes: written by ``note_told``."""
+"""Maps the ``id`` of an OptimizerConfig, which has no hash, to problem codes: written by
+``note_told``."""
 
 
 def note_told(config: Any, *codes: str) -> None:

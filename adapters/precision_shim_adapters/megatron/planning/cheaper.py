@@ -100,7 +100,7 @@ def variants(
 
 
 def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupport) -> bool:
-    """Whether a step's settings can save memory for this model."""
+    """Whether a step's settings are possible and of use for this model."""
     bf16 = asked.dtype is torch.bfloat16
     if fields.get("store_param_remainders") and (support.version or ()) < REMAINDERS_SINCE:
         return False

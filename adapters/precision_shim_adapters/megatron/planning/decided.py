@@ -49,12 +49,12 @@ class Asked:
     """One model of a job on Megatron.
 
     Attributes:
-        wishes: what the framework's config says.
+        wishes: the wishes in the framework's config.
         model: names and shapes.
         sizes: the sizes of the parallel groups.
         dtype: the parameters' dtype.
         bucket_in_fp32: the framework's own value of ``grad_reduce_in_fp32``.
-        frozen: tells by a parameter's name whether it is not trained.
+        frozen: whether a parameter is frozen, by its name.
         value_head: whether the output layer is a value head with one output.
         key: the config's key of an optimizer field, for messages; ``{}`` is the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.

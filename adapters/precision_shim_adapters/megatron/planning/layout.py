@@ -371,7 +371,7 @@ def count(
     Args:
         model: names and shapes.
         sizes: the sizes of the parallel groups, which must be legal.
-        frozen: tells by a parameter's name whether it is not trained.
+        frozen: whether a parameter is frozen, by its name.
         value_head: whether the output layer is a value head with one output.
     """
     if not model.config:

@@ -89,7 +89,7 @@ FIELDS = {
     "count_loss": "account_for_loss_in_pipeline_split",
     "stages": "pipeline_model_parallel_layout",
 }
-"""Attributes of ``Sizes`` to their names in Megatron's and in every framework's config."""
+"""Maps the attributes of ``Sizes`` to their names in Megatron's and every framework's config."""
 
 UNEVEN = ("first", "last", "count_embedding", "count_loss", "stages")
 """Sizes in Megatron's transformer config, for which some frameworks have a nested section."""

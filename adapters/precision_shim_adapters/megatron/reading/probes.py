@@ -27,7 +27,7 @@ def _config(**fields: Any) -> Any:
 
 @contextmanager
 def fused_adam() -> Iterator[None]:
-    """TransformerEngine, or the stand-in where it is not installed."""
+    """Provide TransformerEngine, or the stand-in where it is not installed."""
     from precision_shim.testing.transformer_engine import (
         real_transformer_engine,
         stand_in_transformer_engine,
@@ -122,7 +122,7 @@ def states_need_it() -> Answer:
     needs=(_CONFIG,),
 )
 def fp8_recipes() -> Answer:
-    """The shim keeps fp32 states with such a recipe."""
+    """The shim keeps fp32 states with a recipe other than delayed."""
     found = {}
     for recipe in ("delayed", "tensorwise"):
         with fused_adam():
@@ -176,7 +176,7 @@ def defaults() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def overflow() -> Answer:
-    """The shim returns what the framework takes for a skipped step."""
+    """The shim changes this answer to values that the framework can handle."""
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     steps: list[str] = []
@@ -373,7 +373,7 @@ def fp16_clipping() -> Answer:
     needs=(_BRIDGE,),
 )
 def bridge_configs() -> Answer:
-    """The shim assumes a bucket in the model's dtype there, and needs no seam to coerce dtypes."""
+    """With Megatron-Bridge the bucket has the model's dtype; coercion needs no seam of its own."""
     from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig
 
     with fused_adam():

@@ -54,7 +54,7 @@ KEYS = "megatron checkpoint keys"
 raises an error if the bucket's dtype changed; without ``STATES`` it would load wrong weights."""
 
 PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in checkpoints)"}
-"""The groups to the names that users know them by."""
+"""Maps the groups to the names that users know."""
 
 
 def checkpoint_seam(
@@ -75,7 +75,7 @@ def checkpoint_seam(
 
 
 bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""DDP modules whose bucket the shim aligned, to the ``grad_reduce_in_fp32`` that the framework
+"""Maps a DDP module whose bucket the shim aligned to the ``grad_reduce_in_fp32`` that the framework
 passed: written by ``ddp.build_ddp``, read here."""
 
 _ADDED = "_precision_shim_added"
@@ -83,8 +83,9 @@ _ADDED = "_precision_shim_added"
 field; ``copy`` and ``pickle`` keep it."""
 
 _OWN = ("adam_eps", "sgd_momentum")
-"""Fields of such a config that get new float objects. ``dataclasses.replace``, which drops the
-attribute above, passes the same objects on, so the shim recognizes the copy by their ``id``."""
+"""Fields of such a config whose floats the shim replaces by new objects. ``dataclasses.replace``
+drops the attribute but keeps these objects, so the shim recognizes the new config by their
+``id``."""
 
 _own_floats: dict[int, float] = {}
 """The floats of ``_OWN`` by ``id``: written by ``note_precision_aware``, read by
@@ -173,9 +174,9 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
 
 
 def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """Maps a parameter dtype to the bucket dtype without the shim; ``None`` if they are the same.
+    """A function from parameter dtype to the bucket's dtype without the shim.
 
-    The same: the shim did not change the bucket of any chunk.
+    Returns ``None`` if the shim changed the bucket of no chunk.
     """
     for chunk in optimizer.model_chunks:
         if chunk in bucket_without_shim:

@@ -171,7 +171,7 @@ def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
 
 
 def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
-    """Failures of an optimizer for CPU offload that no patch corrects; see ``offloaded``."""
+    """Outcomes with CPU offload where the load fails or no step count is stored."""
     written = OFFLOADED in part.facts
     uncounted = written and not part.facts["counted"]
     plain = live.on_host is not None and not live.asked_aware

@@ -35,7 +35,7 @@ FEATURES = (DISPATCH, SCALING)
 
 GROUP = "megatron offloaded states"
 PATHS = {GROUP: "Megatron (resume of an offloaded optimizer)"}
-"""The group to the name that users know it by."""
+"""Maps the group to the name that users know."""
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
@@ -43,7 +43,7 @@ _DELETE_WHEN = "Megatron resumes a precision-aware HybridDeviceOptimizer exactly
 
 
 def _offloads(inner: Any) -> bool:
-    """Whether it is Megatron's HybridDeviceOptimizer; does not import its module."""
+    """Whether an optimizer is Megatron's HybridDeviceOptimizer, without an import of its module."""
     return hasattr(inner, "param_to_inner_param")
 
 

@@ -42,7 +42,7 @@ from .checkpoint import (
 )
 
 _loading: weakref.WeakKeyDictionary[Any, list[CheckpointLayoutError]] = weakref.WeakKeyDictionary()
-"""Optimizers whose ``load_state_dict`` is running, to the errors of ``split_states`` so far."""
+"""Maps an optimizer whose ``load_state_dict`` is running to the errors of ``split_states``."""
 
 
 def _precision_aware(optimizer: Any) -> bool:
