@@ -66,7 +66,7 @@ def reload_all(call: Call) -> Any:
 
 
 def _reload_offloaded(optimizer: Any, inner: Any) -> None:
-    """Reload the fp32 shards on the GPU, then their copies on the host, which the host steps."""
+    """Reload the fp32 shards on the GPU, then their copies, which the inner optimizers step."""
     for model_group, shards in zip(
         optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True
     ):

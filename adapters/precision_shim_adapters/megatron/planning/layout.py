@@ -349,7 +349,7 @@ class StageCount:
     """Numbers of parameters that a rank of one pipeline stage holds.
 
     Attributes:
-        dense: trained parameters whose optimizer states the data-parallel group shares.
+        dense: trained parameters whose optimizer states the data-parallel group shards.
         experts: parameters of experts that have a data-parallel group of their own.
         frozen: parameters that are not trained; not counted in ``dense``.
     """
