@@ -1,7 +1,7 @@
-"""Every framework that the shim supports, declared once, and what several of them are built on.
+"""Every framework that the shim supports, declared once, and the Megatron backend's record.
 
-``status()`` shows them in the order of ``FRAMEWORKS``. Their packages stand in
-``zz_precision_shim.py`` as well. What each word means: ``precision_shim.process.framework``.
+``status()`` shows the frameworks in the order of ``FRAMEWORKS``. ``zz_precision_shim.py`` lists
+their packages as well. ``precision_shim.process.framework`` explains each field.
 """
 
 from precision_shim.process.framework import Backend, Checkpoints, Config, Framework
@@ -10,8 +10,8 @@ MEGATRON_EFFECTS = (
     "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
     "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
 )
-"""Megatron's part of a framework's effects, and all that is known of a third party's adapter that
-cannot be loaded."""
+"""Megatron's part of a framework's effects. For a third party's adapter that cannot be loaded, the
+shim knows no other effects."""
 
 MEGATRON = Backend(
     config=Config(
@@ -56,7 +56,7 @@ MEGATRON = Backend(
 BACKENDS = (MEGATRON,)
 
 PROBES = ("precision_shim_adapters.megatron.reading.probes", "precision_shim_adapters.fp16.probes")
-"""Modules that ask what every framework here is built on."""
+"""Modules with probes of Megatron and torch, on which every framework here is built."""
 
 VERL = Framework(
     framework="verl",
@@ -66,7 +66,7 @@ VERL = Framework(
     tested=("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
     effects=(
         *MEGATRON_EFFECTS,
-        # Every FSDP optimizer comes from here: of the engine, and of 0.7.1's legacy workers.
+        # This function makes every FSDP optimizer: the engine's and that of 0.7.1's legacy workers.
         "verl.workers.config.optimizer:build_optimizer",
     ),
     probes=(*PROBES, "precision_shim_adapters.verl.probes"),

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints: what their keys mean, for the seams and for the doctor."""
+"""The keys of Megatron's distributed checkpoints: their meaning, for the seams and the doctor."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ KEEPING = ("dp_reshardable", "fully_sharded_model_space")
 """Sharding types that keep a dtype for each state."""
 
 KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
-"""Sharding types that name the bucket's dtype."""
+"""Sharding types whose keys have the bucket's dtype."""
 
 
 OFFLOADED = "offload_fraction"
-"""A key of the groups of Megatron's optimizer for CPU offload, and of no other's: the share that is
-on the host. As a fact it comes with ``counted``: whether all groups have a step count; and with
-``names_classes`` where they are in a ``common.pt``, which torch loads without their classes."""
+"""A key that only the groups of Megatron's optimizer for CPU offload have: the fraction on the
+host. Where ``read`` finds it, it stores two more facts. ``counted``: whether all groups have a step
+count. ``names_classes``: whether the groups are in a ``common.pt``; torch does not load the classes
+that such a file names."""
 
 
 def is_optimizers(key: str) -> bool:
@@ -44,12 +45,12 @@ def is_optimizers(key: str) -> bool:
 
 
 def is_master(key: str) -> bool:
-    """Whether an optimizer's key is that of a master, or of what is stored under its name."""
+    """Whether an optimizer's key names master weights, or remainders, which share the key."""
     return _MASTER.search(key) is not None
 
 
 def read(unit: Unit, part: Part) -> None:
-    """Take what a distributed checkpoint of Megatron's holds into a part."""
+    """Read the contents of a distributed checkpoint of Megatron's into a part."""
     for key, one in unit.tensors.items():
         part.add(_component_of(key), one)
         dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
@@ -84,11 +85,11 @@ def _component_of(key: str) -> str:
     found = _STATE.search(key)
     if found is not None:
         return _COMPONENT[found[1]]
-    return MASTER if is_master(key) else OTHER  # a third form has ".param" at a key's end only
+    return MASTER if is_master(key) else OTHER  # one sharding type's keys end in ".param"
 
 
 def _common_of(tree: Any) -> dict[Any, Any]:
-    """The dict itself in ``common.pt``; the one member of a list where it is an object."""
+    """The dict of the common state: ``common.pt`` holds it, a stored object holds it in a list."""
     if isinstance(tree, list) and len(tree) == 1:
         (tree,) = tree
     return tree if isinstance(tree, dict) else {}
@@ -144,12 +145,12 @@ def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
 
 
 def _values_of(tree: Any, name: str) -> Iterator[Any]:
-    """What stands under a key, wherever in a tree."""
+    """The values under a key, anywhere in a tree."""
     return (one[name] for one in _dicts_with(tree, name))
 
 
 def _number(archive: Archive, value: Any) -> float | None:
-    """A number, also of a tensor that holds one; ``None`` for anything else."""
+    """A number, or the number in a tensor of one element; ``None`` for other values."""
     if isinstance(value, (int, float)):
         return float(value)
     for _, one in archive.tensors([value]):

@@ -1,6 +1,6 @@
-"""What the installed TransformerEngine rules out where the shim dispatches on Megatron.
+"""Which of the shim's choices on Megatron the installed TransformerEngine cannot run.
 
-For the doctor, beside the backend: it needs neither torch nor Megatron.
+The doctor uses it. It is outside the backend since it must run without torch and Megatron.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ _DISPATCH = "bf16-dispatch"
 
 
 def told(who: str, seams: Iterable[SeamStatus], version: str | None, error: str | None) -> str:
-    """What is to be known of a framework; empty where nothing is ruled out.
+    """The doctor's remark about a framework; empty where TransformerEngine sets no limit.
 
     Args:
         who: the framework and its version.
-        seams: the framework's, as they would be.
-        version: TransformerEngine's; ``None`` where it is not installed.
-        error: why it cannot be imported.
+        seams: the framework's seams and the status that they would have.
+        version: TransformerEngine's version; ``None`` where it is not installed.
+        error: why TransformerEngine cannot be imported.
     """
     if not any(
         (seam.feature, seam.state) == (_DISPATCH, "pending") and seam.target.startswith("megatron.")

@@ -1,8 +1,8 @@
-"""Ray's actor classes: what is beneath one, and the same one made again.
+"""Ray's actor classes: find the class under an actor class, and make the actor class again.
 
-``ray.remote`` copies a class's methods when it decorates it, which is before a post-import hook can
-patch them. So an adapter that must be in an actor makes the actor class once more, under the same
-name and with the same options.
+``ray.remote`` copies a class's methods when it decorates the class, before a post-import hook can
+patch them. So an adapter that must act in an actor makes the actor class again, under the same name
+and with the same options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def plain_class(actor_class: Any) -> Any:
 
 
 def make_again(actor_class: Any, plain: Any) -> Any:
-    """Make an actor class of a plain class, with the options of another actor class."""
+    """Make an actor class from a plain class, with the options of another actor class."""
     import ray
 
     options = dict(actor_class._default_options)
@@ -30,10 +30,10 @@ def make_again(actor_class: Any, plain: Any) -> Any:
 
 
 def class_beneath(actor_class: Any) -> Any:
-    """``plain_class``, where anything else is an error.
+    """The class that ``ray.remote`` was called with.
 
     Raises:
-        SeamError: it is not what ``ray.remote`` makes of a class.
+        SeamError: the argument is no actor class made by ``ray.remote``.
     """
     worker = plain_class(actor_class)
     if worker is None:
@@ -44,14 +44,14 @@ def class_beneath(actor_class: Any) -> Any:
 
 
 def put_in_front(mixin: type, actor_class: Any) -> Any:
-    """Make an actor class of the same name and options whose methods are a mixin's first.
+    """Make an actor class with the same name and options that inherits from a mixin first.
 
-    The mixin has to be importable, so that Ray ships it by reference. Its methods may take
-    ``*args, **kwargs``: those of the class that is made look like the framework's from outside, so
-    that Ray refuses wrong arguments in the process that calls, as it does without the mixin.
+    The mixin must be importable, so that Ray pickles it by reference. Its methods may take
+    ``*args, **kwargs``: the new class gives them the signatures of the framework's methods, so that
+    Ray still rejects wrong arguments in the calling process.
 
     Raises:
-        SeamError: it is not what ``ray.remote`` makes of a class.
+        SeamError: the argument is no actor class made by ``ray.remote``.
     """
     worker = class_beneath(actor_class)
     namespace = {name: getattr(worker, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -62,15 +62,15 @@ def put_in_front(mixin: type, actor_class: Any) -> Any:
 
 
 def _looking_like(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that calls one method and has signature, name and doc of another."""
+    """Make a function that calls ``method`` with the signature, name and doc of ``beneath``."""
 
-    # The function must read no name of this module: Ray ships the class by value, and would ship
-    # those names with it.
+    # The function must read no global of this module: Ray pickles the class by value, and would
+    # pickle those globals with it.
     def call(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
 
     functools.update_wrapper(call, beneath)
-    # Ray follows it to the method beneath, and would ship that with the class.
+    # Ray follows ``__wrapped__`` to the framework's method, and would pickle that with the class.
     del call.__wrapped__  # type: ignore[attr-defined]
     call.__signature__ = inspect.signature(beneath)  # type: ignore[attr-defined]
     return call

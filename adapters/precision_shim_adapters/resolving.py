@@ -1,6 +1,6 @@
-"""An OmegaConf config as plain data, read where not all of it can be resolved.
+"""Turn an OmegaConf config into plain data even where some references cannot be resolved.
 
-A job's config may ask for variables or files that the machine that plans it lacks.
+A job's config may refer to variables or files that the machine running ``plan`` does not have.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def plain(made: Any) -> Any:
-    """The config with its references resolved; what cannot be is ``None``."""
+    """The config with its references resolved; a reference that cannot be resolved is ``None``."""
     from omegaconf import DictConfig, ListConfig
 
     if isinstance(made, ListConfig):

@@ -1,7 +1,7 @@
-"""The backend for fp16 with a torch optimizer: one object carries out a model's scaled training.
+"""The backend for fp16 with a torch optimizer: one ``ScaledTraining`` object per model.
 
-An adapter says where a framework makes its optimizer, its loss, its step and its checkpoints, and
-what their results look like. At each of those places it calls a ``ScaledTraining``.
+An adapter has seams where a framework makes its optimizer, its loss, its step and its checkpoints.
+Each seam calls a method of the model's ``ScaledTraining``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The names of dtypes that verl's and SkyRL's FSDP engines take: each looks them up in one list."""
+"""The dtype names that verl's and SkyRL's FSDP engines accept; both look them up in one list."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ OWN: Mapping[torch.dtype, tuple[str, ...]] = {
     torch.float16: ("fp16", "float16", "16"),
     torch.float32: ("fp32", "float32", "32"),
 }
-"""Dtype to its names in ``PrecisionType.to_dtype``, which takes no others."""
+"""Maps a dtype to its names in ``PrecisionType.to_dtype``, which accepts no other names."""
 
 _BY_NAME = {name: dtype for dtype, names in OWN.items() for name in names}
 
 
 def own_dtype(value: Any, key: str, where: str) -> torch.dtype:
-    """The dtype that a name means to such an engine.
+    """The dtype that a name in such an engine's config stands for.
 
     Args:
-        value: as the config has it; 16 and 32 may be numbers.
-        key: where the config has it.
+        value: the config's value; 16 and 32 may be numbers.
+        key: the config's key.
         where: framework and version.
 
     Raises:
-        DtypeError: the engine has no such name, and would stop with an error that names no key.
+        DtypeError: the engine does not know the name; its own error would name no key.
     """
     if isinstance(value, torch.dtype) and value in OWN:
         return value

@@ -1,7 +1,7 @@
-"""What models on FSDP or DTensor cost: parameters, gradients and states of torch's optimizers.
+"""Compute the memory of models on FSDP or DTensor with torch's optimizers.
 
-The shim changes none of their bytes: an fp16 model's scaler is a few numbers. So both sides are
-the same.
+The shim changes none of these bytes, since an fp16 model's scaler is a few numbers. So the plan
+shows the same bytes with the shim and without.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ class ShardedModel:
         subject: which model.
         model: names and shapes.
         world: number of GPUs.
-        dtype: of the parameters as they are kept, canonical.
-        shards: ranks over which a parameter is sharded; the others have copies.
-        tensor: tensor parallel.
-        context: context parallel, whose ranks share the parameters as well.
-        replicas: copies of the shards, where the config has that number and not ``shards``.
+        dtype: dtype in which the parameters are stored, canonical.
+        shards: number of ranks over which a parameter is sharded; further ranks hold copies.
+        tensor: size of tensor parallelism.
+        context: size of context parallelism, over whose ranks parameters are sharded as well.
+        replicas: number of copies of the shards, where the config has it instead of ``shards``.
         compute: dtype of the parameters while a layer computes.
         reduce: dtype of the gradients while they are reduced.
         optimizer: class name of the optimizer; empty for a model that is not trained.
         offload: whether parameters, gradients and states are in the host's memory.
         gathers: how often a step gathers the parameters.
-        value_head: whether the output layer is one value.
-        keys: where the config has ``world``, ``shards``, ``tensor``, ``optimizer``, for messages.
+        value_head: whether the output layer is a value head with one output.
+        keys: the config's keys of ``world``, ``shards``, ``tensor``, ``optimizer``, for messages.
         decisions: what the shim would choose.
         parked: the config's keys to the components that they move to the host between phases.
-        place: models of one place share their GPUs.
-        illegal: what the adapter found.
-        notes: what is legal and worth knowing.
+        place: models with the same place share their GPUs.
+        illegal: problems that the adapter found.
+        notes: remarks about legal settings.
     """
 
     subject: str
@@ -95,7 +95,7 @@ class ShardedModel:
         return replace(self, world=world)
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """See ``Plannable``; the shim has none for torch's optimizers."""
+        """See ``Plannable``; the shim has no cheaper settings for torch's optimizers."""
         return ()
 
 
@@ -108,14 +108,14 @@ def scaling(
     configured: Callable[[], Mapping[str, Any]] = dict,
     framework_default: ScalerSettings | None = None,
 ) -> tuple[Decided, ...]:
-    """What the shim would decide of a trained model's loss; nothing where it does not scale it.
+    """The shim's decision about scaling a trained model's loss; empty where it would not scale it.
 
     Args:
-        job: whose model.
+        job: the model's job.
         compute: dtype of the parameters while a layer computes, canonical.
-        group: of the seams that would do it.
-        because: as the worker says it.
-        configured: reads the framework's block, see ``settings_for``.
+        group: the group of the seams that would scale the loss.
+        because: the reason, in the worker's words.
+        configured: reads the framework's scaler block, see ``settings_for``.
         framework_default: see ``settings_for``.
     """
     if compute != "fp16" or not job.in_force(FEATURE, group):
@@ -125,7 +125,7 @@ def scaling(
 
 
 def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
-    """Plan a model; ``None`` where what is illegal leaves nothing to count.
+    """Plan a model; ``None`` where problems in its config leave nothing to count.
 
     Raises:
         PlanError: the states of its optimizer are not known.
@@ -167,7 +167,7 @@ def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
 
 
 def problems(asked: ShardedModel) -> list[Problem]:
-    """What cannot be built, or is not planned."""
+    """The group sizes of a model that do not divide GPUs or heads."""
     found = []
 
     def report(code: str, key: str, message: str, remedy: str) -> None:
@@ -206,7 +206,7 @@ def problems(asked: ShardedModel) -> list[Problem]:
 
 
 def layout(asked: ShardedModel) -> dict[str, Any]:
-    """How the model is spread, by the usual letters."""
+    """The sizes of the model's groups, by their usual abbreviations."""
     shards = _shards(asked)
     replicas = asked.world // (shards * asked.tensor)
     return {"fsdp": shards, "replicas": replicas, "tp": asked.tensor}
@@ -245,7 +245,7 @@ def _precision(asked: ShardedModel) -> Precision:
 
 
 def _on_host(whole: Part) -> Part:
-    """The same with everything in the host's memory."""
+    """The same part with all bytes in the host's memory."""
     components = {
         name: Held(
             one.dtypes, one.bytes, one.group_bytes, one.bytes, one.bytes_per_parameter, one.sharded

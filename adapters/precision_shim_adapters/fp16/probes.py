@@ -1,4 +1,4 @@
-"""What our rules assume of torch's optimizers and scalers, asked of the torch that is installed."""
+"""Probes: check the rules' assumptions about optimizers and scalers against the installed torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from precision_shim.adapting import Answer, probe
     needs=("torch._dynamo",),  # the first step of an optimizer imports it, which takes seconds
 )
 def states_follow() -> Answer:
-    """Why the shim does nothing to an FSDP optimizer's states."""
+    """Therefore the shim leaves an FSDP optimizer's states alone."""
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones_like(parameter)
@@ -32,7 +32,7 @@ def states_follow() -> Answer:
     needs=("torch.amp",),
 )
 def scaler_skips() -> Answer:
-    """The shim's scaler is torch's, with agreement over ranks and a minimum."""
+    """The shim's scaler is torch's with two additions: ranks agree on overflows, and a minimum."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -59,7 +59,7 @@ def scaler_skips() -> Answer:
     needs=("torch.distributed.checkpoint.state_dict",),
 )
 def checkpoint_steps() -> Answer:
-    """That step must not move the scaler."""
+    """The shim must not count that step for the loss scaler."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = torch.nn.Linear(2, 2)

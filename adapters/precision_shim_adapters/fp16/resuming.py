@@ -1,4 +1,4 @@
-"""What a resume makes of a checkpoint of a torch optimizer: its states, and the loss scaler's."""
+"""Predict how a job would resume a torch optimizer's checkpoint: its states and loss scaler."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .training import FEATURE
 
 
 def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
-    """What becomes of a checkpoint.
+    """Predict how a job would resume a checkpoint.
 
     Args:
-        framework: whose job it is.
+        framework: the job's framework.
         part: the checkpoint.
         here: the environment.
-        group: of the seams that load it.
+        group: the group of the seams that load the loss scaler's state.
     """
     half = halves(part)
     if half is not None:
@@ -58,7 +58,7 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
 
 
 def _scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | None:
-    """What becomes of the loss scaler; ``None`` where it goes on, or where there is none."""
+    """The outcome for the loss scaler; ``None`` where it continues, or where the job needs none."""
     scaler = part.scaler
     if scaler.state == "none":
         asked = parse_dtype(str((here.config or {}).get("precision", "")))

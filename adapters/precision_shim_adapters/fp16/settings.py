@@ -1,4 +1,4 @@
-"""What a scaler is made with: the framework's config, the variables, the framework's own values."""
+"""A loss scaler's settings, from the framework's config, variables and the framework's defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SETTINGS = {
     "growth_factor": "growth_factor",
     "backoff_factor": "backoff_factor",
 }
-"""Names of ``ScalerSettings``, to the names of the shim's settings."""
+"""Maps the fields of ``ScalerSettings`` to the names of the shim's settings."""
 
 
 def settings_for(
@@ -22,13 +22,13 @@ def settings_for(
     framework_default: ScalerSettings | None = None,
     shim: Settings | None = None,
 ) -> ScalerSettings:
-    """Bring together what the user wrote, the variables and the framework's own values.
+    """Merge the user's config, the shim's variables and the framework's own defaults.
 
     Args:
         configured: what the user wrote in the framework's config, by the names of
             ``ScalerSettings``; it wins over variables.
-        framework_default: what the framework's own scaler has; ``None`` where the scaler is the
-            shim's alone, whose defaults are those of the variables.
+        framework_default: the settings of the framework's own scaler. ``None`` where the framework
+            has no scaler; then the defaults of the variables apply.
         shim: the shim's settings; ``None`` for those in force.
     """
     shim = current_settings() if shim is None else shim
@@ -45,7 +45,7 @@ def settings_for(
             values[name] = getattr(framework_default, name)
         else:
             values[name] = shim[variable]
-    # Only the user sets a first scale below the usual minimum: make it the minimum.
+    # The user may set an initial loss scale below the default minimum: make it the minimum.
     least = min(ScalerSettings.min_scale, values["init_scale"])
     return ScalerSettings(**values, min_scale=least, chosen=frozenset(chosen))
 
@@ -53,7 +53,7 @@ def settings_for(
 def in_words(
     init_scale: float, growth_factor: float, growth_interval: float, backoff_factor: float
 ) -> str:
-    """What a scaler does, as a decision says it."""
+    """A scaler's settings, as the text of a decision has them."""
     return (
         f"from {init_scale:g}, growth x{growth_factor:g} after {growth_interval:g} steps, "
         f"backoff x{backoff_factor:g}"
@@ -61,7 +61,7 @@ def in_words(
 
 
 def chosen(settings: ScalerSettings) -> str:
-    """What the shim's own scaler is made with, as a decision says it."""
+    """The text of the decision about the shim's own scaler."""
     return "loss scaling " + in_words(
         settings.init_scale,
         settings.growth_factor,

@@ -1,4 +1,4 @@
-"""Stand-ins for a framework's loss function and for an optimizer's step."""
+"""Wrappers for a framework's loss function and for an optimizer's step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 
 class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A loss function whose losses get scaled gradients before its caller sees them.
+    """A loss function that scales its loss's gradients before it returns the loss.
 
     Args:
-        loss_function: returns a loss, or a tuple that begins with one.
-        attach: called with each loss: scales its gradients.
-        also: called after it.
+        loss_function: returns a loss, or a tuple whose first item is a loss.
+        attach: called with each loss; scales its gradients.
+        also: called with each loss after ``attach``.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_also = also
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function, and hand its loss on."""
+        """Call the function, pass its loss to ``attach`` and ``also``, and return its result."""
         found = self.__wrapped__(*args, **kwargs)
         loss = found if isinstance(found, torch.Tensor) else found[0]
         self._self_attach(loss)
@@ -43,12 +43,13 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
 @contextmanager
 def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterator[None]:
-    """Lead ``optimizer.step`` through a function while a framework's loop runs.
+    """Replace ``optimizer.step`` by a function while a framework's loop runs.
 
-    Within the function ``optimizer.step`` is the optimizer's own, for a scaler to call. Not for
-    longer than a loop: torch's distributed checkpoints step the optimizer on dummy gradients.
+    Inside the function ``optimizer.step`` is the optimizer's own step, for a scaler to call. Do not
+    use it for longer than a loop: torch's distributed checkpoints step the optimizer on dummy
+    gradients.
     """
-    # The LR scheduler has put a wrapper into the instance, which counts steps: call that one, and
+    # The LR scheduler has set a wrapper on the instance that counts steps: call that wrapper, and
     # restore it afterwards.
     before = vars(optimizer).get("step")
     own = optimizer.step
@@ -76,16 +77,17 @@ def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterato
 
 
 def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kwargs: Any) -> None:
-    """Do after a skipped step what a taken one does beside changing parameters and moments.
+    """Do, for a skipped step, what a step does besides changing parameters and moments.
 
-    The LR schedule goes on, and torch need not warn of its order. A container of optimizers runs
-    its own step with theirs doing nothing: its step hooks may keep state that no checkpoint has.
+    The LR schedule goes on, and torch must not warn of a scheduler step before an optimizer step.
+    A container of optimizers runs its own step while the inner steps do nothing: its step hooks may
+    keep state that no checkpoint has.
 
     Args:
-        optimizer: whose step was skipped.
-        inner: what it steps itself, if it is a container.
-        args: what its step was called with.
-        kwargs: what its step was called with by name.
+        optimizer: the optimizer whose step was skipped.
+        inner: the optimizers that it steps, if it is a container.
+        args: positional arguments of the step.
+        kwargs: keyword arguments of the step.
     """
     for one in (optimizer, *inner):
         one._opt_called = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Scaled training of one model: made, kept, driven, reported and saved the same everywhere."""
+"""Scaled training of one model: scaler, steps, metrics and checkpoints, alike for all adapters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .stepping import ScaledLoss, has_gradients, note_skip, steps_through
 FEATURE = "fp16-scaling"
 
 _ATTRIBUTE = "_precision_shim_training"
-"""Where an owner keeps its training: written by ``keep``, read by ``of``."""
+"""The attribute of an owner that holds its training: written by ``keep``, read by ``of``."""
 
 _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_training", default=None)
 """The training in progress: written by ``in_progress``, read by ``current``."""
@@ -34,19 +34,20 @@ _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_trainin
 class ScaledTraining:
     """The scaled training of one model whose framework has a torch optimizer.
 
-    Its places in a framework, in their order: ``make`` and ``keep`` where the model gets its
-    optimizer; ``attach`` or ``scaled`` where the loss is formed; ``one_step`` around a function
-    that clips and steps once, or ``several_steps`` around a loop with ``before_clipping`` where it
-    clips; ``norm`` and ``metrics`` where it reports; ``save`` and ``restore``, or ``record`` and
-    ``restore_record``, with its checkpoints.
+    An adapter calls, in this order: ``make`` and ``keep`` where the model gets its optimizer;
+    ``attach`` or ``scaled`` where the framework computes the loss; ``one_step`` around a function
+    that clips and steps once, or ``several_steps`` around a loop with ``before_clipping`` where the
+    loop clips; ``norm`` and ``metrics`` where the framework reports; ``save`` and ``restore``, or
+    ``record`` and ``restore_record``, with its checkpoints.
 
-    Where the framework's own loop scales, unscales and steps, ``drives`` is false, and all that
-    would do it a second time does nothing.
+    Where the framework's own loop scales, unscales and steps, ``drives`` is false, and the methods
+    that would do so a second time do nothing.
 
     Attributes:
         framework: the framework's name.
         subject: which model.
-        scaler: a ``LossScaler``, or a scaler of the framework's or the user's that is left to them.
+        scaler: a ``LossScaler``, or a scaler of the framework's or the user's, which the shim does
+            not change.
         drives: whether the shim scales the loss and steps.
     """
 
@@ -55,7 +56,7 @@ class ScaledTraining:
     ) -> None:
         self.framework, self.subject = framework, subject
         self.scaler, self.drives = scaler, drives
-        self._optimizer: Optimizer | None = None  # while its steps go through the scaler
+        self._optimizer: Optimizer | None = None  # set only within ``several_steps``
         self._skipped = False
 
     # -- made and kept -------------------------------------------------------------------------
@@ -73,16 +74,16 @@ class ScaledTraining:
         process_group: dist.ProcessGroup | None = None,
         drives: bool = True,
     ) -> ScaledTraining:
-        """Make a model's training with a loss scaler, and say so.
+        """Make a model's training with a loss scaler, and report the decision.
 
         Args:
             framework: the framework's name.
             subject: which model.
-            device: device type of its gradients.
-            because: why its loss is scaled.
+            device: device type of the gradients.
+            because: why the shim scales the loss.
             configured: what the user wrote in the framework's config, by the names of
                 ``ScalerSettings``; it wins over the variables.
-            framework_default: what the framework's own scaler has; ``None`` where there is none.
+            framework_default: the settings of the framework's own scaler; ``None`` if it has none.
             process_group: ranks that skip together; ``None`` for all.
             drives: false where the framework's own loop uses the scaler.
         """
@@ -95,9 +96,9 @@ class ScaledTraining:
         """Keep this training on an owner (worker, engine, strategy, optimizer), for ``of``.
 
         Args:
-            owner: one of those at which the framework's functions arrive; call it for each.
-            attribute: where the framework itself keeps a scaler on it, if it does; its own loop
-                then uses this one.
+            owner: the object that a seam gets; call ``keep`` for each such object.
+            attribute: the attribute in which the framework itself keeps a scaler, if it does; the
+                framework's loop then uses this scaler.
         """
         setattr(owner, _ATTRIBUTE, self)
         if attribute:
@@ -116,8 +117,8 @@ class ScaledTraining:
     ) -> ScaledTraining | None:
         """The training of an owner on which the framework itself keeps a scaler.
 
-        The framework's attribute decides: a scaler that somebody else put there, or one made
-        before a late ``install()``, is reported and saved, and left to whoever uses it.
+        The framework's attribute decides: the shim reports and saves a scaler that the user set
+        there, or that the framework made before a late ``install()``, but does not use it.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
@@ -134,7 +135,7 @@ class ScaledTraining:
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
-        """Let functions that are called within find this training by ``current``."""
+        """Make ``current`` return this training for functions called inside."""
         token = _current.set(self)
         try:
             yield
@@ -144,17 +145,17 @@ class ScaledTraining:
     # -- the loss ------------------------------------------------------------------------------
 
     def attach(self, loss: torch.Tensor) -> None:
-        """Scale the gradients that a loss will send back; its value stays as it is."""
+        """Scale the gradients that a loss will send back; the loss's value stays unchanged."""
         if self.drives:
             self._ours.attach(loss)
 
     def scaled(
         self, loss_function: Callable[..., Any], also: Callable[[torch.Tensor], None] | None = None
     ) -> Any:
-        """A loss function with scaled gradients; all else is the function's own.
+        """Wrap a loss function so that its loss sends back scaled gradients.
 
         Args:
-            loss_function: returns a loss, or a tuple that begins with one.
+            loss_function: returns a loss, or a tuple whose first item is a loss.
             also: called with each loss.
         """
         return ScaledLoss(loss_function, self.attach, also) if self.drives else loss_function
@@ -163,13 +164,13 @@ class ScaledTraining:
 
     @contextmanager
     def one_step(self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()) -> Iterator[None]:
-        """Around a framework's function that clips the gradients and steps once, or does not.
+        """A context for a framework's function that clips the gradients and steps at most once.
 
-        The gradients are unscaled before it. Where it looks at their norm itself and takes no step,
-        that is a skipped step too.
+        The shim unscales the gradients before the function runs. If the function takes no step
+        because of the gradient norm, the shim counts a skipped step.
 
         Args:
-            optimizer: which steps.
+            optimizer: the optimizer that steps.
             inner: the optimizers that it steps, if it is a container of optimizers.
 
         Raises:
@@ -184,7 +185,7 @@ class ScaledTraining:
         tried = scaler.counter.steps
         with self.several_steps(optimizer, inner):
             yield
-        if scaler.counter.steps == tried:  # no step was taken; the overflow is known from unscaling
+        if scaler.counter.steps == tried:  # no step; ``unscale_once`` recorded any overflow
             scaler.settle(optimizer)
             self._skipped = scaler.counter.in_row > 0
 
@@ -192,14 +193,18 @@ class ScaledTraining:
     def several_steps(
         self, optimizer: Optimizer, inner: Sequence[Optimizer] = ()
     ) -> Iterator[None]:
-        """Around a framework's loop of losses, clippings and steps, for the same optimizers.
+        """A context for a framework's loop that computes losses, clips and steps several times.
 
-        The loop must come to ``before_clipping`` in each round. Afterwards the optimizer's steps
-        are its own again: torch's distributed checkpoints step it on dummy gradients.
+        The loop must call ``before_clipping`` before each step. After the loop ``optimizer.step``
+        is the optimizer's own again: torch's distributed checkpoints step it on dummy gradients.
+
+        Args:
+            optimizer: see ``one_step``.
+            inner: see ``one_step``.
 
         Raises:
             LossScaleError: too many steps in a row were skipped.
-            SeamError: a step came whose gradients were not unscaled before.
+            SeamError: a step began without a call of ``before_clipping``.
         """
         self._skipped = False
         if not self.drives:
@@ -226,25 +231,25 @@ class ScaledTraining:
             with self.in_progress(), steps_through(step, optimizer):
                 yield
         except BaseException:
-            # Some trainers go on after an exception: the next step's gradients are scaled again.
+            # Some trainers go on after an exception; the next step must unscale again.
             self._ours.forget(optimizer)
             raise
         finally:
             self._optimizer = None
 
     def before_clipping(self) -> None:
-        """Unscale the gradients, once for each step: before their norm is taken."""
+        """Unscale the gradients once per step, before the loop computes their norm."""
         if self._optimizer is not None:
             self._ours.unscale_once(self._optimizer)
 
     @property
     def skipped(self) -> bool:
-        """Whether the last step was skipped: of the last ``one_step`` or ``several_steps``."""
+        """Whether the last ``one_step`` or the last step in ``several_steps`` was skipped."""
         if self.drives:
             return self._skipped
         return isinstance(self.scaler, LossScaler) and self.scaler.counter.in_row > 0
 
-    # -- figures -------------------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------
 
     def norm(self, norm: Any) -> Any:
         """The grad norm to report for the last step: NaN, in the same shape, if it was skipped."""
@@ -253,10 +258,10 @@ class ScaledTraining:
         return torch.full_like(norm, math.nan) if isinstance(norm, torch.Tensor) else math.nan
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """The figures for a framework's metrics: ``loss_scale`` and ``skipped_steps``.
+        """``loss_scale`` and ``skipped_steps`` for a framework's metrics.
 
-        ``loss_scale`` is the one that the last step was made with; ``skipped_steps`` counts from
-        the job's first step, over resumes. A scaler that is not ours counts nothing.
+        ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the job's first
+        step, over resumes. For a scaler that is not the shim's, only ``loss_scale``.
         """
         if not self.scaler.is_enabled():
             return {}
@@ -272,13 +277,13 @@ class ScaledTraining:
     def save(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
         """Write the scaler's state beside a framework's checkpoint; every rank calls it.
 
-        Call it when the framework's own files are written. A framework's checkpoint that is
-        complete is not lost for this file's sake: what cannot be written is a warning (in strict
-        mode an error), and the resume will say it again.
+        Call it after the framework wrote its own files. A file that cannot be written is only a
+        warning (in strict mode an error), since the framework's checkpoint is complete; the resume
+        will warn again.
 
         Args:
-            directory: the checkpoint's.
-            files: this rank's in it: see ``scaling.save``.
+            directory: the checkpoint's directory.
+            files: this rank's files in it, see ``scaling.save``.
         """
         if not self.scaler.is_enabled():
             return
@@ -290,17 +295,17 @@ class ScaledTraining:
             warn(f"{self._where}: {error}")
 
     def restore(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
-        """Bring the scaler to the state beside a checkpoint; every rank calls it.
+        """Restore the scaler from the file beside a checkpoint; every rank calls it.
 
-        A state of another save is not taken: the scaler begins anew, with a warning.
+        If the file belongs to another save, the scaler starts fresh, with a warning.
 
         Args:
-            directory: the checkpoint's.
-            files: this rank's in it: see ``scaling.load``.
+            directory: the checkpoint's directory.
+            files: this rank's files in it, see ``scaling.load``.
 
         Raises:
-            ScalerCheckpointError: the file is damaged, or in strict mode of another save; on every
-                rank.
+            ScalerCheckpointError: the file is damaged, or, in strict mode, belongs to another
+                save; raised on every rank.
         """
         if not self.scaler.is_enabled():
             return
@@ -316,8 +321,8 @@ class ScaledTraining:
         """The scaler's state for a framework's own file; ``None`` where the scaler is off.
 
         Args:
-            files: this rank's that are written before it: the state is bound to them as they are
-                when this record is pickled.
+            files: this rank's files written before; when the record is pickled, it is bound to
+                their content at that time.
         """
         if not self.scaler.is_enabled():
             return None
@@ -325,27 +330,27 @@ class ScaledTraining:
         return record if files is None else scaling.BoundWhenPickled(record, files)
 
     def record_tensor(self) -> torch.Tensor:
-        """The same as a tensor of bytes, always of one size, for torch's distributed checkpoints.
+        """The record as a tensor of bytes of fixed size, for torch's distributed checkpoints.
 
-        Those unpickle everything that is not a tensor, and read into a tensor of the same size.
+        These unpickle everything that is not a tensor, and load into a tensor of the same size.
         """
         return scaling.to_tensor(scaling.record_of(self.scaler))
 
     def restore_record(
         self, record: object, where: str, otherwise: str = "", files: Files | None = None
     ) -> None:
-        """Bring the scaler to a record that came in a framework's own file; every rank calls it.
+        """Restore the scaler from a record in a framework's own file; every rank calls it.
 
         Args:
-            record: what ``record`` or ``record_tensor`` gave; ``None`` if the file has none.
+            record: the result of ``record`` or ``record_tensor``; ``None`` if the file has none.
             where: the file, for messages.
-            otherwise: how to go on with a fresh scaler, as a sentence, where there is a way: the
-                file holds more than the record, and is not to be deleted.
-            files: this rank's that the record is held against, where it names any.
+            otherwise: a sentence that says how to go on with a fresh scaler, if possible; the user
+                must not delete the file, which holds more than the record.
+            files: this rank's files, to compare with those that the record names.
 
         Raises:
-            ScalerCheckpointError: the record is damaged on a rank, or not the same on all; or in
-                strict mode of another save than the files.
+            ScalerCheckpointError: the record is damaged on a rank, or differs between ranks, or,
+                in strict mode, belongs to another save than the files.
         """
         if not self.scaler.is_enabled():
             return
@@ -376,10 +381,10 @@ class ScaledTraining:
         decide(self.framework, self.subject, FEATURE, chosen, "; ".join((f"from {where}", *lines)))
 
     def _begin_anew(self, why: str, otherwise: str = "", *, strict: bool | None = None) -> None:
-        """Continue with a fresh scaler and a warning, or where it must not be so, with an error."""
+        """Continue with a fresh scaler and a warning, or raise in strict mode."""
         if current_settings().strict if strict is None else strict:
             raise ScalerOfAnotherSaveError(f"{self._where}: {why} {otherwise}".rstrip())
-        if isinstance(self.scaler, LossScaler):  # it may have trained before it was restored
+        if isinstance(self.scaler, LossScaler):  # it may have counted steps before this restore
             self.scaler.reset()
         warn(
             f"{self._where}: {why} Training continues with a fresh scaler at "

@@ -1,4 +1,4 @@
-"""The backend that acts for every framework on Megatron-core. An adapter reads and declares.
+"""The backend for every framework on Megatron-core: adapters read configs and call its functions.
 
 What an adapter of a small trainer needs:
 
@@ -7,11 +7,11 @@ What an adapter of a small trainer needs:
 2. A function that reads the framework's config into ``Wishes``.
 3. Around what builds model and optimizer, a seam for ``BUILDING`` in the group ``GROUP``:
    ``with building("mine", read): return call.proceed()``.
-4. Where Megatron's OptimizerConfig is made, a seam for ``SETTLING``: ``settle(build)`` gives its
-   ``fields``; give its ``keep_layout`` the config that came of them.
-5. Where the optimizer is made of it, a seam for ``grad-bucket-alignment``: ``check(...)``.
+4. Where the framework makes Megatron's OptimizerConfig, a seam for ``SETTLING``: make the config
+   from the ``fields`` of ``settle(build)``, and pass it to the ``keep_layout`` of the same object.
+5. Where the framework makes the optimizer, a seam for ``grad-bucket-alignment``: ``check(...)``.
 6. Around the framework's step, a seam for ``fp16-scaling``: ``with skipping(succeeds=...)``; and
-   ``metrics(optimizer)`` where it reports its figures.
+   ``metrics(optimizer)`` where the framework reports its metrics.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SETTLING = ("dtype-coercion", DISPATCH, SCALING)
 """The features of a seam with ``settle``."""
 
 SEAMS = collect(optimizer, ddp, checkpoint, states, masters, offloaded, overflow, audit)
-"""The seams in Megatron itself, for an adapter's table."""
+"""The seams in Megatron itself; an adapter passes them to ``collect``."""
 
 PATHS = {**checkpoint.PATHS, **ddp.PATHS, **masters.PATHS, **offloaded.PATHS, **audit.PATHS}
-"""What users call the paths that these seams add to an adapter's own."""
+"""Maps the groups of these seams to the names that users know; an adapter adds its own."""
 
 __all__ = [
     "ALIGNMENT",

@@ -1,17 +1,18 @@
-"""NeMo-RL: what stands where.
+"""The adapter for NeMo-RL, and why its seams are where they are.
 
-Why these layers. NeMo-RL's workers are Ray actors: ``@ray.remote`` copies their methods while the
-module runs, and ``train`` carries a decorator that makes Ray ship it by value. What is wrapped in
-the worker's module afterwards, or on its class, vanishes on the way into the actor. So the actor
-class itself is replaced where it is exported, by one of the same name and options that is made
-from a subclass; and what a worker calls is wrapped where it is defined.
+NeMo-RL's workers are Ray actors: ``@ray.remote`` copies their methods while the module is imported,
+and ``train`` has a decorator that makes Ray pickle it by value. A later patch of the worker's
+module or class does not reach the actor. So the shim replaces the actor class in its module by an
+actor class of the same name and options, made from a subclass. The shim patches the functions that
+a worker calls where they are defined.
 
-From 0.6 the class beneath is importable. There its methods are wrapped as well, which reaches
-workers that inherit from it under other names (``worker_extension_cls_fqn``, quantized workers).
+From 0.6 the class under the actor class is importable. The shim patches its methods as well, which
+reaches workers that inherit from it under other names (``worker_extension_cls_fqn``, quantized
+workers).
 
-Deliberately not patched: ``begin_train_step`` and ``finish_train_step`` of NeMo-RL's newest state.
-DTensor workers do not have them; a Megatron worker's optimizer skips there as anywhere, but the
-figures are not in the metrics.
+Deliberately not patched: ``begin_train_step`` and ``finish_train_step`` of NeMo-RL's newest commit.
+DTensor workers do not have them. A Megatron worker's optimizer skips steps there too, but the
+metrics lack ``loss_scale`` and ``skipped_steps``.
 
 Delete when: NeMo-RL scales the loss of its float16 policies and saves the scaler.
 """
@@ -40,4 +41,4 @@ ADAPTER = Adapter.of(
     },
     seams=collect(dtensor, backend.SEAMS, megatron, audit),
 )
-"""NeMo-RL's seams; of several on one target the first is the innermost."""
+"""NeMo-RL's adapter; of several seams on one target the first is the innermost."""

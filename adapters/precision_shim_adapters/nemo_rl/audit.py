@@ -1,4 +1,4 @@
-"""NeMo-RL: where in DTensor workers model and optimizer first stand together; and all metrics."""
+"""NeMo-RL: audit the optimizers of DTensor workers, and report lost updates for all workers."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def see(worker: Any) -> None:
 
 
 class AuditedWorker:
-    """A mixin in front of a worker's class; importable, so that Ray ships it by reference."""
+    """A mixin in front of a worker's class; importable, so that Ray pickles it by reference."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         see(self)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and report the lost updates where there are figures."""
+        """Train, and report the lost updates if the shim measures them."""
         method = super().train  # type: ignore[misc]
         return around(report_lost_updates, method, self, args, kwargs, positional=TRAIN)
 
@@ -61,10 +61,10 @@ class AuditedWorker:
     replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make an actor class of the same name and options whose worker is audited.
+    """Make an actor class with the same name and options whose worker the shim audits.
 
     Raises:
-        SeamError: it is not what ``ray.remote`` makes of a class.
+        SeamError: the argument is no actor class made by ``ray.remote``.
     """
     return put_in_front(AuditedWorker, actor_class)
 
@@ -77,7 +77,7 @@ def redecorate(actor_class: Any) -> Any:
     relies_on=("optimizer", "model"),
 )
 def look_at(call: Call) -> Any:
-    """Audit a worker that was made; one in a class of ours when that is done with it."""
+    """Audit a new worker; ``AuditedWorker`` audits itself after its own ``__init__``."""
     result = call.proceed()
     if not isinstance(call.instance, AuditedWorker):
         see(call.instance)
@@ -96,7 +96,7 @@ def look_at(call: Call) -> Any:
     optional=True,
 )
 def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
-    """Put the shares of lost updates among the metrics of a worker's ``train``.
+    """Add the shares of lost updates to the metrics of a worker's ``train``.
 
     Once per call and on rank 0: NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums
     most of them over micro-batches and ranks.

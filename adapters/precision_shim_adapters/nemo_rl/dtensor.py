@@ -1,7 +1,7 @@
 """NeMo-RL's DTensor workers in float16: loss scaling, metrics, checkpoints, and the actor class.
 
-The wrappers stand on the methods of a worker, or are reached through ``ScaledWorker`` where Ray
-exports the class by value. Where both apply the outer one does the work.
+The seams patch the methods of a worker; where Ray pickles the class by value, ``ScaledWorker``
+calls the same functions. Where both apply, only the outer call acts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _READ = {
     "save_checkpoint": ("weights_path", "optimizer_path"),
     "load_checkpoint": ("weights_path", "optimizer_path"),
 }
-"""What the wrappers read of a worker's methods, by their signatures."""
+"""Maps a worker's methods to the parameters that the functions here read."""
 
 _AUXILIARY = "nemo_automodel.components.moe.megatron.moe_utils"
 
@@ -53,11 +53,11 @@ _DELETE = "NeMo-RL scales the loss of float16 policies"
 _METHODS = ("__init__", "train", "save_checkpoint", "load_checkpoint")
 _RELIES_ON = (*_METHODS, *TRAIN, "cfg", "optimizer", "step", "scheduler", "model")
 _FP16: dict[str, Any] = {"feature": FEATURE, "upstream": _PULL, "delete_when": _DELETE}
-"""What all seams of these workers say."""
+"""Arguments that all seams of these workers share."""
 
 
 def _at_method(name: str) -> list[dict[str, Any]]:
-    """A method of each kind of worker, where Ray has the class beneath by reference."""
+    """The places of a method of each DTensor worker whose class Ray pickles by reference."""
     return [
         one.at(f"{one.beneath}.{name}", one.beneath, relies_on=(*_RELIES_ON, one.clips))
         for one in DTENSOR
@@ -68,23 +68,23 @@ def _at_method(name: str) -> list[dict[str, Any]]:
 
 
 class ScaledWorker:
-    """A mixin in front of a worker's class; importable, so that Ray ships it by reference."""
+    """A mixin in front of a worker's class; importable, so that Ray pickles it by reference."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         around(build, super().__init__, self, args, kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; in float16 with the loss scaled."""
+        """Train, in float16 with a scaled loss."""
         method = super().train  # type: ignore[misc]
         return around(train, method, self, args, kwargs, positional=TRAIN)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Save, the scaler's state beside the optimizer's."""
+        """Save a checkpoint, with the scaler's state beside the optimizer's."""
         method = super().save_checkpoint  # type: ignore[misc]
         return around(save_checkpoint, method, self, args, kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Load, the scaler's state with the optimizer's."""
+        """Load a checkpoint, with the scaler's state."""
         method = super().load_checkpoint  # type: ignore[misc]
         return around(load_checkpoint, method, self, args, kwargs)
 
@@ -96,11 +96,11 @@ class ScaledWorker:
     **_FP16,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make an actor class of the same name and options whose worker scales its loss.
+    """Make an actor class with the same name and options whose worker scales its loss.
 
     Raises:
-        SeamError: it is not what ``ray.remote`` makes of a class, or its methods lack what the
-            wrappers read.
+        SeamError: the argument is no actor class made by ``ray.remote``, or its methods lack a
+            parameter in ``_READ``.
     """
     worker = class_beneath(actor_class)
     for method, needed in _READ.items():
@@ -113,7 +113,7 @@ def redecorate(actor_class: Any) -> Any:
 
 @contextlib.contextmanager
 def _outermost(instance: Any, what: str) -> Iterator[bool]:
-    """Whether this is the outer of two wrappers: the mixin's and that of the class beneath."""
+    """Whether this is the outer call: the mixin and the patched method may both come here."""
     inside: set[str] = instance.__dict__.setdefault("_precision_shim_inside", set())
     if what in inside:
         yield False
@@ -130,13 +130,13 @@ def _outermost(instance: Any, what: str) -> Iterator[bool]:
 
 @seam(at=_at_method("__init__"), why=INHERITED, **_FP16)
 def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
-    """Build a worker, and its scaler with the state of the checkpoint that it resumes from."""
+    """Build a worker and its scaler; restore the scaler if the worker resumes a checkpoint."""
     instance = call.instance
     with _outermost(instance, "build") as outermost:
         call.proceed()
         if not outermost or instance.cfg.get("precision") != "float16":
             return
-        if getattr(instance, "optimizer", None) is None:  # a reference or a teacher
+        if getattr(instance, "optimizer", None) is None:  # a reference or teacher model
             return
         path = group_at(instance)
         name = "value" if path == VALUE_V2 else "policy"
@@ -155,8 +155,8 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             because=scaled_because(name),
             configured=configured(instance.cfg, name),
         )
-        # Only here: the first worker's __init__ loads its checkpoint by load_checkpoint, the
-        # second's from 0.6 on without it.
+        # Restore here: in __init__ the first kind of worker calls load_checkpoint before the scaler
+        # exists, and the second kind, from 0.6, loads without load_checkpoint.
         if optimizer_path and weights_path:
             training.restore(optimizer_path, _files(optimizer_path))
         training.keep(instance)
@@ -166,14 +166,14 @@ def group_of(name: str, *, second: bool) -> str:
     """The group of the workers of a model.
 
     Args:
-        name: of the model's config: ``"policy"``, ``"value"``.
-        second: whether they are the second kind, ``dtensor_cfg._v2``.
+        name: the model's key in the config: ``"policy"``, ``"value"``.
+        second: whether the workers are of the second kind, ``dtensor_cfg._v2``.
     """
     return VALUE_V2 if name == "value" else V2 if second else V1
 
 
 def scaled_because(name: str) -> str:
-    """Why a model's loss is scaled; ``name`` is that of its config."""
+    """Why the shim scales a model's loss; ``name`` is the model's key in the config."""
     return f"{name}.precision is float16, and NeMo-RL does not scale the loss"
 
 
@@ -181,7 +181,7 @@ def configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The optional block of a config, by the names of ``ScalerSettings``.
 
     Raises:
-        SettingsError: names the key and the value, and what is allowed.
+        SettingsError: a value is not allowed; the message has key, value and allowed values.
     """
     block = config.get(BLOCK) or {}
     values = parse_settings(
@@ -191,7 +191,7 @@ def configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _training(instance: Any) -> ScaledTraining | None:
-    """A worker's scaled training, as long as the shim is in force for it."""
+    """A worker's scaled training, if the feature is in force in this process."""
     found = ScaledTraining.of(instance)
     if found is None or not in_force(FRAMEWORK, FEATURE, group_at(instance)):
         return None
@@ -203,7 +203,7 @@ def _training(instance: Any) -> ScaledTraining | None:
 
 @seam(at=_at_method("train"), why=INHERITED, **_FP16)
 def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
-    """Train on some global batches, each with a scaled loss and a step that may be skipped."""
+    """Train on global batches, each with a scaled loss and a step that the scaler may skip."""
     training = _training(call.instance)
     if training is None:
         return call.proceed()
@@ -223,9 +223,9 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
 def _auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tensor], None]]:
     """Scale the gradients of a mixture of experts' auxiliary losses, too.
 
-    They do not come through the loss: nemo_automodel puts them into the backward pass by an
-    autograd function of its own, times a number that stands in its class and is 1 in NeMo-RL.
-    Yields what brings that number up to the scale, before each backward pass.
+    These gradients do not come from the loss: nemo_automodel's own autograd function adds them to
+    the backward pass, times a class attribute that is 1 in NeMo-RL. Yields a function that
+    multiplies this attribute by the loss scale; call it before each backward pass.
     """
     holder = getattr(sys.modules.get(_AUXILIARY), "MoEAuxLossAutoScaler", None)
     if holder is None:
@@ -246,7 +246,7 @@ def _auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tens
 
 @seam(
     at=[
-        # Another worker clips by the same function: it says nothing of this one.
+        # ``only_if`` the worker's module exists: another kind of worker uses the same function.
         one.at(
             one.clip,
             *((one.module,) if one.optional else ()),
@@ -255,11 +255,11 @@ def _auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tens
         for one in DTENSOR
     ],
     why="the first look at the gradients: norm and clipping want them unscaled",
-    optional=True,  # without nemo_automodel there is no such worker in this process
+    optional=True,  # a process without nemo_automodel has no such worker
     **_FP16,
 )
 def unscale_first(call: Call) -> Any:
-    """Unscale the gradients before their norm is taken and before they are clipped."""
+    """Unscale the gradients before the worker computes their norm and clips them."""
     training = ScaledTraining.current()
     if training is not None:
         training.before_clipping()
@@ -267,10 +267,10 @@ def unscale_first(call: Call) -> Any:
 
 
 def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
-    """Add the scaler's figures to what a worker returns.
+    """Add the scaler's metrics to a worker's result.
 
-    Of a worker's metrics NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums most of
-    them over micro-batches and ranks: so each figure stands there once per call, on rank 0.
+    NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums most of them over micro-batches
+    and ranks: so the shim adds each metric once per call, on rank 0.
     """
     if result.get("grad_norm") is not None:
         result["grad_norm"] = training.norm(result["grad_norm"])
@@ -285,7 +285,7 @@ def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
 
 @seam(at=_at_method("save_checkpoint"), why=INHERITED, **_FP16)
 def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
-    """Save, and write the scaler's state beside the optimizer's where that is saved."""
+    """Save a checkpoint, and write the scaler's state where NeMo-RL saves the optimizer's."""
     with _outermost(call.instance, "save") as outermost:
         result = call.proceed()
         training = _training(call.instance)
@@ -297,7 +297,7 @@ def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
 
 @seam(at=_at_method("load_checkpoint"), why=INHERITED, **_FP16)
 def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
-    """Load, and restore the scaler where the optimizer is restored."""
+    """Load a checkpoint, and restore the scaler where NeMo-RL restores the optimizer."""
     with _outermost(call.instance, "load") as outermost:
         result = call.proceed()
         training = _training(call.instance)
@@ -307,12 +307,13 @@ def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
 
 
 def _files(path: str, *, written: bool = False) -> Files:
-    """The files of an optimizer's checkpoint, of which each rank has a share.
+    """This rank's share of the files of an optimizer's checkpoint.
 
     Args:
-        path: where the optimizer is saved: the first worker's files are in it, the second's in a
-            directory in it.
-        written: only those that this rank has written, which it sees for certain.
+        path: the optimizer's directory: workers of the first kind write files into it, those of
+            the second kind into a directory within it.
+        written: return only the files that this rank wrote, since other ranks' files may not be
+            visible yet.
     """
     rank, ranks = 0, 1
     if torch.distributed.is_initialized():
@@ -325,6 +326,6 @@ def _files(path: str, *, written: bool = False) -> Files:
 
 
 def _saves_later(instance: Any) -> bool:
-    """Whether a worker's files are written in the background, after it has said that it saved."""
+    """Whether a worker writes its files in the background, after ``save_checkpoint`` returns."""
     manager = getattr(instance, "checkpoint_manager", None)
     return bool(getattr(getattr(manager, "checkpoint_config", None), "is_async", False))

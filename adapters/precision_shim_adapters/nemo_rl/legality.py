@@ -1,4 +1,4 @@
-"""What NeMo-RL itself refuses of a policy's dtypes: the checks that its workers run."""
+"""Check a policy's dtypes as NeMo-RL's workers do."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""The names that NeMo-RL looks a dtype up by; others end in a KeyError or a ValueError."""
+"""The dtype names that NeMo-RL knows; other names end in a KeyError or a ValueError."""
 
 _CHECKS = (
     f"{SETUP}:_validate_dtype_config",
     *(f"{POLICIES[1]}:MegatronPolicyWorker{end}.__init__" for end in ("", "Impl")),
 )
-"""Where the check of the optimizer's flags is, from 0.5 on."""
+"""The functions that check the optimizer's flags, from 0.5."""
 _ABSENT = object()
 _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -33,13 +33,13 @@ _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 def names(
     section: Mapping[str, Any], key: str, subject: str, fields: Iterable[str]
 ) -> Iterator[Problem]:
-    """The keys whose value is no name of a dtype to NeMo-RL; one that is not written is left out.
+    """Problems of keys whose value is no dtype name in NeMo-RL; keys that are missing are legal.
 
     Args:
-        section: a policy's, a value model's or a teacher's.
-        key: where the config has it.
+        section: the config section of a policy, a value model or a teacher.
+        key: the config's key of the section.
         subject: which model.
-        fields: the keys, with dots where they are deeper.
+        fields: keys within the section, dotted if nested.
     """
     for field in fields:
         value: Any = section
@@ -57,7 +57,7 @@ def names(
 
 
 def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
-    """Flags of Megatron's optimizer that contradict ``precision``: NeMo-RL asserts against them."""
+    """Problems of optimizer flags that contradict ``precision``, which NeMo-RL's asserts refuse."""
     if not any("use_precision_aware_optimizer" in look(one).names for one in _CHECKS):
         return  # 0.4 has no such check
     dtype = DTYPES[section.get("precision", "bfloat16")]

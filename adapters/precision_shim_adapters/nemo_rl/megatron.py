@@ -1,22 +1,21 @@
-"""NeMo-RL on Megatron: how its policy config is read, and where its seams are.
+"""NeMo-RL on Megatron: read its policy config, and the seams where it builds a model.
 
-A policy config carries the optimizer's fields as they go to Megatron-Bridge, so a key that is there
-is the user's. The shipped YAML files carry nearly all of them, ``grad_reduce_in_fp32`` among them,
-which NeMo-RL reads without a default. Bridge's own check of gradients is switched on by NeMo-RL
-itself, and by no key.
+A policy config has the optimizer's fields in the form that goes to Megatron-Bridge, so every key in
+it counts as the user's. The shipped YAML files have nearly all fields, with
+``grad_reduce_in_fp32``, which NeMo-RL reads without a default. NeMo-RL itself turns on Bridge's
+check of gradients; no key does.
 
-Why these layers. The function that makes a worker's model and optimizer has the policy config and
-Bridge's in hand, for policy and value workers alike; Ray takes it along by reference, other than
-the worker's own methods. The live parameters are looked at in Megatron's DDP. Bridge's
-``setup_optimizer`` is where every kind of optimizer is made from the OptimizerConfig. Coercion
-needs no place of its own: Bridge's OptimizerConfig of 0.4 runs Megatron's check when it is made,
-and that of later versions in ``finalize()``, which the worker's ``validate()`` calls before
-anything is built. Deliberately not patched: the conversion of a Hugging Face checkpoint, which
-trains nothing.
+Why these seams. The function that makes a worker's model and optimizer gets the policy config and
+Bridge's config, for policy and value workers alike; unlike the worker's own methods, Ray pickles
+it by reference. The seam at Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer``
+makes every kind of optimizer from the OptimizerConfig. Coercion needs no seam here: Bridge's
+OptimizerConfig of 0.4 runs Megatron's check when it is made, and later versions run it in
+``finalize()``, which the worker's ``validate()`` calls before it builds anything. Deliberately not
+patched: the conversion of a Hugging Face checkpoint, which trains nothing.
 
-NeMo-RL takes a step that Megatron skipped for what it is; only the missing grad norm ends its
-``train`` (policy worker) or is reported as 0 (value worker). So a skipped step is handed to it as
-it is, with grad norm NaN.
+NeMo-RL accepts a step that Megatron skipped, but the missing grad norm ends ``train`` in a policy
+worker and is reported as 0 in a value worker. So the shim keeps the success flag False and sets the
+grad norm to NaN.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ _SETUP_ALIASES = (
 def read_wishes(
     config: Mapping[str, Any], subject: str, megatron_fsdp: bool, trains: bool
 ) -> Wishes:
-    """What a policy config asks for.
+    """Read the wishes from a policy config.
 
     Args:
-        config: as the worker has it.
+        config: the worker's policy config.
         subject: which model.
-        megatron_fsdp: whether it is trained by Megatron-FSDP.
-        trains: whether it gets an optimizer.
+        megatron_fsdp: whether Megatron-FSDP trains the model.
+        trains: whether the model gets an optimizer.
     """
     role = "value" if subject == "value" else "policy"
     where = f"{versioned(FRAMEWORK)}, {role}"
@@ -79,7 +78,7 @@ def read_wishes(
         bucket_in_fp32=bool(ddp[bucket]) if bucket in ddp else None,
         scaler=config.get(BLOCK) or {},
         scaler_where=f"{where}.{BLOCK}",
-        unchecked=("params_dtype",),  # "float32" in every shipped file; Megatron does not read it
+        unchecked=("params_dtype",),  # "float32" in every shipped YAML; Megatron ignores it
         trains=trains,
     )
 
@@ -95,12 +94,13 @@ _BUILD: dict[str, Any] = {
     "relies_on": ("get_model", "setup_optimizer", "ddp", "optimizer"),
     "optional": True,
 }
-"""The function that makes model and optimizer; Ray takes it along by reference."""
+"""Arguments of the seams at the function that makes model and optimizer, which Ray pickles by
+reference."""
 
 
 @seam(at=[{"target": one, "only_if": (one,)} for one in INLINE], **_BUILD)
 def worker_build_inline(call: Call, policy_cfg: Any, load_optimizer: Any, cfg: Any) -> Any:
-    """Note that a worker of 0.4 or 0.5 builds its model and its optimizer, if it gets one."""
+    """Announce that a worker of 0.4 or 0.5 builds its model, and its optimizer if it trains."""
     return _built(call, policy_cfg, cfg.ddp, "policy", bool(load_optimizer))
 
 
@@ -117,16 +117,16 @@ def worker_build(
     megatron_cfg: Any,
     additional_pre_wrap_hooks: Any = None,
 ) -> Any:
-    """Note that a worker builds its model and its optimizer; a teacher's has none."""
-    # Only the value worker passes hooks: they add the value head.
+    """Announce that a worker builds its model, and its optimizer if it is no teacher's."""
+    # Only the value worker passes these hooks, which add the value head.
     subject = "value" if additional_pre_wrap_hooks else "policy"
     return _built(call, policy_cfg, megatron_cfg.ddp, subject, bool(load_optimizer))
 
 
 def _built(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, trains: bool) -> Any:
     fsdp = bool(getattr(ddp_config, "use_megatron_fsdp", False))
-    # Up to 0.5 the reference model is built in the worker's ``__init__``, which Ray takes along by
-    # value: no seam reaches it, but it has the policy's DDP config.
+    # Up to 0.5 the worker builds the reference model in ``__init__``, which Ray pickles by value:
+    # no seam reaches it, but its DDP gets the policy's DDP config.
     megatron.expect_reference(
         ddp_config, FRAMEWORK, partial(read_wishes, policy_cfg, "reference", fsdp, False)
     )
@@ -147,7 +147,7 @@ def _built(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, trains: b
     optional=True,
 )
 def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
-    """Let the OptimizerConfig follow the model in what the policy config leaves open.
+    """Make the OptimizerConfig follow the model in fields that the policy config does not have.
 
     A worker calls it once, after its DDP is built.
     """
@@ -160,7 +160,7 @@ def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
     megatron.check(FRAMEWORK, config, model)
     call.arguments["optimizer_config"] = config
     optimizer, *rest = call.proceed()
-    # No seam reaches a worker's train in an actor; every step of this optimizer is NeMo-RL's.
+    # No seam reaches ``train`` of a worker in an actor; NeMo-RL takes every step of this optimizer.
     megatron.answer_skips(optimizer, succeeds=False)
     return (optimizer, *rest)
 
@@ -176,7 +176,7 @@ def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
     only_if=(f"{SETUP}:make_policy_like_config",),
 )
 def keep_block(call: Call, config: Any) -> Any:
-    """Take the shim's block along where a value worker makes itself a policy's config."""
+    """Copy the shim's block into the policy config that a value worker makes for itself."""
     made = call.proceed()
     return {**made, BLOCK: config[BLOCK]} if BLOCK in config else made
 
@@ -197,10 +197,10 @@ _RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
     optional=True,
 )
 def report(call: Call, eval_mode: Any = False) -> Any:
-    """Put the loss scale and the skipped steps among the metrics of a worker's ``train``.
+    """Add the loss scale and the skipped steps to the metrics of a worker's ``train``.
 
     NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums most of them over
-    micro-batches and ranks: so each figure stands there once per call, on rank 0.
+    micro-batches and ranks: so the shim adds each metric once per call, on rank 0.
     """
     result = call.proceed()
     if not eval_mode and torch.distributed.get_rank() == 0:
@@ -213,10 +213,10 @@ def report(call: Call, eval_mode: Any = False) -> Any:
 
 
 def times_loss_scale(function: Any, worker: Any) -> Any:
-    """A worker's scale of an auxiliary loss's gradients, times the loss scale.
+    """Multiply a worker's gradient scale for an auxiliary loss by the loss scale.
 
-    From 0.7 NeMo-RL gives the losses of experts and of multi-token prediction scales of their own,
-    and Megatron from 0.19 takes them in the place of the loss scale.
+    From 0.7 NeMo-RL sets such scales for the losses of experts and of multi-token prediction, and
+    Megatron from 0.19 uses them instead of the loss scale.
     """
     optimizer = worker.optimizer
     if function is None or hasattr(function, "_precision_shim"):
@@ -243,7 +243,7 @@ def times_loss_scale(function: Any, worker: Any) -> Any:
     optional=True,
 )
 def scale_own(call: Call, func: Any) -> Any:
-    """Give a worker that sets a scale for its experts or its extra heads one times the loss's."""
+    """Multiply the scale that a worker sets for experts or multi-token heads by the loss scale."""
     call.arguments["func"] = times_loss_scale(func, call.instance)
     return call.proceed()
 
@@ -252,10 +252,10 @@ def scale_own(call: Call, func: Any) -> Any:
 
 
 class ReportingWorker:
-    """A mixin in front of a worker's class; importable, so that Ray ships it by reference."""
+    """A mixin in front of a worker's class; importable, so that Ray pickles it by reference."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and report the loss scale and the lost updates where there are figures."""
+        """Train, and report the loss scale and the lost updates if the shim measures them."""
         own = super().train  # type: ignore[misc]
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -280,9 +280,9 @@ class ReportingWorker:
     replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make an actor class of the same name and options whose worker reports its loss scale.
+    """Make an actor class with the same name and options whose worker reports its loss scale.
 
     Raises:
-        SeamError: it is not what ``ray.remote`` makes of a class.
+        SeamError: the argument is no actor class made by ``ray.remote``.
     """
     return put_in_front(ReportingWorker, actor_class)

@@ -1,4 +1,4 @@
-"""Where NeMo-RL's workers are, version by version: nothing is looked at here."""
+"""The modules of NeMo-RL's workers, version by version; nothing here inspects NeMo-RL on import."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _VALUES = "nemo_rl.models.value.workers"
 
 @dataclass(frozen=True)
 class Worker:
-    """One kind of worker, at one of the places where it has been.
+    """One kind of worker in one of the modules that it has been in.
 
     Attributes:
-        module: where it is.
-        name: of the actor class.
-        group: of its seams.
-        clip: the function that first looks at a DTensor worker's gradients.
+        module: the worker's module.
+        name: the name of the actor class.
+        group: the group of the worker's seams.
+        clip: the first function that reads a DTensor worker's gradients.
         optional: whether NeMo-RL may lack it.
         only_if: see ``Seam``.
         unless: see ``Seam``.
@@ -34,7 +34,7 @@ class Worker:
 
     @property
     def beneath(self) -> str:
-        """The class beneath the actor class, importable from 0.6 on."""
+        """The class under the actor class, importable from 0.6."""
         return f"{self.module}:{self.name}Impl"
 
     @property
@@ -44,15 +44,15 @@ class Worker:
 
     @property
     def metrics(self) -> str:
-        """The group of the seams that report figures and do nothing else."""
+        """The group of the seams that only report metrics."""
         return self.group if self.group.endswith("metrics") else f"{self.group} metrics"
 
     def at(self, target: str, *only_if: str, **others: Any) -> dict[str, Any]:
-        """A place of this worker, as ``seam`` takes it.
+        """A place of this worker, in the form that ``seam`` takes.
 
         Args:
             target: see ``Seam``.
-            only_if: what must be there beside the worker's own.
+            only_if: see ``Seam``; added to the worker's own ``only_if``.
             others: further attributes of ``Seam``.
         """
         return {
@@ -64,16 +64,16 @@ class Worker:
         }
 
     def method(self, name: str, **others: Any) -> dict[str, Any]:
-        """A method of the class beneath, where this version has it; ``others`` as for ``at``."""
+        """A method of the class under the actor class, if this version has it; see ``at``."""
         target = f"{self.beneath}.{name}"
         return self.at(target, target, **others)
 
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
-        """The actor class, which holds the methods or only names a class beneath that has them.
+        """The places of the actor class, in versions with a separate class under it and without.
 
         Args:
-            method: the place beneath that tells the two apart.
-            relies_on: what the actor class must contain if it holds the methods itself.
+            method: a symbol of the separate class; its presence tells the versions apart.
+            relies_on: what the actor class must contain if it has the methods itself.
         """
         target, optional = f"{self.module}:{self.name}", self.optional
         return (
@@ -84,7 +84,7 @@ class Worker:
 
 INHERITED = "workers under other names inherit from this class"
 EXPORTED = "the actor class, as NeMo-RL looks it up by name and Ray exports it"
-"""Why the shim enters at the class beneath, and at the actor class."""
+"""The ``why`` of seams at the class under the actor class, and at the actor class."""
 
 
 _CLIP_V1 = "nemo_rl.models.dtensor.parallelize:get_grad_norm"
@@ -100,7 +100,7 @@ _V2 = ("DTensorPolicyWorkerV2", V2)
 _V2_OLD = f"{_OLD}.dtensor_policy_worker_v2"
 _V2_NEW = f"{_NEW}.dtensor_policy_worker_v2"
 _CLIPS_AS_BEFORE = f"{_V2_NEW}:DTensorPolicyWorkerV2 mentions get_grad_norm"
-"""For some weeks before 0.5 the worker was at its new place and clipped as 0.4 does."""
+"""For some weeks before 0.5 the worker was in its new module and clipped as in 0.4."""
 
 DTENSOR = (
     Worker(_V1_OLD, *_V1, only_if=(_V1_OLD,)),
@@ -116,28 +116,28 @@ DTENSOR = (
         optional=True,
     ),
 )
-"""The kinds of DTensor workers, each at each of its places."""
+"""The kinds of DTensor workers, once per module that they have been in."""
 
 _GROUPS = {name: one.group for one in DTENSOR for name in (one.name, f"{one.name}Impl")}
 
 
 def group_at(instance: Any) -> str:
-    """The group of the seams on a DTensor worker; empty where it is none."""
+    """The group of the seams on a DTensor worker; empty for other workers."""
     names = (kind.__name__ for kind in type(instance).__mro__)
     return next((_GROUPS[name] for name in names if name in _GROUPS), "")
 
 
 _MEGATRON = ("MegatronPolicyWorker", "megatron metrics")
 POLICIES = (f"{_OLD}.megatron_policy_worker", f"{_NEW}.megatron_policy_worker")
-"""Where the Megatron policy worker is: until 0.4, and since."""
+"""The module of the Megatron policy worker: until 0.4, and later."""
 VALUE = f"{_VALUES}.megatron_value_worker"
 MEGATRON = (
     Worker(POLICIES[0], *_MEGATRON, optional=True, only_if=(POLICIES[0],)),
     Worker(POLICIES[1], *_MEGATRON, optional=True, unless=(POLICIES[0],)),
     Worker(VALUE, "MegatronValueWorker", "megatron value metrics", optional=True),
 )
-"""The kinds of Megatron workers, each at each of its places."""
+"""The kinds of Megatron workers, once per module that they have been in."""
 
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)
-"""Makes model and optimizer in the policy worker's own module (until 0.5)."""
+"""The function in the policy worker's module that makes model and optimizer (until 0.5)."""

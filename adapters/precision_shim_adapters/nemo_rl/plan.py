@@ -1,7 +1,7 @@
-"""NeMo-RL's jobs, planned: its YAML with what it inherits and its overrides.
+"""Plan NeMo-RL's jobs from their YAML, the YAML files that it inherits, and overrides.
 
-Read by NeMo-RL's own loader, which needs hydra and no torch. What Megatron's optimizer becomes is
-read by ``nemo_rl.megatron``, as in a worker.
+NeMo-RL's own loader reads them, which needs hydra and no torch. ``nemo_rl.megatron`` reads the
+optimizer's wishes from the config, as in a worker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEFAULT = re.compile(r"[\"']([\w./-]+\.ya?ml)[\"']")
 
 
 def plan_job(job: Job) -> Request:
-    """Read a launch line of NeMo-RL's.
+    """Read a command line that launches a NeMo-RL job.
 
     Raises:
         PlanError: the config or a model cannot be read.
@@ -65,10 +65,10 @@ def _where() -> str:
 
 
 def load(job: Job) -> dict[str, Any]:
-    """The config of a job, overrides and all.
+    """The config of a job, with overrides.
 
     Raises:
-        PlanError: it cannot be read.
+        PlanError: NeMo-RL cannot load the config.
     """
     try:
         from nemo_rl.utils import config as loader
@@ -81,14 +81,14 @@ def load(job: Job) -> dict[str, Any]:
     register = getattr(loader, "register_omegaconf_resolvers", None)
     if register is not None:
         register()
-    else:  # up to 0.5 each example registers it
+    else:  # up to 0.5 each example registers this resolver
         OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
     try:
         made = loader.load_config(path)
         if overrides:
             made = loader.parse_hydra_overrides(made, overrides)
         found = plain(made)
-    except Exception as error:  # files, YAML, hydra and omegaconf each have their own
+    except Exception as error:  # files, YAML, hydra and omegaconf each have exception classes
         raise PlanError(
             f"{_where()}, {path}: {said(error)}. Correct the override or the file."
         ) from error
@@ -117,7 +117,7 @@ def _named(job: Job) -> tuple[Path, list[str]]:
 
 
 def _default(job: Job) -> Path:
-    """The file that an example takes without ``--config``, read from its source."""
+    """The default config file of an example, read from the example's source."""
     if job.source is None:
         raise PlanError(
             f"{_where()}, {job.target}: there is no such file, and no --config. Start from the "
@@ -132,7 +132,7 @@ def _default(job: Job) -> Path:
 
 
 def _gpus(config: Mapping[str, Any]) -> int:
-    """GPUs that train: those of the cluster without those that only generate, reward or teach."""
+    """The number of GPUs that train, without GPUs that only serve rollout, reward or teachers."""
     cluster = config["cluster"]
     each, nodes = (
         number_of(cluster, f"cluster.{key}", _where()) for key in ("gpus_per_node", "num_nodes")
@@ -153,11 +153,11 @@ def _gpus(config: Mapping[str, Any]) -> int:
 
 
 def _rewarding(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The GPUs of a reward model that is an environment; none where the job has none."""
+    """The resources of a reward model that is an environment; empty where the job has none."""
     section = (config.get("env") or {}).get("reward_model") or {}
     data = config.get("data") or {}
-    # Where data says which environments there are: at its top in 0.5, in these later; 0.4 has a
-    # switch.
+    # ``data`` has the environment's name at its top level in 0.5, in these sections later; 0.4 has
+    # a switch instead.
     places = [data, *(data.get(name) for name in ("train", "validation", "default"))]
     names = [one.get("env_name") for one in places if isinstance(one, Mapping)]
     used = section.get("enabled") is True or "reward_model" in names
@@ -187,7 +187,7 @@ def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannab
     for key, subject in _ROLES.items():
         section = config.get(key)
         if isinstance(section, Mapping) and section.get("model_name"):
-            if teachers:  # nothing is generated then, and the student keeps its GPUs
+            if teachers:  # such a job has no rollout, so the student stays on its GPUs
                 section = {**section, "generation": None}
             yield _model(job, section, key, subject, world)
     for place, section in enumerate(teachers):
@@ -261,7 +261,7 @@ def _on_megatron(
 
 
 def _parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
-    """What NeMo-RL moves to the host's memory while the rollout or another model has the GPU."""
+    """The components that NeMo-RL moves to the host while the rollout or another model runs."""
     shared = (section.get("generation") or {}).get("colocated") or {}
     if key.startswith("teachers."):
         return {key: WEIGHTS + STATES}

@@ -1,6 +1,6 @@
-"""What our rules assume of NeMo-RL and NeMo-Automodel, asked of what is installed.
+"""Probes: check the rules' assumptions about NeMo-RL and NeMo-Automodel against those installed.
 
-Its Megatron workers skip a step by Megatron's own answer: ``megatron.probes`` asks for that.
+NeMo-RL's Megatron workers skip a step when Megatron does; ``megatron.reading.probes`` covers that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _overflowed() -> torch.nn.Linear:
     needs=(_SETUP,),
 )
 def names() -> Answer:
-    """A worker's loss is scaled where its precision is "float16"."""
+    """The shim scales a worker's loss where its precision is "float16"."""
     from nemo_rl.models.automodel.setup import STRING_TO_DTYPE
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,7 +48,7 @@ def names() -> Answer:
 _WORKERS = {
     one.name: one.module for one in reversed(DTENSOR) if look(f"{one.module}:{one.name}").found
 }
-"""Where each kind of DTensor worker is in the installed version."""
+"""Maps the kinds of DTensor workers to their modules in the installed version."""
 
 
 @probe(
@@ -59,7 +59,7 @@ _WORKERS = {
     needs=("ray", *dict.fromkeys(_WORKERS.values())) if _WORKERS else ("nemo_rl.models.policy",),
 )
 def actor_classes() -> Answer:
-    """The shim makes the actor class once more, with a mixin in front."""
+    """The shim makes the actor class again, with a mixin in front."""
     found = {}
     for name, module in _WORKERS.items():
         beneath = plain_class(getattr(importlib.import_module(module), name))
@@ -69,7 +69,7 @@ def actor_classes() -> Answer:
 
 
 def _parameters(method: Any) -> tuple[str, ...]:
-    """A method's parameters after ``self``, from beneath a decorator that hides them."""
+    """A method's parameters after ``self``, read from inside a decorator that hides them."""
     cells = [cell.cell_contents for cell in method.__closure__ or ()]
     inner = next((one for one in cells if inspect.isfunction(one)), method)
     return tuple(inspect.signature(inner).parameters)[1:]
@@ -82,7 +82,7 @@ def _parameters(method: Any) -> tuple[str, ...]:
     needs=(_CLIP_V1,),
 )
 def norm_v1() -> Answer:
-    """The scaler skips the step after it."""
+    """The shim's scaler skips the step after such a norm."""
     from nemo_rl.models.dtensor.parallelize import get_grad_norm
 
     from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
@@ -100,10 +100,10 @@ def norm_v1() -> Answer:
     needs=(_CLIP_V2,),
 )
 def norm_v2() -> Answer:
-    """The scaler skips the step after it."""
+    """The shim's scaler skips the step after such a norm."""
     from nemo_automodel.components.training import utils
 
-    if not hasattr(utils, "scale_grads_and_clip_grad_norm"):  # until 0.4 it clips elsewhere
+    if not hasattr(utils, "scale_grads_and_clip_grad_norm"):  # until 0.4 in another module
         return Answer("elsewhere", "elsewhere")
     found = utils.scale_grads_and_clip_grad_norm(1.0, [_overflowed()], foreach=False)
     return Answer(float("inf"), float(found))
@@ -117,7 +117,7 @@ def norm_v2() -> Answer:
     needs=(_AUXILIARY,),
 )
 def auxiliary() -> Answer:
-    """The shim brings that number up to the loss scale."""
+    """The shim multiplies that number by the loss scale."""
     from nemo_automodel.components.moe.megatron import moe_utils
 
     holder = getattr(moe_utils, "MoEAuxLossAutoScaler", None)

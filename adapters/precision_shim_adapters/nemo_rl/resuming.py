@@ -1,4 +1,4 @@
-"""What a resume makes of NeMo-RL's checkpoints."""
+"""Predict how NeMo-RL's jobs would resume their checkpoints."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .dtensor import FRAMEWORK, group_of
 from .megatron import read_wishes
 
 _SECOND = ("model", "optim")
-"""Directories within ``weights`` and ``optimizer`` that workers with ``dtensor_cfg._v2`` make."""
+"""Directories that workers with ``dtensor_cfg._v2`` make within ``weights`` and ``optimizer``."""
 
 
 def megatron(part: Part, here: Here) -> Outcome:
-    """On Megatron; the config's fields are those of ``megatron_cfg.optimizer``."""
+    """The outcome on Megatron; ``here.config`` has fields of ``megatron_cfg.optimizer``."""
     fields = megatrons.assumed(part, here)
     ddp = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
     config = {
@@ -28,7 +28,7 @@ def megatron(part: Part, here: Here) -> Outcome:
 
 
 def dtensor(part: Part, here: Here) -> Outcome:
-    """On DTensor; the second kind of workers has directories of its own within the first's."""
+    """The outcome on DTensor; the names of the directories tell the two kinds of workers apart."""
     second = any(unit.path.name in _SECOND for unit in part.units)
     group = group_of(part.subject or "policy", second=second)
     return torchs.foretell(FRAMEWORK, part, here, group)

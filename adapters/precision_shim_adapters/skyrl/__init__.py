@@ -1,20 +1,20 @@
-"""SkyRL: what stands where.
+"""The adapter for SkyRL, and why its seams are where they are.
 
-Why these layers. SkyRL's ``init_megatron_optim_config`` sees neither the model nor its dtype, and
-the bucket is decided before it, in ``make_megatron_module``. So the shim notes which model is being
-built around both (``MegatronPolicyWorkerBase.init_model``), looks at the live parameters in
-Megatron's own DDP, and lets one plan answer for both. SkyRL's own body still runs: values come in
-through the kwargs that it merges over its own, beneath what the user wrote there. What the user
-wrote is told from the defaults where the dataclasses are built, and travels with them to the
-workers.
+SkyRL's ``init_megatron_optim_config`` gets neither the model nor its dtype, and SkyRL decides the
+bucket's dtype earlier, in ``make_megatron_module``. So the shim announces the model in a function
+around both (``MegatronPolicyWorkerBase.init_model``), reads the live parameters in
+Megatron's own DDP, and makes one plan for both. SkyRL's own function still runs: the shim adds its
+values to the kwargs that SkyRL merges over its own, where values that the user wrote win. While the
+dataclasses are built, the shim marks in them what the user wrote, and the marks reach the workers
+with the config.
 
 On FSDP the strategy object makes the optimizer, runs the backward pass, clips, steps and saves:
-everything that loss scaling needs, for policy and critic alike.
+all places that loss scaling needs, for policy and critic alike.
 
 Deliberately not patched: the inference engines and the jax backend.
 
-Delete when: SkyRL dispatches on the model's dtype, keeps what was written apart from what was
-defaulted, and scales fp16 losses; see each seam.
+Delete when: SkyRL dispatches on the model's dtype, distinguishes written values from defaults, and
+scales fp16 losses; see each seam.
 """
 
 from __future__ import annotations
@@ -56,4 +56,4 @@ ADAPTER = Adapter.of(
         audit,
     ),
 )
-"""SkyRL's seams; of several on one target the first is the innermost."""
+"""SkyRL's adapter; of several seams on one target the first is the innermost."""

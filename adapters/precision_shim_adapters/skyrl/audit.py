@@ -1,4 +1,4 @@
-"""SkyRL: where on FSDP a model and its torch optimizer first stand together; and all metrics."""
+"""SkyRL: audit the optimizers on FSDP, and report lost updates for every backend."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def train_model(call: Call) -> Any:
     optional=True,
 )
 def report_lost_updates(call: Call) -> Any:
-    """Put the shares of lost updates beside the loss of a pass."""
+    """Add the shares of lost updates to the metrics of a forward-backward pass."""
     output = call.proceed()
     add_figures(output, meters.metrics(getattr(call.instance, "optimizer", None)))
     return output

@@ -1,13 +1,14 @@
-"""SkyRL's config: what the user wrote, and what a dataclass filled in.
+"""SkyRL's config: distinguish what the user wrote from the defaults of the dataclasses.
 
-Built from a command line or a YAML, a SkyRL config looks the same whether the user wrote a value or
-left it at the default. Here the one is told from the other while the dataclasses are built, and
-noted on them in a way that travels with them: workers get their config pickled, and a copy or
-``dataclasses.asdict`` must not lose or show anything.
+A SkyRL config built from a command line or a YAML looks the same whether the user wrote a value or
+left it at the default. So the shim marks what the user wrote while SkyRL builds the dataclasses.
+Copies and pickles must keep the marks, since workers get a pickled config, and
+``dataclasses.asdict`` must not show them.
 
-A default of ``grad_reduce_in_fp32`` is left to the class: the instance has no value of its own,
-reads the same, and has one as soon as somebody assigns it. The keys of ``optimizer_config_kwargs``
-that were written are noted beside them, since from 0.3 the dataclass fills in the others.
+For a default of ``grad_reduce_in_fp32`` the shim deletes the instance's attribute: the class's
+default then has the same value, and an assignment sets the attribute again. The shim also marks the
+keys of ``optimizer_config_kwargs`` that the user wrote, since from 0.3 the dataclass adds the
+others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _FEATURES = ("bf16-dispatch", "grad-bucket-alignment")
 _DELETE = "SkyRL's config tells what was written from what was defaulted"
 
 _old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", default=False)
-"""Whether the config that is being built went through a base YAML."""
+"""Whether SkyRL is building the config from a base YAML: written by ``note_old_style``."""
 
 
 # -- while the dataclasses are built ---------------------------------------------------------
@@ -42,7 +43,7 @@ _old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", defa
     delete_when=_DELETE,
 )
 def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
-    """Keep an instance free of a bucket that was not given, so that the class's default shows."""
+    """Delete ``grad_reduce_in_fp32`` from an instance that did not get it as an argument."""
     given = BUCKET in call.arguments
     result = call.proceed()
     if not given:
@@ -58,8 +59,8 @@ def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
     delete_when=_DELETE,
 )
 def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
-    """Note which optimizer settings were given, when a config is built of a YAML or in code."""
-    # Read the keys before the call: from 0.3 it adds the defaults to the caller's dict.
+    """Mark which optimizer settings the user gave in a YAML or in code."""
+    # Read the keys before the call: from 0.3 SkyRL adds the defaults to the caller's dict.
     written = _keys(call.arguments.get(KWARGS))
     result = call.proceed()
     vars(call.instance)[_WRITTEN] = written
@@ -75,7 +76,7 @@ def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
     optional=True,
 )
 def note_old_style(call: Call) -> Any:
-    """Note that the config comes by way of a base YAML."""
+    """Record that SkyRL builds the config from a base YAML."""
     _old_style.set(True)
     return call.proceed()
 
@@ -89,11 +90,11 @@ def note_old_style(call: Call) -> Any:
     relies_on=("from_cli",),
 )
 def note_overrides(call: Call, args: Any) -> Any:
-    """Keep what the overrides say of a config that is built from a command line.
+    """Mark the settings that the user wrote as overrides on a command line.
 
-    Overrides in the old style are merged over a YAML that spells out every default; the overrides
-    themselves say which of them the user wrote. Without the YAML the marks are right as they are,
-    those of a config class's own values among them.
+    SkyRL merges overrides in the old style over a YAML that spells out every default, so the marks
+    come from the overrides themselves. Without that YAML the marks from ``__init__`` are right,
+    also for a config class with values of its own.
     """
     token = _old_style.set(False)
     try:
@@ -106,10 +107,10 @@ def note_overrides(call: Call, args: Any) -> Any:
 
 
 def note_command_line(config: Any, words: list[str]) -> None:
-    """Note in a config what a command line wrote, where no seam did while it was built.
+    """Mark in a config what a command line wrote, where no seam ran while SkyRL built the config.
 
     Args:
-        config: what ``from_cli_overrides`` made of the words.
+        config: the config that ``from_cli_overrides`` made from the words.
         words: the overrides.
     """
     for role in ("policy", "ref"):
@@ -136,7 +137,7 @@ def _keep_overrides(config: Any, given: Any) -> None:
 
 
 def _keys(given: Any) -> tuple[str, ...]:
-    """The keys of what was given for the kwargs; on 0.2 None may come as the string "None"."""
+    """The keys of the given kwargs; on 0.2 ``given`` may be the string "None" instead of None."""
     return tuple(str(key) for key in given) if isinstance(given, Mapping) else ()
 
 
@@ -151,7 +152,7 @@ def _leave_to_class(ddp_config: Any) -> None:
 
 
 def bucket_is_written(ddp_config: Any) -> bool:
-    """Whether the user wrote ``grad_reduce_in_fp32``; what cannot be told counts as written."""
+    """Whether the user wrote ``grad_reduce_in_fp32``; true where the shim cannot know."""
     if ddp_config is None:
         return False
     if isinstance(ddp_config, Mapping):

@@ -1,9 +1,9 @@
-"""SkyRL on FSDP in fp16: autocast, loss scaling, its checkpoint and its metrics.
+"""SkyRL on FSDP in fp16: autocast, loss scaling, the scaler's checkpoint and metrics.
 
 ``fsdp_config.mixed_precision.param_dtype="fp16"`` makes FSDP compute with fp16 parameters. SkyRL's
-workers then run them under an autocast to bf16, and no scaler keeps small gradients from becoming
-zero. Here the autocast follows the parameters, and the strategy that makes the optimizer gets a
-scaler with it.
+workers then run the model under an autocast to bf16, and no scaler keeps small gradients from
+becoming zero. The shim switches the autocast to fp16, and gives a scaler to the strategy that makes
+the optimizer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ GROUP = "fsdp"
 """The group of the seams on the FSDP workers."""
 
 CLIENT_KEY = "precision_shim_scaler"
-"""Where the scaler's state lies in a checkpoint's ``client_state``."""
+"""The key of the scaler's state in a checkpoint's ``client_state``."""
 
 AUTOCAST = ("autocast to fp16", "it follows param_dtype")
-"""What becomes of SkyRL's autocast beside a scaler, and why."""
+"""The decision about SkyRL's autocast where the shim scales the loss: choice and reason."""
 
 _STRATEGY = "skyrl.backends.skyrl_train.distributed.fsdp_strategy:FSDPStrategy"
 _WORKERS = "skyrl.backends.skyrl_train.workers.worker"
@@ -37,27 +37,27 @@ _FP16: dict[str, Any] = {
     "group": GROUP,
     "delete_when": "SkyRL scales fp16 losses on FSDP",
 }
-"""What all seams here say."""
+"""Arguments that all seams here share."""
 
 
 def scaled_because(subject: str) -> str:
-    """Why a model's loss is scaled; ``subject`` is that of its config."""
+    """Why the shim scales a model's loss; ``subject`` is the model's key in the config."""
     return f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16"
 
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-"""The keys that SkyRL reads of ``mixed_precision``, and what it takes without that section."""
+"""The keys of ``mixed_precision`` that SkyRL reads, and its dtypes without that section."""
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
-    """The dtypes that FSDP is given, by the keys of ``mixed_precision``.
+    """The dtypes that SkyRL gives FSDP, by the keys of ``mixed_precision``.
 
     Args:
         config: ``fsdp_config``.
-        section: where the job's config has it, for messages.
+        section: the key of ``config`` in the job's config, for messages.
 
     Raises:
-        DtypeError: SkyRL has no such name, and would stop with an error that names no key.
+        DtypeError: SkyRL does not know a name; its own error would name no key.
     """
     mixed = getattr(config, "mixed_precision", None)
     if mixed is None:
@@ -77,11 +77,11 @@ def _is_fp16(strategy: Any) -> bool:
 
 
 class _Autocast:
-    """A hook that turns the autocast region around a module's forward pass from bf16 to fp16.
+    """A hook that switches the autocast region around a module's forward pass from bf16 to fp16.
 
-    SkyRL computes the loss in the same region, and there torch refuses to put fp16 tensors together
-    under an autocast to bf16. So the region is turned, not only the module: the ``with`` block that
-    opened it brings back what was before.
+    SkyRL computes the loss in the same region, where torch refuses to combine fp16 tensors under an
+    autocast to bf16. So the hook switches the rest of the region, not only the module; the ``with``
+    block that opened the region restores the former state.
     """
 
     def __init__(self, device: str) -> None:
@@ -102,10 +102,10 @@ class _Autocast:
     **_FP16,
 )
 def autocast_in_fp16(call: Call) -> Any:
-    """Let SkyRL's autocast follow the dtype of the parameters that FSDP was given.
+    """Make SkyRL's autocast follow FSDP's ``param_dtype``.
 
     Raises:
-        DtypeError: a dtype of ``mixed_precision`` is none.
+        DtypeError: ``mixed_precision`` has a name that is no dtype.
     """
     mixed_dtypes(call.instance.fsdp_config)
     module = call.proceed()
@@ -124,9 +124,9 @@ def autocast_in_fp16(call: Call) -> Any:
     **_FP16,
 )
 def scale_train_model(call: Call) -> Any:
-    """Give a strategy whose model is fp16 a scaler with its optimizer.
+    """Give an fp16 model's strategy a scaler when SkyRL makes the optimizer.
 
-    The inference-only workers of 0.3 have no optimizer and get none.
+    The inference-only workers of 0.3 have no optimizer and get no scaler.
     """
     model, optimizer, scheduler = call.proceed()
     if optimizer is not None and _is_fp16(call.instance):
@@ -148,7 +148,7 @@ def scale_train_model(call: Call) -> Any:
     **_FP16,
 )
 def scale_loss(call: Call, loss: Any) -> Any:
-    """Scale the gradients of a backward pass; the loss that SkyRL reports stays as it is."""
+    """Scale the gradients of a backward pass; the loss that SkyRL reports stays unchanged."""
     training = ScaledTraining.of(call.instance)
     if training is not None:
         training.attach(loss)
@@ -164,8 +164,8 @@ def scale_loss(call: Call, loss: Any) -> Any:
 def step(call: Call, optimizer: Any) -> Any:
     """Unscale before SkyRL clips, and step through the scaler.
 
-    SkyRL looks at the norm and takes no step where it is not finite. With ``max_grad_norm`` at 0 it
-    does not look: then the scaler skips.
+    SkyRL itself takes no step where the grad norm is not finite. With ``max_grad_norm`` at 0 SkyRL
+    does not compute the norm: then the scaler skips.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -175,7 +175,7 @@ def step(call: Call, optimizer: Any) -> Any:
         return call.proceed()
     with training.one_step(optimizer):
         grad_norm = call.proceed()
-    # SkyRL returns None or, where it skipped the step itself, a norm that is not finite.
+    # For a skipped step SkyRL returns None or, where it skipped itself, a norm that is not finite.
     return torch.tensor(math.nan) if training.skipped else grad_norm
 
 
@@ -205,10 +205,10 @@ def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
     **_FP16,
 )
 def load(call: Call, ckpt_dir: Any, optimizer: Any, load_optimizer_states: Any) -> Any:
-    """Take the scaler's state out of it again, the same on all ranks.
+    """Restore the scaler from the ``client_state`` of a checkpoint, the same on all ranks.
 
     Raises:
-        ScalerCheckpointError: the state is damaged on a rank, or not the same on all.
+        ScalerCheckpointError: the state is damaged on a rank, or differs between ranks.
     """
     path, states = call.proceed()
     strategy = call.instance
@@ -225,9 +225,10 @@ def _name(strategy: Any, what: str) -> str:
 
 
 def _files(strategy: Any, directory: Any) -> Files:
-    """This rank's files that SkyRL writes before the scaler's state; none of a remote checkpoint.
+    """This rank's files that SkyRL writes before the scaler's state.
 
-    SkyRL overwrites them in place: killed between two files, it would mix what is of two saves.
+    SkyRL overwrites them in place: a job killed between two files leaves files of two saves. The
+    paths of a remote checkpoint are no local files, and a record ignores them.
     """
     names = [_name(strategy, what) for what in ("model", "optim")]
     return {name: os.path.join(str(directory), name) for name in names}
@@ -246,11 +247,11 @@ def _files(strategy: Any, directory: Any) -> Files:
     **_FP16,
 )
 def report(call: Call) -> Any:
-    """Put the scaler's figures beside the loss of a policy's or critic's pass."""
+    """Add the scaler's metrics to those of a policy's or critic's forward-backward pass."""
     output = call.proceed()
     training = ScaledTraining.of(call.instance.strategy)
     if training is not None:
-        # The scale of this pass. Reading it is free: reading the loss has waited for the device.
+        # The scale of this pass. The read does not wait: SkyRL's read of the loss already did.
         scale = float(training.scaler.get_scale())
         add_figures(output, {**training.metrics(), "loss_scale": scale})
     return output

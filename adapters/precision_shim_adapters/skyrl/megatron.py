@@ -1,4 +1,4 @@
-"""SkyRL on Megatron: how its configs are read, and where its seams are."""
+"""SkyRL on Megatron: read its configs, and the seams where it builds a model."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
 
 
 def _asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
-    """What the user asked for by ``optimizer_config_kwargs``, and by ``adam_betas``.
+    """The OptimizerConfig fields from the user's ``optimizer_config_kwargs`` and ``adam_betas``.
 
     Args:
         optim_config: SkyRL's own optimizer config.
-        kwargs: ``None`` is an empty one.
-        written: its keys that the user wrote; ``None`` if that is not known.
+        kwargs: ``optimizer_config_kwargs``; may be ``None``.
+        written: the keys of ``kwargs`` that the user wrote; ``None`` if that is not known.
     """
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
-    # Every config has the default. It counts against a policy that the user asked for by name only
-    # where the user wrote it, or may have.
+    # Every config has use_precision_aware_optimizer=False by default. Take this False for the
+    # user's only where the user wrote it, or where the shim cannot know.
     default = written is not None and PRECISION_AWARE not in written
     if default and asked.get(PRECISION_AWARE) is False:
         del asked[PRECISION_AWARE]
     betas = getattr(optim_config, "adam_betas", None)
-    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # from 0.3 it passes them on
+    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # SkyRL passes it on from 0.3
         asked.setdefault("adam_beta2", float(betas[1]))
     return asked
 
 
 def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
-    """A direct caller's; SkyRL's own dtype is bf16, and fp16 wins over it."""
+    """A direct caller's wishes; SkyRL sets bf16 itself, and the caller's fp16 wins over it."""
     asked = _asked(optim_config, kwargs, None)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
     return Wishes(
@@ -85,7 +85,7 @@ def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
 
 
 def of_worker(worker: Any, ddp_config: Any) -> Wishes:
-    """What the config of a worker asks for, once it has its provider."""
+    """Read the wishes of a worker that already has its provider."""
     return of_config(
         worker.cfg,
         _role(worker),
@@ -98,14 +98,14 @@ def of_worker(worker: Any, ddp_config: Any) -> Wishes:
 def of_config(
     trainer: Any, role: str, ddp_config: Any, *, heads: int | None, adapters: bool = False
 ) -> Wishes:
-    """What a trainer's config asks for one of its models.
+    """Read one model's wishes from a trainer's config.
 
     Args:
-        trainer: the config.
+        trainer: the trainer's config.
         role: which model.
-        ddp_config: of the model's DDP.
-        heads: how many heads for multi-token prediction it has.
-        adapters: whether its worker keeps a store of LoRA adapters.
+        ddp_config: the config of the model's DDP.
+        heads: the model's number of heads for multi-token prediction.
+        adapters: whether the model's worker keeps a store of LoRA adapters.
     """
     config = getattr(trainer, role)
     optim_config = getattr(config, "optimizer_config", None)
@@ -125,11 +125,11 @@ def of_config(
         subject=role,
         asked=asked,
         declared=torch.bfloat16 if trainer.bf16 else torch.float32,
-        # A precision-aware optimizer that the user asked for is built all the same.
+        # The blockers do not apply to a precision-aware optimizer that the user asked for.
         blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
         bucket_in_fp32=bucket,
-        # No field of SkyRL's dataclass; whoever passes a mapping wrote it.
+        # SkyRL's dataclass has no such field, so only a caller's mapping can have it.
         nan_check_written=by_mapping and "check_for_nan_in_grad" in ddp_config,
     )
 
@@ -174,7 +174,7 @@ def _role(worker: Any) -> str:
     optional=True,
 )
 def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> Any:
-    """Give SkyRL's OptimizerConfig the dtype of the model that it is made for.
+    """Make SkyRL's OptimizerConfig follow the model's dtype.
 
     A policy worker calls it once, after its DDP is built.
     """
@@ -198,7 +198,7 @@ def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> An
     optional=True,
 )
 def check_optimizer(call: Call, model: Any, config: Any) -> Any:
-    """Hold the OptimizerConfig against the live model before the optimizer is built."""
+    """Compare the OptimizerConfig with the live model before SkyRL builds the optimizer."""
     megatron.check("skyrl", config, model)
     return call.proceed()
 
@@ -216,7 +216,7 @@ def check_optimizer(call: Call, model: Any, config: Any) -> Any:
     optional=True,
 )
 def worker_build(call: Call) -> Any:
-    """Note that a policy worker builds its model, until it has its optimizer."""
+    """Announce that a policy worker builds its model and optimizer."""
     worker = call.instance
     ddp_config = worker.cfg.policy.megatron_config.ddp_config
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
@@ -233,17 +233,17 @@ def worker_build(call: Call) -> Any:
     optional=True,
 )
 def module_build(call: Call, ddp_config: Any) -> Any:
-    """Note that a module is built outside ``init_model``, by another caller."""
+    """Announce a build for a caller outside ``init_model``."""
     worker = call.instance
     provider = worker.provider
     changes = any(in_force("skyrl", one, "megatron") for one in (DISPATCH, ALIGNMENT, SCALING))
     if (
-        changes  # the audit does not
+        changes  # the feature ``audit`` alone must change nothing
         and provider.fp16
         and provider.pipeline_dtype is torch.float32
         and not worker.cfg.bf16
     ):
-        # SkyRL sets bf16 or fp32 here; the stages of an fp16 model exchange fp16.
+        # SkyRL sets bf16 or fp32; but the pipeline stages of an fp16 model exchange fp16.
         provider.pipeline_dtype = torch.float16
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
         return call.proceed()
@@ -254,7 +254,7 @@ def module_build(call: Call, ddp_config: Any) -> Any:
 
 @dataclasses.dataclass
 class _Flag:
-    """``trainer.bf16``, and the checkpoint's dtype once the flag went over it."""
+    """``trainer.bf16``, and the checkpoint's dtype if ``follow_flag`` overrode it."""
 
     bf16: bool
     over: torch.dtype | None = None
@@ -274,9 +274,9 @@ _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", defaul
     optional=True,
 )
 def note_flag(call: Call, bf16: Any) -> Any:
-    """Hand ``bf16`` on to where the dtype of a worker's model is decided.
+    """Pass ``bf16`` to ``follow_flag``, which sets the dtype of a worker's model.
 
-    What became of it is said afterwards: the user's own settings go over it.
+    The shim reports the decision afterwards, since ``transformer_config_kwargs`` may override it.
     """
     flag = _Flag(bool(bf16))
     token = _flag.set(flag)
@@ -302,13 +302,13 @@ def note_flag(call: Call, bf16: Any) -> Any:
 
 
 def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
-    """What Megatron makes of a provider's flags: a cast of the whole model, or none.
+    """The dtype of the model that Megatron will build from a provider.
 
-    Megatron-Bridge 0.6 goes by ``bf16`` once more when it builds the model. An older one takes a
-    false one for "as the provider says".
+    Megatron-Bridge 0.6 reads ``bf16`` again when it builds the model. An older release uses the
+    provider's dtype where ``bf16`` is false.
 
     Args:
-        provider: with the user's own settings.
+        provider: the provider, with the user's own settings.
         bf16: ``trainer.bf16``.
     """
     if "pipeline_dtype" in look(_BUILDER).names and (bf16 or not provider.fp16):
@@ -319,11 +319,11 @@ def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
 
 
 def _warn_of_attention(worker: Any) -> None:
-    """Say where TransformerEngine has no attention for an fp32 model.
+    """Warn where TransformerEngine has no attention for an fp32 model.
 
-    Its flash and fused attention take fp16 and bf16 alone. The unfused one is what is left, and has
-    limits of its own. (SkyRL's ``attention_backend`` is a name, which Megatron compares with an
-    enum: it chooses nothing.)
+    TransformerEngine's flash and fused attention take fp16 and bf16 only, and its unfused attention
+    has limits of its own. (SkyRL's ``attention_backend`` has no effect: it is a string, which
+    Megatron compares with an enum.)
     """
     release = fused_adam_support().version
     if release is None:
@@ -353,12 +353,13 @@ def _warn_of_attention(worker: Any) -> None:
     optional=True,
 )
 def follow_flag(call: Call) -> Any:
-    """Give a provider the dtype that ``trainer.bf16`` says, before the user's own settings.
+    """Give a provider the dtype of ``trainer.bf16``, before SkyRL applies the user's own settings.
 
-    Megatron-Bridge takes the checkpoint's dtype. SkyRL's flag is ignored beside a bf16 checkpoint
-    and contradicts an fp16 one; an fp16 checkpoint without the flag stays fp16. From 0.6 the flag
-    is obeyed later, in time for the parameters, and too late for what the user says over it:
-    ``fp16=true`` contradicts a bf16 checkpoint before that.
+    Megatron-Bridge takes the checkpoint's dtype. Without this seam, ``bf16=false`` has no effect on
+    a bf16 checkpoint, and ``bf16=true`` contradicts an fp16 checkpoint; an fp16 checkpoint with
+    ``bf16=false`` stays fp16. From 0.6 Megatron-Bridge obeys the flag when it builds the
+    parameters. That is too late for the user's own ``fp16=true``, which contradicts a bf16
+    checkpoint earlier.
     """
     provider = call.proceed()
     flag = _flag.get()

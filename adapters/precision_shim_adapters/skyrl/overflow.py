@@ -1,8 +1,8 @@
-"""SkyRL on Megatron in fp16: a skipped step, and what becomes of it in SkyRL's metrics.
+"""SkyRL on Megatron in fp16: skipped steps in SkyRL's metrics.
 
-SkyRL drops what Megatron's ``step`` says of success, and a grad norm that is None from its metrics:
-a skipped step leaves no trace. It is given NaN as grad norm. The learning rate scheduler goes on,
-as SkyRL has it go on.
+SkyRL ignores the success flag of Megatron's ``step``, and leaves a grad norm of None out of its
+metrics: a skipped step leaves no trace. The shim reports it with grad norm NaN. SkyRL's learning
+rate scheduler counts a skipped step, and the shim does not change that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .megatron import TRAIN, WORKER
 _TINKERS_NORM = "skyrl.ai/grad_norm"
 _SCALE, _SKIPPED = "loss_scale", "skipped_steps"
 _scaled: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Dispatches of a driver, to the models whose workers scale their loss."""
+"""Maps a driver's ``WorkerDispatch`` to the models whose workers scale their loss: written by
+``note_scaled``, read by ``report_to_client``."""
 
 _log = logging.getLogger("precision_shim")
 
@@ -44,7 +45,7 @@ BASE = f"{TRAIN}.workers.worker"
     optional=True,
 )
 def step(call: Call, optimizer: Any) -> Any:
-    """Give a skipped step of a policy worker NaN as grad norm, and say so in the log."""
+    """Return NaN as the grad norm of a skipped step of a policy worker, and log the skip."""
     with skipping(succeeds=False), _counted(optimizer):
         grad_norm = call.proceed()
     if isinstance(grad_norm, float) and math.isnan(grad_norm):
@@ -60,7 +61,7 @@ def step(call: Call, optimizer: Any) -> Any:
 
 
 def _counted(optimizer: Any) -> AbstractContextManager[None]:
-    """With a multi-token prediction head SkyRL puts a step of its own into the optimizer."""
+    """Count steps where SkyRL replaces the optimizer's step, for multi-token prediction heads."""
     if "step" not in vars(optimizer):
         return nullcontext()
 
@@ -79,9 +80,9 @@ def _counted(optimizer: Any) -> AbstractContextManager[None]:
     optional=True,
 )
 def note_scaled(call: Call, model: Any) -> Any:
-    """Note on the driver, after each pass, which model's workers scale their loss.
+    """Record on the driver, after each pass, which model's workers scale their loss.
 
-    Their metrics say so; the driver itself has no scaler to ask.
+    The driver has no scaler, so it looks for ``loss_scale`` in the workers' metrics.
     """
     output = call.proceed()
     scaled = _scaled.setdefault(call.instance, set())
@@ -99,16 +100,16 @@ def note_scaled(call: Call, model: Any) -> Any:
     optional=True,
 )
 def report_to_client(call: Call, model_id: Any) -> Any:
-    """Take NaN out of the answer to a Tinker client, which is JSON.
+    """Remove a skipped step's grad norm of NaN from the reply to a Tinker client, which is JSON.
 
-    A skip is NaN where a scaler is at work. Elsewhere a norm that is not finite is a model that
-    broke, and stays SkyRL's error.
+    For a model whose workers scale the loss, NaN means a skipped step. For other models it means
+    that training diverged, and SkyRL's own error stays.
     """
     output = call.proceed()
     norm = output.metrics.get(_TINKERS_NORM)
     if norm is None or not math.isnan(norm):
         return output
-    role_of = getattr(call.instance, "_get_role", None)  # 0.2 has a policy only
+    role_of = getattr(call.instance, "_get_role", None)  # missing in 0.2, which has a policy only
     role = role_of(model_id) if role_of is not None else "policy"
     if role in _scaled.get(call.instance._dispatch, ()):
         del output.metrics[_TINKERS_NORM]
@@ -126,7 +127,7 @@ def report_to_client(call: Call, model_id: Any) -> Any:
     optional=True,
 )
 def report(call: Call) -> Any:
-    """Put loss scale and skipped steps beside the loss of a policy worker's pass."""
+    """Add loss scale and skipped steps to the metrics of a policy worker's pass."""
     output = call.proceed()
     optimizer = getattr(call.instance, "optimizer", None)
     if optimizer is not None:
@@ -135,14 +136,14 @@ def report(call: Call) -> Any:
 
 
 def add_figures(output: Any, figures: dict[str, float]) -> None:
-    """Put figures among a worker's metrics."""
+    """Add values to a worker's metrics."""
     found = _figures_in(output)
-    if found:  # no microbatch, no metrics
+    if found:  # without a micro-batch SkyRL expects no metrics
         found.update(figures)
 
 
 def _figures_in(output: Any) -> dict[str, Any]:
-    """A worker's metrics: a dict of them (0.2), or a record with one (0.3)."""
+    """A worker's metrics: the output is their dict (0.2) or an object with that dict (0.3)."""
     found = output if isinstance(output, dict) else getattr(output, "metrics", None)
     return {} if found is None else found
 
@@ -160,7 +161,7 @@ def _figures_in(output: Any) -> dict[str, Any]:
     ),
 )
 def keep_last(call: Call, metrics: Any) -> Any:
-    """Report the last value of scale and count, where trainer and workers take means."""
+    """Report the last loss scale and count instead of their means over mini-batches."""
     reduced = call.proceed()
     reduced.update({key: metrics[key][-1] for key in (_SCALE, _SKIPPED) if key in reduced})
     return reduced
@@ -170,7 +171,7 @@ def keep_last(call: Call, metrics: Any) -> Any:
 
 
 class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A Megatron-Bridge whose conversion tasks show fp16 weights as bf16 ones, of equal size."""
+    """A Megatron-Bridge whose conversion tasks show fp16 weights as bf16, which has equal size."""
 
     def get_conversion_tasks(self, *args: Any, **kwargs: Any) -> Any:
         return [_resized(task) for task in self.__wrapped__.get_conversion_tasks(*args, **kwargs)]
@@ -194,9 +195,9 @@ def _resized(task: Any) -> Any:
     optional=True,
 )
 def size_fp16(call: Call) -> Any:
-    """Let an extractor, which knows the sizes of two dtypes, size its buckets as for bf16.
+    """Let the weight extractor, whose table of sizes has two dtypes, size fp16 weights as bf16.
 
-    It keeps indices only: the weights themselves are read anew for every transfer.
+    The extractor keeps only indices from this call; it reads the weights again for every transfer.
     """
     extractor = call.instance
     bridge = extractor.bridge

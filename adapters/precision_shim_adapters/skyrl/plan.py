@@ -1,6 +1,6 @@
-"""SkyRL's jobs, planned: its dataclasses and command line, by its own loader.
+"""Plan SkyRL's jobs from their command line, with SkyRL's own loader of its dataclasses.
 
-The loader needs no torch. What Megatron's optimizer becomes is read by ``skyrl.megatron``, as in a
+The loader needs no torch. ``skyrl.megatron`` reads the optimizer's wishes from the config, as in a
 worker.
 """
 
@@ -31,7 +31,7 @@ from .config import note_command_line
 
 
 def plan_job(job: Job) -> Request:
-    """Read a launch line of SkyRL's.
+    """Read a command line that launches a SkyRL job.
 
     Raises:
         PlanError: the config or a model cannot be read.
@@ -59,12 +59,12 @@ def _where() -> str:
 
 
 def load(job: Job) -> tuple[Any, list[str]]:
-    """The config of a job with what the user wrote marked in it, and the keys passed over.
+    """The config of a job, with marks for what the user wrote, and the keys that it leaves out.
 
-    An entry point of the user's own may add keys to SkyRL's.
+    Only a user's own entry point may have overrides that SkyRL does not know.
 
     Raises:
-        PlanError: it cannot be read.
+        PlanError: SkyRL cannot load the config.
     """
     try:
         import skyrl.train.config as configs
@@ -77,7 +77,7 @@ def load(job: Job) -> tuple[Any, list[str]]:
     while True:
         try:
             return _loaded(configs, job, words), passed_over
-        except Exception as error:  # omegaconf's, and SkyRL's own of several kinds
+        except Exception as error:  # omegaconf and SkyRL raise several classes
             text = " ".join(str(error).split())
             unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
             if not unknown:
@@ -89,14 +89,14 @@ def load(job: Job) -> tuple[Any, list[str]]:
 
 
 def _unknown(message: str, words: list[str]) -> list[str]:
-    """The overrides that SkyRL's "Invalid fields" is about."""
+    """The overrides that SkyRL's message "Invalid fields" names."""
     found = re.search(r"Invalid fields \{(.*?)\}", message)
     names = set(re.findall(r"'([^']+)'", found.group(1))) if found else set()
     return [word for word in words if names & set(word.partition("=")[0].split("."))]
 
 
 def _loaded(configs: Any, job: Job, words: list[str]) -> Any:
-    """A training's config; that of fine-tuning is made into one by SkyRL's own function."""
+    """The training config; SkyRL's own function turns a fine-tuning config into one."""
     modules = imported(job.source) if job.source is not None else []
     tunes = any("sft_config" in one or "sft_trainer" in one for one in modules)
     if tunes or job.target.endswith("main_sft"):
@@ -162,7 +162,7 @@ def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> MegatronM
     heads = getattr(config, "mtp_num_layers", None)
     if heads is None:
         heads = model.number("num_nextn_predict_layers")
-    # A reference has no optimizer: its bucket is the policy's.
+    # SkyRL builds a reference model with the policy's DDP config.
     ddp_config = trainer.policy.megatron_config.ddp_config
     wishes = replace(
         megatron.of_config(trainer, "policy", ddp_config, heads=heads),
@@ -194,7 +194,7 @@ def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> MegatronM
 
 
 def _together(trainer: Any, role: str) -> str:
-    """By which key a model shares its GPUs, as SkyRL's ``WorkerDispatch`` asks; empty: by none."""
+    """The key by which a model shares its GPUs, as in ``WorkerDispatch``; empty if it does not."""
     if trainer.placement.colocate_all:
         return "colocate_all"
     shares = role in ("policy", "ref") and trainer.placement.colocate_policy_ref
@@ -206,7 +206,7 @@ def _place(trainer: Any, role: str) -> str:
 
 
 def _parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
-    """What SkyRL moves to the host's memory while another model or the rollout has the GPU."""
+    """The components that SkyRL moves to the host while another model or the rollout runs."""
     key = _together(trainer, role)
     alone = key == "colocate_policy_ref" and "ref" not in _roles(trainer)
     return {f"trainer.placement.{key}": WEIGHTS + STATES} if key and not alone else {}
@@ -227,7 +227,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         role,
         model,
         world,
-        "bf16" if low else "fp32",  # what trains is loaded in fp32, whatever trainer.bf16 says
+        "bf16" if low else "fp32",  # SkyRL loads trained models in fp32, whatever trainer.bf16
         shards=int(config.fsdp_size),
         context=int(getattr(section, "sequence_parallel_size", 1)),
         compute=compute,

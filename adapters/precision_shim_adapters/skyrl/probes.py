@@ -1,4 +1,4 @@
-"""What our rules assume of SkyRL, asked of the SkyRL that is installed."""
+"""Probes: check the rules' assumptions about SkyRL against the installed version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CONFIG = "skyrl.train.config.config"
     needs=(_OPTIMIZER,),
 )
 def optimizer_config() -> Answer:
-    """The shim's values come in through the kwargs."""
+    """The shim adds its values to ``optimizer_config_kwargs``."""
     from skyrl.backends.skyrl_train.distributed.megatron.optimizer import (
         init_megatron_optim_config,
     )
@@ -46,7 +46,7 @@ def optimizer_config() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def coercion() -> Answer:
-    """Where SkyRL does it the shim leaves it to SkyRL."""
+    """Where SkyRL coerces dtype names itself, the shim does not."""
     from skyrl.backends.skyrl_train.distributed.megatron.optimizer import (
         init_megatron_optim_config,
     )
@@ -71,7 +71,7 @@ def coercion() -> Answer:
     needs=(_CONFIG,),
 )
 def defaults() -> Answer:
-    """The shim tells these from what was written."""
+    """The shim distinguishes these defaults from values that the user wrote."""
     from skyrl.train.config.config import MegatronConfig, MegatronDDPConfig
 
     kwargs = MegatronConfig().optimizer_config_kwargs
@@ -90,7 +90,7 @@ def defaults() -> Answer:
     needs=(_STRATEGY,),
 )
 def overflow() -> Answer:
-    """The shim gives it NaN as norm, and a line in the log."""
+    """The shim reports a skipped step with grad norm NaN and logs it."""
     from skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy import MegatronStrategy
 
     scheduled: list[int] = []
@@ -108,7 +108,7 @@ def overflow() -> Answer:
     needs=(_FSDP,),
 )
 def fsdp_step() -> Answer:
-    """The shim's scaler steps in its place, and counts."""
+    """The shim steps through its scaler there, which counts skipped steps."""
     from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy
 
     layer = torch.nn.Linear(1, 1)
@@ -133,7 +133,7 @@ def fsdp_step() -> Answer:
     needs=(f"{_TRAIN}.workers.worker_utils",),
 )
 def metrics() -> Answer:
-    """The shim puts the last value there."""
+    """The shim replaces the mean by the last value."""
     from skyrl.backends.skyrl_train.workers.worker_utils import reduce_metrics
 
     return Answer({"loss_scale": 6.0}, reduce_metrics({"loss_scale": [8.0, 4.0]}))

@@ -1,4 +1,4 @@
-"""SkyRL's other processes: the shim's variables, and actor classes that hold what is patched."""
+"""SkyRL's other processes: pass on the shim's variables, and actor classes with patched methods."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..ray_actors import make_again, plain_class
 def carry_variables(call: Call) -> Any:
     """Add the shim's variables to those that a driver forwards to its workers.
 
-    Those that ``ray job submit`` carries already stay there: Ray takes no key twice.
+    Not those that ``ray job submit`` has already set: Ray rejects a key that is set twice.
     """
     env_vars = call.proceed()
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
@@ -41,11 +41,11 @@ def carry_variables(call: Call) -> Any:
     relies_on=("ray_actor_type", "remote"),
 )
 def renew_actor_class(call: Call) -> Any:
-    """Make the actor class anew before a group of workers is started.
+    """Make the actor class again before SkyRL starts a group of workers.
 
-    SkyRL's modules call ``ray.remote`` on their last lines, before anything in them is patched. Ray
-    then keeps every method as it was and sends it by value, because its name now leads to another
-    object: workers would run the unpatched methods, however well they are patched themselves.
+    SkyRL's modules call ``ray.remote`` on their last lines, before the shim patches them. Ray keeps
+    the unpatched methods and pickles them by value, because their names now refer to the patched
+    ones: workers would run the unpatched methods even where the shim patched their own modules.
     """
     call.instance.ray_actor_type = _renewed(call.instance.ray_actor_type)
     return call.proceed()
@@ -53,5 +53,5 @@ def renew_actor_class(call: Call) -> Any:
 
 def _renewed(actor_class: Any) -> Any:
     plain = plain_class(actor_class)
-    # None: not an actor class yet, or another kind of class.
+    # ``plain`` is None where this is not an actor class yet, or another kind of class.
     return actor_class if plain is None else make_again(actor_class, plain)

@@ -1,4 +1,4 @@
-"""What a resume makes of SkyRL's checkpoints."""
+"""Predict how SkyRL's jobs would resume their checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .fsdp import GROUP
 
 
 def megatron(part: Part, here: Here) -> Outcome:
-    """On Megatron; the config's fields are those of ``optimizer_config_kwargs``."""
+    """The outcome on Megatron; ``here.config`` has fields of ``optimizer_config_kwargs``."""
     fields = megatrons.assumed(part, here)
     bucket = fields.pop(megatrons.BUCKET, None)
     wishes = Wishes(
@@ -27,5 +27,5 @@ def megatron(part: Part, here: Here) -> Outcome:
 
 
 def fsdp(part: Part, here: Here) -> Outcome:
-    """On FSDP."""
+    """The outcome on FSDP."""
     return torchs.foretell("skyrl", part, here, GROUP)

@@ -1,4 +1,4 @@
-"""SkyRL on Megatron: a checkpoint of which the weights alone are loaded."""
+"""SkyRL on Megatron: master weights after SkyRL loads only the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .megatron import TRAIN
 def load_checkpoint(
     call: Call, model: Any, optimizer: Any = None, load_optimizer_states: bool = True
 ) -> Any:
-    """Load a checkpoint; make the masters anew where only the weights came.
+    """Load a checkpoint; reload the master weights where SkyRL loaded only the weights.
 
-    SkyRL's workers hand the optimizer over only if its states are to be loaded; the model's
-    wrapper has it, too.
+    SkyRL's workers pass the optimizer only to load its states; otherwise the shim takes it from the
+    model's wrapper.
     """
     result = call.proceed()
     owner = optimizer or getattr(model, "actor_optimizer", None)

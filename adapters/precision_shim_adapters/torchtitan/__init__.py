@@ -1,19 +1,19 @@
-"""torchtitan: what stands where.
+"""The adapter for torchtitan, and why its seams are where they are.
 
-Why these places. torchtitan's trainers are driven by their own loops: an RL trainer by a controller
-in another process, which calls its endpoints, pre-training by ``Trainer.train``. Both clip through
-one function and step through one container of optimizers. Between the endpoints of the RL trainer
-nothing but the trainer itself knows that a step is coming; so its loss is scaled as soon as its
-``optim_step`` is ours. ``Trainer`` has one method for a step, and its loss is scaled within that
-method alone: others build a ``Trainer`` and run a loop of their own.
+Two loops step torchtitan's trainers: for RL a controller in another process that calls the
+trainer's endpoints, for pre-training ``Trainer.train``. Both clip with the same function and step
+the same container of optimizers. When the RL trainer computes a loss, no running function shows
+that a step will follow; so the shim scales every loss of a trainer whose ``optim_step`` is the
+shim's. ``Trainer`` has one method for a step, and the shim scales only losses inside that method,
+since other code builds a ``Trainer`` and runs its own loop.
 
-Two places hold no wrapper of wrapt's: ``optim_step`` is an object of Monarch's, and attention is
-compiled by dynamo.
+Two seams replace the symbol itself and use no wrapt wrapper: ``optim_step`` is a Monarch object,
+and dynamo compiles the attention.
 
 Deliberately not patched: the experts' grouped products, which torchtitan computes in bfloat16 in
 training and in its generator; ``PolicyTrainer.push_model_state_dict``, which sends one state dict
 and casts it where the dtypes differ; trainers with a loop of their own (Flux, TorchFT, Forge, the
-graph trainer), which are refused by name.
+graph trainer), of which the shim warns by name.
 
 Delete when: torchtitan scales the loss of float16 training and saves the scaler.
 """
@@ -51,4 +51,4 @@ ADAPTER = Adapter.of(
     },
     seams=collect(names, attention, scaled, checkpoints, rl, pretraining, audit),
 )
-"""torchtitan's seams; of several on one target the first is the innermost."""
+"""torchtitan's adapter; of several seams on one target the first is the innermost."""

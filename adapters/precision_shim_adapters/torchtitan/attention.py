@@ -1,8 +1,8 @@
-"""Varlen attention of a float16 model: in float16, as its generator computes.
+"""Varlen attention of a float16 model: computed in float16, as the generator does.
 
 torchtitan casts queries, keys and values to bfloat16 for the kernel, which takes float16 as well,
-and casts the result back. What stands here instead is a plain function: blocks are compiled with
-``fullgraph=True``, and dynamo cannot look into a wrapper of wrapt's.
+and casts the result back. The shim puts a plain function in its place: torchtitan compiles blocks
+with ``fullgraph=True``, and dynamo cannot trace a wrapt wrapper.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _CAST, _KEPT = "bfloat16", "float16"
     replaces=True,
 )
 def keep_float16(forward: Any) -> Any:
-    """Make the attention that leaves float16 as it is.
+    """Make an attention function that does not cast float16.
 
-    It is torchtitan's own function twice: as it stands, and with the name of the dtype that it
-    casts to exchanged.
+    It calls torchtitan's own function, for float16 a copy of that function in which the name
+    ``bfloat16`` is replaced by ``float16``.
 
     Raises:
-        SeamError: it is not the function that it was.
+        SeamError: this version's function does not cast to bfloat16, or also names float16.
     """
     code = getattr(forward, "__code__", None)
     names = getattr(code, "co_names", ())
@@ -55,7 +55,7 @@ def keep_float16(forward: Any) -> Any:
     )
     in_float16.__kwdefaults__ = forward.__kwdefaults__
 
-    # wraps: Module.parallelize reads the names of the parameters.
+    # Keep ``wraps``: Module.parallelize reads the names of the parameters.
     @functools.wraps(forward)
     def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
         for given in (*args, *kwargs.values()):
@@ -67,11 +67,11 @@ def keep_float16(forward: Any) -> Any:
 
 
 def tell(subject: str, model_parts: Any) -> None:
-    """Decide, for a float16 model, what its attention and its experts compute in.
+    """Report in which dtype a float16 model's attention and experts compute.
 
     Args:
-        subject: whose model.
-        model_parts: its modules.
+        subject: which model.
+        model_parts: the model's modules.
     """
     from torchtitan.models.common.attention import VarlenAttention
     from torchtitan.models.common.moe import GroupedExperts

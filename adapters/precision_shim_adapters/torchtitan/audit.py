@@ -1,4 +1,4 @@
-"""The audit of both trainers, and the lost updates among their metrics."""
+"""Audit both trainers, and add the lost updates to their metrics."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _see(trainer: Any, subject: str) -> None:
         FRAMEWORK,
         subject,
         trainer.optimizers,
-        # A skipped step runs the container's step, and none of those within it: they have no
-        # states then. They step in this order.
+        # A skipped step runs the container's step but no inner step, so inner optimizers may have
+        # no states. They step in order: after the last one has stepped, all have states.
         inner=optimizers[-1],
         model=trainer.model_parts,
         scaler=scaler,
@@ -87,7 +87,7 @@ def report_from_endpoint(endpoint: Any) -> Any:
     """Make an endpoint that reports the shares of lost updates beside the grad norm.
 
     Raises:
-        SeamError: it is not what Monarch's ``concurrent_endpoint`` makes.
+        SeamError: Monarch's ``concurrent_endpoint`` did not make the endpoint.
     """
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:

@@ -1,8 +1,8 @@
-"""Checkpoints: the scaler's record is a tensor in ``train_state``.
+"""Checkpoints: save the scaler's record as a tensor in ``train_state``, and restore it.
 
-torch's distributed checkpoint unpickles all that is no tensor. It asks the file for every key that
-the trainer's state has, and a key that is not there is an error: so a checkpoint's metadata is
-looked at first, by a reader that imports and calls nothing.
+torch's distributed checkpoint unpickles everything that is not a tensor. A load asks the file for
+every key of the trainer's state, and a missing key is an error: so the shim reads the checkpoint's
+metadata first, with a reader that imports and calls nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHERWISE = (
 
 @dataclass(frozen=True)
 class _Load:
-    """The checkpoint that is being loaded: where it is, and the size of its record, if any."""
+    """The checkpoint that is being loaded: its path, and the size of its record, if any."""
 
     where: str
     size: tuple[int, ...] | None
@@ -55,9 +55,9 @@ _loading: ContextVar[_Load | None] = ContextVar("precision_shim_torchtitan_load"
     **SCALED,
 )
 def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
-    """Load a checkpoint, and with a trainer's state the record if there is one."""
+    """Load a checkpoint, with the scaler's record if the checkpoint has one."""
     trainer = None if from_hf else state_dict.get(STATE)
-    if ScaledTraining.of(trainer) is None:  # other dtypes, and loads of the model alone
+    if ScaledTraining.of(trainer) is None:  # no scaler, or a load of the model alone
         return call.proceed()
     where = f"{checkpoint_id} ({STATE}.{KEY})"
     token = _loading.set(_Load(where, _size_of_record(str(checkpoint_id), where)))
@@ -71,14 +71,14 @@ def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
     """The size of a checkpoint's record, from its metadata, which rank 0 reads.
 
     Raises:
-        ScalerCheckpointError: the metadata cannot be read, or what stands at the record's key is
-            no tensor of bytes; on every rank.
+        ScalerCheckpointError: the metadata cannot be read, or the record is no tensor of bytes;
+            raised on every rank.
     """
     box: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             box = [_look(checkpoint, where)]
-        except ScalerCheckpointError as error:  # the others wait for us
+        except ScalerCheckpointError as error:  # raise after the broadcast: other ranks wait for it
             box = [str(error)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
@@ -97,7 +97,7 @@ def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
         raise ScalerCheckpointError(
             f"{error} Whether it has a loss scaler's state cannot be told. {_ANOTHER}"
         ) from None
-    except Exception as error:  # whatever the file system's client raises
+    except Exception as error:  # the client of a remote file system raises its own classes
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise ScalerCheckpointError(
             f"{file_name}: it cannot be read ({why}). Whether the checkpoint has a loss scaler's "
@@ -115,7 +115,7 @@ def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
 
 
 def _open_metadata(checkpoint: str) -> Any:
-    """A checkpoint's metadata as an open file, also of a file system that torch reaches."""
+    """Open a checkpoint's metadata, also on a remote file system that torch can read."""
     if "://" not in checkpoint:
         return open(os.path.join(checkpoint, METADATA), "rb")
     from torch.distributed.checkpoint._storage_utils import _storage_setup
@@ -130,7 +130,7 @@ def _open_metadata(checkpoint: str) -> Any:
     **SCALED,
 )
 def state_dict(call: Call) -> Any:
-    """Add the scaler's record; while a checkpoint is loaded, room for the record that it has."""
+    """Add the scaler's record; during a load, an empty tensor of the stored record's size."""
     found = call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:
@@ -145,7 +145,7 @@ def state_dict(call: Call) -> Any:
 
 @seam(at=of_both("load_state_dict"), why="what comes from a checkpoint", **SCALED)
 def load_state_dict(call: Call, state_dict: Any) -> Any:
-    """Restore the scaler from the record, beside all else."""
+    """Load the trainer's state, and restore the scaler from its record."""
     training = ScaledTraining.of(call.instance)
     if training is None:
         return call.proceed()

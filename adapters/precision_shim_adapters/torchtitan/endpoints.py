@@ -1,6 +1,6 @@
-"""Endpoints of a Monarch actor, made again around what the actor's own do.
+"""Make Monarch actors' endpoints again, with the shim's code around the actor's own method.
 
-An endpoint is an object that an actor looks up by name; a wrapper around one is not called.
+An endpoint is an object that an actor looks up by name; Monarch would not call a wrapper around it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 from precision_shim.errors import SeamError
 
 UNSCALES = "_precision_shim_unscales"
-"""The mark of an endpoint whose step unscales what its trainer has scaled."""
+"""The attribute that marks an endpoint whose step unscales its trainer's gradients."""
 
 
 def remade(
     endpoint: Any, act: Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]], **marks: Any
 ) -> Any:
-    """Make an endpoint of the same name whose method is called by ``act``.
+    """Make an endpoint of the same name that calls ``act``.
 
     Args:
-        endpoint: what Monarch's ``concurrent_endpoint`` made.
-        act: gets the actor and a function that calls the endpoint's own method; its result is the
-            endpoint's.
-        marks: attributes of the new endpoint, beside the mark that the old one has.
+        endpoint: an endpoint made by Monarch's ``concurrent_endpoint``.
+        act: gets the actor and a function that calls the old endpoint's method; returns the new
+            endpoint's result.
+        marks: attributes of the new endpoint; it also keeps the old endpoint's ``UNSCALES``.
 
     Raises:
-        SeamError: it is not what ``concurrent_endpoint`` makes.
+        SeamError: ``concurrent_endpoint`` did not make the endpoint.
     """
     from monarch.actor import concurrent_endpoint
 
@@ -40,7 +40,7 @@ def remade(
         return await act(self, lambda: method(self, *args, **kwargs))
 
     made = concurrent_endpoint(acting, propagate=endpoint._propagator)
-    made.__set_name__(None, method.__name__)  # Python does this where a class is defined
+    made.__set_name__(None, method.__name__)  # Python calls it only when it makes a class
     if hasattr(endpoint, UNSCALES):
         marks.setdefault(UNSCALES, True)
     for name, value in marks.items():

@@ -1,8 +1,8 @@
-"""Dtype names: every spelling becomes torchtitan's own before torchtitan looks at it.
+"""Dtype names: replace every spelling by torchtitan's own before torchtitan reads it.
 
-torchtitan compares names, looks them up in a dict that knows three, and hands them on to vLLM. So a
-name is changed where a config is built, and once more where a trainer or a generator gets a config,
-for a name that was assigned later.
+torchtitan compares names, looks them up in a dict of three, and passes them to vLLM. So the shim
+replaces a name when torchtitan builds a config, and again when a trainer or a generator gets the
+config, since other code may assign a name in between.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _UPSTREAM = "https://github.com/pytorch/torchtitan/issues/2356"
 
 
 def own_name(value: Any, key: str) -> Any:
-    """Torchtitan's name for the dtype that a name means, or that was written as a ``torch.dtype``.
+    """Torchtitan's own name for a dtype name or a ``torch.dtype``.
 
     Args:
-        value: what stands in the config; anything else stays as it is.
+        value: the config's value; a value of another type is returned unchanged.
         key: the config's key, for the message.
 
     Raises:
-        DtypeError: it names no dtype that torchtitan has.
+        DtypeError: torchtitan does not compute in this dtype, or the name is unknown.
     """
     if not isinstance(value, str | torch.dtype):
         return value
@@ -69,10 +69,10 @@ def _allowed() -> str:
 
 
 def coerce_training(training: Any) -> None:
-    """Give a ``TrainingConfig`` torchtitan's own names.
+    """Replace the dtype names in a ``TrainingConfig`` by torchtitan's own.
 
     Raises:
-        DtypeError: a name is unknown, or float16 is asked for where it cannot be.
+        DtypeError: a name is unknown, or ``training.dtype`` is float16.
     """
     for key in KEYS:
         value = getattr(training, key)
@@ -83,13 +83,13 @@ def coerce_training(training: Any) -> None:
 
 
 def coerce_generator(config: Any) -> None:
-    """Give a generator's config torchtitan's own names; ``auto`` is vLLM's and stays.
+    """Replace the dtype name in a generator's config by torchtitan's own, except vLLM's ``auto``.
 
     Raises:
         DtypeError: the name is unknown.
     """
     value = config.model_dtype
-    if value == "":  # the trainer's own
+    if value == "":  # the generator takes the trainer's dtype
         return
     automatic = isinstance(value, str) and value.strip().lower() == "auto"
     own = "auto" if automatic else own_name(value, "generator.model_dtype")
@@ -98,10 +98,10 @@ def coerce_generator(config: Any) -> None:
 
 
 def generator_dtype_name(value: Any) -> Any:
-    """The name of the generator's dtype, as the trainer needs it.
+    """The name of the generator's dtype, for the trainer.
 
     Raises:
-        DtypeError: the name is unknown, or is left to vLLM.
+        DtypeError: the name is unknown, or is ``auto``, so that vLLM would choose the dtype.
     """
     if isinstance(value, str) and value.strip().lower() == "auto":
         raise DtypeError(
@@ -154,16 +154,16 @@ def build_generator_config(call: Call, model_dtype: Any) -> None:
     relies_on=("tyro", "cli"),
 )
 def parse_args(call: Call) -> Any:
-    """Let the command line take every spelling; it gets no option that it did not have."""
+    """Let the command line accept every spelling, without adding an option."""
     with any_name():
         return call.proceed()
 
 
 @contextmanager
 def any_name() -> Iterator[None]:
-    """While the command line is read the names of dtypes are words; building checks them.
+    """Make tyro accept any word for a dtype; ``build_training`` then checks the name.
 
-    tyro reads the annotations of the class, not the types of its fields.
+    This changes the annotations of the class, since tyro reads these and not the fields' types.
     """
     import tyro
     from torchtitan.config.configs import TrainingConfig
@@ -192,7 +192,7 @@ def any_name() -> Iterator[None]:
     optional=True,
 )
 def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> Any:
-    """Bring the names of an RL trainer's config to torchtitan's own."""
+    """Replace the dtype names in an RL trainer's config by torchtitan's own."""
     coerce_training(config.training)
     if "generator_dtype" in call.arguments:
         call.arguments["generator_dtype"] = generator_dtype_name(generator_dtype)
@@ -209,7 +209,7 @@ def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> Any:
     optional=True,
 )
 def build_generator(call: Call, config: Any) -> Any:
-    """Bring the name in a generator's config to torchtitan's own."""
+    """Replace the dtype name in a generator's config by torchtitan's own."""
     coerce_generator(config)
     return call.proceed()
 
@@ -223,6 +223,6 @@ def build_generator(call: Call, config: Any) -> Any:
     delete_when=_DELETE,
 )
 def build_trainer(call: Call, config: Any) -> Any:
-    """Bring the names of a pre-training config to torchtitan's own."""
+    """Replace the dtype names in a pre-training config by torchtitan's own."""
     coerce_training(config.training)
     return call.proceed()

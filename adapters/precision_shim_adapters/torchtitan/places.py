@@ -1,4 +1,4 @@
-"""Where torchtitan's functions are, and what several of our modules ask of it."""
+"""The symbols of torchtitan's trainers, and functions that several modules of this adapter use."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TRAINER = "torchtitan.trainer:Trainer"
 UPSTREAM = "https://github.com/pytorch/torchtitan/pull/3897"
 DELETE = "torchtitan scales the loss of float16 training and saves the scaler"
 SCALED: dict[str, Any] = {"feature": FEATURE, "upstream": UPSTREAM, "delete_when": DELETE}
-"""What the seams say that scale the loss."""
+"""Arguments that all seams for loss scaling share."""
 
 OWN_NAMES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
 }
-"""The dtypes that torchtitan trains and generates in, and its only names for them."""
+"""Maps the dtypes in which torchtitan trains and generates to its only names for them."""
 
 
 def computes_in_float16(training: Any) -> bool:
@@ -69,13 +69,13 @@ def _has_scaler(target: str) -> bool:
 
 
 def native_rl(symbol: Symbol, settings: Any) -> str | None:
-    """No version scales the loss of the RL trainer yet; one that does has a scaler there."""
+    """Whether the RL trainer's ``optim_step`` names a scaler; no version does yet."""
     found = _has_scaler(f"{POLICY}.optim_step")
     return "torchtitan's RL trainer has a loss scaler of its own" if found else None
 
 
 def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
-    """The same for pre-training."""
+    """Whether ``Trainer.train_step`` names a scaler; no version does yet."""
     found = _has_scaler(f"{TRAINER}.train_step")
     return "torchtitan's Trainer has a loss scaler of its own" if found else None
 
@@ -83,11 +83,11 @@ def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
 ON_RL: dict[str, Any] = {"group": RL, "native": native_rl}
 ON_PRETRAINING: dict[str, Any] = {"group": PRETRAINING, "native": native_pretraining}
 BOTH = (ON_RL, ON_PRETRAINING)
-"""What the seams say that belong to a trainer, or to both."""
+"""Arguments of seams at the RL trainer (``ON_RL``), at ``Trainer`` (``ON_PRETRAINING``) or both."""
 
 
 def of_both(method: str) -> list[dict[str, Any]]:
-    """A method that both trainers have."""
+    """The places of a method that both trainers have."""
     return [
         {"target": f"{POLICY}.{method}", "optional": True, **ON_RL},
         {"target": f"{TRAINER}.{method}", **ON_PRETRAINING},

@@ -1,7 +1,7 @@
-"""torchtitan's jobs, planned: its config by its own manager, its model on the meta device.
+"""Plan torchtitan's jobs: load the config with its own manager, build its model on the meta device.
 
-Other than the other frameworks', its configs are Python that imports torch. Everything that trains
-is FSDP2 on torch's optimizers.
+Unlike other frameworks' configs, torchtitan's configs are Python code that imports torch. All
+models train on FSDP2 with torch's optimizers.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _DEGREES = (
     "expert_parallel_degree",
 )
 _EXPERTS = ".routed_experts."
-"""In the names of weights whose first dimension is the experts, in torchtitan's own models."""
+"""Part of the names of weights whose first dimension is the experts, in torchtitan's own models."""
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
-"""What tyro draws around a message."""
+"""Matches the frame that tyro draws around a message."""
 
 
 def plan_job(job: Job) -> Request:
-    """Read a launch line of torchtitan's.
+    """Read a command line that launches a torchtitan job.
 
     Raises:
         PlanError: the config or the model cannot be read.
     """
     config = load(job)
-    trainer = getattr(config, "trainer", config)  # the RL trainer's is within
+    trainer = getattr(config, "trainer", config)  # in RL the trainer's config is nested
     subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")
     group = PRETRAINING if trainer is config else RL
     parallel, training = trainer.parallelism, trainer.training
@@ -98,20 +98,20 @@ def _where() -> str:
 
 
 def load(job: Job) -> Any:
-    """The config of a job, by torchtitan's own manager.
+    """The config of a job, from torchtitan's own manager.
 
     Raises:
-        PlanError: it cannot be read.
+        PlanError: torchtitan cannot load the config.
     """
     said = io.StringIO()
-    # As in the job: its command line takes what names.parse_args lets it take.
+    # In the job, names.parse_args makes the command line accept these spellings.
     spellings = names.any_name if _coerces(job) else nullcontext
     try:
         from torchtitan.config import ConfigManager
 
         with redirect_stderr(said), spellings():
             return ConfigManager().parse_args(list(job.arguments))
-    except (Exception, SystemExit) as error:  # tyro ends the process where a word is wrong
+    except (Exception, SystemExit) as error:  # tyro raises SystemExit for a wrong word
         ended = isinstance(error, SystemExit)
         text = " ".join(_FRAME.sub(" ", said.getvalue() if ended else str(error)).split())
         missing = isinstance(error, ImportError)
@@ -127,7 +127,7 @@ def _coerces(job: Job) -> bool:
 
 
 def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
-    """Groups of less than one GPU, of which nothing can be counted."""
+    """Problems of group sizes below one GPU, with which nothing can be counted."""
     for name in _DEGREES:
         value = getattr(parallel, name)
         if value < 1:
@@ -140,7 +140,7 @@ def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
 
 
 def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
-    """Bring the names to torchtitan's own, as in the job, or say which one is none."""
+    """Replace the dtype names by torchtitan's own, as in the job; problems of unknown names."""
     if not _coerces(job):
         return
     try:
@@ -155,7 +155,10 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
 
 
 def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Problem]:
-    """Groups that do not make up all GPUs; what is no multiple at all is found elsewhere."""
+    """Problems of group sizes that do not multiply to the number of GPUs.
+
+    ``fp16.plan.problems`` finds a number of GPUs that is no multiple of the groups.
+    """
     replicas, tensor = parallel.data_parallel_replicate_degree, parallel.tensor_parallel_degree
     context, shards = parallel.context_parallel_degree, parallel.data_parallel_shard_degree
     rest = replicas * context * tensor
@@ -182,7 +185,7 @@ def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Pro
 def _heads(
     subject: str, prefix: str, parallel: Any, config: Any, model: Model
 ) -> Iterator[Problem]:
-    """Heads of torchtitan's own config, where there is none of transformers'."""
+    """Problems of heads in torchtitan's own config, where the model has none of transformers'."""
     if model.config or config.model_spec is None:
         return
     attention = getattr(config.model_spec.model, "first_attention", None)
@@ -194,7 +197,7 @@ def _heads(
 
 
 def _experts(subject: str, prefix: str, parallel: Any, model: Model) -> Iterator[Problem]:
-    """Experts that cannot be spread; their tokens are counted in equal parts by each rank."""
+    """Problems of experts that do not divide evenly over the expert-parallel ranks."""
     ways = parallel.expert_parallel_degree
     counts = {model.experts} if model.config else set()
     counts |= {one.shape[0] for one in model.weights if _EXPERTS in one.name}
@@ -215,7 +218,7 @@ def _launched(job: Job) -> int | None:
 
 
 def _world(job: Job, parallel: Any) -> tuple[int, int]:
-    """The GPUs of a job, and how many share a parameter."""
+    """The number of GPUs of a job, and the number of ranks that shard a parameter."""
     replicas, shards = (
         parallel.data_parallel_replicate_degree,
         parallel.data_parallel_shard_degree,
@@ -239,7 +242,7 @@ def _name(value: object) -> str:
 
 
 def _optimizer(config: Any) -> str:
-    """The optimizer of all parameter groups; the first that is not Adam's where there is one."""
+    """The optimizer of the parameter groups; the first that is not Adam, if there is any."""
     names = [
         str(found)
         for group in getattr(config, "param_groups", None) or ()
@@ -265,14 +268,14 @@ def built(spec: Any) -> Model:
     """Names and shapes of torchtitan's own model.
 
     Raises:
-        PlanError: it cannot be built without its weights.
+        PlanError: the model cannot be built on the meta device, or has frozen parameters.
     """
     import torch
 
     try:
         with torch.device("meta"):
             model = spec.model.build()
-    except Exception as error:  # a model's own code raises what it likes
+    except Exception as error:  # a model's own code may raise any class
         raise PlanError(
             f"{_where()}: its model cannot be built on the meta device "
             f"({type(error).__name__}: {error}). Name its size with --parameters."

@@ -29,8 +29,7 @@ _LOOP = (
     "_forward_backward_body",
     "pp_forward_backward_step",
 )
-"""The methods that form losses and step; a subclass that has its own has a loop that we do not
-know."""
+"""The methods that compute losses and step; a subclass that overrides one has an unknown loop."""
 
 
 @seam(
@@ -49,7 +48,7 @@ know."""
     **ON_PRETRAINING,
 )
 def build(call: Call, config: Any) -> None:
-    """Build a trainer; for a model that computes in float16 make the scaler and scale its loss."""
+    """Build a trainer; for a model that computes in float16, make a scaler and scale the loss."""
     call.proceed()
     trainer = call.instance
     if not computes_in_float16(config.training) or not _has_our_loop(trainer):
@@ -71,7 +70,7 @@ def build(call: Call, config: Any) -> None:
 
 
 def _has_our_loop(trainer: Any) -> bool:
-    """Whether a trainer trains as ``Trainer`` does; says so where it does not."""
+    """Whether a trainer has the loop of ``Trainer``; warns (strict: raises) if not."""
     from torchtitan.trainer import Trainer
 
     kind = type(trainer)
@@ -102,7 +101,7 @@ def _has_our_loop(trainer: Any) -> bool:
     optional=True,
 )
 def other_loop(call: Call, config: Any) -> Any:
-    """Say that a trainer that is built in its own way is not scaled; else do nothing."""
+    """Warn (strict: raise) that the shim does not scale the loss of such a trainer in float16."""
     if computes_in_float16(config.training):
         leave(type(call.instance).__name__, ["__init__", "training loop"], "with Trainer")
     return call.proceed()
@@ -122,7 +121,7 @@ def other_loop(call: Call, config: Any) -> Any:
     **ON_PRETRAINING,
 )
 def train_step(call: Call) -> Any:
-    """Take a step through the scaler."""
+    """Run torchtitan's step with the optimizer's step going through the scaler."""
     training = ScaledTraining.of(call.instance)
     if training is None:
         return call.proceed()
@@ -139,7 +138,7 @@ def train_step(call: Call) -> Any:
     **SCALED,
 )
 def log(call: Call, grad_norm: Any, extra_metrics: Any = None) -> Any:
-    """Log the scaler's figures beside the grad norm, which is NaN for a skipped step."""
+    """Log the scaler's metrics beside the grad norm, which is NaN for a skipped step."""
     training = ScaledTraining.current()
     if training is not None and training.framework == FRAMEWORK:
         call.arguments["grad_norm"] = training.norm(grad_norm)

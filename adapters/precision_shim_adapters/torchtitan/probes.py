@@ -1,4 +1,4 @@
-"""What our rules assume of torchtitan, asked of the torchtitan that is installed."""
+"""Probes: check the rules' assumptions about torchtitan against the installed version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RL = "torchtitan.experiments.rl.actors.trainer"
 
 
 class _Step:
-    """A trainer of one layer, as far as torchtitan's step looks at it; it notes what is called."""
+    """A trainer of one layer with what torchtitan's step reads; it records the calls."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -62,7 +62,7 @@ class _Step:
     needs=("torchtitan.config",),
 )
 def names() -> Answer:
-    """Every spelling is brought to one of these."""
+    """The shim replaces every spelling by one of these names."""
     from torchtitan.config import TORCH_DTYPE_MAP
 
     return Answer({name: dtype for dtype, name in OWN_NAMES.items()}, dict(TORCH_DTYPE_MAP))
@@ -76,7 +76,7 @@ def names() -> Answer:
     needs=(_CONFIGS,),
 )
 def defaults() -> Answer:
-    """float16 is always written by the user, and the command line has to be taught it."""
+    """float16 is never a default, and the shim makes the command line accept it."""
     from torchtitan.config.configs import TrainingConfig
 
     made, kinds = TrainingConfig(), TrainingConfig.__annotations__
@@ -97,7 +97,7 @@ def defaults() -> Answer:
     needs=("torchtitan.trainer",),
 )
 def train_step() -> Answer:
-    """Nothing there is a loss scaler: the shim's skips the step."""
+    """torchtitan has no loss scaler: the shim's scaler skips such a step."""
     from torchtitan.trainer import Trainer
 
     trainer = _Step()
@@ -113,7 +113,7 @@ def train_step() -> Answer:
     needs=("monarch.actor", _RL),
 )
 def optim_step() -> Answer:
-    """The shim makes an endpoint of it that steps through the scaler."""
+    """The shim makes an endpoint from this method that steps through the scaler."""
     from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 
     method = PolicyTrainer.optim_step._method.__wrapped__
@@ -135,7 +135,7 @@ def optim_step() -> Answer:
     needs=("torchtitan.components.loss",),
 )
 def chunked_loss() -> Answer:
-    """So the innermost loss is the one that is scaled."""
+    """The shim therefore scales the inner loss."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=2))
@@ -155,7 +155,7 @@ def chunked_loss() -> Answer:
     needs=("torchtitan.components.optimizer.utils",),
 )
 def initial_states() -> Answer:
-    """The shim hides gradients from it, and takes the count back."""
+    """The shim hides the gradients from ``init_optim_state`` and resets the step count to 0."""
     from torchtitan.components.optimizer.utils import init_optim_state
 
     found = []
@@ -175,7 +175,7 @@ def initial_states() -> Answer:
     needs=("torchtitan.models.common.attention",),
 )
 def attention() -> Answer:
-    """The shim leaves float16 as it is."""
+    """The shim's attention computes in float16 instead."""
     from torchtitan.models.common import attention as module
 
     seen = []

@@ -1,4 +1,4 @@
-"""What a resume makes of torchtitan's checkpoints."""
+"""Predict how torchtitan's jobs would resume their checkpoints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..fp16 import resuming as torchs
 from .places import PRETRAINING, RL
 
 _POLICYS = "train_state.policy_version"
-"""What ``PolicyTrainer.state_dict`` has, and ``Trainer.state_dict`` has not."""
+"""A key that ``PolicyTrainer.state_dict`` has and ``Trainer.state_dict`` lacks."""
 
 
 def dcp(part: Part, here: Here) -> Outcome:
-    """By torch's distributed checkpoint; the RL trainer's state is a policy's version."""
+    """The outcome for a torch distributed checkpoint; only the RL trainer's has ``_POLICYS``."""
     rl = any(_POLICYS in unit.tensors or _POLICYS in unit.objects for unit in part.units)
     return torchs.foretell("torchtitan", part, here, RL if rl else PRETRAINING)

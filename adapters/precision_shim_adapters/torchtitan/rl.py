@@ -1,7 +1,7 @@
 """The RL trainer in float16: ``PolicyTrainer``, a Monarch actor.
 
-``optim_step`` is made again as an endpoint. The gradients are made by another endpoint before: what
-is scaled there is unscaled by an ``optim_step`` of ours, or nothing is scaled.
+Another endpoint computes the gradients before ``optim_step``. So the shim replaces ``optim_step``
+by an endpoint that unscales, and scales the loss only where this endpoint is in place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NORM = "trainer/grad_norm/mean"
     **ON_RL,
 )
 def build(call: Call, config: Any) -> Any:
-    """Build the model; for one that computes in float16 make the scaler and scale its loss."""
+    """Build the model; if it computes in float16, make a scaler and scale the loss."""
     model = call.proceed()
     trainer = call.instance
     if not computes_in_float16(config.training):
@@ -61,10 +61,10 @@ def build(call: Call, config: Any) -> Any:
 
 
 def _own_endpoints(trainer: Any) -> list[str]:
-    """The endpoints of a subclass that make or take gradients in a way of its own.
+    """The endpoints in which a subclass computes gradients or steps in its own way.
 
-    A step that is not ours unscales nothing; gradients that come from another loss are not scaled,
-    and our step would divide them by the scale.
+    A step other than the shim's does not unscale. Gradients of a loss that the shim does not scale
+    would be divided by the scale in the shim's step.
     """
     own = [] if hasattr(type(trainer).optim_step, UNSCALES) else ["optim_step"]
     return own + _overridden(trainer, "forward_backward")
@@ -86,7 +86,7 @@ def _overridden(trainer: Any, name: str) -> list[str]:
     **ON_RL,
 )
 def build_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
-    """Build a trainer, and note what belongs to its scaled training."""
+    """Build a trainer; complete its scaled training once its optimizers exist."""
     call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:
@@ -119,10 +119,10 @@ def build_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     **ON_RL,
 )
 def make_endpoint(endpoint: Any) -> Any:
-    """Make an endpoint that steps through the scaler where its trainer has one.
+    """Make an endpoint that steps through its trainer's scaler, if the trainer has one.
 
     Raises:
-        SeamError: it is not what Monarch's ``concurrent_endpoint`` makes.
+        SeamError: Monarch's ``concurrent_endpoint`` did not make the endpoint.
     """
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:

@@ -1,8 +1,8 @@
-"""What both trainers share: the innermost loss, the first look at the gradients, the log.
+"""Loss scaling for both trainers: scale the innermost loss, unscale before clipping.
 
-The innermost loss. ``ChunkedLossWrapper`` goes back through each chunk's loss itself, and a
-pipeline's schedule holds the loss function that it was built with: a change of what they return, or
-of ``trainer.loss_fn`` beside them, scales nothing.
+Why the innermost loss: ``ChunkedLossWrapper`` runs each chunk's backward pass itself, and a
+pipeline's schedule keeps the loss function from its construction. So scaling the loss that they
+return, or replacing ``trainer.loss_fn``, would not scale their gradients.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ INIT_OPTIM_STATE = "torchtitan.components.optimizer.utils:init_optim_state"
 
 
 def make(trainer: Any, subject: str) -> ScaledTraining:
-    """Make the scaled training of a trainer whose model computes in float16, and keep it there.
+    """Make the scaled training of a float16 model, and keep it on the trainer.
 
     Args:
         trainer: a ``PolicyTrainer`` or a ``Trainer``.
-        subject: its name in decisions.
+        subject: the model's name in decisions.
     """
     refuse_float16_states(trainer.config.training)
     return ScaledTraining.make(
@@ -47,15 +47,15 @@ def make(trainer: Any, subject: str) -> ScaledTraining:
 
 
 def leave(name: str, own: Iterable[str], instead: str) -> None:
-    """Say that a trainer's float16 training is not scaled, as its loop is not the one we know.
+    """Warn that the shim does not scale a trainer's float16 loss, since it has a loop of its own.
 
     Args:
-        name: of its class.
-        own: its methods that are not torchtitan's.
-        instead: what to do about it, beside training in bfloat16.
+        name: the name of the trainer's class.
+        own: the trainer's methods that are not torchtitan's.
+        instead: what the user can do, other than train in bfloat16.
 
     Raises:
-        UnsupportedPrecisionError: under strict.
+        UnsupportedPrecisionError: in strict mode, instead of the warning.
     """
     message = (
         f"{versioned('torchtitan')}: {name} has its own {', '.join(own)}, which the shim does not "
@@ -67,12 +67,12 @@ def leave(name: str, own: Iterable[str], instead: str) -> None:
 
 
 def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> None:
-    """Have the losses that are gone back through handed to a function.
+    """Pass each loss whose backward pass torchtitan runs to a function.
 
     Args:
         trainer: a ``PolicyTrainer`` or a ``Trainer`` that has its loss function, and its pipeline
             schedule if it has one.
-        attach: scales the gradients of the loss that it gets.
+        attach: scales the gradients of a loss.
     """
     from torchtitan.components.loss import ChunkedLossWrapper
 
@@ -82,12 +82,12 @@ def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> Non
         loss_fn.loss_fn = ScaledLoss(loss_fn.loss_fn, attach)
     elif schedule is None:
         trainer.loss_fn = ScaledLoss(loss_fn, attach)
-    elif schedule._loss_fn is not None:  # the last stage's
+    elif schedule._loss_fn is not None:  # only the last pipeline stage has a loss function
         schedule._loss_fn = ScaledLoss(schedule._loss_fn, attach)
 
 
 def ready(training: ScaledTraining, trainer: Any) -> None:
-    """Note what belongs to a scaled training, once its trainer has everything."""
+    """Keep the training on the optimizers too, and report the dtypes of attention and experts."""
     for optimizer in trainer.optimizers:
         training.keep(optimizer)
     attention.tell(training.subject, trainer.model_parts)
@@ -103,7 +103,7 @@ def ready(training: ScaledTraining, trainer: Any) -> None:
     **SCALED,
 )
 def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
-    """Unscale the gradients before their norm is taken and before they are clipped."""
+    """Unscale the gradients before torchtitan computes their norm and clips them."""
     training = ScaledTraining.current()
     if training is None or training.framework != FRAMEWORK:
         return call.proceed()
@@ -113,8 +113,8 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     overflow = scaler.overflow if isinstance(scaler, LossScaler) else None
     if overflow is None:
         return norm
-    # Newer versions of Trainer assert a finite norm before the step that is then skipped. The
-    # overflow stays on the device. What is reported of a skipped step is NaN.
+    # Newer versions of Trainer assert a finite norm before the step that the scaler skips: return 0
+    # for an overflow, without a copy from the device. The metrics report NaN for a skipped step.
     return torch.where(overflow.to(norm.device, non_blocking=True), torch.zeros_like(norm), norm)
 
 
@@ -132,7 +132,7 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     aliases=("torchtitan.components.optimizer.optimizer:init_optim_state",),
 )
 def init_optim_state(call: Call, optim: Any) -> Any:
-    """Make the states of a scaled training's optimizer as its first step would find them."""
+    """Make the states of a scaled training's optimizer with a step count of 0."""
     if ScaledTraining.of(optim) is None or optim.state:
         return call.proceed()
     parameters = [one for group in optim.param_groups for one in group["params"]]
@@ -154,7 +154,7 @@ def init_optim_state(call: Call, optim: Any) -> Any:
 
 
 def note_generator(subject: str, generated: str) -> None:
-    """Decide on a generator that computes in another dtype than its float16 trainer."""
+    """Report a generator that computes in another dtype than its float16 trainer."""
     decide(
         FRAMEWORK,
         subject,

@@ -1,13 +1,13 @@
-"""verl: what stands where.
+"""The adapter for verl, and why its seams are where they are.
 
-Why these layers. verl decides the bucket before the optimizer's config exists, in another
-function, and from 0.7.1's workers and 0.8's engines alike; so the shim notes which model is being
-built around both (``MegatronEngine.initialize``, the legacy workers' build methods) and lets one
-plan answer for both. ``init_megatron_optim_config`` is entered and verl's own body still runs:
-values come in through its override merge, beneath what the user wrote there.
+verl decides the bucket's dtype before the optimizer's config exists, and in another function, in
+0.7.1's workers and in 0.8's engines alike. So the shim announces the model in a function around
+both (``MegatronEngine.initialize``, the legacy workers' build methods), and one plan decides both.
+At ``init_megatron_optim_config`` verl's own function still runs: the shim adds its values to
+``override_optimizer_config``, where values that the user wrote win.
 
 Deliberately not patched: verl's FSDP optimizer (torch's AdamW follows its parameters), and the
-engines whose optimizer is not Megatron's, which are refused by name below.
+engines whose optimizer is not Megatron's; ``engines`` warns of these by name.
 
 Delete when: verl's native options cover overrides, names and every engine; see each seam.
 """
@@ -69,4 +69,4 @@ ADAPTER = Adapter.of(
         audit,
     ),
 )
-"""verl's seams; of several on one target the first is the innermost."""
+"""verl's adapter; of several seams on one target the first is the innermost."""

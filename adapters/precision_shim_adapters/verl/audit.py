@@ -1,6 +1,6 @@
-"""verl on FSDP: where a model and its torch optimizer first stand together.
+"""verl on FSDP: the seams that audit an optimizer once verl has built model and optimizer.
 
-And where 0.7.1's legacy workers report; the engines' metrics are in ``metrics``.
+Also the lost updates of 0.7.1's legacy workers; ``metrics`` has those of the engines.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def legacy(call: Call) -> Any:
     one = call.instance
     subject = "actor" if hasattr(one, "actor_module") else "critic"
     optimizer = getattr(one, f"{subject}_optimizer")
-    if optimizer is not None:  # a reference policy has none
+    if optimizer is not None:  # a reference policy has no optimizer
         watch(
             "verl",
             subject,
@@ -91,7 +91,7 @@ def legacy(call: Call) -> Any:
     **_LEGACY,
 )
 def legacy_lost_updates(call: Call) -> Any:
-    """Add the shares of lost updates to what an update of 0.7.1's workers returns."""
+    """Add the shares of lost updates to the metrics of an update of 0.7.1's workers."""
     found = call.proceed()
     kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
     found.update(meters.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))

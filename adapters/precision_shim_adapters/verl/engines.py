@@ -1,4 +1,4 @@
-"""Engines of verl that a feature does not reach: said by name where they are used."""
+"""Engines of verl that a feature does not support: warn, or raise in strict mode, at their use."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _IMPL = "verl.workers.engine"
     optional=True,
 )
 def refuse_fp16(call: Call) -> Any:
-    """Say so (strict: raise) where such an engine is asked for float16; else do nothing."""
+    """Warn (strict: raise) where the config asks one of these engines for float16."""
     config = getattr(call.instance, "engine_config", None)
     if not asks_fp16(config) or getattr(config, "forward_only", False):
         return call.proceed()
@@ -87,7 +87,7 @@ def refuse_fp16(call: Call) -> Any:
     optional=True,
 )
 def refuse(call: Call) -> Any:
-    """Warn (strict: raise) that the shim does nothing for this engine, and run it as it is."""
+    """Warn (strict: raise) that the shim does nothing for this engine, and run it unchanged."""
     kinds = _kinds(call.instance)
     reasons = {
         one.refusal: one.feature

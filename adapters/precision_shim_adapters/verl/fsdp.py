@@ -1,9 +1,10 @@
-"""verl on FSDP in fp16: where its scaler is made, and how its configs are read.
+"""verl on FSDP in fp16: the seams where it makes a scaler, and the reading of its configs.
 
 verl makes a grad scaler in two places: from 0.8 in ``FSDPEngine._build_fsdp_module``, in 0.7 and
-before in the legacy actor. Those become a ``LossScaler`` with verl's own values. 0.7.1's FSDP
-engine and its legacy critic train fp16 parameters with none: there the shim scales the loss where
-it is formed, unscales before verl clips, and lets verl's own look at the grad norm skip the step.
+before in the legacy actor. The shim replaces both by a ``LossScaler`` with verl's own values.
+0.7.1's FSDP engine and its legacy critic train fp16 parameters without a scaler: there the shim
+scales the loss where verl computes it and unscales before verl clips, and verl itself skips the
+step because of the grad norm.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ ENGINE, LEGACY = "fsdp engine", "legacy fsdp workers"
 """The groups of the seams on verl's two kinds of workers."""
 
 WORKERS = "use_legacy_worker_impl"
-"""The key of verl 0.7's ``trainer`` that chooses between them."""
+"""The key of verl 0.7's ``trainer`` that chooses between engine and legacy workers."""
 
 _SCALER = "scaler"
-"""Where verl keeps a scaler, on its engines and on 0.7.1's actor; its loops use what is there."""
+"""The attribute in which verl's engines and 0.7.1's actor keep the scaler that their loops use."""
 
 VERLS_SCALER = ScalerSettings()
-"""As verl makes its scaler: torch's defaults, and a growth interval of 400."""
+"""The settings of verl's own scaler: torch's defaults, and a growth interval of 400."""
 
 _OWN = "verl's own scaler, counted and kept with the checkpoints"
 
@@ -63,14 +64,15 @@ def group_of(asked: object = None) -> str:
     """The group of the workers that a PPO job trains in.
 
     Args:
-        asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` where it does not say.
+        asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` if the config lacks it.
     """
     legacy = look(f"{CRITIC}.update_critic").found
     return LEGACY if legacy and asked != "disable" else ENGINE
 
 
 ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": ENGINE, "optional": True}
-"""What the seams of the engine say, which up to 0.7.1 has no scaler and later one of torch's."""
+"""Arguments that all seams of the engine share. Up to 0.7.1 the engine has no scaler, later
+torch's."""
 
 ON_LEGACY: dict[str, Any] = {
     "feature": FEATURE,
@@ -78,7 +80,7 @@ ON_LEGACY: dict[str, Any] = {
     "delete_when": "verl 0.8 is the oldest in use",
     "optional": True,
 }
-"""What those of 0.7.1's default workers say."""
+"""Arguments that all seams of 0.7.1's default workers share."""
 
 
 # -- the scaler --------------------------------------------------------------------------------
@@ -92,10 +94,10 @@ ON_LEGACY: dict[str, Any] = {
     **ON_ENGINE,
 )
 def build_engine(call: Call) -> Any:
-    """Put our scaler where verl made one or nobody did, as the engine wraps its module.
+    """Give the engine the shim's scaler, in place of verl's own if there is one.
 
     Raises:
-        DtypeError: a dtype of ``mixed_precision`` is none.
+        DtypeError: ``mixed_precision`` has a name that is no dtype.
     """
     engine = call.instance
     config = engine.engine_config
@@ -120,10 +122,10 @@ def build_engine(call: Call) -> Any:
     **ON_ENGINE,
 )
 def check_names(call: Call) -> Any:
-    """Refuse a dtype name of the engine's config before a model is loaded.
+    """Check the dtype names of the engine's config before verl loads the model.
 
     Raises:
-        DtypeError: a name is none that verl knows.
+        DtypeError: verl does not know a name.
     """
     config = call.instance.engine_config
     model_dtype(config)
@@ -138,7 +140,7 @@ def check_names(call: Call) -> Any:
     **ON_LEGACY,
 )
 def build_actor(call: Call) -> Any:
-    """Put our scaler into 0.7.1's actor; the reference policy, of the same class, steps nothing."""
+    """Give 0.7.1's actor the shim's scaler, but not the reference policy of the same class."""
     result = call.proceed()
     actor = call.instance
     if actor.actor_optimizer is None:
@@ -147,7 +149,7 @@ def build_actor(call: Call) -> Any:
     if actor.scaler is not None:
         _instead_of(actor.scaler, actor)
     elif config is not None and computed(config, actor.param_dtype) is torch.float16:
-        # The loop can use a scaler, but verl makes one by another key.
+        # The loop can use a scaler, but verl makes a scaler only for fsdp_config.dtype.
         _make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
     keep_at_optimizer(actor)
@@ -161,7 +163,7 @@ def build_actor(call: Call) -> Any:
     **ON_LEGACY,
 )
 def build_critic(call: Call) -> Any:
-    """Give 0.7.1's critic a scaler."""
+    """Give 0.7.1's critic the shim's scaler."""
     result = call.proceed()
     critic = call.instance
     config = _get(_get(critic.config, "model"), "fsdp_config")
@@ -174,12 +176,12 @@ def build_critic(call: Call) -> Any:
 
 
 def _instead_of(own: Any, owner: Any) -> None:
-    if type(own) is ShardedGradScaler:  # a subclass is another scaler that somebody chose
+    if type(own) is ShardedGradScaler:  # the user chose a subclass: leave it
         _make(owner, own, _OWN)
 
 
 def scaled_because() -> str:
-    """Why the installed version's fp16 models have our scaler; for a plan, which has no engine."""
+    """Why the shim's scaler scales fp16 models, by the installed version; for ``plan``."""
     made = look(f"{SHARDED}._build_fsdp_module")
     return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
 
@@ -192,7 +194,7 @@ def _where_none_was(owner: Any, where: str) -> None:
 def _make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
     from verl.utils.device import get_device_name
 
-    verls = VERLS_SCALER  # torch turns verl's off without an accelerator
+    verls = VERLS_SCALER  # without an accelerator, torch disables verl's scaler
     on = own is not None and own.is_enabled()
     if on:
         verls = ScalerSettings(
@@ -219,9 +221,9 @@ def training_of(owner: Any) -> ScaledTraining | None:
 
 
 def keep_at_optimizer(worker: Any) -> None:
-    """Keep a legacy worker's scaled training where its checkpoint manager finds it."""
+    """Keep a legacy worker's scaled training on its optimizer, for the checkpoint manager."""
     training = training_of(worker)
-    if training is not None:  # the manager has only the optimizer
+    if training is not None:  # the manager knows only the optimizer
         training.keep(optimizer_of(worker))
 
 
@@ -253,18 +255,18 @@ def _dtypes(config: Any) -> dict[str, torch.dtype | None]:
 
 
 MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-"""The keys that verl reads of ``mixed_precision``, and what it takes where one is not written."""
+"""The keys of ``mixed_precision`` that verl reads, and verl's defaults."""
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
-    """The dtypes that FSDP is given, by the keys of ``mixed_precision``; none without that section.
+    """The dtypes that verl gives FSDP, by the keys of ``mixed_precision``; empty without it.
 
     Args:
-        config: of an engine.
-        section: where the job's config has it, for messages.
+        config: an engine's config.
+        section: the key of that config in the job's config, for messages.
 
     Raises:
-        DtypeError: verl has no such name, and would stop with an error that names no key.
+        DtypeError: verl does not know a name; its own error would name no key.
     """
     mixed, place = _get(config, "mixed_precision"), f"{section}.mixed_precision"
     if mixed is None:
@@ -282,10 +284,10 @@ def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.d
 
 
 def model_dtype(config: Any, section: str = "fsdp_config") -> torch.dtype:
-    """The dtype that the parameters are kept in.
+    """The dtype in which the parameters are stored.
 
     Raises:
-        DtypeError: verl has no such name.
+        DtypeError: verl does not know the name.
     """
     value = _get(config, "model_dtype")
     if value is None:
@@ -294,20 +296,20 @@ def model_dtype(config: Any, section: str = "fsdp_config") -> torch.dtype:
 
 
 def computed(config: Any, default: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """The dtype that FSDP computes in: verl reads it from ``mixed_precision.param_dtype`` alone."""
+    """The dtype in which FSDP computes; verl reads it only from ``mixed_precision.param_dtype``."""
     return mixed_dtypes(config).get("param_dtype", default)
 
 
 def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config") -> torch.dtype:
-    """The dtype that 0.7.1's actor trains in: either key makes it fp16.
+    """The dtype in which 0.7.1's actor trains: fp16 if ``dtype`` or ``mixed`` is fp16.
 
     Args:
-        config: its ``fsdp_config``.
+        config: the actor's ``fsdp_config``.
         mixed: ``mixed_precision.param_dtype``, or its default.
-        section: where the job's config has it, for messages.
+        section: the key of ``config`` in the job's config, for messages.
 
     Raises:
-        DtypeError: ``dtype`` is none that verl knows.
+        DtypeError: verl does not know the name in ``dtype``.
     """
     value = _get(config, "dtype") or "bfloat16"
     own = own_dtype(value, f"{section}.dtype", versioned("verl"))
@@ -317,11 +319,11 @@ def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config
 
 
 def ignored(config: Any, computes: torch.dtype) -> list[str]:
-    """What a worker and a plan tell of keys that make no difference to verl's FSDP.
+    """Remarks, in a worker and in a plan, on dtype keys that verl's FSDP ignores.
 
     Args:
-        config: of an engine.
-        computes: what it trains in.
+        config: an engine's config.
+        computes: the dtype in which the engine trains.
     """
     mixed = _get(config, "mixed_precision")
     found = []

@@ -1,11 +1,12 @@
-"""verl's FSDP checkpoints: the scaler's state beside them.
+"""verl's FSDP checkpoints: save the scaler's state beside them, and restore it.
 
-Those of an engine are entered at the engine, which has the scaler. Those of the legacy workers are
-entered at the checkpoint manager, one place for actor and critic, which knows the optimizer.
+For an engine the seams are at the engine, which has the scaler. For the legacy workers they are at
+the checkpoint manager, which actor and critic share and which knows the optimizer.
 
-The state is written after verl's own files, and bound to them: verl overwrites them in place, one
-after the other. Killed between verl's last file and ours, a job loses the scaler's state, with a
-warning when it resumes. verl has then already removed an older checkpoint that made room for this.
+The shim writes the state after verl's own files and binds it to them, since verl overwrites its
+files in place, one after the other. A job killed between verl's last file and the shim's loses the
+scaler's state, with a warning when it resumes. By then verl has already removed the older
+checkpoint.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from .fsdp import ON_ENGINE, ON_LEGACY, SHARDED, no_legacy_workers, training_of
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
 
 _CONTENTS = ("optimizer", "extra")
-"""Parts of verl's checkpoints that the scaler goes with."""
+"""Parts of verl's checkpoints with which the shim saves the scaler's state."""
 
 _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-"""How the names of a rank's files begin, by the parts of verl's checkpoints."""
+"""Maps the parts of verl's checkpoints to the prefixes of a rank's file names."""
 
 
 def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
-    """No version of verl keeps the scaler yet; one that does names it in its manager."""
+    """Whether verl's manager saves a scaler, by its names; no version does yet."""
     manager = look(f"{_MANAGER}.save_checkpoint")
     return "verl keeps the scaler in its checkpoints" if "scaler" in manager.names else None
 
@@ -55,7 +56,7 @@ _OF_MANAGER: dict[str, Any] = {
 @seam(f"{SHARDED}.save_checkpoint", **_OF_ENGINE)
 @seam(f"{_MANAGER}.save_checkpoint", **_OF_MANAGER)
 def save(call: Call, local_path: Any) -> Any:
-    """Write the scaler's state beside what an engine or a legacy worker saves."""
+    """Write the scaler's state beside the checkpoint of an engine or a legacy worker."""
     manager, training = _kept(call.instance)
     contents = manager.checkpoint_save_contents
     result = call.proceed()
@@ -67,10 +68,9 @@ def save(call: Call, local_path: Any) -> Any:
 @seam(f"{SHARDED}.load_checkpoint", **_OF_ENGINE)
 @seam(f"{_MANAGER}.load_checkpoint", **_OF_MANAGER)
 def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
-    """Restore the scaler from beside what an engine or a legacy worker loads."""
+    """Restore the scaler from the file beside the checkpoint of an engine or a legacy worker."""
     manager, training = _kept(call.instance)
     result = call.proceed()
-    # No path: a fresh start.
     contents = manager.checkpoint_load_contents
     if training is not None and _goes_with(manager, local_path, training, contents):
         files = _files(manager, local_path, contents)
@@ -80,7 +80,7 @@ def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
 
 
 def _kept(instance: Any) -> tuple[Any, ScaledTraining | None]:
-    """The checkpoint manager, and the training whose scaler goes with what it saves."""
+    """The checkpoint manager, and the training whose scaler goes with its checkpoints."""
     manager = getattr(instance, "checkpoint_manager", None)
     if manager is not None:
         return manager, training_of(instance)
@@ -88,7 +88,7 @@ def _kept(instance: Any) -> tuple[Any, ScaledTraining | None]:
 
 
 def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
-    """This rank's files; of a remote checkpoint the copies of those that verl has just loaded."""
+    """This rank's files; for a remote checkpoint the local copies that verl has just loaded."""
     from verl.utils.fs import copy_to_local, is_non_local
 
     remote = is_non_local(path)
@@ -98,7 +98,7 @@ def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
         place = os.path.join(path, name)
         if not remote:
             found[name] = place
-        elif part in loaded:  # verl takes the copy that is there; so does this
+        elif part in loaded:  # returns verl's existing local copy
             found[name] = copy_to_local(place)
     return found
 
@@ -114,7 +114,7 @@ def _goes_with(manager: Any, path: Any, training: ScaledTraining, contents: Any)
 
 @contextlib.contextmanager
 def _near(path: str, delete: bool) -> Any:
-    """The checkpoint's directory; of a remote one rank 0 gets a copy of the scaler's file."""
+    """The checkpoint's directory; for a remote one, on rank 0, the directory of a local copy."""
     from verl.utils.fs import copy_to_local, is_non_local
 
     if not is_non_local(path) or (dist.is_initialized() and dist.get_rank() != 0):
@@ -123,7 +123,7 @@ def _near(path: str, delete: bool) -> Any:
     copied = None
     try:
         copied = copy_to_local(os.path.join(path, FILE_NAME), always_recopy=True)
-    except Exception as error:  # whatever the file system's client raises; the others wait for us
+    except Exception as error:  # a raise here would leave the other ranks waiting for rank 0
         warn(f"{versioned('verl')}: {path}/{FILE_NAME} cannot be copied: {error!r}")
     yield path if copied is None else os.path.dirname(copied)
     if copied is not None and delete:

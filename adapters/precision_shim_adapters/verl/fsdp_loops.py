@@ -1,4 +1,4 @@
-"""verl on FSDP in fp16: the loops, of which those up to 0.7.1 know no scaler."""
+"""verl on FSDP in fp16: scale the loss in the loops up to 0.7.1, and report skipped steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def native_loop(symbol: Symbol, settings: Any) -> str | None:
     **ON_ENGINE,
 )
 def scale_engine_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
-    """Scale the loss where it is made, for each micro-batch of 0.7.1's engine."""
+    """Scale the loss of each micro-batch of 0.7.1's engine."""
     training = training_of(call.instance)
     if training is not None and loss_function is not None and not forward_only:
         call.arguments["loss_function"] = training.scaled(loss_function)
@@ -48,8 +48,8 @@ def scale_engine_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
     **ON_LEGACY,
 )
 def update_policy(call: Call) -> Any:
-    """Add the scaler's figures to what an update of 0.7.1's actor returns."""
-    keep_at_optimizer(call.instance)  # one that was made before a late install() too
+    """Add the scaler's metrics to the result of an update of 0.7.1's actor."""
+    keep_at_optimizer(call.instance)  # for an actor made before a late install()
     found = call.proceed()
     training = training_of(call.instance)
     found.update(training.metrics("actor/") if training is not None else {})
@@ -63,7 +63,7 @@ def update_policy(call: Call) -> Any:
     **ON_LEGACY,
 )
 def update_critic(call: Call) -> Any:
-    """Note whose losses ``compute_value_loss`` makes; add the figures of 0.7.1's critic."""
+    """Make the critic's training current for ``scale_value_loss``; add the scaler's metrics."""
     training = training_of(call.instance)
     if training is None or not training.drives:
         return call.proceed()
@@ -80,7 +80,7 @@ def update_critic(call: Call) -> Any:
     **ON_LEGACY,
 )
 def scale_value_loss(call: Call) -> Any:
-    """Scale the loss that 0.7.1's critic goes back through."""
+    """Scale the loss of 0.7.1's critic."""
     found = call.proceed()
     training = ScaledTraining.current()
     if training is not None:
@@ -109,9 +109,9 @@ def scale_value_loss(call: Call) -> Any:
     **ON_LEGACY,
 )
 def step(call: Call) -> Any:
-    """Return NaN for a step that was skipped; do the scaler's work where verl knows none.
+    """Return NaN as the norm of a skipped step; unscale and step where verl has no scaler.
 
-    verl returns the norm of the gradients as they were found, which may be inf as well as NaN.
+    For a skipped step verl itself returns the gradients' norm, which may be inf or NaN.
     """
     training = training_of(call.instance)
     if training is None:

@@ -1,4 +1,4 @@
-"""verl on Megatron: how its configs are read, and where its seams are."""
+"""verl on Megatron: read its configs, and the seams where it builds a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
 
 
 def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
-    """verl 0.9's opt-in: there the config is taken at its word, unless follow-model is asked."""
+    """Whether verl has 0.9's opt-in; then the shim dispatches only for ``follow-model``."""
     if _dispatches_itself("bf16" in symbol.parameters, settings):
         return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
     return None
@@ -99,10 +99,10 @@ def has_fields() -> bool:
 
 
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
-    """The fields of verl 0.9's opt-in that the config carries, as dtypes.
+    """The fields of verl 0.9's opt-in that the config has, as dtypes.
 
-    Where verl has the fields, False cannot be told from the default: no opt-in then. Where it has
-    not, whatever is there was written.
+    Where verl has the fields, False may be the default, so False means no opt-in. Where verl lacks
+    the fields, the user wrote whatever the config has.
     """
     values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
     if fields and not values[PRECISION_AWARE]:
@@ -120,11 +120,11 @@ def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
 def read_wishes(
     optim_config: Any, ddp_config: Mapping[str, Any] | None = None, **known: Any
 ) -> Wishes:
-    """What verl's configs ask for.
+    """Read the wishes from verl's configs.
 
     Args:
         optim_config: verl's optimizer config; ``None`` where there is none.
-        ddp_config: ``override_ddp_config`` as the user wrote it.
+        ddp_config: the user's ``override_ddp_config``.
         known: further attributes of ``Wishes``.
     """
     written, fields = ddp_config or {}, has_fields()
@@ -144,7 +144,7 @@ def read_wishes(
 
 
 def of_engine(engine: Any) -> Wishes:
-    """What the configs of an engine ask for, once it has read them."""
+    """Read the wishes of an engine that has read its configs."""
     return of_configs(
         engine.engine_config,
         engine.optimizer_config,
@@ -154,11 +154,11 @@ def of_engine(engine: Any) -> Wishes:
 
 
 def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
-    """What an engine's config and its optimizer's ask for.
+    """Read the wishes from an engine's config and its optimizer's config.
 
     Args:
-        config: the engine's.
-        optim_config: the optimizer's.
+        config: the engine's config.
+        optim_config: the optimizer's config.
         known: ``subject``, ``declared`` and ``trains`` of ``Wishes``.
     """
     blockers = []
@@ -168,10 +168,11 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
         blockers.append("the layer-wise distributed optimizer (Muon) builds no FusedAdam")
     return read_wishes(
         optim_config,
-        # From 0.9 the engine itself adds the bucket on the way to the DDP: ask the config.
+        # From 0.9 the engine adds grad_reduce_in_fp32 to the DDP's config itself, so read the
+        # user's own config.
         _read(config, "override_ddp_config"),
         blockers=tuple(blockers),
-        # mbridge's DDP has the distributed optimizer on whatever verl's config says (0.7.1).
+        # mbridge's DDP turns the distributed optimizer on, whatever verl's config says (0.7.1).
         distributed=bool(_read(config, "use_distributed_optimizer", True)),
         **known,
     )
@@ -183,9 +184,9 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
 class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """verl's optimizer config with another ``override_optimizer_config``.
 
-    verl's configs are frozen dataclasses or OmegaConf nodes, and neither may hold what is the
-    caller's nor a ``torch.dtype``: so the caller's object stays as it is, and this one reads
-    through to it.
+    verl's configs are frozen dataclasses, which cannot be changed, or OmegaConf nodes, which cannot
+    hold a ``torch.dtype``. So this proxy reads all other keys from the caller's object, which
+    stays unchanged.
     """
 
     def __init__(self, wrapped: Any, overrides: Mapping[str, Any]) -> None:
@@ -277,7 +278,7 @@ def configure(
     optional=True,
 )
 def accept_fields(call: Call) -> Any:
-    """Take the opt-in's fields where verl's dataclass lacks them."""
+    """Accept the opt-in's fields where verl's dataclass lacks them."""
     extra = {
         key: call.arguments.pop(key) for key in PRECISION_AWARE_FIELDS if key in call.arguments
     }
@@ -288,7 +289,7 @@ def accept_fields(call: Call) -> Any:
             else value
         )
         if isinstance(extra[key], torch.dtype):
-            extra[key] = name_of(extra[key])  # verl's configs hold names, and stay serializable
+            extra[key] = name_of(extra[key])  # verl's configs must stay serializable
     result = call.proceed()
     for key, value in extra.items():
         setattr(call.instance, key, value)
@@ -305,7 +306,7 @@ def accept_fields(call: Call) -> Any:
     optional=True,
 )
 def spell_fields(call: Call) -> Any:
-    """Give verl's opt-in fields in a spelling that verl knows."""
+    """Replace dtype names in verl's opt-in fields by a spelling that verl knows."""
     for key in PRECISION_AWARE_FIELDS[1:]:
         value = call.arguments.get(key)
         dtype = parse_dtype(value) if isinstance(value, str) else value
@@ -327,7 +328,7 @@ def spell_fields(call: Call) -> Any:
     optional=True,
 )
 def engine_build(call: Call) -> Any:
-    """Note that an engine builds its model and optimizer, which it does once, in a worker."""
+    """Announce that an engine builds its model and optimizer; it does so once per worker."""
     with building("verl", lambda: of_engine(call.instance)):
         return call.proceed()
 
@@ -350,7 +351,7 @@ def engine_build(call: Call) -> Any:
     optional=True,
 )
 def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
-    """Note that 0.7.1's worker builds a model (a reference gets no optimizer)."""
+    """Announce that 0.7.1's worker builds a model (a reference model gets no optimizer)."""
     worker = call.instance
     actor = _read(worker.config, "actor")
     config = (worker.config if actor is None else actor).megatron
@@ -386,7 +387,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     delete_when="make_megatron_module aligns the bucket itself",
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
-    """Note that a model is built outside any engine; within one that engine's build goes on."""
+    """Announce a build for a direct caller; inside an engine, that engine's build stays current."""
     with building("verl", lambda: read_wishes(None, override_ddp_config)):
         return call.proceed()
 
@@ -399,7 +400,7 @@ def direct_build(call: Call, override_ddp_config: Any) -> Any:
     delete_when="Megatron checks main_grads_dtype against the bucket",
 )
 def check_optimizer(call: Call, model: Any, config: Any) -> Any:
-    """Hold the OptimizerConfig against the live model before the optimizer is built."""
+    """Compare the OptimizerConfig with the live model before verl builds the optimizer."""
     megatron.check("verl", config, model)
     return call.proceed()
 
@@ -414,4 +415,4 @@ NATIVE = Seam(
     native=native_bucket,
     optional=True,
 )
-"""What verl does itself of the alignment."""
+"""verl's own alignment, for ``status()``."""

@@ -1,7 +1,7 @@
-"""verl's metrics: in fp16 the loss scale and the skipped steps, and the share of lost updates.
+"""verl's metrics: the loss scale and skipped steps in fp16, and the share of lost updates.
 
-Whichever engine trains. 0.7.1's legacy workers have dicts of their own; theirs are filled beside
-their steps.
+The seams here serve every engine of verl. 0.7.1's legacy workers have their own metric dicts; the
+seams at their steps fill these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEP = {
 
 
 def of_engine(engine: Any) -> dict[str, float]:
-    """Megatron's counts or FSDP's scaler; empty for an engine that has neither."""
+    """The loss scaler's metrics of a Megatron or FSDP engine; empty for other engines."""
     training = training_of(engine)
     return {
         **megatron.metrics(getattr(engine, "optimizer", None)),
@@ -43,10 +43,10 @@ def of_engine(engine: Any) -> dict[str, float]:
 
 @seam(feature=FEATURE, delete_when=_SCALE, **_OUTPUT)
 def report(call: Call) -> Any:
-    """Put the figures beside the grad norm, after each batch of a training worker.
+    """Add the loss scaler's metrics beside the grad norm, after each batch of a training worker.
 
-    Not earlier: what is among the metrics before is gathered over the data-parallel ranks, and a
-    number then becomes a list, over which ``train_mini_batch`` breaks.
+    Not earlier: verl gathers earlier metrics over the data-parallel ranks, which turns a number
+    into a list, and ``train_mini_batch`` fails on a list.
     """
     result = call.proceed()
     _add(result, of_engine(call.instance.engine))
@@ -55,7 +55,7 @@ def report(call: Call) -> Any:
 
 @seam(feature="audit", delete_when=_LOST, **_OUTPUT)
 def report_lost_updates(call: Call) -> Any:
-    """Put the shares of lost updates there, where ``PRECISION_SHIM_WATCH_UPDATES`` is set."""
+    """Add the shares of lost updates, where ``PRECISION_SHIM_WATCH_UPDATES`` is set."""
     result = call.proceed()
     _add(result, meters.metrics(getattr(call.instance.engine, "optimizer", None)))
     return result
@@ -65,13 +65,13 @@ def _add(result: Any, figures: dict[str, float]) -> None:
     import verl.utils.tensordict_utils as tu
 
     found = tu.get(result, "metrics") if figures else {}
-    if "grad_norm" in found:  # a step was made: neither evaluation nor a backward pass alone
+    if "grad_norm" in found:  # only a training step has it: no evaluation, no lone backward pass
         tu.assign_non_tensor(result, metrics={**found, **figures})
 
 
 @seam(feature=FEATURE, delete_when=_SCALE, **_STEP)
 def report_step(call: Call) -> Any:
-    """Put the figures into what a Tinker client's step returns."""
+    """Add the loss scaler's metrics to the result of a Tinker client's step."""
     found = call.proceed()
     if "grad_norm" in found:
         found.update(of_engine(call.instance.engine))
@@ -80,7 +80,7 @@ def report_step(call: Call) -> Any:
 
 @seam(feature="audit", delete_when=_LOST, **_STEP)
 def report_lost_updates_of_step(call: Call) -> Any:
-    """Put the shares of lost updates into what a Tinker client's step returns."""
+    """Add the shares of lost updates to the result of a Tinker client's step."""
     found = call.proceed()
     if "grad_norm" in found:
         found.update(meters.metrics(getattr(call.instance.engine, "optimizer", None)))

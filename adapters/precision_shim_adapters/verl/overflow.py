@@ -1,10 +1,9 @@
-"""verl on Megatron in fp16: a skipped step, and what becomes of it in verl's metrics.
+"""verl on Megatron in fp16: report a skipped step to verl as a step with grad norm NaN.
 
-verl raises ``NotImplementedError`` for every step that Megatron did not take; its engines from a
-method of their own, 0.7.1's legacy workers inline. It breaks on a grad norm that is None: the SFT
-trainer pops the missing key, and the trainers take the mean. So a skipped step is handed to it as a
-step with grad norm NaN. Its learning rate schedulers and counters go on, as they do in verl's FSDP
-engines.
+verl raises ``NotImplementedError`` for every step that Megatron did not take: its engines in a
+method of their own, 0.7.1's legacy workers inline. verl also fails on a grad norm of None: the SFT
+trainer pops the missing key, and the trainers take the mean. verl's learning rate schedulers and
+counters count a skipped step too, as they do in verl's FSDP engines.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .megatron import ENGINE
     optional=True,
 )
 def step_engine(call: Call) -> Any:
-    """Hand the engine a skipped step as one that succeeded, with grad norm NaN."""
+    """Report a skipped step to the engine as a successful step with grad norm NaN."""
     with skipping(succeeds=True):
         return call.proceed()
 
@@ -50,7 +49,7 @@ def step_engine(call: Call) -> Any:
     optional=True,
 )
 def update(call: Call) -> Any:
-    """Do the same for the mini-batches of 0.7.1's workers, and add their figures."""
+    """Report skipped steps as successful in 0.7.1's workers; add the loss scaler's metrics."""
     with skipping(succeeds=True):
         found = call.proceed()
     kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"

@@ -1,7 +1,7 @@
-"""verl's jobs, planned: its Hydra YAML with overrides, read as verl reads it.
+"""Plan verl's jobs from their Hydra YAML and overrides.
 
-Hydra composes the config that the entry point's decorator names; no module of verl is imported for
-it. What the optimizer becomes is read by ``verl.megatron``, as in a worker.
+Hydra composes the config that the entry point's decorator names, without an import of verl.
+``verl.megatron`` reads the optimizer's wishes from it, as in a worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$
 
 
 def plan_job(job: Job) -> Request:
-    """Read a launch line of verl's.
+    """Read a command line that launches a verl job.
 
     Raises:
         PlanError: the config or a model cannot be read.
@@ -75,10 +75,10 @@ def _where() -> str:
 
 
 def compose(job: Job) -> dict[str, Any]:
-    """The config of a job, overrides and all.
+    """The config of a job, with overrides.
 
     Raises:
-        PlanError: it cannot be composed.
+        PlanError: hydra cannot compose the config.
     """
     try:
         from hydra import compose, initialize_config_dir
@@ -102,7 +102,7 @@ def compose(job: Job) -> dict[str, Any]:
     try:
         with initialize_config_dir(str(directory.resolve()), version_base=None):
             found: dict[str, Any] = plain(compose(name, overrides))
-    except Exception as error:  # hydra and omegaconf have many of their own
+    except Exception as error:  # hydra and omegaconf have many exception classes
         raise PlanError(
             f"{_where()}, {directory / name}.yaml: {said(error)}. Correct the override or the file."
         ) from error
@@ -134,7 +134,7 @@ def _named(job: Job) -> tuple[Path, str, list[str]]:
 
 
 def _decorated(source: Path | None) -> tuple[str, str]:
-    """What ``@hydra.main`` of an entry point says, read from its source."""
+    """The arguments of an entry point's ``@hydra.main``, read from its source."""
     found = {"config_path": "config", "config_name": "ppo_trainer"}
     if source is None:
         return found["config_path"], found["config_name"]
@@ -162,7 +162,7 @@ def _number(found: Mapping[str, Any], key: str, default: int = 1) -> int:
 
 
 def _of(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A section of a section, by the whole key; empty where there is none."""
+    """A nested section, by its dotted key; empty where there is none."""
     value = found.get(key.rpartition(".")[2])
     return {} if value is None else mapping(value, key, _where())
 
@@ -181,7 +181,7 @@ def _processes(job: Job, config: Mapping[str, Any]) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Which model, where the config has it, on how many GPUs, and the group of its workers."""
+    """A model, its config key, its number of GPUs, and the group of its workers."""
 
     subject: str
     key: str
@@ -194,7 +194,8 @@ class _Place:
 class _Section:
     """One model's sections of the config; a model without an optimizer is not trained.
 
-    ``sequence`` is the size that Ulysses splits a sequence by, where it stands beside the engine's.
+    ``sequence`` is the size of Ulysses' sequence parallelism where the role's section has it
+    instead of the engine's.
     """
 
     at: _Place
@@ -248,7 +249,7 @@ def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Planna
 def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _Section:
     strategy = str(role.get("strategy") or "fsdp")
     inner = role.get("model")
-    # The critic's FSDP section moved twice.
+    # Two releases of verl moved the critic's FSDP section.
     names = ("megatron",) if strategy == "megatron" else ("fsdp_config", "fsdp")
     places = {name: role.get(name) for name in names}
     if isinstance(inner, Mapping):
@@ -258,7 +259,7 @@ def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, 
     optim = None if at.subject == "ref" else _of(role, f"{at.key}.optim")
     sequence = _number(role, f"{at.key}.ulysses_sequence_parallel_size")
     key = f"{at.key}.{name}"
-    # verl renames keys of a reference model's section before it makes a dataclass of it.
+    # verl renames keys of a reference model's section before it makes a dataclass from it.
     place, checked = (key, engine) if at.subject == "ref" else (at.key, role)
     illegal = tuple(sections.unknown(checked, place, at.subject, job.settings))
     return _Section(at, key, strategy, engine, optim, model, sequence, illegal)
@@ -306,7 +307,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
             declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
             trains=trains,
         )
-    except DtypeError as error:  # of a field that verl's own config refuses as well
+    except DtypeError as error:  # ``illegal`` may have the same field from verl's own checks
         known = any(one.code == "dtype" for one in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
@@ -328,17 +329,17 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
         key=f"{section.optim_key}.override_optimizer_config.{{}}",
         bucket_key=f"{bucket_key}.grad_reduce_in_fp32",
         bucket_keys=tuple(map(str, _of(engine, bucket_key))),
-        prefix="++",  # Hydra's, for keys that are there and for those that are not
+        prefix="++",  # Hydra's prefix that sets a key whether the config has it or not
         parked=_parked(section),
         illegal=tuple(illegal),
     )
 
 
 def _bucket(section: _Section, wishes: Wishes) -> bool:
-    """``grad_reduce_in_fp32`` as verl leaves it where the user wrote none.
+    """verl's ``grad_reduce_in_fp32`` where the user wrote none.
 
-    Its own ``get_model`` and mbridge write True; Megatron-Bridge's default is False, and from 0.9
-    the engine writes what its optimizer's fields say.
+    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False; from 0.9 the
+    engine writes a value that follows from its optimizer's fields.
     """
     aware = bool(wishes.opt_in.get(PRECISION_AWARE))
     low = wishes.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32
@@ -352,7 +353,7 @@ def _bucket(section: _Section, wishes: Wishes) -> bool:
 
 
 def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
-    """What verl moves to the host's memory while the model is not used."""
+    """The components that verl moves to the host's memory while the model is not used."""
     return {
         f"{section.engine_key}.{key}": components
         for key, components in (
@@ -370,7 +371,7 @@ def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     if optim is not None:
         illegal += sections.of_torch_optimizer(optim, section.optim_key, subject)
     try:
-        # A model that only computes is kept as it computes.
+        # verl stores a forward-only model in its compute dtype.
         dtype = fsdp.model_dtype({"forward_only": not trains, **engine}, section.engine_key)
         mixed = fsdp.mixed_dtypes(engine, section.engine_key)
         compute = mixed.get("param_dtype", torch.bfloat16)
@@ -378,7 +379,7 @@ def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
             compute = fsdp.of_legacy_actor(engine, compute, section.engine_key)
     except DtypeError as error:
         return Illegal(subject, (*illegal, Problem.of(error, subject, error.key)))
-    # verl itself has a model that only computes in the host's memory, whatever its offload says.
+    # verl always keeps a forward-only model in the host's memory, whatever the offload setting.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
     because, group = fsdp.scaled_because(), section.at.group
@@ -390,7 +391,7 @@ def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
         section.at.world,
         name_of(dtype),
         shards=_number(engine, f"{section.engine_key}.fsdp_size", -1),
-        # The engine's is the newer place; verl takes the older one where it is not 1.
+        # The role's key is the older one; verl prefers it to the engine's where it is not 1.
         context=section.sequence if section.sequence > 1 else _number(engine, context_key),
         compute=name_of(compute),
         reduce=name_of(mixed.get("reduce_dtype", torch.float32)),

@@ -1,4 +1,4 @@
-"""What our rules assume of verl, asked of the verl that is installed."""
+"""Probes: check the rules' assumptions about verl against the installed version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPT_IN = {
 
 
 def _optimizer_config(fields: dict[str, Any] | None = None, **flags: bool) -> Any:
-    """verl's OptimizerConfig from a config of its own."""
+    """Megatron's OptimizerConfig as verl makes it from verl's optimizer config."""
     from omegaconf import OmegaConf
     from verl.utils.megatron.optimizer import init_megatron_optim_config
 
@@ -43,7 +43,7 @@ def _optimizer_config(fields: dict[str, Any] | None = None, **flags: bool) -> An
     needs=(_ENGINE,),
 )
 def overflow() -> Answer:
-    """The shim makes a skipped step of it."""
+    """The shim reports such a step to verl as a successful step with grad norm NaN."""
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
     engine = SimpleNamespace(optimizer=SimpleNamespace(step=lambda: (False, None, None)))
@@ -73,7 +73,7 @@ def fp16_row() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def overrides() -> Answer:
-    """The shim's values go this way, and dtype names are coerced before."""
+    """The shim puts its values into ``override_optimizer_config``, with dtype names coerced."""
     written = {"initial_loss_scale": 8.0, "exp_avg_dtype": "bf16"}
     made = _optimizer_config({"override_optimizer_config": written}, fp16=True)
     return Answer(written, {name: getattr(made, name) for name in written})
@@ -87,7 +87,7 @@ def overrides() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def opt_in() -> Answer:
-    """Where verl dispatches by itself the shim takes its config at its word."""
+    """Where verl chooses states by the model's dtype itself, the shim leaves its config alone."""
     from verl.utils.megatron.optimizer import init_megatron_optim_config
 
     made = _optimizer_config(_OPT_IN)
@@ -109,7 +109,7 @@ def opt_in() -> Answer:
     needs=(_ENGINE,),
 )
 def alignment() -> Answer:
-    """The shim puts right at the DDP what verl leaves out."""
+    """The shim aligns, at the DDP, the buckets that verl does not align."""
     from omegaconf import OmegaConf
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
@@ -137,13 +137,13 @@ def alignment() -> Answer:
     needs=(_MODEL,),
 )
 def default_bucket() -> Answer:
-    """What a path gives that asks for nothing."""
+    """The bucket's dtype in verl where the user wrote none."""
     from megatron.core.enums import ModelType
     from verl.utils import megatron_utils
 
     from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel, tiny_gpt
 
-    # verl before 0.9 compares with a kind that megatron-core 0.17 dropped.
+    # verl before 0.9 compares with a member of ModelType that megatron-core 0.17 removed.
     kinds = SimpleNamespace(
         encoder_or_decoder=ModelType.encoder_or_decoder, encoder_and_decoder=object()
     )
@@ -163,7 +163,7 @@ def default_bucket() -> Answer:
 
 
 class _Calls:
-    """A scaler that notes what is called on it."""
+    """A scaler that records the methods called on it."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -180,7 +180,7 @@ class _Calls:
     needs=(_FSDP,),
 )
 def fsdp_step() -> Answer:
-    """In 0.8 the shim's scaler stands in verl's place; in 0.7 verl's look at the norm skips."""
+    """In 0.8 verl's loop uses the shim's scaler; in 0.7 verl itself skips on an infinite norm."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     scales = "scaler" in look(f"{_FSDP}:FSDPEngine.optimizer_step").names

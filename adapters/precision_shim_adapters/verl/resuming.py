@@ -1,4 +1,4 @@
-"""What a resume makes of verl's checkpoints."""
+"""Predict how verl's jobs would resume their checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .megatron import read_wishes
 
 
 def megatron(part: Part, here: Here) -> Outcome:
-    """On Megatron; the config's fields are those of ``override_optimizer_config``."""
+    """The outcome on Megatron; ``here.config`` has fields of ``override_optimizer_config``."""
     fields = megatrons.assumed(part, here)
     fields.pop(WORKERS, None)
     bucket = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
@@ -26,8 +26,8 @@ def megatron(part: Part, here: Here) -> Outcome:
 
 
 def fsdp(part: Part, here: Here) -> Outcome:
-    """On FSDP; the config's ``use_legacy_worker_impl`` is that of verl 0.7's ``trainer``."""
+    """The outcome on FSDP; ``here.config`` may have verl 0.7's ``use_legacy_worker_impl``."""
     asked = (here.config or {}).get(WORKERS)
-    # A PPO job's directories bear the models' names; SFT has one model, on verl's engine.
+    # A PPO job's directories have the models' names; an SFT job has one model, on verl's engine.
     group = group_of(asked) if part.subject else ENGINE
     return torchs.foretell("verl", part, here, group)

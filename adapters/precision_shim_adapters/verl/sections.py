@@ -1,7 +1,7 @@
-"""The sections of verl's config that become its dataclasses: which keys these have.
+"""Check the sections of verl's config that become dataclasses for keys that these lack.
 
-Read from source: hydra makes the dataclasses in a worker, and ends with a TypeError at a key that
-they lack.
+In a worker hydra would raise a TypeError for such a key. The shim reads the dataclasses' fields
+from verl's source.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
 def unknown(
     section: Mapping[str, Any], key: str, subject: str, settings: Settings
 ) -> Iterator[Problem]:
-    """The keys that verl's dataclass of a section lacks, and those of the sections in it.
+    """The keys of a section, and of the sections in it, that verl's dataclass lacks.
 
     Args:
-        section: with hydra's ``_target_``; without it any key goes.
-        key: where the config has it; may be empty.
+        section: a section with hydra's ``_target_``; without it, any key is allowed.
+        key: the config's key of the section; may be empty.
         subject: which model.
-        settings: the shim's, of the job.
+        settings: the shim's settings for the job.
     """
     name = str(section.get("_target_", "")).rpartition(".")[2]
     known = set(_fields(name))
     if name == "McoreOptimizerConfig" and "bf16-dispatch" in settings.features:
-        known.update(PRECISION_AWARE_FIELDS)  # the shim brings them to versions that lack them
+        known.update(PRECISION_AWARE_FIELDS)  # the shim adds them to versions that lack them
     yield from unknown_keys(
         [one for one in section if one not in _HYDRAS],
         known,
@@ -52,7 +52,7 @@ def unknown(
 
 
 def _fields(name: str) -> tuple[str, ...]:
-    """The fields of a dataclass of verl's; none where it is not found."""
+    """The fields of a dataclass of verl's; empty where it is not found."""
     if not name:
         return ()
     looks = (look(f"{_PACKAGE}.{one}:{name}.__init__") for one in _MODULES)
@@ -60,7 +60,7 @@ def _fields(name: str) -> tuple[str, ...]:
 
 
 def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
-    """What torch refuses of an optimizer's name and of its further arguments."""
+    """Problems with an optimizer's name or further arguments that torch would refuse."""
     place = str(optim.get("optimizer_impl") or "torch.optim")
     name = str(optim.get("optimizer") or "AdamW")
     if place != "torch.optim":
@@ -86,12 +86,12 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
 def of_megatron(
     engine: Mapping[str, Any], optim: Mapping[str, Any], keys: tuple[str, str], subject: str
 ) -> Iterator[Problem]:
-    """What verl's own checks refuse of the dtypes of its Megatron engine and its optimizer.
+    """Dtypes of verl's Megatron engine and optimizer that verl's own checks refuse.
 
     Args:
         engine: the engine's section.
-        optim: the optimizer's; empty for a model that is not trained.
-        keys: where the config has both.
+        optim: the optimizer's section; empty for a model that is not trained.
+        keys: the config's keys of the engine's and the optimizer's section.
         subject: which model.
     """
     allowed = ("bfloat16", "float16")
@@ -107,7 +107,7 @@ def of_megatron(
         )
     for field in PRECISION_AWARE_FIELDS[1:] if has_fields() else ():
         value = optim.get(field)
-        # YAML makes a number of verl's "32".
+        # YAML reads verl's "32" as a number.
         known = parse_dtype(str(value)) if isinstance(value, int | str) else None
         if field in optim and known not in (torch.float32, torch.bfloat16):
             yield Problem(

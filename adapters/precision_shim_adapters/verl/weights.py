@@ -1,4 +1,4 @@
-"""verl on Megatron: a checkpoint of which the weights alone are loaded."""
+"""verl on Megatron: master weights after verl loads only the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MANAGER = "verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpoint
     optional=True,
 )
 def load_checkpoint(call: Call) -> Any:
-    """Load a checkpoint; make the masters anew where only the weights came."""
+    """Load a checkpoint; reload the master weights where verl loaded only the weights."""
     result = call.proceed()
     manager = call.instance
-    # 'hf_model' among the contents loads the weights, too, from 0.9.
+    # From 0.9 'hf_model' among the contents loads the weights as well.
     loads = manager.should_load_model or getattr(manager, "should_load_hf_model", False)
     if loads and not manager.should_load_optimizer and manager.optimizer is not None:
         subject = str(getattr(manager, "role", None) or "actor")

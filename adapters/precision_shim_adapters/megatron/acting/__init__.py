@@ -1,1 +1,1 @@
-"""The seams in Megatron that build an optimizer as decided, scale its loss and skip its steps."""
+"""The seams in Megatron that apply the decisions, scale the loss and skip steps."""

@@ -1,8 +1,8 @@
-"""Which model is being built: what the backend's wrappers know of the framework around them.
+"""Which model is being built: what the backend's seams know of the framework around them.
 
-The bucket is decided before the OptimizerConfig exists, and by another function. So an adapter says
-around both that a model is being built and how to read its wishes: these are read once, when the
-first of both is made, and one plan answers for both.
+The shim decides the bucket's dtype before the OptimizerConfig exists, in another function. So an
+adapter says, around DDP and optimizer, that a model is being built and how to read its wishes. The
+backend reads the wishes once, for the DDP, and makes bucket and OptimizerConfig from one plan.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..deciding.wishes import Planned, Wishes, in_force_now, plan_wishes
 class Build:
     """One model being built by a framework, from its DDP to its optimizer.
 
-    Only the wrapper around the DDP writes to it (``ddp.build_ddp``); the optimizer's read it.
+    Only the seam at the DDP writes to it (``ddp.build_ddp``); the seams at the optimizer read it.
 
     Attributes:
         framework: the framework's name.
-        seen: trainable parameters of the model's chunks that are in a DDP so far.
+        seen: dtypes of the trainable parameters of all chunks that are in a DDP so far.
         distributed: whether the last of these DDPs has the distributed optimizer.
         in_fp32: ``grad_reduce_in_fp32`` of the first chunk's bucket, once it is decided; Megatron
             asserts that all chunks of a model have the same DDP config.
@@ -40,8 +40,8 @@ class Build:
 
         Args:
             framework: the framework's name.
-            read: reads the framework's config; called once, by the first who asks. That is the
-                wrapper around the DDP, before which frameworks complete their configs.
+            read: reads the framework's config; called once, at the first use of ``wishes``. That
+                is the seam at the DDP; frameworks complete their configs before it.
         """
         self.framework = framework
         self._read = read
@@ -52,25 +52,25 @@ class Build:
 
     @cached_property
     def wishes(self) -> Wishes:
-        """What the framework's config says."""
+        """The wishes in the framework's config."""
         return self._read()
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the parameters that were seen, or the declared one."""
+        """The one dtype of the parameters in ``seen``, or the declared dtype."""
         return self.seen.single or self.wishes.declared
 
     def plan(self, model: TrainableDtypes | None = None) -> Planned:
-        """The plan of the optimizer for some parameters; for all that were seen by default.
+        """The plan of the optimizer for some parameters, by default for all in ``seen``.
 
         Raises:
             DtypeError: see ``plan_wishes``.
         """
         known = self.seen if model is None else model
         now = in_force_now(self.framework)
-        # Planned anew only for a further chunk of other dtypes, and where an import that came
-        # between DDP and optimizer has changed what is in force. How many elements have a model's
-        # one dtype changes nothing.
+        # Plan again only for a further chunk of other dtypes, and where an import between DDP and
+        # optimizer changed the features in force. The number of elements does not matter where
+        # all have one dtype.
         made_for = known.single or known, self.distributed, now
         if self._planned is None or self._planned[0] != made_for:
             made = plan_wishes(self.wishes, known, now, distributed=self.distributed)
@@ -79,15 +79,15 @@ class Build:
 
 
 _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=None)
-"""The build around this call: written by ``building``, read by the backend's wrappers."""
+"""The build around this call: written by ``building``, read by the backend's seams."""
 
 _references: dict[int, tuple[weakref.ref[Any], Build]] = {}
-"""DDP configs by ``id``, each with the build of its reference model: written by
-``expect_reference``, read by ``build_around``. By identity: two workers' configs may be equal."""
+"""Maps the ``id`` of a DDP config to the build of its reference model: written by
+``expect_reference``, read by ``build_around``. Two workers' configs may be equal, so by ``id``."""
 
 
 def current_build(framework: str | None = None) -> Build | None:
-    """The build around this call, if there is one (and it is that framework's)."""
+    """The build around this call, or ``None``; with a name, only a build of that framework."""
     build = _build.get()
     return build if build is None or framework in (None, build.framework) else None
 
@@ -96,8 +96,8 @@ def current_build(framework: str | None = None) -> Build | None:
 def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
     """Say that a framework builds a model; an outer build of the same call wins.
 
-    Call it around what builds both DDP and optimizer, or around each; every feature of the backend
-    that acts while a model is built acts in it alone.
+    Put it around the function that builds DDP and optimizer, or around each of the two. The
+    backend's seams that act while a model is built do nothing outside it.
 
     Args:
         framework: the framework's name.
@@ -116,12 +116,12 @@ def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
 
 
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]) -> None:
-    """Say to which build a DDP belongs that is made later, outside ``building``, with this config.
+    """Announce a build for a DDP that the framework makes later with this config object.
 
-    For a framework that builds its reference model where no seam reaches.
+    For a framework that builds its reference model in code without a seam, outside ``building``.
 
     Args:
-        ddp_config: the object; nothing keeps it alive.
+        ddp_config: the config object; kept by a weak reference only.
         framework: the framework's name.
         read: see ``Build``.
     """
@@ -135,7 +135,7 @@ def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]
 
 
 def build_around(ddp_config: Any) -> Build | None:
-    """The build that a DDP with this config belongs to, if a framework of ours builds it."""
+    """The build that a DDP with this config belongs to; ``None`` if no adapter announced one."""
     expected, build = _references.get(id(ddp_config), (None, None))
     return _build.get() or (build if expected is not None and expected() is ddp_config else None)
 

@@ -1,10 +1,10 @@
-"""DistributedDataParallel: one layer that looks at a model's parameters and readies its bucket.
+"""The seams at Megatron's DDP: they read the parameters' dtypes and set the bucket's dtype.
 
-``DistributedDataParallel.__init__`` is the one place that every path to a gradient bucket passes (a
-framework's own ``get_model``, mbridge, Megatron-Bridge), and it sees the parameters that really go
-into the bucket. It is a method of a by-reference class, so from-imports of it do not matter.
+Every path to a gradient bucket calls ``DistributedDataParallel.__init__`` (a framework's own
+``get_model``, mbridge, Megatron-Bridge), with the parameters that really go into the bucket. The
+seam patches a method of the class, so modules that import the class by name get it as well.
 
-Megatron used without a framework of ours around it is left alone.
+The seams leave a DDP alone that is built outside a supported framework.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .build import Build, build_around
 
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__"
 PATHS = {"megatron-fsdp": "Megatron-FSDP (overflows)"}
-"""What users call the path of these seams that is not the framework's own."""
+"""Maps the group of the Megatron-FSDP seam to the name that users know."""
 
 _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel.__init__"
 
 _told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
-"""DDP modules whose bucket the user wrote, to the main grads it was compared with: written here,
-read by ``optimizer.check``."""
+"""Maps a DDP module whose bucket dtype the user wrote to the main grads dtype that ``build_ddp``
+compared with it: written by ``build_ddp``, read by ``optimizer.check``."""
 
 
 def told_of(chunk: Any) -> torch.dtype | None:
-    """The main grads with which a DDP's bucket was compared, if the user wrote that bucket."""
+    """The main grads dtype that ``build_ddp`` compared with a bucket dtype of the user's."""
     return _told.get(chunk)
 
 
@@ -62,7 +62,7 @@ def told_of(chunk: Any) -> torch.dtype | None:
     optional=True,
 )
 def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any = None) -> Any:
-    """Note a model chunk's trainable dtypes, and give its DDP the config that fits them.
+    """Record a model chunk's trainable dtypes, and give its DDP a config that fits them.
 
     A framework's ``get_model``, mbridge and Megatron-Bridge put each chunk of a model into a DDP.
     """
@@ -81,8 +81,8 @@ def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any =
     if changed != ddp_config:
         call.arguments["ddp_config"] = changed
     realigned = changed.grad_reduce_in_fp32 != ddp_config.grad_reduce_in_fp32
-    # From 0.18 the caller may pass a layout that was computed for the former bucket dtype; without
-    # one the DDP computes its own.
+    # From 0.18 the caller may pass a layout computed for the caller's bucket dtype; without a
+    # layout the DDP computes its own.
     if realigned and full_param_layout is not None:
         call.arguments["full_param_layout"] = None
     result = call.proceed()
@@ -97,10 +97,10 @@ def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any =
 
 
 def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> torch.dtype | None:
-    """Give the gradient bucket the dtype of the optimizer's main gradients.
+    """Give the gradient bucket the dtype of the optimizer's main grads.
 
     Returns:
-        These, if the bucket stays as the user wrote it.
+        The dtype of the main grads if the bucket stays as the user wrote it, else ``None``.
     """
     if not in_force(build.framework, ALIGNMENT, GROUP):
         return None
@@ -139,7 +139,7 @@ def _align(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) ->
 
 
 def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> BucketChoice:
-    """The first chunk's choice, for every chunk of the model."""
+    """Apply the first chunk's choice to every chunk of the model."""
     if build.in_fp32 is not None and choice.grad_reduce_in_fp32 != build.in_fp32:
         choice = dataclasses.replace(
             choice,
@@ -163,7 +163,7 @@ def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> Bu
     optional=True,
 )
 def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
-    """Let overflows pass Megatron-FSDP's check too; its buckets are its own."""
+    """Let overflows pass Megatron-FSDP's check too; leave the dtype of its buckets alone."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
@@ -175,7 +175,7 @@ def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
 
 
 def _let_overflows_pass(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> None:
-    """Turn ``check_for_nan_in_grad`` off where the scaler will see to what is not finite."""
+    """Turn ``check_for_nan_in_grad`` off where the loss scaler will skip steps with an overflow."""
     checks = bool(getattr(config, "check_for_nan_in_grad", False))
     if not (checks and torch.float16 in model.counts and _scales_dynamically(build, wishes)):
         return
@@ -197,7 +197,7 @@ def _let_overflows_pass(build: Build, wishes: Wishes, config: Any, model: Traina
 
 
 def _scales_dynamically(build: Build, wishes: Wishes) -> bool:
-    """Whether Megatron will make a dynamic scaler: it goes by its config's ``fp16``."""
+    """Whether Megatron will make a dynamic scaler: it does so where its config has ``fp16``."""
     by_itself = wishes.native.get(torch.float16, {}).get("fp16", False)
     fp16 = by_itself or in_force(build.framework, DISPATCH, GROUP)
     return bool(wishes.asked.get("fp16", fp16)) and not wishes.asked.get("loss_scale")

@@ -1,14 +1,15 @@
-"""Masters after a load of weights alone.
+"""Master weights after a framework loaded weights without the optimizer's states.
 
-Megatron's optimizers step masters and copy them over the parameters. So after weights were loaded
-without the optimizer's states, the next step puts the former weights back, unless
-``reload_model_params`` was called; verl and SkyRL do not call it. And where it is called, as
-NeMo-RL's Megatron-Bridge does, Megatron leaves out two kinds of masters: those that FusedAdam keeps
-in its state, and the copies that the optimizer for CPU offload steps.
+Megatron's optimizers step master weights and copy them over the parameters. So after a load of
+weights alone the next step puts the former weights back, unless the framework calls
+``reload_model_params``; verl and SkyRL do not. NeMo-RL's Megatron-Bridge does, but Megatron's
+function leaves out two kinds of master weights: those in FusedAdam's state, and the copies that the
+optimizer for CPU offload steps.
 
-What is done here happens on each rank alone, with what that rank owns.
+Each rank reloads the master weights that it owns, without communication.
 
-Delete when: Megatron's ``reload_model_params`` reaches every master, and verl and SkyRL call it.
+Delete when: Megatron's ``reload_model_params`` reloads all master weights, and verl and SkyRL call
+it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from ..deciding.wishes import DISPATCH, SCALING
 from .build import megatron_label
 
 FEATURES = (DISPATCH, SCALING)
-"""Whichever of the two is on; without masters neither is exact."""
+"""The seams act if one of the two is on; both need correct master weights."""
 
 GROUP = "megatron weights alone"
 PATHS = {GROUP: "Megatron (weights loaded without states)"}
-"""What users call it."""
+"""Maps the group to the name that users know."""
 
 UPSTREAM = "https://github.com/NovaSky-AI/SkyRL/pull/2149"
 
@@ -52,7 +53,7 @@ UPSTREAM = "https://github.com/NovaSky-AI/SkyRL/pull/2149"
     optional=True,
 )
 def reload_all(call: Call) -> Any:
-    """Reload the masters that Megatron leaves out."""
+    """Reload the master weights that Megatron leaves out."""
     result = call.proceed()
     optimizer = call.instance
     inner = optimizer.optimizer
@@ -65,12 +66,12 @@ def reload_all(call: Call) -> Any:
 
 
 def _reload_offloaded(optimizer: Any, inner: Any) -> None:
-    """The fp32 shards on the GPU, then the copies of them that are stepped on the host."""
+    """Reload the fp32 shards on the GPU, then their copies, which the inner optimizers step."""
     for model_group, shards in zip(
         optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True
     ):
         for parameter, shard in zip(model_group, shards, strict=True):
-            if shard is not None:  # there is none beside a precision-aware optimizer
+            if shard is not None:  # a precision-aware optimizer has no such shards
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 shard.copy_(parameter.view(-1)[owned.start : owned.end])
     for shard, copy in inner.param_to_inner_param.items():
@@ -79,40 +80,40 @@ def _reload_offloaded(optimizer: Any, inner: Any) -> None:
 
 
 def _reload_fused(inner: Any) -> None:
-    """The masters in FusedAdam's state; before its first step there are none."""
+    """Reload the master weights in FusedAdam's state; before its first step there are none."""
     for shard, state in inner.state.items():
         master = state.get("master_param")
         if not isinstance(master, torch.Tensor):
             continue
         if master.dtype is torch.int16:
-            master.zero_()  # nothing remains
+            master.zero_()  # the loaded weights leave no remainder
         else:
-            # By its setter, which knows about scales; on the master's device: it may be offloaded.
+            # FusedAdam's setter applies the scale. The master weights may be offloaded to the host.
             inner.set_scaled_state(shard, "master_param", shard.detach().float().to(master.device))
 
 
 def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
-    """Make an optimizer's masters anew of weights that were loaded without its states.
+    """Overwrite an optimizer's master weights with weights that were loaded without its states.
 
-    An adapter calls it where its framework has loaded them, with a seam there for ``FEATURES`` in
-    ``GROUP``. The moments and step counts stay as they are.
+    An adapter calls it after its framework loaded the weights, in a seam for ``FEATURES`` in
+    ``GROUP``. The moments and step counts stay unchanged.
 
     Args:
         framework: the framework's name.
         subject: which model.
-        optimizer: Megatron's, chained or single, or ``None``.
+        optimizer: Megatron's optimizer, chained or single, or ``None``.
     """
     reloaded = False
     for one in _each(optimizer):
         if getattr(getattr(one, "ddp_config", None), "use_megatron_fsdp", False):
-            # Some versions say nothing here, others end the job.
+            # Some versions of Megatron-FSDP ignore the reload silently, others end the job.
             warn(
                 f"{framework} {subject}, {megatron_label()}: weights were loaded without the "
                 "optimizer's states, and Megatron-FSDP cannot take them over into its masters: "
                 "the next step may write the former weights back. Load the optimizer's states as "
                 "well, or build the model from these weights."
             )
-        elif hasattr(one, "_copy_model_params_to_main_params"):  # the fp32 optimizer has no masters
+        elif hasattr(one, "_copy_model_params_to_main_params"):  # not the fp32 optimizer
             one.reload_model_params()
             reloaded = True
     if reloaded:
@@ -126,9 +127,9 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
 
 
 def _each(optimizer: Any) -> Iterator[Any]:
-    """The optimizers in a chain, and in the chains in it; not stubs over frozen models."""
-    # Megatron's layer-wise optimizer is a chain within a chain: asked for ``optimizer``, one of
-    # several raises.
+    """The optimizers in a chain and in chains within it, without stubs over frozen models."""
+    # Megatron's layer-wise optimizer is a chain within a chain, and the attribute ``optimizer`` of
+    # a chain of several optimizers raises.
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         for one in chained:

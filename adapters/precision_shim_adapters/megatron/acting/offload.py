@@ -1,9 +1,9 @@
-"""Optimizer offload: FusedAdam's masters move with the moments.
+"""Optimizer offload: FusedAdam's master weights move with the moments.
 
-Frameworks put Megatron's optimizer states onto the CPU while they generate, each with a function
-of its own that lists the moments by name. A precision-aware optimizer keeps its fp32 masters
-beside them, as ``master_param``, and a list that lacks them leaves 4 bytes per parameter on the
-GPU.
+Each framework has a function that moves Megatron's optimizer states onto the CPU during generation,
+and that function lists the moments by name. A precision-aware optimizer keeps its fp32 master
+weights beside the moments, as ``master_param``. A list without ``master_param`` leaves 4 bytes per
+parameter on the GPU.
 
 Delete when: each framework's list has ``master_param`` (verl's has from 0.9).
 """
@@ -16,15 +16,15 @@ from typing import Any
 from precision_shim.adapting import Call, Seam, Settings, Symbol
 
 PATHS = {"offload": "Megatron (offload of states)"}
-"""What users call the path of these seams."""
+"""Maps the group of these seams to the name that users know."""
 
 
 def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -> list[Seam]:
-    """The seams at a framework's two functions, which have the same names in each.
+    """The seams at a framework's two offload functions, which have the same names in each.
 
     Args:
         module: where ``offload_megatron_optimizer`` and ``load_megatron_optimizer`` are.
-        importers: modules that import them by value.
+        importers: modules that import these functions by value.
         why: see ``Seam``.
         delete_when: see ``Seam``.
     """
@@ -48,19 +48,19 @@ def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -
 
 
 def moved_already(symbol: Symbol, settings: Settings) -> str | None:
-    """Whether the framework's own function moves the masters."""
+    """Return a remark if the framework's own function moves the master weights."""
     return "the masters are moved already" if "master_param" in symbol.names else None
 
 
 def offload_masters(call: Call, optimizers: Any) -> Any:
-    """Move the masters along, before the framework gives the freed memory back."""
+    """Move the master weights to the CPU before the framework empties torch's memory cache."""
     for state in _fused_states(optimizers):
         state["master_param"] = state["master_param"].to("cpu", non_blocking=True)
     return call.proceed()
 
 
 def load_masters(call: Call, optimizers: Any) -> Any:
-    """Bring the masters back to where the framework puts the moments."""
+    """Bring the master weights back to the device to which the framework moves the moments."""
     result = call.proceed()
     for state in _fused_states(optimizers):
         device = state["exp_avg"].device
@@ -69,7 +69,7 @@ def load_masters(call: Call, optimizers: Any) -> Any:
 
 
 def _fused_states(optimizers: Any) -> Iterator[dict[str, Any]]:
-    """States in which FusedAdam keeps a master, of one optimizer or of several chained."""
+    """FusedAdam's states that hold ``master_param``, of one optimizer or of a chain."""
     for one in getattr(optimizers, "chained_optimizers", [optimizers]):
         # Megatron's offloading optimizer moves its own sub_optimizers.
         if one.optimizer is not None and not hasattr(one.optimizer, "sub_optimizers"):

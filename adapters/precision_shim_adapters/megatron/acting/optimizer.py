@@ -1,8 +1,8 @@
-"""Megatron's OptimizerConfig: its own checks, what a framework's is to be, and the pair check.
+"""Megatron's OptimizerConfig: coerce its dtypes, choose its fields, compare it with the model.
 
-``OptimizerConfig.__post_init__`` is the one place that every path into the config passes,
-subclasses and deferred validation included. What fills the config is each framework's function; its
-adapter asks ``settle`` there, and ``check`` where the optimizer is made of config and model.
+Every path into the config runs ``OptimizerConfig.__post_init__``, subclasses and deferred
+validation included. Each framework has its own function that fills the config: its adapter calls
+``settle`` in a seam there, and ``check`` where the framework makes the optimizer.
 
 Deliberately not patched: ``get_megatron_optimizer`` of Megatron itself.
 
@@ -57,7 +57,7 @@ CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__
 # -- Megatron's OptimizerConfig ----------------------------------------------------------------
 
 
-# Of two functions on one symbol the one that is defined first is beneath the other.
+# Order matters: of two functions on one symbol, the function defined first runs inside the other.
 @seam(
     CONFIG,
     DISPATCH,
@@ -73,14 +73,15 @@ CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__
     optional=True,
 )
 def refuse_what_cannot_run(call: Call) -> Any:
-    """Name what is missing for a precision-aware optimizer that the user asked for.
+    """Raise where the installed FusedAdam cannot be precision-aware; the message says why.
 
-    Megatron's dataclass runs it when a config is made, Megatron-Bridge's later when it is final.
+    Megatron's dataclass calls ``__post_init__`` when a config is made, Megatron-Bridge's only in
+    ``finalize``.
     """
     config = call.instance
     if (
         config.use_precision_aware_optimizer
-        and config.optimizer == "adam"  # Megatron rejects the others with a message of its own
+        and config.optimizer == "adam"  # for other optimizers Megatron raises with a clear message
         and config.use_distributed_optimizer
         and not config.optimizer_cpu_offload
     ):
@@ -131,14 +132,14 @@ def _refuse_low(fields: Mapping[str, Any], where: str) -> None:
 
 @dataclass(frozen=True)
 class Settled:
-    """What a framework's OptimizerConfig is to be made of.
+    """The fields for a framework's OptimizerConfig.
 
     Attributes:
-        dtype: the dtype that it is for; ``None`` where that is left to the framework.
-        asked: what the user wrote.
-        added: what goes in beneath.
-        by_user: whether the config is precision-aware, if it is, without the shim; ``None`` where
-            the shim does not dispatch.
+        dtype: the model's dtype; ``None`` where the framework chooses by itself.
+        asked: the fields that the user wrote.
+        added: further fields; ``asked`` overrides them.
+        by_user: whether the user's config alone makes the optimizer precision-aware; ``None``
+            where the shim does not dispatch.
     """
 
     dtype: torch.dtype | None
@@ -148,32 +149,32 @@ class Settled:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields; the user's replace the others."""
+        """All fields; the user's override the added ones."""
         return {**self.added, **self.asked}
 
     def keep_layout(self, config: Any) -> None:
-        """Note who made a config precision-aware, user or shim: checkpoints depend on it.
+        """Record whether the user or the shim made a config precision-aware, for checkpoints.
 
-        An adapter calls it with the object that the optimizer will have.
+        An adapter calls it with the config object that it passes to the optimizer.
         """
         if self.by_user is not None:
             note_precision_aware(config, by_user=self.by_user)
 
 
 def settle(build: Build, *, native: bool = False) -> Settled:
-    """Settle the OptimizerConfig of a model whose DDP is built; say what was decided.
+    """Choose the OptimizerConfig's fields for a model whose DDP is built, and report the decision.
 
     An adapter calls it where its framework makes the config, with a seam there for
     ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``: each acts if it is in force.
 
     Args:
-        build: the build around the call, or one of a direct caller's wishes.
-        native: the framework dispatches on the dtype by itself.
+        build: the build around the call, or a build made from a direct caller's wishes.
+        native: whether the framework itself chooses the fields by the model's dtype.
 
     Raises:
         DtypeError: the user wrote a name that is unknown, or a dtype that is not legal or needs
             the precision-aware optimizer.
-        SettingsError: the first loss scale is below the scaler's minimum.
+        SettingsError: the initial loss scale is below the scaler's minimum.
     """
     wishes = build.wishes
     dtype: torch.dtype | None = None
@@ -200,9 +201,10 @@ def settle(build: Build, *, native: bool = False) -> Settled:
 
 
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
-    """A copy of an OptimizerConfig with other fields, checked anew; itself if nothing differs.
+    """Copy an OptimizerConfig with other field values and validate the copy again.
 
-    For an adapter whose framework has made the config before the model.
+    Returns the same object if no value differs. For an adapter whose framework makes the config
+    before the model.
     """
     lacking = object()
     fields = {
@@ -215,17 +217,17 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     config = copy.copy(config)
     for key, value in fields.items():
         setattr(config, key, value)
-    # From 0.5 Bridge defers the check and what is computed from the fields.
+    # From 0.5 Megatron-Bridge validates, and computes derived fields, in ``finalize``.
     check_again = getattr(config, "finalize", None) or config.__post_init__
     check_again()
     return config
 
 
-# -- config, parameters and buckets held against each other ------------------------------------
+# -- config, parameters and buckets compared ---------------------------------------------------
 
 
 def check(framework: str, config: Any, model: Any) -> None:
-    """Hold an OptimizerConfig against the live parameters and buckets; warn where they disagree.
+    """Compare an OptimizerConfig with the live parameters and buckets; warn where they disagree.
 
     An adapter calls it where its framework makes the optimizer, with a seam there for
     ``grad-bucket-alignment``.
@@ -236,9 +238,9 @@ def check(framework: str, config: Any, model: Any) -> None:
         model: a DistributedDataParallel module, or a list of them.
 
     Raises:
-        InconsistentPrecisionError: an fp16 model's gradients cannot be clipped. In strict mode
-            also: it would train unscaled, or config and model disagree otherwise and the user
-            did not ask for it.
+        InconsistentPrecisionError: Megatron cannot clip an fp16 model's gradients. In strict mode
+            also: an fp16 model would train without loss scaling, or config and model disagree
+            and the user did not write the bucket's dtype.
     """
     build = current_build(framework)
     if build is not None and in_force(framework, SCALING, GROUP):
@@ -270,10 +272,10 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
 def _refuse_fp16_gradients(
     framework: str, build: Build | None, config: Any, chunks: list[Any]
 ) -> None:
-    """Refuse fp16 gradients that Megatron's clipping would stop at with a bare assertion.
+    """Raise for fp16 gradients, at which Megatron's clipping fails an assertion without a message.
 
     With the precision-aware optimizer ``clip_grad_by_total_norm_fp32`` takes fp32 and bf16
-    gradients only, and they have the bucket's dtype.
+    gradients only, and the gradients have the bucket's dtype.
     """
     if not (config.use_precision_aware_optimizer and config.clip_grad):
         return
@@ -292,7 +294,7 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
     live = TrainableDtypes()
     for chunk in chunks:
         live = live + trainable_dtypes(chunk.parameters())
-    # Without dtype-coercion the config may hold names.
+    # Without dtype-coercion the config may hold dtype names.
     main_grads, params = _dtype(config.main_grads_dtype), _dtype(config.params_dtype)
     if not config.use_precision_aware_optimizer:
         main_grads = torch.float32
@@ -300,7 +302,7 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
     problems = []
     if buckets and buckets != {main_grads}:
         note_told(config, "main-grads-dtype")
-    # Where the DDP was built a bucket that the user wrote has been compared and told already.
+    # ``build_ddp`` has already compared and reported a bucket dtype that the user wrote.
     if buckets and buckets != {main_grads} and set(told) != {main_grads}:
         found = ", ".join(sorted(map(name_of, buckets)))
         problems.append(
@@ -331,7 +333,7 @@ def _dtype(value: Any) -> Any:
 
 
 def _wrapped_chunks(model: Any) -> list[Any]:
-    """The chunks of a model, one or a list, that are in a DDP with buckets of its own."""
+    """The chunks of a model (one chunk or a list) that are in a DDP with buckets."""
     chunks = model if isinstance(model, list) else [model]
     return [one for one in chunks if hasattr(one, "buffers") and hasattr(one, "ddp_config")]
 

@@ -1,23 +1,22 @@
-"""fp16 on Megatron-core: an overflow is a skipped step, whatever the framework makes of it.
+"""fp16 on Megatron-core: an overflow skips the step in every framework.
 
-Megatron itself scales the loss, unscales the gradients, agrees over all ranks on what is not
-finite, skips and saves its scaler's state. What is missing is around it: frameworks take the
-``(False, None, None)`` of a skipped step for a failure, nobody counts, and the optimizers of a
-mixture of experts let their scales drift apart.
+Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
+the step and saves its scaler's state. Three things are missing: frameworks take the
+``(False, None, None)`` of a skipped step for a failure, no one counts the skipped steps, and the
+loss scales of the chained optimizers of a mixture of experts drift apart.
 
-Why these layers. Every framework ends in ``ChainedOptimizer.step`` or, unchained, in
-``MixedPrecisionOptimizer.step``: there the answer is translated, and only for an optimizer of a
-framework's, which its adapter tells by ``skipping`` or ``answer_skips``.
-``ChainedOptimizer.prepare_grads`` is the one place where all scalers of a step have been asked and
-none of the steps is taken.
-``DynamicGradScaler.__init__`` has the two factors that no config has a field for. (The check of
-gradients, which would end the job before a step is skipped, is the DDP's: see ``ddp``.)
+Why these seams. Every framework's step ends in ``ChainedOptimizer.step`` or, unchained, in
+``MixedPrecisionOptimizer.step``. The shim changes their return value there, and only for an
+optimizer whose adapter called ``skipping`` or ``answer_skips``.
+``ChainedOptimizer.prepare_grads`` runs after all scalers of a step checked for an overflow and
+before any optimizer steps. ``DynamicGradScaler.__init__`` takes the two factors that no config has
+a field for. (The DDP's check of gradients would end the job before Megatron skips: see ``ddp``.)
 
-Deliberately not patched: ``ConstantGradScaler`` (a static ``loss_scale`` is the user's, and what
-does not fit it is the framework's own error), and the threshold on the gradient norm of 0.18,
-which is no overflow. The scaler's checkpoint is Megatron's own; the counts are not part of it.
+Deliberately not patched: ``ConstantGradScaler`` (the user chose a static ``loss_scale``, and where
+it overflows the framework raises its own error), and 0.18's threshold on the gradient norm, which
+is no overflow. Megatron saves the scaler itself; the counts are not in its checkpoint.
 
-Delete when: frameworks take a skipped step for one, and chained optimizers share a scaler.
+Delete when: frameworks accept a skipped step, and chained optimizers share a scaler.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ _SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 
 
 def dynamic_scalers(optimizer: Any) -> list[Any]:
-    """The dynamic scalers of an optimizer and of those chained in it.
+    """The dynamic scalers of an optimizer and of the optimizers chained in it.
 
-    The first is the one whose scale the loss is multiplied with; empty where nothing is scaled, or
+    Megatron multiplies the loss with the scale of the first. Empty where the loss is not scaled, or
     by a constant.
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -60,20 +59,20 @@ def dynamic_scalers(optimizer: Any) -> list[Any]:
 
 
 def _unchained(optimizer: Any) -> list[Any]:
-    """The optimizers that a chained one stands for, or the one itself."""
+    """The optimizers in a chain, or the optimizer itself if it is no chain."""
     if not hasattr(optimizer, "chained_optimizers"):
         return [optimizer]
     return [one for inner in optimizer.chained_optimizers for one in _unchained(inner)]
 
 
 _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.WeakKeyDictionary()
-"""Scalers to their scale as it was last read and its value: written and read by ``scale_of``."""
+"""Maps a scaler to the tensor of its scale at the last read and to its value, for ``scale_of``."""
 
 
 def scale_of(scaler: Any) -> float:
-    """A scaler's scale as a number; asks the device only where it is a new tensor.
+    """A scaler's scale as a number, copied from the device only if the tensor is a new one.
 
-    Megatron never changes the tensor in place: it puts a new one there.
+    Megatron never changes the tensor in place: each new scale is a new tensor.
     """
     scale = scaler.scale
     known = _read.get(scaler)
@@ -87,12 +86,13 @@ def scale_of(scaler: Any) -> float:
 
 @dataclass
 class Account:
-    """What is known of an optimizer's steps under dynamic loss scaling.
+    """The shim's record of an optimizer's steps under dynamic loss scaling.
 
     Attributes:
-        counter: of steps and skips.
-        scale: the loss scale that the last step was made with.
-        succeeds: what a skip is answered with outside ``skipping``; ``None``: as Megatron has it.
+        counter: counts steps and skipped steps.
+        scale: the loss scale of the last step.
+        succeeds: the success flag to return for a skipped step outside ``skipping``; ``None`` to
+            leave Megatron's return value.
     """
 
     counter: SkipCounter = field(default_factory=SkipCounter)
@@ -101,22 +101,22 @@ class Account:
 
 
 _succeeds: ContextVar[bool | None] = ContextVar("precision_shim_skip_succeeds", default=None)
-"""What a skipped step is answered with: written by ``skipping``, read by ``answered``."""
+"""The success flag to return for a skipped step: written by ``skipping``, read by ``answered``."""
 
 _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
-"""Optimizers to their accounts: written by ``answered`` and ``answer_skips``, read by
+"""Maps an optimizer to its account: written by ``answered`` and ``answer_skips``, read by
 ``metrics``."""
 
 
 @contextmanager
 def skipping(*, succeeds: bool) -> Iterator[None]:
-    """Say that a framework steps an optimizer of Megatron's, and what it makes of a skip.
+    """Set the success flag that the framework gets for a skipped step of Megatron's optimizer.
 
     An adapter puts it around its framework's own step, with a seam there for ``fp16-scaling``.
 
     Args:
-        succeeds: whether a skipped step is handed to it as one that succeeded, because it takes
-            the other for fatal. Its grad norm is NaN either way.
+        succeeds: the success flag to return for a skipped step: true for a framework that ends
+            the job at a failed step. The grad norm is NaN either way.
     """
     token = _succeeds.set(succeeds)
     try:
@@ -126,10 +126,10 @@ def skipping(*, succeeds: bool) -> Iterator[None]:
 
 
 def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
-    """Treat every step of an optimizer as within ``skipping``, where no seam reaches the caller.
+    """Treat every step of an optimizer as within ``skipping``, where the caller has no seam.
 
     Args:
-        optimizer: as Megatron's ``get_megatron_optimizer`` makes it.
+        optimizer: an optimizer from Megatron's ``get_megatron_optimizer``.
         succeeds: see ``skipping``.
     """
     _accounts.setdefault(optimizer, Account()).succeeds = succeeds
@@ -145,7 +145,7 @@ def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
     optional=True,
 )
 def answer_a_skip(call: Call) -> Any:
-    """Count a step, and return for a skipped one what the framework can handle.
+    """Count a step, and return for a skipped step what the framework can handle.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -154,9 +154,9 @@ def answer_a_skip(call: Call) -> Any:
 
 
 def answered(optimizer: Any, step: Callable[[], Any]) -> Any:
-    """Take a step of Megatron's, and answer a skip as ``skipping`` or ``answer_skips`` say.
+    """Run Megatron's step; for a skipped step return what ``skipping`` or ``answer_skips`` set.
 
-    For a framework that puts a step of its own into the optimizer.
+    For a framework that replaces the optimizer's step by its own.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -170,7 +170,7 @@ def answered(optimizer: Any, step: Callable[[], Any]) -> Any:
     account = _accounts.setdefault(optimizer, Account())
     account.scale = scale_of(scalers[0])
     successful, grad_norm, zeros = step()
-    # A step that 0.18's threshold on the gradient norm fails returns a norm; an overflow does not.
+    # A step over 0.18's threshold on the gradient norm returns a norm; an overflow returns None.
     skipped = not successful and grad_norm is None
     account.counter.note(skipped, account.scale)
     if skipped:
@@ -182,15 +182,15 @@ def answered(optimizer: Any, step: Callable[[], Any]) -> Any:
 def _make_states(optimizer: Any) -> None:
     """Give optimizers that have never stepped the states of a first step.
 
-    Megatron cannot save without them: a job whose first steps are all skipped would end at its
-    first checkpoint. (With torch's Adam in place of FusedAdam it cannot load what it saves.)
+    Megatron cannot save without states: a job whose first steps are all skipped would end at its
+    first checkpoint. (With torch's Adam in place of FusedAdam, Megatron cannot load its own save.)
     """
     for one in _unchained(optimizer):
         inner = getattr(one, "optimizer", None)
         make = getattr(inner, "initialize_state", None)  # FusedAdam's, which its step calls
         if inner is None or make is None or inner.state:
             continue
-        # Up to TransformerEngine 2.0 it takes the parameter alone.
+        # Up to TransformerEngine 2.0 initialize_state takes the parameter alone.
         two = "store_param_remainders" in inspect.signature(make).parameters
         kept = bool(getattr(inner, "store_param_remainders", False))
         for param in (param for group in inner.param_groups for param in group["params"]):
@@ -198,15 +198,15 @@ def _make_states(optimizer: Any) -> None:
 
 
 def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> dict[str, float]:
-    """``loss_scale`` and ``skipped_steps`` of an optimizer; empty where nothing is scaled.
+    """``loss_scale`` and ``skipped_steps`` of an optimizer; empty without dynamic loss scaling.
 
-    ``loss_scale`` is the one that the last step was made with; ``skipped_steps`` counts from the
-    start of this process.
+    ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the start of this
+    process.
 
     Args:
         optimizer: the framework's; ``None`` if it has none.
         prefix: goes before the names.
-        from_start: tell them before the first step too, which is the likeliest to be skipped.
+        from_start: whether to report before the first step too, the step most likely skipped.
     """
     account = _accounts.get(optimizer) if optimizer is not None else None
     if account is None or math.isnan(account.scale):
@@ -233,10 +233,10 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
     optional=True,
 )
 def keep_one_scale(call: Call) -> Any:
-    """Let all chained optimizers see an overflow that one of them found.
+    """Make all chained scalers count an overflow that one of them found.
 
-    The loss is multiplied with the first scaler's scale, and each optimizer divides by its own: in
-    a mixture of experts an overflow of the experts alone would leave theirs behind.
+    Megatron multiplies the loss with the first scaler's scale, and each optimizer divides by its
+    own. In a mixture of experts an overflow of the experts alone would lower their scale alone.
     """
     scalers = dynamic_scalers(call.instance)
     if len(scalers) < 2:
@@ -255,7 +255,7 @@ def keep_one_scale(call: Call) -> Any:
             other.load_state_dict(before)
     found_inf = call.proceed()
     if found_inf:
-        for scaler in scalers:  # the scalers that found nothing have counted a good step
+        for scaler in scalers:  # scalers without an overflow counted a good step: undo that
             scaler.load_state_dict(before)
             scaler.update(True)
     return found_inf
@@ -284,7 +284,7 @@ def take_settings(
     backoff_factor: float,
     growth_interval: float,
 ) -> Any:
-    """Make a scaler with the factors that the user set, and say what it was made with."""
+    """Make a scaler with the factors that the user set, and report its settings as a decision."""
     factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
     taken = factors_set(current_settings())
     call.arguments.update(taken)

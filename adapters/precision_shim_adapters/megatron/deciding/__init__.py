@@ -1,5 +1,6 @@
-"""What Megatron and TransformerEngine allow and what a model's optimizer gets of it: pure.
+"""Pure functions that choose the settings of a model's optimizer, bucket and loss scaler.
 
-``wishes`` is what the user wrote, ``legality`` what this TransformerEngine takes, ``table`` the
-choice for a model's dtype, ``bucket`` the gradient bucket's, ``scaler`` the loss scaler's settings.
+``wishes``: what the user wrote. ``legality``: the dtypes that the installed TransformerEngine
+takes. ``table``: the optimizer's fields for a model's dtype. ``bucket``: the gradient bucket's
+dtype. ``scaler``: the loss scaler's settings.
 """

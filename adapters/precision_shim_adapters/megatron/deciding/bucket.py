@@ -1,7 +1,7 @@
-"""Which dtype the gradient bucket has: that of the main gradients the optimizer works with.
+"""Choose the gradient bucket's dtype: the dtype of the optimizer's main grads.
 
-Megatron's ``main_grads_dtype`` is read by an assertion only; the effective main-gradient dtype is
-the bucket's. A bucket is fp32 (``grad_reduce_in_fp32``) or has its parameters' dtype.
+Only an assertion in Megatron reads ``main_grads_dtype``; the main grads really have the bucket's
+dtype. A bucket is fp32 (``grad_reduce_in_fp32``) or has its parameters' dtype.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from precision_shim.precision.model import TrainableDtypes
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """What becomes of ``grad_reduce_in_fp32``.
+    """The value chosen for ``grad_reduce_in_fp32``.
 
     Attributes:
-        grad_reduce_in_fp32: the value in force afterwards.
-        changed: whether it differs from what was there.
+        grad_reduce_in_fp32: the chosen value.
+        changed: whether it differs from the config's value.
         because: the reason, in words.
-        problem: what is inconsistent and was left so, or ``""``.
+        problem: an inconsistency that the shim leaves, or ``""``.
     """
 
     grad_reduce_in_fp32: bool
@@ -42,14 +42,14 @@ def choose_bucket(
     """Choose the bucket's dtype.
 
     Args:
-        present: ``grad_reduce_in_fp32`` as it stands.
-        user_set: whether the user wrote it.
-        align: whether the user asked for alignment all the same (``GRAD_BUCKET=align``).
-        main_grads: the dtype of the optimizer's main gradients.
+        present: the config's ``grad_reduce_in_fp32``.
+        user_set: whether the user wrote that value.
+        align: whether to override a value that the user wrote (``GRAD_BUCKET=align``).
+        main_grads: the dtype of the optimizer's main grads.
         model: the trainable parameters that share the bucket.
     """
     low = main_grads is not torch.float32
-    # A model chunk that trains nothing has no bucket of its own: the other chunks decide.
+    # A model chunk without trainable parameters has no bucket: the other chunks decide.
     nothing = not model.counts and not model.fp8
     wanted = not (low and (model.single is main_grads or nothing))
     because = f"main grads are {name_of(main_grads)}"

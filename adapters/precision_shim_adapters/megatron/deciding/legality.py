@@ -1,8 +1,8 @@
-"""Which dtypes an optimizer field may have, by the TransformerEngine that is installed.
+"""Which dtypes a field of the OptimizerConfig may have with the installed TransformerEngine.
 
-The facts are those of TransformerEngine's ``FusedAdam.__init__``, release by release, and of the
-choices that Megatron-LM's command line offers for ``--main-grads-dtype``. They are held against
-the real constructor by the test environment that builds TransformerEngine.
+Sources: TransformerEngine's ``FusedAdam.__init__``, release by release, and the choices that
+Megatron-LM's command line offers for ``--main-grads-dtype``. The test environment that builds
+TransformerEngine compares them with the real constructor.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ CAPTURABLE_BF16_SINCE = (2, 14)
 """TransformerEngine release whose capturable mode first takes bf16 moments (both, or none)."""
 
 UNFUSED_PACKED_SINCE = (2, 11)
-"""TransformerEngine release whose unfused attention, the only one that takes fp32, first takes
-packed sequences."""
+"""TransformerEngine release whose unfused attention first takes packed sequences. No other
+attention of TransformerEngine takes fp32."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class FusedAdamSupport:
 
 
 NEWEST = FusedAdamSupport((2, 20), True, "")
-"""The newest release whose rules are known (2.20.2); they hold where none is installed."""
+"""The newest release whose rules are known (2.20.2), used where TransformerEngine is missing."""
 
 
 def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ...] | None:
@@ -70,7 +70,7 @@ def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ..
 
     Args:
         field: a field of Megatron's ``OptimizerConfig``.
-        support: the installed FusedAdam; without TransformerEngine the newest rules hold.
+        support: the installed FusedAdam; without TransformerEngine the newest rules apply.
     """
     known = support if support.version is not None else NEWEST
     if field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -85,7 +85,7 @@ def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ..
 
 
 def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where: str = "") -> None:
-    """Refuse a dtype that its field cannot have; values that are no dtypes pass.
+    """Raise for a dtype that its field cannot have; ignore values that are not dtypes.
 
     Args:
         config: fields to values, already coerced.
@@ -93,7 +93,8 @@ def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where:
         where: framework and version, for the message.
 
     Raises:
-        DtypeError: names the key, the dtype, what is allowed, and by which TransformerEngine.
+        DtypeError: the message has the key, the dtype, the allowed dtypes and the release of
+            TransformerEngine.
     """
     for field, value in config.items():
         legal = legal_dtypes(field, support) if isinstance(value, torch.dtype) else None
@@ -123,13 +124,13 @@ NEED_PRECISION_AWARE = (
 
 
 def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What Megatron refuses of an OptimizerConfig that is not precision-aware.
+    """List the fields that Megatron refuses in a config that is not precision-aware.
 
     Args:
         config: fields to values, already coerced.
 
     Returns:
-        For each field that is refused its name, what is wrong, and the remedy.
+        For each refused field its name, what is wrong, and the remedy.
     """
     aware = "use_precision_aware_optimizer"
     if config.get(aware):

@@ -1,4 +1,4 @@
-"""Megatron's dynamic loss scaler: what the shim makes it with, in a worker and in a plan."""
+"""The settings of Megatron's dynamic loss scaler, for the worker and for the command ``plan``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from ...fp16.settings import in_words
 from .wishes import Wishes, scaler_row
 
 FIELDS = {"loss_scale_init": "initial_loss_scale", "growth_interval": "loss_scale_window"}
-"""The shim's settings, to the fields of Megatron's OptimizerConfig."""
+"""Maps the shim's settings to the fields of Megatron's OptimizerConfig."""
 
 FACTORS = ("growth_factor", "backoff_factor")
-"""What no config has a field for: names of the shim's settings and of the scaler's arguments."""
+"""Settings of the shim that no config has a field for; the scaler's arguments have these names."""
 
 _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5}
-"""What Megatron takes (OptimizerConfig, and its call of DynamicGradScaler; core 0.16 to 0.19)."""
+"""Megatron's own values (OptimizerConfig, and its call of DynamicGradScaler; core 0.16 to 0.19)."""
 
 
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """The scaler's fields that the user left open: the framework's block over the variables.
+    """The scaler's fields that the user did not write in the OptimizerConfig.
+
+    Values of the framework's own scaler block win over the shim's variables.
 
     Raises:
-        SettingsError: the first scale is below the least.
+        SettingsError: the initial loss scale is below the minimum.
     """
     block = parse_settings(wishes.scaler, FIELDS, wishes.scaler_where)
     fields = scaler_row()
@@ -56,13 +58,13 @@ def factors_set(settings: Settings) -> dict[str, float]:
 def told(
     first: float, interval: float, factors: Mapping[str, float], ours: Mapping[str, float]
 ) -> tuple[str, str]:
-    """What a scaler is made with, and why, as a decision says it.
+    """The text and the reason of the decision about a loss scaler.
 
     Args:
-        first: the first scale.
-        interval: steps until the scale grows.
-        factors: both of them.
-        ours: those of them that the shim's settings gave.
+        first: the initial loss scale.
+        interval: the growth interval in steps.
+        factors: growth factor and backoff factor.
+        ours: the factors that come from the shim's settings.
     """
     because = "the model is fp16" + (f"; {', '.join(ours)} by the shim's settings" if ours else "")
     words = in_words(first, factors["growth_factor"], interval, factors["backoff_factor"])
@@ -70,7 +72,7 @@ def told(
 
 
 def unscaled(where: str, fp16: object, bf16: object) -> str:
-    """What is told of an fp16 model whose OptimizerConfig has ``fp16`` off."""
+    """The message about an fp16 model whose OptimizerConfig has ``fp16`` off."""
     message = (
         f"{where}: fp16={fp16}, bf16={bf16}, but the model is fp16: Megatron scales no loss then, "
         "and small gradients are lost. Set fp16 to true and bf16 to false there."
@@ -81,10 +83,10 @@ def unscaled(where: str, fp16: object, bf16: object) -> str:
 def foreseen(
     wishes: Wishes, asked: Mapping[str, Any], settings: Settings
 ) -> tuple[str, str] | None:
-    """The same before the job runs; ``None`` where the user wrote a static scale.
+    """The decision about a loss scaler before the job runs; ``None`` for a static loss scale.
 
     Raises:
-        SettingsError: as ``scaler_fields``.
+        SettingsError: see ``scaler_fields``.
     """
     made = {**_OWN, **asked, **scaler_fields(wishes, asked, settings)}
     if made.get("loss_scale"):

@@ -59,28 +59,29 @@ ROWS: Mapping[torch.dtype, Mapping[str, Any]] = {
     },
     FP32: {"bf16": False, "fp16": False, "params_dtype": FP32},
 }
-"""The model's dtype to the fields it brings. What is not named stays at Megatron's default."""
+"""Maps the model's dtype to the fields that the shim sets. Other fields keep Megatron's default."""
 
 
 @dataclass(frozen=True)
 class OptimizerRequest:
-    """Everything the choice depends on.
+    """All inputs of ``plan_optimizer``.
 
     Attributes:
         model: the trainable parameters.
         declared: the dtype that the framework declares for the model; used for the ``bf16`` and
             ``fp16`` flags where the parameters are mixed or not known.
-        asked: what the user wrote, by OptimizerConfig field; dtype values as ``torch.dtype``.
+        asked: OptimizerConfig fields that the user wrote; dtype values as ``torch.dtype``.
         policy: ``"follow-model"``, ``"guarded"`` (the same with the guard on the second moment)
             or ``"as-configured"``.
         optimizer: Megatron's optimizer name.
         distributed: whether the distributed optimizer is used.
         support: the installed FusedAdam.
-        blockers: reasons of the framework's why the precision-aware optimizer cannot run.
-        native: fields that the framework sets by itself, beneath everything else.
-        aligned: whether the gradient bucket will have the dtype of the main gradients chosen here.
-        fp32_bucket_written: whether it will not, because the user wrote an fp32 bucket.
-        whole_masters: whether checkpoints will hold whole fp32 masters, remainders or not.
+        blockers: the framework's reasons why the precision-aware optimizer cannot run.
+        native: fields that the framework sets by itself; all other sources override them.
+        aligned: whether the gradient bucket will have the dtype of the main grads chosen here.
+        fp32_bucket_written: whether the bucket stays fp32 because the user wrote so.
+        whole_masters: whether checkpoints will hold whole fp32 masters even where the optimizer
+            keeps remainders.
     """
 
     model: TrainableDtypes
@@ -99,15 +100,15 @@ class OptimizerRequest:
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    """What becomes of the OptimizerConfig.
+    """The choice for one model's OptimizerConfig.
 
     Attributes:
-        adds: fields that the shim adds; what the user asked for goes over them.
-        main_grads: dtype of the main gradients that result, the user's wishes included.
+        adds: fields that the shim adds; the user's fields override them.
+        main_grads: dtype of the main grads, with the user's fields applied.
         chosen: the choice in words.
         because: its reason in words.
-        warnings: what the user should be told aloud.
-        bucket_warning: the same about the bucket; it is told where the bucket is built, too.
+        warnings: warnings for the user.
+        bucket_warning: a warning about the bucket, given where the bucket is built too.
     """
 
     adds: Mapping[str, Any]
@@ -119,17 +120,18 @@ class OptimizerPlan:
 
 
 def obstacles(request: OptimizerRequest) -> list[str]:
-    """Why the precision-aware optimizer cannot run, all reasons; empty if it can.
+    """All reasons why the precision-aware optimizer cannot run; empty if it can.
 
-    Sources: the assertions of Megatron's ``OptimizerConfig.__post_init__``; its layer-wise
-    optimizer and FSDP, which build no FusedAdam; its own condition on fp8 recipes.
+    Sources: the assertions of Megatron's ``OptimizerConfig.__post_init__``; Megatron's layer-wise
+    optimizer and FSDP, which build no FusedAdam; Megatron's own condition on fp8 recipes.
 
-    ``optimizer_cpu_offload`` is one because of its checkpoints. Without the precision-aware
+    ``optimizer_cpu_offload`` is a reason because of its checkpoints. Without the precision-aware
     optimizer Megatron ends a resume with a KeyError. With it a resume goes on silently, with step
-    counts or masters that are not the checkpoint's (docs/megatron.md has what was measured). The
-    shim mends that while it is on, but the job may be resumed with the shim off: there the silent
-    damage would stand where the KeyError was. What is not gained for this, in bytes per parameter
-    that the audit finds (with a fake GPU, all offloaded; DP is the data-parallel size):
+    counts or masters that are not the checkpoint's (docs/megatron.md has the measurements). The
+    shim corrects these while it is on, but a user may resume the job with the shim off: then a
+    silent error would replace the KeyError. The memory that this reason costs, in bytes per
+    parameter as the audit finds them (with a fake GPU, all offloaded; DP is the data-parallel
+    size):
 
     ========================== ================================== =======
     bf16 parameters            GPU                                host
@@ -153,7 +155,7 @@ def obstacles(request: OptimizerRequest) -> list[str]:
         found.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
     version = request.support.version
     if request.asked.get("store_param_remainders") and (version or ()) >= REMAINDERS_SINCE:
-        # The user's field stays, so the shim adds nothing that cannot stand beside it.
+        # The user's field stays, so the shim must not add a field that conflicts with it.
         dtype = request.model.single or request.declared
         if dtype is FP16:
             found.append("store_param_remainders takes bf16 parameters, they are fp16")
@@ -221,7 +223,7 @@ def _flags(dtype: torch.dtype | None) -> dict[str, Any]:
 def _restrict(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> dict[str, Any]:
-    """Withdraw from a row what cannot run, or what the user's own choice rules out."""
+    """Change or remove fields of a row that cannot run or that the user's own fields rule out."""
     asked = request.asked
     moments = any(key in row for key in _MOMENTS)
     if asked.get("use_precision_aware_optimizer") is False:
@@ -241,7 +243,7 @@ def _restrict(
     if blocked:
         if not asked.get("use_precision_aware_optimizer"):
             why.append(f"precision-aware optimizer cannot run: {'; '.join(blocked)}: fp32 states")
-        # What the user asked for is passed on, and fails with our message when it is built.
+        # The user's own fields stay; our check raises when the config or the optimizer is made.
         return _without_precision_aware(row, asked)
     if "exp_avg_sq_dtype" in row and "exp_avg_sq_dtype" not in asked:
         _guard_second_moment(row, request, why, warnings)
@@ -253,7 +255,7 @@ def _restrict(
 def _guard_second_moment(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> None:
-    """Keep a bf16 second moment from a ``beta2`` at which it cannot decay, or warn of it."""
+    """Keep exp_avg_sq in fp32, or warn, where ``beta2`` is too large for bf16 to decay."""
     beta2 = float(request.asked.get("adam_beta2", MEGATRON_BETA2))
     if second_moment_can_decay(beta2):
         return
@@ -273,7 +275,7 @@ def _guard_second_moment(
 
 
 def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: list[str]) -> None:
-    """Keep to what FusedAdam's capturable mode takes (Megatron's ``optimizer_cuda_graph``)."""
+    """Change a row to what FusedAdam's capturable mode accepts (``optimizer_cuda_graph``)."""
     moments = [request.asked.get(key, row.get(key, FP32)) for key in _MOMENTS]
     version = request.support.version or ()
     if moments != [BF16, BF16] or version < CAPTURABLE_BF16_SINCE:
@@ -299,7 +301,7 @@ def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> d
 
 
 def _as_dtype(value: object) -> object:
-    """Read a dtype name too: the feature that coerces them may be off."""
+    """Turn a dtype name into a dtype, since ``dtype-coercion`` may be off."""
     return parse_dtype(value) if isinstance(value, str) else value
 
 

@@ -1,4 +1,4 @@
-"""Which of the audit's problems the pair check has told already: one fault, one warning."""
+"""The audit's problems that the pair check has already reported: one fault, one warning."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import weakref
 from typing import Any
 
 _told: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
-"""OptimizerConfigs, by ``id`` since they have no hash, to codes: written by ``note_told``."""
+"""Maps the ``id`` of an OptimizerConfig, which has no hash, to problem codes: written by
+``note_told``."""
 
 
 def note_told(config: Any, *codes: str) -> None:
-    """Remember that the user was told what the audit would find.
+    """Remember the problems that the user has already been warned of, so the audit omits them.
 
     Args:
-        config: the OptimizerConfig; the optimizer keeps it, and nothing here does.
-        codes: of the audit's problems.
+        config: the OptimizerConfig; kept by a weak reference only.
+        codes: codes of the audit's problems.
     """
     key = id(config)
     reference, known = _told.get(key, (None, set()))

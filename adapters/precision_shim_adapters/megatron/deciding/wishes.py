@@ -1,8 +1,8 @@
-"""What a framework and its user ask of Megatron's optimizer, and the plan that comes of it.
+"""What a framework and its user ask of Megatron's optimizer, and the plan made from it.
 
-An adapter reads its framework's config into one record, ``Wishes``. ``plan_wishes`` holds it
-against the parameters that will be trained and against what is in force, and asks the rules: the
-same wishes give the same plan, whichever framework they come from.
+An adapter reads its framework's config into one record, ``Wishes``. ``plan_wishes`` makes a plan
+from the wishes, the trainable parameters and the features in force. The same wishes give the same
+plan in every framework.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from precision_shim_adapters.megatron.deciding.table import (
 from ..resuming.checkpoint import STATES
 
 GROUP = "megatron"
-"""The group of the backend's seams and of an adapter's that they need, in each feature."""
+"""The group, in each feature, of the backend's seams and of the adapter's seams they depend on."""
 
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
 AUDIT = "audit"
 BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
-"""The features that need to know which model is being built: those of a seam with ``building``."""
+"""The features that need to know which model is being built; a seam with ``building`` has them."""
 
 PRECISION_AWARE = "use_precision_aware_optimizer"
 FUSED_ADAM_ARGUMENTS = (
@@ -51,9 +51,9 @@ FUSED_ADAM_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a framework and its user ask for one model; an adapter makes it of their config.
+    """What a framework and its user ask for one model, as an adapter reads it from their config.
 
-    Only what the user wrote counts as asked: leave out what a config class filled in.
+    ``asked`` holds only what the user wrote: leave out the defaults of a config class.
 
     Attributes:
         where: framework, version and key, for messages, such as
@@ -61,22 +61,23 @@ class Wishes:
         subject: which model: ``"actor"``.
         asked: fields of Megatron's OptimizerConfig that the user wrote; dtypes may be names.
         declared: the dtype that the framework declares for the model. Needed only where the
-            trainable parameters have several, or are not known.
+            trainable parameters have several dtypes or are not known.
         auto: what ``PRECISION_SHIM_OPTIMIZER_STATES=auto`` means here: ``"as-configured"`` where
             the config has fields for the states' dtypes, else ``"guarded"``.
-        native: fields that the framework sets by itself, beneath ``asked``, by the model's dtype.
+        native: by the model's dtype, the fields that the framework sets by itself; ``asked``
+            overrides them.
         opt_in: the framework's own fields for low-precision states of a bf16 model, by Megatron's
             names.
-        reads_opt_in: whether this version puts ``opt_in`` in force itself; else the shim does.
-        blockers: what of the framework's own rules a precision-aware optimizer out.
-        optimizer: Megatron's name of the optimizer, where ``asked`` has none.
+        reads_opt_in: whether this version applies ``opt_in`` itself; otherwise the shim does.
+        blockers: the framework's reasons why a precision-aware optimizer cannot run.
+        optimizer: Megatron's name of the optimizer, used where ``asked`` has none.
         distributed: whether the framework's config has the distributed optimizer.
         bucket_in_fp32: ``grad_reduce_in_fp32`` if the user wrote it, else ``None``.
         nan_check_written: whether the user wrote ``check_for_nan_in_grad``.
-        scaler: the shim's settings of a loss scaler that the framework's config carries.
-        scaler_where: the place of these, for messages.
-        unchecked: fields whose values are no statement about the model, because the framework's
-            own files carry them whatever it is.
+        scaler: loss scaler settings from the framework's config, by the shim's names.
+        scaler_where: the key of these settings, for messages.
+        unchecked: fields that the pair check skips, because the framework's own files set them
+            to the same value for every model.
         trains: whether the model gets an optimizer.
     """
 
@@ -112,9 +113,9 @@ class InForce:
     Attributes:
         states: ``PRECISION_SHIM_OPTIMIZER_STATES``.
         coerces: whether dtype names become dtypes.
-        dispatches: whether the OptimizerConfig follows the model.
-        aligns: whether the gradient bucket follows the main gradients.
-        over_user: whether it does so where the user wrote another (``GRAD_BUCKET=align``).
+        dispatches: whether the OptimizerConfig follows the model's dtype.
+        aligns: whether the gradient bucket follows the main grads.
+        over_user: whether it does so where the user wrote another dtype (``GRAD_BUCKET=align``).
         whole_masters: whether checkpoints hold whole fp32 masters.
         support: the FusedAdam that Megatron would use.
     """
@@ -130,13 +131,13 @@ class InForce:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and the fields that put it in force.
+    """A plan, and the OptimizerConfig fields that apply it.
 
     Attributes:
         plan: what the rules chose.
-        dtype: the model's dtype, or the one that was declared for it.
-        asked: what the user wrote, as it is held against the plan.
-        added: fields beneath these: the framework's own and the shim's.
+        dtype: the model's dtype, or the declared one.
+        asked: the user's fields, with dtype names coerced where that feature is in force.
+        added: the framework's own fields and the shim's; ``asked`` overrides them.
     """
 
     plan: OptimizerPlan
@@ -146,7 +147,7 @@ class Planned:
 
 
 def in_force_now(framework: str) -> InForce:
-    """What a plan depends on for a framework in this process."""
+    """The settings and features that a plan for a framework depends on, in this process."""
     return what_is_in_force(current_settings(), partial(in_force, framework))
 
 
@@ -155,12 +156,12 @@ def what_is_in_force(
     holds: Callable[[str, str], bool],
     support: FusedAdamSupport | None = None,
 ) -> InForce:
-    """What a plan depends on.
+    """The settings and features that a plan depends on.
 
     Args:
         settings: the shim's.
-        holds: tells whether a feature is in force, and a group of it.
-        support: the FusedAdam that Megatron would use; ``None`` to look.
+        holds: tells whether a feature is in force for a group.
+        support: the FusedAdam that Megatron would use; ``None`` to look at the installed one.
     """
     return InForce(
         states=str(settings["optimizer_states"]),
@@ -178,19 +179,19 @@ def plan_wishes(
 ) -> Planned:
     """Plan a model's optimizer; a pure function.
 
-    Main grads that the shim adds have the dtype of the bucket that will be there: the optimizer
-    reads the bucket's gradients as they are, whatever ``main_grads_dtype`` says.
+    The shim adds a ``main_grads_dtype`` equal to the dtype that the bucket will have: the optimizer
+    reads the gradients in the bucket's dtype, whatever ``main_grads_dtype`` says.
 
     Raises:
         DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
     """
     asked = coerced(wishes.asked, wishes.where, now)
     if asked.get("fp16") and asked.get("bf16"):
-        asked["bf16"] = False  # fp16 wins where a caller passes both
+        asked["bf16"] = False  # fp16 wins where both are set
     dtype = model.single or wishes.declared
     policy = wishes.auto if now.states == "auto" else now.states
     if not now.dispatches:
-        policy = "as-configured"  # the bucket must not follow states that are not put in force
+        policy = "as-configured"  # the bucket must not follow dtypes that no config will get
     native = dict(wishes.native.get(dtype, {})) if dtype is not None else {}
     if dtype is torch.float16:
         native = {**scaler_row(), **native}
@@ -227,19 +228,19 @@ def plan_wishes(
 
 
 def scaler_row() -> dict[str, Any]:
-    """The fields of Megatron's loss scaler that an fp16 model brings."""
+    """The fields of Megatron's loss scaler that the shim sets for an fp16 model."""
     return {key: ROWS[torch.float16][key] for key in ("initial_loss_scale", "min_loss_scale")}
 
 
 def coerced(written: Mapping[str, Any], where: str, now: InForce | None = None) -> dict[str, Any]:
-    """Turn the dtype names among a config's OptimizerConfig fields into dtypes.
+    """Turn the dtype names among OptimizerConfig fields into dtypes.
 
-    As it stands there if ``dtype-coercion`` is not in force.
+    Returns the fields unchanged if ``dtype-coercion`` is not in force.
 
     Args:
         written: fields of Megatron's OptimizerConfig.
         where: framework and key, for messages.
-        now: what is in force; ``None`` to look.
+        now: what is in force; ``None`` to look at this process.
 
     Raises:
         DtypeError: a name is unknown, or the dtype is not legal for its field.
@@ -254,7 +255,7 @@ def coerced(written: Mapping[str, Any], where: str, now: InForce | None = None) 
 def fused_adam_support() -> FusedAdamSupport:
     """Look at the FusedAdam that Megatron's precision-aware optimizer would use."""
     try:
-        # The same import that Megatron's own check does.
+        # Megatron's own check imports the same name.
         from transformer_engine.pytorch.optimizers import FusedAdam
     except ImportError:
         return FusedAdamSupport()

@@ -1,1 +1,1 @@
-"""What a job on Megatron will cost and whether it is legal, from its config alone."""
+"""Compute the memory of a job on Megatron, and whether it is legal, from its config alone."""

@@ -1,6 +1,7 @@
-"""Cheaper precision settings of a model on Megatron, the least lost first.
+"""Cheaper precision settings for a model on Megatron, those that lose least first.
 
-The steps are tried as if the user wrote them, so that the rules of run time say which are legal.
+Each step is planned as if the user wrote its settings, so the rules of the worker decide which
+steps are legal.
 """
 
 from __future__ import annotations
@@ -66,16 +67,16 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
         },
     ),
 )
-"""What can be given up, the least first, and the settings that do it."""
+"""What each step gives up, the smallest loss first, and its settings."""
 
 
 def variants(
     asked: _Model, settings: Settings, support: FusedAdamSupport, holds: Holds
 ) -> list[tuple[str, tuple[str, ...], _Model]]:
-    """The same model with cheaper settings, only those that are legal here.
+    """The same model with cheaper settings, for each step that is legal here.
 
     Returns:
-        For each of them what it gives up, the lines to write, and the model.
+        For each step what it gives up, the config lines to write, and the changed model.
     """
     if not asked.wishes.trains:
         return []
@@ -99,7 +100,7 @@ def variants(
 
 
 def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupport) -> bool:
-    """Whether the settings can do what they are for with this model."""
+    """Whether a step's settings are possible and of use for this model."""
     bf16 = asked.dtype is torch.bfloat16
     if fields.get("store_param_remainders") and (support.version or ()) < REMAINDERS_SINCE:
         return False

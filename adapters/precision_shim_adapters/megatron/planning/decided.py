@@ -1,8 +1,8 @@
-"""What is asked of a job's model on Megatron, and what is decided of it by the rules of run time.
+"""The settings of one model of a planned job on Megatron, and the shim's decisions about it.
 
-``plan_wishes`` decides what the optimizer's config becomes, ``deciding.bucket`` what the gradient
-bucket does, ``reader.wanted`` which dtypes Megatron then keeps: the functions that decide and audit
-in a worker.
+The decisions come from the functions that the worker uses: ``plan_wishes`` decides the optimizer's
+config, ``deciding.bucket`` the gradient bucket, and ``reader.wanted`` tells which dtypes Megatron
+then keeps.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class Asked:
     """One model of a job on Megatron.
 
     Attributes:
-        wishes: what the framework's config says.
+        wishes: the wishes in the framework's config.
         model: names and shapes.
-        sizes: the groups.
-        dtype: of the parameters.
-        bucket_in_fp32: ``grad_reduce_in_fp32`` as the framework itself leaves it.
-        frozen: whether a parameter is not trained, by its name.
-        value_head: whether the output layer is one value.
-        key: where the config has a field of the optimizer, for messages; ``{}`` is the field.
-        bucket_key: where it has the bucket's.
-        prefix: what stands before a key that is set on the command line.
+        sizes: the sizes of the parallel groups.
+        dtype: the parameters' dtype.
+        bucket_in_fp32: the framework's own value of ``grad_reduce_in_fp32``.
+        frozen: whether a parameter is frozen, by its name.
+        value_head: whether the output layer is a value head with one output.
+        key: the config's key of an optimizer field, for messages; ``{}`` is the field.
+        bucket_key: the config's key of ``grad_reduce_in_fp32``.
+        prefix: the prefix of a key that is set on the command line.
         parked: the config's keys to the components that they move to the host between phases.
-        place: models of one place share their GPUs.
+        place: models with the same place share their GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
-        illegal: what the adapter found.
-        notes: what is legal and worth knowing.
+        illegal: problems that the adapter found.
+        notes: remarks about legal settings.
     """
 
     wishes: Wishes
@@ -90,10 +90,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Side:
-    """A model's optimizer with the shim or without.
+    """A model's optimizer and bucket, either with the shim or without.
 
     Attributes:
-        fields: of Megatron's OptimizerConfig.
+        fields: the fields of Megatron's OptimizerConfig.
         bucket: the gradient bucket.
         planned: the plan behind the fields.
     """
@@ -107,31 +107,31 @@ class Side:
 
 
 def support_of(version: str | None) -> FusedAdamSupport:
-    """What TransformerEngine's FusedAdam can do; without a version the newest known rules hold."""
+    """What TransformerEngine's FusedAdam can do; without a version the newest known rules apply."""
     if version is None:
         return NEWEST
     found = release(version)
-    # Megatron asks for the arguments that came with 1.13 or so; bf16 moments are a rule of their
-    # own.
+    # Every TransformerEngine from about 1.13 has the arguments that Megatron needs; bf16 moments
+    # have a rule of their own.
     return FusedAdamSupport(found, True, "") if found else NEWEST
 
 
 def without_shim(support: FusedAdamSupport) -> InForce:
-    """What is in force where the shim is off. Names of dtypes are read all the same."""
+    """What is in force where the shim is off. ``coerces`` is true so that dtype names are read."""
     return InForce("as-configured", True, False, False, False, False, support)
 
 
 Holds = Callable[[str, str], bool]
-"""Tells whether a feature is in force, as far as one group of seams goes."""
+"""Tells whether a feature is in force for a group of seams: arguments feature, group."""
 
 
 def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
-    """What is in force where the shim is on. Names of dtypes are read all the same."""
+    """What is in force where the shim is on. ``coerces`` is true so that dtype names are read."""
     return replace(what_is_in_force(settings, holds, support), coerces=True)
 
 
 def side(asked: Asked, now: InForce) -> Side:
-    """Decide what the optimizer's config and the bucket become.
+    """Decide the optimizer's fields and the bucket.
 
     Raises:
         DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
@@ -185,7 +185,7 @@ def precision(asked: Asked, one: Side, support: FusedAdamSupport) -> Precision:
 
 
 def _unpacked(moments: Mapping[str, torch.dtype], support: FusedAdamSupport) -> tuple[str, ...]:
-    """Moments that FusedAdam unpacks to fp32 for its kernel, all parameters of a group at once."""
+    """Moments that FusedAdam casts to fp32 for its kernel, all parameters of a group at once."""
     if set(moments.values()) == {torch.bfloat16}:
         version = support.version
         if version is None or version >= CAPTURABLE_BF16_SINCE:
@@ -197,7 +197,7 @@ def _unpacked(moments: Mapping[str, torch.dtype], support: FusedAdamSupport) -> 
 
 
 def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Problem]:
-    """What Megatron refuses of an optimizer's config and its bucket.
+    """List what Megatron refuses in an optimizer's config and bucket.
 
     Raises:
         PlanError: the optimizer is not Adam.

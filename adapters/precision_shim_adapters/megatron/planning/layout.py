@@ -1,9 +1,9 @@
-"""How Megatron spreads a model over GPUs: pure, from names, shapes and sizes of groups.
+"""How Megatron splits a model over GPUs: pure functions of names, shapes and group sizes.
 
-Experts by expert and expert-tensor parallelism; matrices and column biases by tensor parallelism;
-norms, routers and the down-projections of latent attention whole; layers by pipeline stages, uneven
-ends and interleaved chunks as Megatron's ``get_num_layers_to_build`` and
-``get_transformer_layer_offset`` have them.
+Expert and expert-tensor parallelism split experts. Tensor parallelism splits matrices and column
+biases. Norms, routers and the down-projections of latent attention stay whole. Pipeline parallelism
+splits layers into stages, with uneven ends and interleaved chunks as in Megatron's
+``get_num_layers_to_build`` and ``get_transformer_layer_offset``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from precision_shim.planning.shapes import Model, Weight, is_router
 from .sizes import LEAST, Sizes, divisors
 
 Report = Callable[[str, str, str, str], None]
-"""What is illegal: code, key, what is there and what is allowed, remedy."""
+"""Reports a problem: code, key, message, remedy."""
 
 
 # -- is it legal -----------------------------------------------------------------------------------
@@ -31,10 +31,10 @@ SHARED_HEADS_SINCE = (0, 16)
 def problems(
     sizes: Sizes, model: Model, subject: str, megatron: tuple[int, ...] | None = None
 ) -> list[Problem]:
-    """What Megatron refuses of a model on these groups.
+    """List what Megatron refuses for a model with these group sizes.
 
     Args:
-        sizes: the groups.
+        sizes: the sizes of the parallel groups.
         model: names and shapes.
         subject: which model, for messages.
         megatron: megatron-core's release; ``None``: the newest known.
@@ -181,22 +181,22 @@ _OTHER_MODEL = re.compile(
 
 
 def layer_of(name: str) -> int | None:
-    """The number of a parameter's layer; ``None`` outside of the layers of the text model."""
+    """The index of a parameter's layer; ``None`` outside the layers of the text model."""
     found = None if _OTHER_MODEL.search(name) else _LAYER.search(name)
     return int(found.group(1)) if found else None
 
 
 def number_of_layers(model: Model) -> int:
-    """Number of layers of the text model, those for several tokens at a time left out."""
+    """Number of layers of the text model, without the layers for multi-token prediction."""
     told = model.number("num_hidden_layers", "n_layer")
     return told or 1 + max((layer_of(one.name) or 0 for one in model.weights), default=0)
 
 
 def layers_of_stages(sizes: Sizes, layers: int) -> list[list[int]]:
-    """The numbers of the layers of each pipeline stage.
+    """The indices of the layers of each pipeline stage.
 
     Raises:
-        ValueError: they cannot be spread so; the message says what is wrong.
+        ValueError: the layers do not divide over the stages; the message says why.
     """
     if sizes.stages:
         return _by_layout(sizes, layers)
@@ -258,7 +258,7 @@ _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def _letters(layout: object) -> str:
-    """A layout in letters, whichever of its two forms it has."""
+    """A pipeline layout in letters, from letters or from lists of names."""
     if isinstance(layout, str):
         return layout.replace(",", "")
     try:
@@ -302,10 +302,10 @@ _COLUMN = (
     *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_ba", "in_proj_z"),
     *("in_proj_a", "in_proj_b"),
 )
-"""Split by their outputs, biases too."""
+"""Layers split along their outputs, biases too."""
 
 _ROW = ("o_proj", "wo", "down_proj", "fc2", "w2", "c_proj", "out_proj", "dense")
-"""Split by their inputs; biases are whole."""
+"""Layers split along their inputs; biases stay whole."""
 
 _VOCABULARY = (
     *("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embeddings", "embed_in"),
@@ -313,7 +313,7 @@ _VOCABULARY = (
 )
 _EMBEDDINGS = _VOCABULARY[:6]
 _LAST = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "score")
-"""Outside of the layers, and behind them; the output layer is, too."""
+"""Modules after the last layer, in the last stage; the output layer comes there, too."""
 
 
 def rank_numel(weight: Weight, sizes: Sizes) -> int:
@@ -321,7 +321,7 @@ def rank_numel(weight: Weight, sizes: Sizes) -> int:
 
     Args:
         weight: the parameter.
-        sizes: the groups.
+        sizes: the sizes of the parallel groups.
     """
     if is_expert(weight.name):
         ways = 1 if weight.name.endswith("down_proj_bias") else sizes.experts_tensor
@@ -330,7 +330,7 @@ def rank_numel(weight: Weight, sizes: Sizes) -> int:
 
 
 def _ways(weight: Weight, tensor: int) -> int:
-    """Among how many ranks a parameter that is no expert's is split."""
+    """Over how many ranks tensor parallelism splits a parameter outside the experts."""
     words = [one for one in weight.name.split(".") if one not in ("weight", "bias")]
     word = words[-1] if words else ""
     if _OTHER_MODEL.search(weight.name):
@@ -346,12 +346,12 @@ def is_expert(name: str) -> bool:
 
 @dataclass(frozen=True)
 class StageCount:
-    """Parameters of a rank of one pipeline stage.
+    """Numbers of parameters that a rank of one pipeline stage holds.
 
     Attributes:
-        dense: number of those whose group is the data-parallel one.
-        experts: number of those of experts with a group of their own.
-        frozen: of ``dense``, those that are not trained.
+        dense: trained parameters whose optimizer states the data-parallel group shards.
+        experts: parameters of experts that have a data-parallel group of their own.
+        frozen: parameters that are not trained; not counted in ``dense``.
     """
 
     dense: int = 0
@@ -370,9 +370,9 @@ def count(
 
     Args:
         model: names and shapes.
-        sizes: the groups, which are legal.
-        frozen: whether a parameter is not trained, by its name.
-        value_head: whether the output layer is one value.
+        sizes: the sizes of the parallel groups, which must be legal.
+        frozen: whether a parameter is frozen, by its name.
+        value_head: whether the output layer is a value head with one output.
     """
     if not model.config:
         return _evenly(model, sizes)
@@ -397,7 +397,7 @@ def count(
     for weight in model.weights:
         layer = layer_of(weight.name)
         if layer is not None:
-            if layer in stage_of:  # heads for several tokens at a time come after the layers
+            if layer in stage_of:  # not so for multi-token prediction, numbered after the layers
                 add(stage_of[layer], weight)
             continue
         if value_head and _word(weight.name) in ("lm_head", "embed_out", "score", "v_head"):
@@ -412,7 +412,7 @@ def count(
 
 
 def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
-    """A model of which only its size is known."""
+    """Count a model of which only the number of parameters is known."""
     dense = sum(one.numel for one in model.weights if not is_expert(one.name))
     experts = sum(one.numel for one in model.weights if is_expert(one.name))
     own = -(-dense // (sizes.tensor * sizes.pipeline))
@@ -427,14 +427,14 @@ def _word(name: str) -> str:
 
 
 def _stage_outside(name: str, last: int) -> int:
-    """The stage of what belongs to no layer: the embeddings, or the last norm and the output."""
+    """The stage of a parameter outside the layers: the first or, for norm and output, the last."""
     if _OTHER_MODEL.search(name):
         return 0
     return last if _word(name) in (*_LAST, "lm_head", "embed_out") else 0
 
 
 def unknown(model: Model) -> list[str]:
-    """Matrices of the text model that no rule names; they are counted whole."""
+    """Matrices of the text model that no rule here names; ``count`` takes them as not split."""
     found = []
     for weight in model.weights:
         word = _word(weight.name)

@@ -1,7 +1,7 @@
-"""What Megatron's models cost: from a framework's wishes to bytes, by the rules of run time.
+"""Compute the bytes of a model on Megatron from a framework's wishes, by the worker's rules.
 
-An adapter reads its framework's config into a ``MegatronModel``. What is decided of it is in
-``decided``, how it is spread in ``layout``; here both become bytes.
+An adapter reads its framework's config into a ``MegatronModel``. ``decided`` decides its settings,
+``layout`` splits it over the GPUs, and this module computes bytes from both.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MegatronModel(Asked):
 
 
 def _unknown(asked: Asked) -> list[Problem]:
-    """Keys that become arguments of Megatron's configs, and that these do not have."""
+    """Keys that the framework passes to Megatron's configs, but these configs lack."""
     subject = asked.wishes.subject
     found = unknown_keys(
         asked.wishes.asked, fields_of(CONFIG), subject, asked.key, "Megatron's OptimizerConfig"
@@ -105,7 +105,7 @@ def _unknown(asked: Asked) -> list[Problem]:
 
 
 def _no_names(asked: Asked) -> list[Problem]:
-    """Numbers and the like where Megatron takes a dtype: YAML makes a number of ``16``."""
+    """Values that are no names where Megatron takes a dtype: YAML reads ``16`` as a number."""
     return [
         Problem(
             "dtype",
@@ -120,7 +120,7 @@ def _no_names(asked: Asked) -> list[Problem]:
 
 
 def fields_of(target: str) -> tuple[str, ...]:
-    """The fields of a dataclass of Megatron's; none where Megatron is not installed."""
+    """The fields of a dataclass of Megatron's; empty where Megatron is not installed."""
     return look(f"{target}.__init__").parameters
 
 
@@ -135,16 +135,16 @@ def plan_model(
     holds: Holds,
     megatron: tuple[int, ...] | None = None,
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """Plan a model; ``None`` where what is illegal leaves nothing to count.
+    """Plan a model; ``None`` where problems in its config leave nothing to count.
 
     Args:
         asked: the model.
         settings: the shim's.
-        support: TransformerEngine's FusedAdam.
-        holds: what is in force where the shim is on.
+        support: what TransformerEngine's FusedAdam can do.
+        holds: tells whether a feature is in force for a group, with the shim on.
         megatron: megatron-core's release; ``None``: the newest known.
     """
-    if not asked.wishes.trains:  # it has no optimizer, whatever its framework passes on
+    if not asked.wishes.trains:  # the model has no optimizer, whatever fields the config has
         asked = replace(asked, wishes=replace(asked.wishes, asked={}))
     subject = asked.wishes.subject
     found = [*asked.illegal, *layout.problems(asked.sizes, asked.model, subject, megatron)]
@@ -228,7 +228,7 @@ def _stays(asked: Asked, before: tuple[Stage, ...], after: tuple[Stage, ...]) ->
 
 
 def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
-    """Gradients once around their groups, and parameters once, in the stage with the most."""
+    """Bytes of one reduce-scatter of the gradients and one all-gather, in the busiest stage."""
     sums = [
         {
             "reduce_scatter": sum(ring(one, "grad_buckets") for one in stage.parts),
@@ -240,7 +240,7 @@ def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
 
 
 def _gathered(part_: Part) -> str:
-    """What goes around in full: without shared states the reduced gradients themselves do."""
+    """What is all-gathered: parameters, or the reduced gradients where states are not sharded."""
     shared = any(part_.components[name].sharded for name in part_.components.keys() & {"exp_avg"})
     return "params" if shared else "grad_buckets"
 
@@ -265,7 +265,7 @@ def _decisions(asked: Asked, one: Side, settings: Settings, holds: Holds) -> lis
 
 
 def _fp16(one: Side) -> bool:
-    """The ``fp16`` of an fp16 model's OptimizerConfig: Megatron makes a scaler by it."""
+    """The ``fp16`` of an fp16 model's OptimizerConfig, by which Megatron makes a scaler."""
     return bool(one.fields.get("fp16", True))
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a job's groups, by the names that Megatron and its frameworks have for them."""
+"""The sizes of a job's parallel groups, by the names in Megatron's and the frameworks' configs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a job's groups.
+    """The sizes of a job's parallel groups.
 
     Attributes:
         world: number of GPUs.
-        tensor: tensor parallel.
-        pipeline: pipeline parallel.
-        context: context parallel.
-        expert: expert parallel.
-        expert_tensor: expert tensor parallel; ``None``: as ``tensor``.
+        tensor: size of tensor parallelism.
+        pipeline: size of pipeline parallelism.
+        context: size of context parallelism.
+        expert: size of expert parallelism.
+        expert_tensor: size of expert tensor parallelism; ``None``: same as ``tensor``.
         virtual: chunks of a pipeline stage; ``None``: one.
-        first: layers of the first stage, where the config says so.
-        last: layers of the last stage, where the config says so.
+        first: layers of the first stage, where the config has that number.
+        last: layers of the last stage, where the config has that number.
         count_embedding: whether the embedding counts as a layer.
-        count_loss: whether the output layer does.
-        stages: a pipeline layout as Megatron's ``pipeline_model_parallel_layout`` has it: its
+        count_loss: whether the output layer counts as a layer.
+        stages: a pipeline layout in the form of Megatron's ``pipeline_model_parallel_layout``:
             letters, or for each stage the names of its layers.
         sequence_parallel: whether it is on; ``None`` where it is not known.
-        keys: where the config has these, by their names here, for messages.
+        keys: attribute names to the config's keys, for messages.
     """
 
     world: int
@@ -51,12 +51,12 @@ class Sizes:
 
     @property
     def shared_by(self) -> int:
-        """Ranks over which the states of a rank's dense parameters are shared."""
+        """Number of ranks over which the states of dense parameters are sharded."""
         return max(self.world // (self.tensor * self.pipeline), 1)
 
     @property
     def experts_shared_by(self) -> int:
-        """Ranks over which the states of a rank's experts are shared."""
+        """Number of ranks over which the states of experts are sharded."""
         return max(self.world // (self.experts_tensor * self.expert * self.pipeline), 1)
 
     def key(self, name: str) -> str:
@@ -64,7 +64,7 @@ class Sizes:
         return self.keys.get(name, name)
 
     def to_dict(self) -> dict[str, Any]:
-        """For people and JSON, by the usual letters."""
+        """The sizes by their usual abbreviations, for text and JSON."""
         return {
             "tp": self.tensor,
             "pp": self.pipeline,
@@ -89,10 +89,10 @@ FIELDS = {
     "count_loss": "account_for_loss_in_pipeline_split",
     "stages": "pipeline_model_parallel_layout",
 }
-"""The sizes by the names that Megatron has for them, and every framework's config, too."""
+"""Maps the attributes of ``Sizes`` to their names in Megatron's and every framework's config."""
 
 UNEVEN = ("first", "last", "count_embedding", "count_loss", "stages")
-"""Those of Megatron's transformer config, for which some frameworks have a section within."""
+"""Sizes in Megatron's transformer config, for which some frameworks have a nested section."""
 
 
 def read_sizes(
@@ -105,16 +105,16 @@ def read_sizes(
     within: str = "",
     within_names: Sequence[str] = UNEVEN,
 ) -> Sizes:
-    """The sizes of a model's groups, from its section of a framework's config.
+    """Read the sizes of a model's groups from its section of a framework's config.
 
     Args:
         world: number of GPUs.
-        world_key: where the config has that.
-        key: the section's.
-        section: its keys.
+        world_key: the config's key of that number.
+        key: the config's key of the section.
+        section: the section.
         sequence_parallel: whether it is on.
-        within: a section within, if there is one.
-        within_names: the sizes that are there.
+        within: the key of a nested section, if there is one.
+        within_names: the sizes that the nested section has.
     """
     inner = (section.get(within) if within else None) or {}
     values, keys = {}, {"world": world_key, "sequence_parallel": f"{key}.sequence_parallel"}
@@ -131,7 +131,7 @@ LEAST = {
     **dict.fromkeys(("world", "tensor", "pipeline", "context", "expert", "expert_tensor"), 1),
     **{"virtual": 1, "first": 0, "last": 0},
 }
-"""The least that Megatron takes for each."""
+"""The smallest value that Megatron accepts for each size."""
 
 
 def divisors(number: int) -> str:

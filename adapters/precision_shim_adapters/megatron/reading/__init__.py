@@ -1,1 +1,1 @@
-"""What is in force in Megatron's live objects: its optimizers, the audit's seams, the probes."""
+"""Read Megatron's live optimizers, with the seams for the audit and the probes of Megatron."""

@@ -1,9 +1,9 @@
-"""The audit by itself, where every optimizer of Megatron's passes.
+"""The seams that audit Megatron's optimizers without a call by the user.
 
-``get_megatron_optimizer`` is not that place: frameworks have copies of it, and make no chained
-optimizer. These three classes see every optimizer in megatron-core 0.13 to 0.19.
+``get_megatron_optimizer`` is no place for a seam: frameworks have copies of it, which make no
+chained optimizer. Every optimizer is one of these three classes in megatron-core 0.13 to 0.19.
 
-Delete when: Megatron says which precision its optimizers really have.
+Delete when: Megatron reports which precision its optimizers really have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATHS = {GROUP: "Megatron's optimizers"}
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _FLAGS = {"bf16", "fp16", "params_dtype"}
 _OF_FLAGS = {"params-dtype", "scaler-missing", "master-missing"}
-"""Problems that follow from flags that do not fit the model."""
+"""Codes of problems that arise where ``_FLAGS`` do not fit the model."""
 
 
 @seam(
@@ -43,7 +43,7 @@ _OF_FLAGS = {"params-dtype", "scaler-missing", "master-missing"}
     optional=True,
 )
 def look_at(call: Call) -> Any:
-    """Audit an optimizer that is made, and again after its first step."""
+    """Audit a new optimizer, and audit it again after its first step."""
     result = call.proceed()
     optimizer = call.instance
     build = current_build()
@@ -63,15 +63,15 @@ def look_at(call: Call) -> Any:
 
 
 def _wishes(build: Build | None) -> Wishes | None:
-    """A build's wishes: the hook comes later. An audit ends no build."""
+    """A build's wishes; ``None`` where they cannot be read, since an audit must not end a build."""
     try:
         return None if build is None else build.wishes
-    except Exception:  # whoever needs them for more says what is wrong
+    except Exception:  # the seams that build the optimizer report this error
         return None
 
 
 def _by_user(wishes: Wishes | None, chunks: list[Any]) -> Callable[[Finding], bool]:
-    """Tells whether the user wrote what a problem is about."""
+    """Make a function that tells whether the user wrote the setting that a problem is about."""
     codes = set()
     bucket = wishes is not None and wishes.bucket_in_fp32 is not None
     if bucket or any(told_of(chunk) is not None for chunk in chunks):

@@ -1,4 +1,4 @@
-"""What our rules assume of Megatron-core, asked of the one that is installed."""
+"""Probes: check the rules' assumptions about Megatron-core against the installed version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _config(**fields: Any) -> Any:
 
 @contextmanager
 def fused_adam() -> Iterator[None]:
-    """TransformerEngine, or what stands in for it where it is not installed."""
+    """Provide TransformerEngine, or the stand-in where it is not installed."""
     from precision_shim.testing.transformer_engine import (
         real_transformer_engine,
         stand_in_transformer_engine,
@@ -38,11 +38,11 @@ def fused_adam() -> Iterator[None]:
 
 
 def _refusal(**fields: Any) -> str:
-    """What Megatron says against a config; ``""`` if it takes it."""
+    """Megatron's error for a config; ``""`` if Megatron accepts it."""
     try:
         with fused_adam():
             _config(**fields)
-    except Exception as error:  # whatever it is: an assertion today
+    except Exception as error:  # an AssertionError in today's versions
         return str(error) or type(error).__name__
     return ""
 
@@ -54,7 +54,7 @@ def _refusal(**fields: Any) -> str:
     needs=(_CONFIG,),
 )
 def distributed_optimizer() -> Answer:
-    """The shim withdraws bf16 states where the distributed optimizer is off."""
+    """The shim keeps fp32 states where the distributed optimizer is off."""
     told = _refusal(
         optimizer="adam", use_precision_aware_optimizer=True, use_distributed_optimizer=False
     )
@@ -69,7 +69,7 @@ def distributed_optimizer() -> Answer:
     needs=(_CONFIG,),
 )
 def only_adam() -> Answer:
-    """The shim withdraws bf16 states where the optimizer is another."""
+    """The shim keeps fp32 states where the optimizer is not adam."""
     told = _refusal(
         optimizer="sgd", use_precision_aware_optimizer=True, use_distributed_optimizer=True
     )
@@ -84,7 +84,7 @@ def only_adam() -> Answer:
     needs=(_CONFIG,),
 )
 def accepted() -> Answer:
-    """The row of a bf16 model."""
+    """The shim sets these fields for a bf16 model."""
     states = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     told = _refusal(
         optimizer="adam",
@@ -104,7 +104,7 @@ def accepted() -> Answer:
     needs=(_CONFIG,),
 )
 def states_need_it() -> Answer:
-    """The shim turns it off outright where none of these is asked for."""
+    """The shim turns the precision-aware optimizer off where the user asks for none of these."""
     wanted = {
         "main_grads_dtype": torch.bfloat16,
         "main_params_dtype": torch.float16,
@@ -122,7 +122,7 @@ def states_need_it() -> Answer:
     needs=(_CONFIG,),
 )
 def fp8_recipes() -> Answer:
-    """The shim withdraws bf16 states there."""
+    """The shim keeps fp32 states with a recipe other than delayed."""
     found = {}
     for recipe in ("delayed", "tensorwise"):
         with fused_adam():
@@ -142,7 +142,7 @@ def fp8_recipes() -> Answer:
     needs=(_CONFIG, _DDP),
 )
 def defaults() -> Answer:
-    """The guard on the second moment reads beta2; the rows leave the rest to Megatron."""
+    """The guard on the second moment reads beta2; the table leaves the other fields to Megatron."""
     from megatron.core.distributed.distributed_data_parallel_config import (
         DistributedDataParallelConfig,
     )
@@ -176,7 +176,7 @@ def defaults() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def overflow() -> Answer:
-    """The shim makes a skipped step of it, whatever the framework does."""
+    """The shim changes this answer to values that the framework can handle."""
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     steps: list[str] = []
@@ -198,7 +198,7 @@ def overflow() -> Answer:
     needs=("megatron.core.optimizer.grad_scaler",),
 )
 def dynamic_scaler() -> Answer:
-    """The shim reads the scale from the device only where it is another tensor."""
+    """The shim reads the scale from the device only where the tensor is a new one."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
     from precision_shim.testing.megatron_cpu import cuda_means_cpu
@@ -224,7 +224,7 @@ def dynamic_scaler() -> Answer:
     needs=("megatron.core.optimizer.distrib_optimizer",),
 )
 def remainders() -> Answer:
-    """The shim writes fp32 masters there instead."""
+    """The shim writes fp32 master weights as ``param`` instead."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
@@ -270,7 +270,7 @@ def _chunk(**ddp: Any) -> Iterator[Any]:
     needs=("megatron.core.distributed", "megatron.core.transformer"),
 )
 def bucket() -> Answer:
-    """What decides the gradients' dtype."""
+    """The shim sets ``grad_reduce_in_fp32``, which decides the gradients' dtype."""
     found = {}
     for in_fp32 in (True, False):
         with _chunk(grad_reduce_in_fp32=in_fp32) as chunk:
@@ -286,7 +286,7 @@ def bucket() -> Answer:
     needs=("megatron.core.distributed", "megatron.core.transformer"),
 )
 def gradient_check() -> Answer:
-    """The shim turns it off where a dynamic scaler skips such a step."""
+    """The shim turns the check off where a dynamic scaler skips such a step."""
     found = {}
     for checks in (True, False):
         with _chunk(check_for_nan_in_grad=checks) as chunk:
@@ -307,7 +307,7 @@ def gradient_check() -> Answer:
     needs=("megatron.core.optimizer", "megatron.core.distributed", "megatron.core.transformer"),
 )
 def main_grads() -> Answer:
-    """So the bucket follows ``main_grads_dtype``, and keys are written for the unpatched bucket."""
+    """The shim makes the bucket follow ``main_grads_dtype`` and writes the unpatched job's keys."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -346,7 +346,7 @@ def main_grads() -> Answer:
     needs=("megatron.core.optimizer.clip_grads",),
 )
 def fp16_clipping() -> Answer:
-    """The shim refuses such a pair when the optimizer is built, with a message."""
+    """The shim raises for fp16 gradients with clipping when the framework builds the optimizer."""
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
     from precision_shim.testing.megatron_cpu import megatron_on_cpu
@@ -373,7 +373,7 @@ def fp16_clipping() -> Answer:
     needs=(_BRIDGE,),
 )
 def bridge_configs() -> Answer:
-    """A bf16 or fp16 bucket is what its path gives; coercion needs no seam of its own."""
+    """With Megatron-Bridge the bucket has the model's dtype; coercion needs no seam of its own."""
     from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig
 
     with fused_adam():
@@ -394,7 +394,7 @@ def bridge_configs() -> Answer:
     needs=("transformer_engine.pytorch.optimizers",),
 )
 def legality() -> Answer:
-    """A name or dtype that is not legal fails before the optimizer is built."""
+    """The shim raises for an illegal dtype before the framework builds the optimizer."""
     import transformer_engine
     from transformer_engine.pytorch.optimizers import FusedAdam
 

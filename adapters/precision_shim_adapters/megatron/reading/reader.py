@@ -1,8 +1,8 @@
 """How the audit reads Megatron's optimizers; works without the shim, and imports no Megatron.
 
-The three classes that every optimizer of Megatron's passes keep their parameters in three ways:
-the distributed optimizer in shards by its buffers, the one for 16-bit parameters in groups with
-their fp32 copies, the fp32 one in the inner optimizer alone.
+Megatron's three optimizer classes keep their parameters in three ways: ``DistributedOptimizer`` in
+shards by its buffers, ``Float16OptimizerWithFloat16Params`` in groups with their fp32 copies,
+``FP32Optimizer`` in the inner optimizer alone.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ REMEDIES = {
     "scaler-missing": "fp16 gradients vanish without one: set fp16=True in the OptimizerConfig, so "
     "that Megatron makes one",
 }
-"""What is to be done where the tensors are not what an OptimizerConfig says."""
+"""Remedies, by problem code, where the tensors contradict the OptimizerConfig."""
 
 
 def read(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
     """Read Megatron's optimizers.
 
     Args:
-        chunks: the model's, or none: an optimizer knows its own parameters.
-        optimizers: single ones, not chained.
+        chunks: the model's chunks; may be empty, since an optimizer knows its own parameters.
+        optimizers: single optimizers, not chains.
     """
     readings = [_read(chunks, one) for one in optimizers]
     names = {one.name for one in readings}
@@ -72,7 +72,7 @@ def read(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[R
 
 
 def is_expert(parameter: Any) -> bool:
-    """Whether a parameter is an expert's, whose data-parallel group is another."""
+    """Whether a parameter is an expert's, which has its own data-parallel group."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -86,7 +86,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
     reading = Reading(
         "megatron-core", "model", kind, scaler=getattr(optimizer, "grad_scaler", None)
     )
-    reading.other += tensors_of(optimizer)  # such as the flag of an overflow
+    reading.other += tensors_of(optimizer)  # such as the overflow flag
     if reading.scaler is not None:
         reading.other += tensors_of(reading.scaler)
     config = getattr(optimizer, "config", None)
@@ -106,7 +106,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
         kept = (buffer.grad_data, *(getattr(buffer, "extra_main_grads", None) or ()))
         reading.buckets += [one for one in kept if isinstance(one, torch.Tensor)]
         data = getattr(buffer, "param_data", None)
-        # Frameworks that offload keep a copy here.
+        # Frameworks that offload parameters keep a copy in these attributes.
         copies = (getattr(buffer, "param_data_cpu", None), getattr(data, "cpu_data", None))
         reading.also_params += [one for one in (data, *copies) if isinstance(one, torch.Tensor)]
     reading.bucket_views = [
@@ -127,9 +127,9 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
-    """Each parameter of the model with the tensor that the inner optimizer has for it.
+    """Pairs of a model parameter and the inner optimizer's tensor for that parameter.
 
-    In each group of the inner optimizer the fp32 parameters come first, as Megatron puts them.
+    In each group of the inner optimizer the fp32 parameters come first, as Megatron orders them.
     """
     groups = inner.param_groups
     fp32 = getattr(optimizer, "model_fp32_groups", None)
@@ -149,7 +149,7 @@ def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
-    # The optimizer that offloads to the CPU steps copies, in optimizers of its own.
+    # Megatron's optimizer for CPU offload steps copies of the parameters, in inner optimizers.
     beneath = getattr(inner, "param_to_inner_param", None) or {}
     steppers = list(getattr(inner, "sub_optimizers", None) or ())
     states = {id(p): state for one in steppers for p, state in one.state.items()}
@@ -165,7 +165,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         reading.gradients += gradients_of(stepped)
         if lower is not stepped:
             reading.gradients += gradients_of(lower)
-    # After a checkpoint's load its gradients there may be of parameters that were.
+    # This map may hold gradients for parameters that a load of a checkpoint has replaced.
     reading.gradients += list((getattr(inner, "cpu_copy_map_grad", None) or {}).values())
     reading.gradients += [grad for p in reading.trainable for grad in gradients_of(p)]
     read_inner(reading, inner)
@@ -173,7 +173,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         read_inner(reading, one)
     told = reading.foretold
     if beneath and told.exp_avg is not None and told.exp_avg_sq is not None:
-        # What steps copies makes its states like these, and is asked by what they are copies of.
+        # The inner optimizers make states like the copies; callers ask by the original tensor.
         first, second = told.exp_avg, told.exp_avg_sq
         reading.foretold = replace(
             told,
@@ -183,7 +183,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
 
 
 def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:
-    """The buffers of a DDP that hold gradients of these parameters."""
+    """The buffers of the chunks' DDPs that hold gradients of these parameters."""
     wanted_ones = {id(p) for p in parameters}
     found = []
     for chunk in chunks:
@@ -214,18 +214,18 @@ def _field(config: Any, name: str) -> Any:
 
 
 def wanted(field: Callable[[str], Any]) -> Wanted:
-    """What an OptimizerConfig says about the tensors, read from its fields as they are now.
+    """What the current fields of an OptimizerConfig say about the tensors' dtypes.
 
     Args:
-        field: reads a field of it; ``None`` where there is none.
+        field: reads a field of the config; returns ``None`` for a field that it lacks.
 
-    Megatron works some of it out once, when a config is made; a field that is set later changes
-    the half of what follows from it, which is what an audit is to find.
+    Megatron derives some settings once, when it makes a config. A field set later changes only the
+    settings that Megatron reads directly, which an audit is to find.
     """
 
     def get(name: str, default: Any) -> Any:
         found = field(name)
-        if isinstance(found, str):  # Megatron keeps a name where nobody coerces it
+        if isinstance(found, str):  # a dtype name, where dtype-coercion is not in force
             found = parse_dtype(found) or found
         return default if found is None else found
 
@@ -245,7 +245,7 @@ def wanted(field: Callable[[str], Any]) -> Wanted:
         )
     main = get("main_params_dtype", fp32)
     offload = bool(get("optimizer_cpu_offload", False))
-    # With other fp8 recipes Megatron keeps the masters, whole; and so does the offload.
+    # With other fp8 recipes, and with CPU offload, whole master weights exist outside FusedAdam.
     by_adam = not offload and (main is not fp32 or field("fp8_recipe") in (None, "delayed"))
     remainders = by_adam and main is fp32 and get("store_param_remainders", True)
     return Wanted(

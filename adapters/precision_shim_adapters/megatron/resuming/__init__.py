@@ -1,6 +1,6 @@
-"""Checkpoints of Megatron's optimizer: written as an unpatched Megatron reads them, and read.
+"""Read and write checkpoints of Megatron's optimizer in the form of an unpatched Megatron.
 
 ``checkpoint`` and ``states`` act in the worker, ``offloaded`` for states on the CPU, and
-``foretelling`` tells what a resume makes of a checkpoint. The doctor reads files where there is no
-torch, so that stands outside: ``precision_shim_adapters.megatron_checkpoints``.
+``foretelling`` predicts how a resume would read a checkpoint. The code that reads the files is in
+``precision_shim_adapters.megatron_checkpoints``, since the doctor must run without torch.
 """

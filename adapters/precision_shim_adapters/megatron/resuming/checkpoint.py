@@ -1,20 +1,21 @@
-"""Megatron's optimizer checkpoints: written so that any Megatron reads them.
+"""Megatron's optimizer checkpoints: the shim writes them so that an unpatched Megatron reads them.
 
-Why these layers. ``DistributedOptimizer`` reads and writes one parameter's states through one pair
-of methods, for every sharding type: there the int16 remainder of a precision-aware optimizer
-becomes the fp32 master that an unpatched Megatron expects, and comes apart again. Where the user's
-own config is precision-aware, the unpatched Megatron expects remainders, and reads them in the two
-sharding types that keep a dtype for each state: there they stay what they are. The bucket's dtype
-is part of the checkpoint's keys in two of the sharding types; they are written with the bucket that
-the job would have without the shim. ``dist_checkpointing.load`` is the one call that has both the
-wanted layout and the directory in hand, before a tensor is read.
+Why these seams. For every sharding type, ``DistributedOptimizer`` reads and writes one parameter's
+states through one pair of methods. On a save the shim turns a precision-aware optimizer's int16
+remainder into the fp32 master weight that an unpatched Megatron expects, and on a load it splits
+the master weight again. Where the user's own config is precision-aware, an unpatched Megatron
+expects remainders, and reads them in the two sharding types that keep a dtype for each state: for
+these the shim saves the remainders unchanged. In two of the sharding types the bucket's dtype is
+part of the checkpoint's keys; the shim writes the dtype that the job would have without the shim.
+``dist_checkpointing.load`` is the one call that has both the wanted layout and the directory before
+Megatron reads a tensor.
 
-What cannot be continued exactly is refused: fp32 moments that would be rounded to bf16, and
-remainders that an unpatched Megatron has already written as numbers.
+The shim refuses to load states that cannot continue exactly: fp32 moments that would be rounded to
+bf16, and remainders that an unpatched Megatron has already written as numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
 https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete when both are
-closed, remainders are stored under a name of their own, and the bucket's dtype left the keys.
+closed, Megatron stores remainders under a name of their own, and no key has the bucket's dtype.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ REMEDY = (
 
 STATES = "megatron checkpoint states"
 KEYS = "megatron checkpoint keys"
-"""Two groups, since the second alone differs between versions: without it a switch of the bucket's
-dtype is Megatron's own error, without the first it would be other weights."""
+"""Two groups, since only the seams of ``KEYS`` differ between versions. Without ``KEYS`` Megatron
+raises an error if the bucket's dtype changed; without ``STATES`` it would load wrong weights."""
 
 PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in checkpoints)"}
-"""What users call them."""
+"""Maps the groups to the names that users know."""
 
 
 def checkpoint_seam(
     group: str, target: str, why: str, *relies_on: str, aliases: tuple[str, ...] = ()
 ) -> Callable[[_Wrapper], _Wrapper]:
-    """``seam`` with what all seams for checkpoints have in common."""
+    """``seam`` with the arguments that all seams for checkpoints share."""
     return seam(
         target,
         "bf16-dispatch",
@@ -74,25 +75,27 @@ def checkpoint_seam(
 
 
 bucket_without_shim: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""DDP modules whose bucket the shim aligned, to the ``grad_reduce_in_fp32`` they came with: written
-by ``ddp.build_ddp``, read here."""
+"""Maps a DDP module whose bucket the shim aligned to the ``grad_reduce_in_fp32`` that the framework
+passed: written by ``ddp.build_ddp``, read here."""
 
 _ADDED = "_precision_shim_added"
-"""Attribute of an OptimizerConfig that is precision-aware by the shim alone: it is no field, and
-``copy`` and ``pickle`` take it along."""
+"""Attribute of an OptimizerConfig that the shim alone made precision-aware. It is no dataclass
+field; ``copy`` and ``pickle`` keep it."""
 
 _OWN = ("adam_eps", "sgd_momentum")
-"""Fields of such a config whose floats are objects of their own: whoever makes a config of another
-one's fields, as ``dataclasses.replace`` does, hands these objects on."""
+"""Fields of such a config whose floats the shim replaces by new objects. ``dataclasses.replace``
+drops the attribute but keeps these objects, so the shim recognizes the new config by their
+``id``."""
 
 _own_floats: dict[int, float] = {}
-"""These objects, by ``id``: written by ``note_precision_aware``, read by ``added_by_shim``."""
+"""The floats of ``_OWN`` by ``id``: written by ``note_precision_aware``, read by
+``added_by_shim``."""
 
 as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
-"""Whether remainders are being written that the same job would write without the shim."""
+"""Whether a save keeps remainders, since the same job without the shim would save remainders."""
 
 into_place: ContextVar[bool] = ContextVar("precision_shim_into_place", default=False)
-"""Whether a load reads into the tensors that are handed out."""
+"""Whether a load reads into the tensors that ``join_states`` returns."""
 
 
 def note_precision_aware(config: Any, *, by_user: bool) -> None:
@@ -100,7 +103,7 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
 
     Args:
         config: Megatron's OptimizerConfig; the optimizer gets this object or a copy of it.
-        by_user: whether the framework makes it so of the user's config alone.
+        by_user: whether the user's config alone makes it precision-aware.
     """
     if not config.use_precision_aware_optimizer or by_user:
         return
@@ -108,13 +111,13 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
     for name in _OWN:
         value = getattr(config, name, None)
         if isinstance(value, float):
-            own = value * 1.0  # an object of its own; float() would return the same one
+            own = value * 1.0  # a new object; float() would return the same one
             _own_floats[id(own)] = own
             setattr(config, name, own)
 
 
 def added_by_shim(config: Any) -> bool:
-    """Whether an OptimizerConfig, or what it was copied from, was noted as the shim's."""
+    """Whether the shim alone made an OptimizerConfig, or the config it copies, precision-aware."""
     values = (getattr(config, name, None) for name in _OWN)
     return hasattr(config, _ADDED) or any(
         isinstance(one, float) and _own_floats.get(id(one)) is one for one in values
@@ -132,14 +135,15 @@ def added_by_shim(config: Any) -> bool:
 def refuse_torchs_adam(
     call: Call, is_loading: bool, metadata: Any = None, sharding_type: Any = None
 ) -> Any:
-    """Say at the save that the states of torch's Adam cannot be loaded, and refuse the load.
+    """Warn at the save that Megatron cannot load the states of torch's Adam, and refuse the load.
 
-    Where neither TransformerEngine nor Apex is installed, Megatron steps with torch's Adam. Its
-    load asserts that a fresh optimizer has one step count, which has none; an optimizer with states
-    lacks the count in two sharding types and keeps its own in the third.
+    Where neither TransformerEngine nor Apex is installed, Megatron steps with torch's Adam.
+    Megatron's load asserts that a fresh optimizer has one step count, but it has none. An optimizer
+    that already has states lacks the loaded count in two sharding types and keeps its own in the
+    third.
 
     Raises:
-        CheckpointLayoutError: at a load, and under strict at a save.
+        CheckpointLayoutError: at a load, and in strict mode at a save.
     """
     optimizer = call.instance
     kind = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "the default")
@@ -170,7 +174,10 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
 
 
 def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """Parameter dtype to the bucket dtype of the same job without the shim, if that differs."""
+    """A function from parameter dtype to the bucket's dtype without the shim.
+
+    Returns ``None`` if the shim changed the bucket of no chunk.
+    """
     for chunk in optimizer.model_chunks:
         if chunk in bucket_without_shim:
             in_fp32 = bucket_without_shim[chunk]
@@ -179,7 +186,7 @@ def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype
 
 
 def _keyed_as_unpatched(optimizer: Any, state: Any) -> Any:
-    """A sharded state, in place, with the keys that the same job has without the shim."""
+    """Change a sharded state's keys in place to those of the same job without the shim."""
     dtype_of = _unpatched_grad_dtype(optimizer)
     if dtype_of is None:
         return state
@@ -232,10 +239,10 @@ def name_bucket_of_unpatched(call: Call) -> Any:
     "model_chunks",
 )
 def write_as_unpatched(call: Call, is_loading: bool) -> Any:
-    """Write the same keys for the types that keep remainders.
+    """Write the keys of the job without the shim, for the sharding types that keep remainders.
 
-    Remainders that the user configured are saved unchanged. Not while loading: what is wanted then
-    is whole masters, for ``compare_layouts`` to hold against what is there.
+    A save keeps remainders that the user configured. A load asks for whole fp32 master weights,
+    which ``compare_layouts`` then compares with the checkpoint.
     """
     by_user = not added_by_shim(call.instance.config)
     written = as_they_are.set(by_user and not is_loading)
@@ -276,7 +283,7 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
     "gbuf_ranges",
 )
 def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
-    """Do the same for the gathered form, which only some ranks hold."""
+    """Give the gathered form, which only some ranks hold, the live bucket's dtypes."""
     if state_dict is not None:
         state = call.arguments["state_dict"] = dict(state_dict)
         for index, ranges in enumerate(call.instance.gbuf_ranges):
@@ -296,11 +303,11 @@ def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
     aliases=("megatron.core.dist_checkpointing:load",),
 )
 def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-    """Hold the wanted optimizer tensors against the checkpoint's metadata.
+    """Compare the dtypes of the wanted optimizer tensors with the checkpoint's metadata.
 
     Raises:
-        CheckpointLayoutError: a tensor of the optimizer has another dtype in the checkpoint and
-            would be cast without a word.
+        CheckpointLayoutError: a tensor of the optimizer has another dtype in the checkpoint, and
+            Megatron would cast it silently.
     """
     wanted = [
         tensor for tensor in _sharded_tensors(sharded_state_dict) if is_optimizers(tensor.key)
@@ -328,7 +335,7 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
         if read == "as it is":
             continue
         if read == "as remainders":
-            # Remainders that an unpatched Megatron wrote: read them as such.
+            # An unpatched Megatron wrote int16 remainders: do not let Megatron cast them to fp32.
             tensor.data = torch.empty(tensor.data.shape, dtype=there, device=tensor.data.device)
             if not hasattr(tensor, "build_fn"):
                 tensor.dtype = there
@@ -342,9 +349,10 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 
 
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
-    """The dtypes of a checkpoint's tensors, by their keys; no pickle is opened for them.
+    """The dtypes of a checkpoint's tensors, by their keys, read without unpickling.
 
-    Only on a file system of its own client is Megatron's reader asked, which does open one.
+    Where the metadata is no plain file, such as on remote storage, Megatron's own reader reads it,
+    which does unpickle.
     """
     path = Path(directory, METADATA)
     if not path.is_file():
@@ -361,7 +369,7 @@ def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
 
 
 def _stored_key(key: str, stored: Any) -> str:
-    """The key of the same tensor under another bucket dtype, if the checkpoint has it so."""
+    """The tensor's key in the checkpoint, where it may name another bucket dtype."""
     match = DTYPES_IN_KEY.search(key)
     if match is not None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -372,7 +380,7 @@ def _stored_key(key: str, stored: Any) -> str:
 
 
 def _sharded_tensors(tree: Any) -> Iterator[Any]:
-    """The tensors of a sharded state dict, and what makes several of one parameter's state."""
+    """The sharded tensors of a state dict, and the factories that make several tensors each."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     if isinstance(tree, (ShardedTensor, ShardedTensorFactory)):

@@ -1,8 +1,8 @@
-"""What a resume makes of a Megatron checkpoint: by the shim's load seams, and without them.
+"""Predict how a job would resume a Megatron checkpoint, with the shim's load seams and without.
 
-With the shim in force the answer is that of ``checkpoint``'s seams, whose rules are asked here, too
-(``precision_shim.precision.continuing``). Without it, it is what Megatron's own code does with the
-dtypes that it finds; each line says where that stands.
+With the shim in force, the prediction uses the rules of ``checkpoint``'s seams
+(``precision_shim.precision.continuing``). Without the shim, it follows what Megatron's own code
+does with the stored dtypes.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from . import offloaded
 from .checkpoint import KEYS, STATES
 
 _TAKES_PADDING = (0, 17)
-"""The megatron-core whose ``_set_main_param_and_optimizer_states`` first leaves out what is no
-tensor."""
+"""The megatron-core whose ``_set_main_param_and_optimizer_states`` first ignores entries that are
+no tensors."""
 
 _OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
 
 _STEPPED = ".master_param"
-"""The end of the keys of stepped copies, which ``dp_reshardable`` has where an offloading optimizer
-is not precision-aware."""
+"""The end of the keys that ``dp_reshardable`` has for the copies that an offloading optimizer
+steps, if that optimizer is not precision-aware."""
 
 BUCKET = "grad_reduce_in_fp32"
-"""A field of Megatron's DDP, among those that a job's config may have."""
+"""A field of Megatron's DDP config that a job's config may set."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,15 @@ class Live:
     """The optimizer that a resumed job would have.
 
     Attributes:
-        precision_aware: whether FusedAdam keeps masters and moments.
-        remainders: whether its masters are remainders.
-        moments: dtype of each.
+        precision_aware: whether FusedAdam keeps master weights and moments.
+        remainders: whether FusedAdam keeps remainders instead of whole master weights.
+        moments: the dtype of ``exp_avg`` and of ``exp_avg_sq``.
         params: the parameters' dtype.
-        problem: why it cannot be built; empty if it can.
-        on_host: the share that Megatron offloads to the CPU; ``None`` where it offloads nothing,
-            and has another optimizer.
-        asked_aware: whether the config makes it precision-aware, offloaded or not.
+        problem: why the optimizer cannot be built; empty if it can.
+        on_host: the fraction that Megatron offloads to the CPU; ``None`` without the optimizer
+            for CPU offload.
+        asked_aware: whether the config has ``use_precision_aware_optimizer``, with CPU offload or
+            without.
     """
 
     precision_aware: bool
@@ -83,11 +84,12 @@ class Live:
 
 
 def assumed(part: Part, here: Here) -> dict[str, Any]:
-    """The fields of the job's own config: as said, or as the file shows them."""
+    """The fields of the job's own config, or, without a config, those that the file implies."""
     fields = dict(here.config or {})
     if here.config is None and part.masters in (REMAINDERS, NUMBERS):
         fields[PRECISION_AWARE] = True
-    if here.config is None and OFFLOADED in part.facts:  # the only one that can be loaded
+    # Megatron loads states into an optimizer for CPU offload only if it is precision-aware.
+    if here.config is None and OFFLOADED in part.facts:
         share = part.facts[OFFLOADED]
         fields |= {_OFFLOAD: True, _SHARE: share, PRECISION_AWARE: True}
     if "adam_beta2" in part.facts:
@@ -103,15 +105,15 @@ def declared(part: Part) -> torch.dtype:
 def foretell(
     framework: str, part: Part, here: Here, wishes: Wishes, *, mends_offload: bool = False
 ) -> Outcome:
-    """What becomes of a checkpoint.
+    """Predict how a job would resume a checkpoint.
 
     Args:
-        framework: whose job it is.
+        framework: the job's framework.
         part: the checkpoint.
         here: the environment.
         wishes: what the job's config asks for, with the shim and without.
-        mends_offload: whether the framework has mends of its own for Megatron's load of an
-            optimizer for CPU offload, as SkyRL has.
+        mends_offload: whether the framework itself patches how Megatron loads an optimizer for
+            CPU offload, as SkyRL does.
     """
     half = halves(part)
     if half is not None:
@@ -122,7 +124,7 @@ def foretell(
     live = _live(wishes, part, here, holds)
     if live.problem:
         return Outcome(FAILS, f"the optimizer cannot be built: {live.problem}")
-    if not holds(DISPATCH, KEYS):  # the keys are compared before a state is read
+    if not holds(DISPATCH, KEYS):  # Megatron compares the keys before it reads a state
         stored, bucket = part.facts.get("bucket"), wishes.bucket_in_fp32
         wanted = None if bucket is None else "fp32" if bucket else live.params
         if part.facts.get("sharding") in KEYED and wanted not in (None, stored):
@@ -169,7 +171,7 @@ def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
 
 
 def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
-    """What no mend reaches, of an optimizer for CPU offload; see ``offloaded``."""
+    """Outcomes with CPU offload where the load fails or no step count is stored."""
     written = OFFLOADED in part.facts
     uncounted = written and not part.facts["counted"]
     plain = live.on_host is not None and not live.asked_aware
@@ -189,7 +191,7 @@ def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcom
 
 
 def _left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
-    """What does not reach the optimizers that step, without the seams of ``offloaded``."""
+    """Loaded states that do not reach the inner optimizers without the seams of ``offloaded``."""
     sharding = part.facts.get("sharding")
     if live.on_host is None:
         return None
@@ -203,7 +205,7 @@ def _left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
 
 
 def _with_shim(part: Part, live: Live) -> Outcome:
-    """As the seams of ``checkpoint`` have it."""
+    """The outcome with the seams of ``checkpoint``."""
     for name in (MASTER, *live.moments):
         for stored in part.dtypes(name):
             if how_read(stored, "fp32", master=name == MASTER) == "cast":
@@ -229,7 +231,7 @@ def _with_shim(part: Part, live: Live) -> Outcome:
 
 
 def _without(part: Part, live: Live) -> Outcome:
-    """As Megatron's ``DistributedOptimizer`` has it by itself."""
+    """The outcome with Megatron's ``DistributedOptimizer`` alone."""
     lost = _masters_without(part, live)
     if lost is not None:
         return lost
@@ -246,7 +248,7 @@ def _masters_without(part: Part, live: Live) -> Outcome | None:
         and sharding == "dp_reshardable"
         and release(version_of("megatron-core", ("megatron",)) or "") < _TAKES_PADDING
     ):
-        # Before, it hands a bool named 'padding' to FusedAdam.
+        # Before that release Megatron passes a bool named 'padding' to FusedAdam.
         return Outcome(FAILS, "this Megatron cannot load a precision-aware optimizer in this form")
     if live.remainders and not remainders:
         if sharding in KEEPING:
@@ -286,7 +288,7 @@ def _kept(live: Live) -> str:
 
 
 def _scaler(part: Part, live: Live) -> Outcome | None:
-    """What becomes of Megatron's own scaler; ``None`` where it goes on."""
+    """The outcome for Megatron's own scaler; ``None`` where it continues from the checkpoint."""
     if live.params != "fp16":
         return None
     if part.scaler.state == "damaged":

@@ -1,21 +1,21 @@
 """The resume of Megatron's optimizer for CPU offload, where the user made it precision-aware.
 
-``HybridDeviceOptimizer`` steps copies, in optimizers of its own: torch's AdamW for what is on the
-host, FusedAdam for what stays on the GPU. It has no states before its first step, so
+``HybridDeviceOptimizer`` steps copies of the parameters in inner optimizers: torch's AdamW on the
+host, FusedAdam on the GPU. It has no states before its first step, so
 ``DistributedOptimizer.load_state_dict`` makes some with ``dummy_step``, a step on random gradients.
-A checkpoint is then put into the outer optimizer's states, and this of it does not reach what is
-stepped (megatron-core 0.15 to 0.19, nothing is said):
+Megatron then loads a checkpoint into the outer optimizer's states. The following parts do not reach
+the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
 
-- ``dp_reshardable``, which 0.15 cannot save: AdamW's step counts stay the dummy step's, 1.
-- ``dp_zero_gather_scatter``: the stepped copies stay the dummy step's.
-- Each: the loaded groups have the step count, and every step copies the groups over those of the
-  optimizers within. FusedAdam counts in its groups, and takes each step as the one after the
-  checkpoint.
-- Where nothing is on the host, no step count is saved: FusedAdam counts from 1 again.
+- ``dp_reshardable``, which 0.15 cannot save: AdamW's step counts stay at 1, from the dummy step.
+- ``dp_zero_gather_scatter``: the copies keep the values of the dummy step.
+- Each sharding type: the loaded groups have the step count, and every step copies the groups over
+  those of the inner optimizers. FusedAdam keeps its count in its groups, and so takes each step as
+  the first after the checkpoint.
+- Where nothing is on the host, Megatron saves no step count: FusedAdam counts from 1 again.
 
-SkyRL mends the first by itself, in its own process.
+SkyRL itself patches the first, in its own process.
 
-Delete when: Megatron's own resume is exact; tests/audit/test_offload_resume.py notices.
+Delete when: Megatron's own resume is exact; tests/audit/test_offload_resume.py fails then.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ...megatron_checkpoints import OFFLOADED
 from ..deciding.wishes import DISPATCH, SCALING
 
 FEATURES = (DISPATCH, SCALING)
-"""Whichever of the two is on; without this neither resumes exactly."""
+"""The seams act if one of the two is on; neither resumes exactly without them."""
 
 GROUP = "megatron offloaded states"
 PATHS = {GROUP: "Megatron (resume of an offloaded optimizer)"}
-"""What users call it."""
+"""Maps the group to the name that users know."""
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
@@ -43,7 +43,7 @@ _DELETE_WHEN = "Megatron resumes a precision-aware HybridDeviceOptimizer exactly
 
 
 def _offloads(inner: Any) -> bool:
-    """Whether it is Megatron's HybridDeviceOptimizer, whose module need not be imported."""
+    """Whether an optimizer is Megatron's HybridDeviceOptimizer, without an import of its module."""
     return hasattr(inner, "param_to_inner_param")
 
 
@@ -70,7 +70,7 @@ def _counts(groups: list[dict[str, Any]]) -> set[int]:
     optional=True,
 )
 def hand_count_over(call: Call) -> Any:
-    """Hand a loaded step count over once, and leave the optimizers within their own after that."""
+    """Pass a loaded step count to the inner optimizers once; from then on they count themselves."""
     result = call.proceed()
     for group in call.instance.param_groups:
         group.pop("step", None)
@@ -97,8 +97,8 @@ def hand_count_over(call: Call) -> Any:
 def save_count(call: Call) -> Any:
     """Save the step count of FusedAdam's groups where nothing is on the host.
 
-    Not of an optimizer that is not precision-aware: with a count in the checkpoint Megatron's load
-    of it ends in a KeyError, where SkyRL's mends let it go on.
+    Not for an optimizer that is not precision-aware: there a count in the checkpoint would make
+    Megatron's load end in a KeyError, even in SkyRL, whose patches make that load work.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config
@@ -122,7 +122,7 @@ def save_count(call: Call) -> Any:
     optional=True,
 )
 def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
-    """Give the optimizers within the step count and the masters that were loaded.
+    """Give the inner optimizers the loaded step count and master weights.
 
     Raises:
         CheckpointLayoutError: the checkpoint is an offloading optimizer's and has no step count.
@@ -144,13 +144,14 @@ def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
     inner = call.instance.optimizer
     if not _offloads(inner):
         return result
-    # Without a count it is another optimizer's, saved before its first step.
+    # A checkpoint without a count comes from another optimizer, saved before its first step.
     count = float(next(iter(counts), 0))
     for state in inner.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = torch.tensor(count)
     with torch.no_grad():
         inner._sync_hdo_state_to_sub_optimizers()
-        # From here on the masters in the states are those that are stepped, as after a step.
+        # Now the states refer to the master weights that the inner optimizers step, as after a
+        # step.
         inner._sync_sub_optimizers_state_to_hdo()
     return result

@@ -1,15 +1,15 @@
-"""One parameter's states in Megatron's optimizer checkpoints: handed out and taken back.
+"""One parameter's states in Megatron's optimizer checkpoints: saved and loaded.
 
-``DistributedOptimizer`` reads and writes a parameter's master and moments through one pair of
-methods, for every sharding type; ``checkpoint`` says what they become there and why. Three things
-of Megatron's and TransformerEngine's are in the way of an exact resume:
+For every sharding type, ``DistributedOptimizer`` reads and writes a parameter's master weights and
+moments through one pair of methods; ``checkpoint`` says how the shim converts them and why. Three
+properties of Megatron and TransformerEngine prevent an exact resume:
 
-- FusedAdam keeps int16 remainders under the master's name.
-- FusedAdam fills a master beside an fp32 parameter once and never updates it.
-- Megatron finds a parameter's states by its place in its group, and counts the places in another
-  order than it fills them where fp32 and 16-bit parameters share a group.
+- FusedAdam keeps int16 remainders under the name ``master_param``.
+- FusedAdam fills the master weights of an fp32 parameter once and never updates them.
+- Megatron finds a parameter's states by its position in its group. Where fp32 and 16-bit parameters
+  share a group, Megatron numbers the positions in another order than it fills them.
 
-Delete when: ``checkpoint``'s reasons are gone, and Megatron counts the places as it fills them.
+Delete when: ``checkpoint``'s reasons are gone, and Megatron numbers positions as it fills them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from .checkpoint import (
 )
 
 _loading: weakref.WeakKeyDictionary[Any, list[CheckpointLayoutError]] = weakref.WeakKeyDictionary()
-"""Optimizers whose ``load_state_dict`` is under way, to what was refused in it so far."""
+"""Maps an optimizer whose ``load_state_dict`` is running to the errors of ``split_states``."""
 
 
 def _precision_aware(optimizer: Any) -> bool:
-    """Whether FusedAdam keeps the masters (Megatron's offloading optimizer has no such method)."""
+    """Whether FusedAdam keeps the master weights; false for Megatron's offloading optimizer."""
     return bool(
         optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         and hasattr(optimizer.optimizer, "get_unscaled_state")
@@ -68,18 +68,18 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
     "shard_float16_params_this_group",
 )
 def place_fp32_first(call: Call) -> Any:
-    """Count the places in a group of several dtypes as Megatron fills them: fp32 shards come first.
+    """Number the positions in a group of several dtypes as Megatron fills them: fp32 shards first.
 
-    Megatron counts in the order of its buffers instead, and so takes one parameter's states for
-    another's: a save ends in an error of sizes, or has the states of two parameters of one size
-    exchanged.
+    Megatron numbers them in the order of its buffers instead, and so takes one parameter's states
+    for another's. A save then fails with an error about sizes, or exchanges the states of two
+    parameters of the same size.
     """
     known, ranges = result = call.proceed()
     places = {}
     for index, group in enumerate(ranges):
         ordered = sorted(group["params"], key=lambda one: one.dtype is not torch.float32)
         places.update({parameter: (index, place) for place, parameter in enumerate(ordered)})
-    # In Megatron's order: what goes through the map meets the parameters as without the shim.
+    # Keep Megatron's order of the keys, since other code of Megatron iterates over the map.
     return {parameter: places[parameter] for parameter in known}, *result[1:]
 
 
@@ -94,15 +94,15 @@ def place_fp32_first(call: Call) -> Any:
     "optimizer",
 )
 def join_states(call: Call, model_param: Any) -> Any:
-    """Hand out the fp32 master where FusedAdam keeps a remainder, or what it never updates."""
+    """Return the fp32 master weights where FusedAdam keeps remainders or stale master weights."""
     tensors = call.proceed()
     shard, kept = _shard_of(call.instance, model_param).detach(), tensors["param"]
     if model_param.dtype is torch.float32:
-        # Whoever made the config precision-aware. Where a load reads into what is handed out, its
-        # values are compared with the parameter's before anything becomes of them.
+        # Copy where a load reads into this tensor: ``_own_master`` compares the loaded values with
+        # the parameter, so the load must not write into the parameter itself.
         tensors["param"] = shard.to(kept.device, copy=into_place.get())
     elif _precision_aware(call.instance) and kept.dtype is torch.int16 and not as_they_are.get():
-        # On the remainder's device: verl saves while the optimizer is offloaded.
+        # Use the remainder's device: verl saves while the optimizer is offloaded.
         tensors["param"] = join_master(shard.to(kept.device), kept)
     return tensors
 
@@ -117,21 +117,22 @@ def join_states(call: Call, model_param: Any) -> Any:
     "_get_model_param_range_map",
 )
 def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
-    """Take an fp32 master apart again; refuse what would not be continued exactly.
+    """Split fp32 master weights again; refuse states that cannot continue exactly.
 
     Raises:
         CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
             were stored as numbers.
     """
     optimizer = call.instance
-    # Up to 0.16 the dp_reshardable form hands a bool named 'padding' on, which FusedAdam rejects.
+    # Up to 0.16 dp_reshardable passes a bool named 'padding' along, which FusedAdam rejects.
     tensors = {key: value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
     try:
         _refuse_what_is_lost(optimizer, model_param, tensors)
     except CheckpointLayoutError as error:
         if optimizer not in _loading:
             raise
-        # Raised for all ranks alike once each has gone through the loader's collectives.
+        # ``spread_parameters`` raises it on all ranks, after each went through the loader's
+        # collectives: an error here would make the other ranks wait forever.
         _loading[optimizer].append(error)
         return None
     value = tensors["param"]
@@ -144,9 +145,9 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
             tensors["param"] = join_master(live, value.to(live.device))
     else:
         _fit_master(optimizer, _shard_of(optimizer, model_param), tensors)
-    # FusedAdam scales what it is given in place.
+    # FusedAdam scales the passed tensor in place.
     before = tensors["param"].clone() if _keeps_scaled_masters(optimizer, model_param) else None
-    # In two sharding types gradients are on, and torch writes into no fp32 shard then.
+    # Two sharding types load with gradients enabled, where torch refuses writes to an fp32 shard.
     with torch.no_grad():
         result = call.proceed()
     if before is not None:
@@ -173,7 +174,7 @@ def _tell_rounded(optimizer: Any, shard: Any, value: torch.Tensor) -> None:
 
 
 def _own_master(live: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The master of an fp32 parameter, which is the parameter, whatever a checkpoint has there."""
+    """An fp32 parameter's master weights: the parameter itself. Warn if the checkpoint differs."""
     if not torch.equal(value.to(live), live):
         warn(
             f"{megatron_label()}: the optimizer checkpoint's masters of fp32 parameters are not "
@@ -182,17 +183,17 @@ def _own_master(live: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             "with the model. Load the model's weights from the same checkpoint, or they are not "
             "those that were saved."
         )
-    return live.clone()  # FusedAdam scales what it is given in place, for fp16 masters
+    return live.clone()  # for fp16 master weights FusedAdam scales the passed tensor in place
 
 
 def _fit_master(optimizer: Any, shard: Any, tensors: dict[str, Any]) -> None:
-    """Make a 16-bit parameter's master what FusedAdam keeps."""
+    """Convert a 16-bit parameter's loaded master weights to the form that FusedAdam keeps."""
     value = tensors["param"]
     master = optimizer.optimizer.state[shard]["master_param"]
     if value.dtype is torch.int16 and master.dtype is not torch.int16:
         tensors["param"] = join_master(shard.detach(), value.to(shard.device))
     elif value.dtype is not torch.int16 and master.dtype is torch.int16:
-        # The parameter is written too: FusedAdam rounds ties away from zero, Megatron to even.
+        # Write the parameter too: FusedAdam rounds ties away from zero, Megatron to even.
         rounded, tensors["param"] = split_master(value.float().to(shard.device))
         shard.data.copy_(rounded)
 
@@ -205,7 +206,7 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
         return model_shard(optimizer, model_param)
 
     def as_numbers() -> bool:
-        # An fp32 parameter has no remainders, and may have a norm's first ones for a master.
+        # An fp32 parameter has no remainders; a norm's initial ones may look like remainders.
         return model_param.dtype is not torch.float32 and looks_like_remainders(value, live)
 
     lost = master_is_lost(
@@ -267,7 +268,7 @@ def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
     "data_parallel_group",
 )
 def spread_parameters(call: Call, state_dict: Any) -> Any:
-    """Refuse on all ranks alike; gather the parameters that came with the masters, as a step would.
+    """Raise on all ranks if one rank refused; all-gather the parameters as a step would.
 
     Raises:
         CheckpointLayoutError: ``split_states`` refused on this rank or on another one.
@@ -281,7 +282,7 @@ def spread_parameters(call: Call, state_dict: Any) -> Any:
         del _loading[optimizer]
     if "param_state" not in state_dict:
         return result
-    # Ranks own different parameters: a rank without a fault must learn of the others' and not wait.
+    # Ranks own different parameters: a rank that refused nothing would wait for the others forever.
     device = next(iter(optimizer.model_param_group_index_map), torch.zeros(0)).device
     flag = torch.tensor([float(bool(refused))], device=device)
     torch.distributed.all_reduce(
