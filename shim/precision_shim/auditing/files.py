@@ -40,7 +40,7 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(audit.to_dict(), file, indent=1)
             file.write("\n")
-        os.chmod(name, 0o644)  # a temporary file is for its owner only
+        os.chmod(name, 0o644)  # mkstemp lets only the owner read
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -49,7 +49,7 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
 
 
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
-    """Why an audit could not be written, and what to set; the same for each optimizer and step."""
+    """The warning that an audit could not be written, the same for each optimizer and step."""
     # Not str(error): that names the temporary file, whose name differs each time.
     problem = (
         f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: "
@@ -60,7 +60,7 @@ def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
 
 
 def number(path: Path, audit: Audit) -> str:
-    """The number in a file's name that tells a rank's audits of one stem apart; may be empty."""
+    """The number at the end of a file's stem, from ``kept.name``; empty for a rank's first one."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
     return name.removeprefix(stem(audit)).removeprefix("-")
 

@@ -37,8 +37,8 @@ def audit(
         model: a module, Megatron's model chunks, or ``None`` to read the optimizer alone.
         optimizer: Megatron's, chained or single, torch's, or a list of them.
         scaler: the loss scaler of torch's optimizers; Megatron's have their own.
-        expected: component to dtype name, such as ``{"exp_avg": "bf16"}``; replaces what the
-            optimizer's config says about that component.
+        expected: dtype names by component, such as ``{"exp_avg": "bf16"}``; they replace what the
+            optimizer's config says about these components.
         group: a process group whose ranks are compared; all its ranks must call ``audit``.
 
     Returns:
@@ -63,7 +63,7 @@ def look(
     subject: str = "",
     whole: bool = True,
 ) -> Audit:
-    """Do what ``audit`` does, and note the framework and the subject.
+    """Do what ``audit`` does, and put framework and subject into the audit.
 
     Args:
         model: see ``audit``.

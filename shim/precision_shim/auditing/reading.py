@@ -158,7 +158,7 @@ class Reading:
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
         wanted: what the optimizer's config says; ``None`` for an optimizer without a config.
-        steppers: the torch optimizers inside; a step of the first counts as the step.
+        steppers: the torch optimizers inside; the first one's step is the optimizer's step.
     """
 
     framework: str
@@ -307,7 +307,7 @@ def _reader(optimizer: Any) -> str:
     packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if isinstance(optimizer, torch.optim.Optimizer):
         return ""  # even if the class is from a package that has a reader
-    for third_party in (False, True):  # load third parties' adapters only if ours do not know it
+    for third_party in (False, True):  # load third parties' adapters only if none of ours fits
         known = audit_readers(third_party=third_party)
         for one in packages:
             if one in known:
@@ -324,7 +324,7 @@ def _give_the_rest(
 ) -> None:
     """Give the first reading the parameters and tensors of the model that no reading has.
 
-    Without ``whole`` another optimizer may train a trainable parameter: no reading gets it.
+    Without ``whole`` trainable parameters are left out: another optimizer may train them.
     """
     taken = {id(one) for each in readings for one in (*each.trainable, *each.frozen)}
     gathered = _shards_beneath(chunks)

@@ -140,7 +140,7 @@ class Audit:
 
     @property
     def complete(self) -> bool:
-        """Whether no component waits for the first step to be made."""
+        """Whether no component is ``"later"``, as states are before the first step."""
         return not any(
             one.state == "later" for part in self.parts for one in part.components.values()
         )

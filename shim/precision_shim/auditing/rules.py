@@ -64,7 +64,7 @@ def problems(
     Args:
         reading: the reading.
         part: the ``AuditPart`` made of the reading.
-        expected: what the caller expects; for a component named here, the config does not count.
+        expected: what the caller expects; it replaces the config for the components named here.
         where: framework and version, for messages.
     """
     tell = _teller(part.name, where)

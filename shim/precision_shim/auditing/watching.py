@@ -37,15 +37,15 @@ def watch(
     """Audit an optimizer now and after its first step.
 
     ``status()`` shows the audits, and ``PRECISION_SHIM_AUDIT_DIR`` gets them as files. A problem
-    warns; under strict it raises, unless the user asked for it. After any other error the audit
-    is missing and training goes on. A second call for an optimizer does nothing. With
+    warns; under strict it raises, unless the user asked for what the problem is about. Any other
+    error only warns that there is no audit. A second call for an optimizer does nothing. With
     ``PRECISION_SHIM_WATCH_UPDATES`` the lost-update meter watches the optimizer, too.
 
     Args:
         framework: the framework's name; empty where it is not known.
         subject: which model, such as ``"actor"``.
         optimizer: what ``audit`` takes.
-        inner: the torch optimizer whose step counts as the step; ``None`` for ``optimizer``.
+        inner: the torch optimizer inside, whose step is hooked; ``None`` for ``optimizer``.
         model: what ``audit`` takes; kept by a weak reference.
         scaler: returns the loss scaler of a torch optimizer.
         by_user: tells whether the user asked for what a problem is about.
@@ -61,7 +61,7 @@ def watch(
         _watched.add(stepped)
         kept.at_clear(_watched.clear)
     else:
-        stepped = None  # a stub over a frozen model
+        stepped = None  # a stub in place of a frozen model's optimizer
     watcher = _Watcher(
         (framework, subject), optimizer, model=model, scaler=scaler, by_user=by_user, told=told
     )
@@ -141,7 +141,7 @@ class _Watcher:
         return audit
 
     def watch_updates(self, every: int) -> None:
-        """Attach the lost-update meter; after an error it is missing and training goes on."""
+        """Attach the lost-update meter; an error only warns that updates are not measured."""
         framework, subject = self._names
         model = [one for ref in self._model if (one := ref()) is not None] or None
         try:

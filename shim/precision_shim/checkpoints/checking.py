@@ -22,10 +22,10 @@ from .tensors import check_archive
 __all__ = ["MOST", "Checked", "File", "check", "percent", "size_text"]
 
 MOST = 256 << 20
-"""Most bytes whose checksums are computed, small files first, unless the user asks for all."""
+"""Limit of bytes whose checksums are computed, small files first, unless the user asks for all."""
 
 _ARCHIVES = 4096
-"""Most archives that are opened for their checksums, unless the user asks for all."""
+"""Limit of archives that are opened for their checksums, unless the user asks for all."""
 
 _KNOWN = re.compile(
     r"\.metadata|metadata\.json|.*\.(distcp|safetensors)|model\.safetensors\.index\.json"
@@ -33,7 +33,7 @@ _KNOWN = re.compile(
 """Names of files that the doctor reads, besides archives."""
 
 _NAMED = 4
-"""Most files that a line of text names."""
+"""Maximum number of files that a line of text names."""
 
 Span = tuple[int, int]
 
@@ -150,7 +150,7 @@ def check(part: Part, most: int | None = MOST) -> Checked:
 
     Args:
         part: the model.
-        most: most bytes whose checksums are computed; ``None``: all.
+        most: limit of bytes whose checksums are computed; ``None``: all.
 
     Raises:
         CheckpointUnreadableError: files are damaged; names the first and counts the others.
@@ -192,7 +192,7 @@ def check(part: Part, most: int | None = MOST) -> Checked:
 
 
 def _paths(part: Part) -> list[Path]:
-    """All files in a model's directory and in its units' directories, where links may lead."""
+    """All files in a model's directory and in its units' directories, which may be linked."""
     tops = [part.path, *(unit.path for unit in (*part.units, *part.weights))]
     found = {
         Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names
@@ -225,7 +225,7 @@ def percent(share: float) -> str:
 
 
 def size_text(count: int) -> str:
-    """A number of bytes, as people read it."""
+    """A number of bytes as text, such as ``"1.5 GiB"``."""
     size, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

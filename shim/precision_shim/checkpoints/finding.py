@@ -24,7 +24,7 @@ _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
 
 
 def find(path: Path, framework: str | None = None) -> list[Part]:
-    """Find a checkpoint's models and read their files; of a run's directory, the last step.
+    """Find a checkpoint's models and read their files; in a run's directory, of the last step.
 
     Args:
         path: a run's directory, a step's, a model's, or that of the files themselves.

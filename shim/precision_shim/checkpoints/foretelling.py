@@ -38,9 +38,9 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: the fields that the job's config sets, of the optimizer's config and beside it
-            (``framework.Config``); ``None`` where the job's config is not known.
-        instead: fields that replace those of ``config``, also where it is not known.
+        config: what the job's config sets: fields of the optimizer's config, and fields that
+            ``framework.Config`` has beside it; ``None`` where the job's config is not known.
+        instead: fields that replace those of ``config``, also where it is ``None``.
     """
 
     on: bool
@@ -119,7 +119,7 @@ def foretell(part: Part, here: Here) -> Outcome:
     module, _, name = place.partition(":")
     try:
         found: Outcome = getattr(importlib.import_module(module), name)(part, here)
-    except PrecisionShimError as error:  # the config asks for the impossible
+    except PrecisionShimError as error:  # the config asks for what is not possible here
         return Outcome(FAILS, str(error).rstrip("."))
     return found
 

@@ -103,13 +103,13 @@ _PLAIN = {
         for one in (set, frozenset, tuple, list, bytes, bytearray)
     },
 }
-"""The only callables that ``_plain`` calls, for plain data; nothing is imported by name."""
+"""The only callables that ``_plain`` calls: types of plain data. No name is imported."""
 
 _KEY = 64
-"""Most values in a key: hashing visits all of them, a shared value once for each reference."""
+"""Limit of values in a key: hashing visits all of them, a shared one once for each reference."""
 
 _COPIED = 20_000_000
-"""Most values that are copied for one pickle: a file may ask to copy a list again and again."""
+"""Limit of values that are copied for one pickle: a file may ask for a list again and again."""
 
 
 def read_pickle(source: bytes | IO[bytes], where: str, called: set[str] | None = None) -> Any:
@@ -132,7 +132,7 @@ def read_pickle(source: bytes | IO[bytes], where: str, called: set[str] | None =
         reason = "it is nested too deeply"
     except MemoryError:
         reason = "it asks for more memory than there is"
-    except Exception as error:  # a damaged file may cause any
+    except Exception as error:  # a damaged file may cause any error
         reason = " ".join(str(error).split()) or type(error).__name__
     raise CheckpointUnreadableError(f"{where}: no whole pickle ({reason[:120]}).")
 

@@ -41,9 +41,9 @@ __all__ = ["read"]
 
 _RECORD_KEY = "precision_shim_scaler"
 _RECORD = 1 << 10
-"""Most values in a scaler's record; its text may have 1,024 times as many bytes."""
+"""Limit of values in a scaler's record; its text may have 1,024 times as many bytes."""
 _SAMPLE = 64 << 20
-"""Most bytes of a component whose values are read; a smaller component is read whole."""
+"""Limit of bytes of a component whose values are read; a smaller component is read whole."""
 
 
 def read(path: str | Path, framework: str | None = None) -> list[Part]:

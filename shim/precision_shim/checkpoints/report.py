@@ -139,7 +139,7 @@ def examine(
         here: the environment of the resume.
         framework: the framework that wrote the checkpoint; ``None`` to tell by the directories, or
             else by the one framework that is installed and reads such files.
-        most: most bytes that are compared with their checksums; ``None``: all.
+        most: limit of bytes that are compared with their checksums; ``None``: all.
 
     Raises:
         CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.

@@ -81,7 +81,7 @@ class Tensor:
 
 
 _DIMENSIONS, _MOST = 64, 2**63
-"""torch's limits: dimensions of a tensor, and its size in a dimension and in all."""
+"""torch's limits: a tensor's dimensions, and its elements (in a dimension and in total)."""
 
 _NO_DATA = ("_spec", "_mesh", "mesh")
 """Fields of a DTensor whose tensors are not its data."""
@@ -176,7 +176,7 @@ class Archive:
         with io.BufferedReader(raw) as file:
             try:
                 archive = zipfile.ZipFile(file)
-            except Exception:  # a damaged zip directory may cause any
+            except Exception:  # a damaged zip directory may cause any error
                 reason = "it is damaged, cut off, or not written by torch.save"
                 raise CheckpointUnreadableError(f"{path}: {reason}.") from None
             with archive:
@@ -194,7 +194,7 @@ class Archive:
                 if start:
                     member.seek(start)
                 return member.read(most)
-        except Exception as error:  # a damaged member may cause any
+        except Exception as error:  # a damaged member may cause any error
             why = " ".join(str(error).split())[:120]
             raise CheckpointUnreadableError(
                 f"{self.path}: {name} in it is damaged or missing ({why})."
@@ -204,7 +204,7 @@ class Archive:
         """The tensors in the archive's tree, or in ``tree``, each with the keys that lead to it."""
         seen: set[int] = set()
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
-        inside: set[int] = set()  # fields of an object: they keep the object's keys
+        inside: set[int] = set()  # ids of values inside objects: they get the object's keys
         while waiting:
             keys, one = waiting.pop()
             if isinstance(one, Made):

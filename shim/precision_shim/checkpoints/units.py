@@ -25,8 +25,8 @@ MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
 
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _COMMON_STATE = "common_state/shard_0_1"
-"""Key of what megatron-core had in ``common.pt`` until 0.18; see ``load_common_state_dict`` in its
-``dist_checkpointing/serialization.py``."""
+"""Key under which megatron-core from 0.19 on stores what it had in ``common.pt`` until 0.18; see
+``load_common_state_dict`` of its ``dist_checkpointing/serialization.py``."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _HARMLESS = re.compile(
@@ -315,7 +315,7 @@ def _read_safetensors(unit: Unit) -> None:
     wanted = _indexed(unit.path / "model.safetensors.index.json")
     for name in there:
         match = _OF_SEVERAL.fullmatch(name)
-        if match and "shard-" not in match["before"]:  # each rank has its own of these
+        if match and "shard-" not in match["before"]:  # each rank writes its own shards
             count = int(match["count"])
             wanted |= {
                 f"{match['before']}{number:05}-of-{count:05}.safetensors"

@@ -16,11 +16,11 @@ from .tensors import Tensor, item_size
 __all__ = ["are_numbers", "narrower", "samples"]
 
 _LEAST = 64 << 10
-"""Fewest bytes that are read of a piece."""
+"""Minimum number of bytes that are read of a piece."""
 
 
 _PIECES = 512
-"""Most pieces that are read: each is an archive of its own that has to be opened."""
+"""Limit of pieces that are read: each is an archive of its own that has to be opened."""
 
 _ALIGNED = 64
 """Megatron begins each parameter of a bucket at a multiple of so many elements. It also stores the
@@ -32,7 +32,7 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
 
     Args:
         tensors: only those in fp32, bf16 or fp16 are read, without their small pieces.
-        most: most bytes that are read of all tensors.
+        most: limit of bytes that are read, over all tensors.
 
     Yields:
         The tensor, the number of the piece, and its first values.

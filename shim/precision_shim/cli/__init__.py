@@ -27,7 +27,7 @@ COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
 """The modules of this package that hold a command, in the order of ``--help``."""
 
 OPTIONS = {"features": "--features", "frameworks": "--frameworks", "settings": "--set"}
-"""The option for each argument of ``install()``: ``resolve`` names it in messages."""
+"""The option that stands for each argument of ``install()``, for the messages of ``resolve``."""
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
-"""``precision-shim doctor --against PATH`` and ``--record FILE``: a release, not yet installed.
+"""``precision-shim doctor --against PATH``, for a release not yet installed, and ``--record FILE``.
 
-The doctor reads a wheel or a folder instead of what is installed, and judges it by the same rules.
-It imports and executes nothing of the path.
+With ``--against`` the doctor reads a wheel or a folder instead of what is installed, and judges it
+by the same rules. It imports and executes nothing of the path.
 """
 
 from __future__ import annotations
@@ -160,11 +160,11 @@ class Report:
     problems: tuple[str, ...]
 
     def lost(self) -> list[dict[str, str]]:
-        """Features that are in force or native here and would not be any more, by their paths."""
+        """Features, with the framework's path, that are in force or native only here."""
         return self._moved(self.here, self.there)
 
     def won(self) -> list[dict[str, str]]:
-        """Features that would be in force or native and are not here, by their paths."""
+        """Features, with the framework's path, that would be in force or native only there."""
         return self._moved(self.there, self.here)
 
     def _moved(

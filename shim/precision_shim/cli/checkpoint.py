@@ -148,7 +148,7 @@ def _check_values(found: dict[str, Any]) -> None:
 
 
 def _check(text: str, name: str) -> None:
-    """Refuse an unknown field: without it the verdict could be wrong.
+    """Refuse an unknown field: if the doctor ignored the field, the verdict could be wrong.
 
     Raises:
         SettingsError: there is no such field.

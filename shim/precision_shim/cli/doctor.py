@@ -50,7 +50,7 @@ PACKAGES = (
 _SHOWN = {"pending": "to wrap"}  # what status() shows as waiting for the import
 _COLUMN = 16
 _NO_SETTINGS = "would not be patched, because a setting is not valid"
-_LONG = 5  # most lines of one problem; --verbose shows all
+_LONG = 5  # limit of lines for one problem; --verbose shows all
 _PATIENCE = 120  # seconds for an import in a child process; TransformerEngine's takes its time
 
 _START_UP = """

@@ -103,7 +103,7 @@ class Job:
         """The number behind one of the launcher's options, such as ``--nproc-per-node``.
 
         Raises:
-            PlanError: it is no number, such as torchrun's ``gpu``: all GPUs of the machine.
+            PlanError: the value is no number, such as torchrun's ``gpu`` (all of the machine).
         """
         words = list(self.launcher)
         for place, word in enumerate(words):
@@ -170,7 +170,7 @@ def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
         return module, file_of(module), place + 2
     if _is_script(word):
         path = Path(word)
-        return word, path if os.path.isfile(path) else None, place + 1  # no error for a long name
+        return word, path if os.path.isfile(path) else None, place + 1  # False for an overlong name
     return "", None, place
 
 

@@ -89,7 +89,7 @@ class Stage:
 
 
 def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
-    """Most bytes that stay on a GPU while some components are moved to the host.
+    """Bytes that stay on a GPU while some components are on the host: the maximum over stages.
 
     Args:
         stages: the pipeline stages.
@@ -138,18 +138,18 @@ class Problem:
 
     @classmethod
     def of(cls, error: DtypeError, subject: str, key: str) -> Problem:
-        """Make a problem of an error about a dtype, whose last sentence is the remedy."""
+        """Turn an error about a dtype into a problem; the error's last sentence is the remedy."""
         message, _, remedy = str(error).rpartition(". ")
         return cls("dtype", subject, key, message or remedy, remedy if message else "")
 
 
 def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
-    """Make the problem of a group of less than one GPU."""
+    """The problem that a group has less than one GPU."""
     return Problem("size", subject, key, f"{value} is less than 1", f"Write at least 1{more}.")
 
 
 def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
-    """Make the problem of attention heads that tensor parallelism cannot split, if it cannot."""
+    """The problem that tensor parallelism cannot split the attention heads, if it cannot."""
     what = f"{name} of {heads} cannot be split {ways} ways"
     remedy = f"Take a divisor of {heads}."
     return [Problem("heads", subject, key, what, remedy)] if heads % ways else []
@@ -158,7 +158,7 @@ def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> lis
 def unknown_keys(
     written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
 ) -> list[Problem]:
-    """Make a problem of each key that does not exist.
+    """A problem for each key that does not exist.
 
     Args:
         written: names of keys in the job's config.
@@ -257,7 +257,7 @@ class Plan:
         return found
 
     def peak(self, side: str = "after") -> int:
-        """Most bytes of a GPU: one model steps, and the others there keep what stays."""
+        """Maximum of bytes on a GPU: one model steps, the others there keep what stays."""
         most = 0
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))

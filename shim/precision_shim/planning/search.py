@@ -72,8 +72,8 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
 
     Models that have GPUs of their own keep their number.
 
-    More ranks never cost more per GPU: double the number until the job fits, then halve it for as
-    long as the job fits.
+    More ranks never cost more per GPU, so the search doubles the number until the job fits, then
+    halves it for as long as the job fits.
     """
 
     def fits(world: int) -> bool:

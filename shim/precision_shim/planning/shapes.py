@@ -57,7 +57,7 @@ class Model:
 
     Attributes:
         weights: its parameters.
-        config: its Hugging Face config; of several, the text model's.
+        config: its Hugging Face config, or that of its text model.
         source: where the names and shapes are from.
         tied: whether the output layer is the embedding.
     """
@@ -102,7 +102,7 @@ def read(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
     found = list(_headers(directory)) if _is_whole(directory) else []
     if not found or any(_PACKED.search(one.name) for one in found):
         return from_config(whole, str(directory / "config.json"))
-    # Files of a tied model have no output layer; without the key, transformers' default is tied.
+    # Where the config lacks the key, the files show it: a tied model has no output layer in them.
     without = not any(_OUTPUT.search(one.name) for one in found)
     tied = bool(config.get("tie_word_embeddings", without))
     several = len({one.name for one in found}) > 1
@@ -198,7 +198,7 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 def fewest_experts(config: Mapping[str, Any]) -> int:
     """The fewest experts that a model of this config can be built with.
 
-    As many as the router picks per token; a grouped router needs at least two in each group.
+    A router needs as many as it picks per token; a grouped router needs two in each group.
     """
     top = max((_whole(config.get(key)) for key in _PER_TOKEN), default=0) or 1
     groups = _whole(config.get("n_group")) or 1
@@ -212,7 +212,7 @@ def _whole(value: object) -> int:
 
 
 def from_config(config: Mapping[str, Any], where: str) -> Model:
-    """Build a model with few experts on torch's meta device, and count all its experts from them.
+    """Build a model with few experts on torch's meta device, and scale the counts to all experts.
 
     Args:
         config: the Hugging Face config.

@@ -18,7 +18,7 @@ def render(plan: Plan, memory: float | None = None) -> str:
 
     Args:
         plan: the plan.
-        memory: memory of a GPU, in GB of 2^30 bytes; ``None``: do not compare.
+        memory: memory of a GPU, in GB of 2^30 bytes; ``None``: no comparison with it.
     """
     blocks = ["\n".join(_head(plan))]
     blocks += ["\n".join(_model(one, memory)) for one in plan.models]

@@ -52,7 +52,7 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
 
 
 def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
-    """Read a whole number of a section by the last word of ``key``; without one, the default.
+    """Read a whole number of a section by the last word of ``key``; if missing, the default.
 
     Raises:
         PlanError: the value is no whole number.

@@ -79,7 +79,7 @@ class Figures:
 
     Attributes:
         step: number of the step, counted from when the meter was attached.
-        every: the meter measures every ``every`` steps.
+        every: number of steps from one measurement to the next.
         groups: the parameter groups whose updates were not all zero.
     """
 
@@ -88,7 +88,7 @@ class Figures:
     groups: tuple[Group, ...]
 
     def share(self, name: str) -> float | None:
-        """The share of lost updates over all groups, each weighted by its elements.
+        """The share of lost updates over all groups, each group weighted by its elements.
 
         Args:
             name: ``"weights"``, ``"exp_avg_sq"`` or ``"rollout"``.

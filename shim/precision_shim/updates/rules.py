@@ -205,7 +205,7 @@ class Taken:
     """Takes the same elements of a parameter, its gradient and its states.
 
     Args:
-        indices: of the elements in this rank's share; ``None`` for all.
+        indices: positions of the elements in this rank's share; ``None`` for all elements.
         count: number of the elements.
     """
 

@@ -11,14 +11,14 @@ from ..auditing.reading import local
 from .rules import Taken
 
 MOST_ELEMENTS = 1 << 18
-"""Most elements that are measured on a rank, over all its optimizers."""
+"""Maximum number of elements that are measured on a rank, over all its optimizers."""
 
 MOST_TENSORS = 512
-"""Most tensors that are measured of one optimizer: each costs some twenty small kernels."""
+"""Maximum number of tensors measured of one optimizer: each costs some twenty small kernels."""
 
 
 def allot(sizes: Sequence[int], budget: int) -> list[int]:
-    """Divide a budget into equal shares; none exceeds its size, and larger ones get the rest."""
+    """Divide a budget equally; what a small size cannot use goes to the larger sizes."""
     found = [0] * len(sizes)
     smallest_first = sorted(range(len(sizes)), key=sizes.__getitem__)
     for place, which in enumerate(smallest_first):
@@ -36,7 +36,7 @@ class Sample:
 
     Args:
         groups: the optimizer's parameters, by group.
-        budget: most elements in the sample.
+        budget: maximum number of elements in the sample.
 
     Attributes:
         budget: as above.

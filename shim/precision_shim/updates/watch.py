@@ -71,7 +71,7 @@ def watch_updates(model: Any, optimizer: Any, every: int = 50) -> UpdateWatch:
     Args:
         model: as ``audit`` takes it; ``None`` to read the optimizer alone.
         optimizer: as ``audit`` takes it.
-        every: measure every ``every`` steps.
+        every: number of steps from one measurement to the next.
 
     Returns:
         An object with the figures and with ``remove()``.
@@ -105,7 +105,7 @@ def attach(
 
     Args:
         reading: the optimizer's reading.
-        every: measure every ``every`` steps.
+        every: number of steps from one measurement to the next.
         model: the model's modules, for their compute dtype.
         framework: as in ``looking.look``.
         subject: which model, such as ``"actor"``.
@@ -157,9 +157,9 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 
 
 def _computed_in(model: Any) -> torch.dtype:
-    """FSDP's 16-bit compute dtype of fp32 parameters; without one bf16, as rollout engines use."""
+    """FSDP's 16-bit compute dtype; where it has none, bf16, which rollout engines use."""
     for module in (module for chunk in _chunks(model) for module in chunk.modules()):
-        state = getattr(module, "_get_fsdp_state", None)  # FSDP2; no public name
+        state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for it
         policy = getattr(state(), "_mp_policy", None) if callable(state) else None
         for mixed in (policy, getattr(module, "mixed_precision", None)):
             dtype = getattr(mixed, "param_dtype", None)
@@ -238,11 +238,11 @@ class _Pending:
 
 
 class Meter:
-    """Watches one torch optimizer's steps; lives in its hooks.
+    """Measures one torch optimizer's steps, in step hooks of that optimizer.
 
     Args:
         stepper: the optimizer.
-        every: measure every ``every`` steps.
+        every: number of steps from one measurement to the next.
         names: framework and version, and the part's name, for messages.
         copies: dtypes of the copies for rollout engines.
         on_figures: called with the meter when there are new figures.
@@ -370,7 +370,7 @@ class Meter:
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # GradScaler lets a fused step unscale
+        scale = getattr(optimizer, "grad_scale", None)  # GradScaler leaves unscaling to a fused step
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:
@@ -430,7 +430,7 @@ class Meter:
             if device.type != "cpu":
                 there = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
                 counts = there.copy_(counts, non_blocking=True)
-                module = getattr(torch, device.type)  # torch.cuda, and others of that shape
+                module = getattr(torch, device.type)  # torch.cuda, or another device's module
                 event = module.Event()
                 event.record(module.current_stream(device))
             arriving.append((counts, event, about))
@@ -453,7 +453,7 @@ class Meter:
             stale = (one.updates & (copies == one.copies)).sum()
         lost_ones = (one.updates & (weights == one.weights)).sum()
         counts = torch.stack([one.updates.sum(), lost_ones, decays, stuck, stale]).double()
-        overflow = getattr(optimizer, "found_inf", None)  # a fused step skips on the device
+        overflow = getattr(optimizer, "found_inf", None)  # a fused step skips by this flag
         if overflow is not None:
             counts = counts * (overflow == 0)
         return torch.cat([counts, counts.new_ones(1) * one.lr])
@@ -511,7 +511,7 @@ def _captures() -> bool:
 
 
 def _plain(args: Any, kwargs: Any) -> bool:
-    """Whether the step got no arguments: a closure or a scaler would change the gradients in it."""
+    """Whether the step got no closure and no scaler: both change the gradients in the step."""
     given = (*args[1:], *kwargs.values())  # the optimizer comes first
     return all(one is None for one in given)
 
