@@ -60,7 +60,7 @@ def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
 
 
 def number(path: Path, audit: Audit) -> str:
-    """The number at the end of a file's stem, from ``kept.name``; empty for a rank's first one."""
+    """The number at the end of a file's stem, from ``kept.name``; empty for the first audit."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
     return name.removeprefix(stem(audit)).removeprefix("-")
 

@@ -124,7 +124,7 @@ class Foretold:
         exp_avg: takes the tensor that the optimizer steps, and returns the dtype of its first
             moment; ``None`` where the optimizer does not say.
         exp_avg_sq: the same for the second moment.
-        master: takes a parameter's dtype, and returns that of its master; ``None`` where the
+        master: takes a parameter's dtype, and returns the dtype of its master; ``None`` where the
             optimizer makes no masters.
     """
 
@@ -516,7 +516,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold a tensor's bytes: itself, or those that it wraps."""
+    """The tensors that hold a tensor's bytes: the tensor itself, or the tensors that it wraps."""
     tensor = local(tensor)
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:

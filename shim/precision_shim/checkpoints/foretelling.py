@@ -54,7 +54,7 @@ class Here:
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
-        """The environment of this process; without ``install()``, of one that is started from it.
+        """The environment of this process; before ``install()``, of a process started from it.
 
         Raises:
             SettingsError: a variable has an invalid value.

@@ -49,7 +49,7 @@ def count_of(shape: Any) -> int:
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of one element; of an unknown dtype by the number of bits in its name, at least 1."""
+    """Bytes of one element; for an unknown dtype from the bits in its name, at least 1."""
     if dtype in SIZES:
         return SIZES[dtype]
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())

@@ -31,7 +31,7 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
     """The first values of each piece of some tensors; all values where there are few.
 
     Args:
-        tensors: only those in fp32, bf16 or fp16 are read, without their small pieces.
+        tensors: the tensors; small pieces, and dtypes but fp32, bf16 and fp16, are skipped.
         most: limit of bytes that are read, over all tensors.
 
     Yields:

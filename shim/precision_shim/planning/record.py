@@ -28,7 +28,7 @@ class Held:
         dtypes: canonical names, as in the audit.
         bytes: the mean over the data-parallel group, the host's memory included.
         group_bytes: the exact sum over the data-parallel group.
-        host: those of ``bytes`` that are in the host's memory.
+        host: the part of ``bytes`` that is in the host's memory.
         bytes_per_parameter: bytes per parameter of the model, or per owned parameter where the
             states are sharded.
         sharded: whether each rank of the group holds only a share.
@@ -257,7 +257,7 @@ class Plan:
         return found
 
     def peak(self, side: str = "after") -> int:
-        """Maximum of bytes on a GPU: one model steps, the others there keep what stays."""
+        """The most bytes that a GPU holds: one model steps, the others on it keep ``stays``."""
         most = 0
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rules:
-    """The versions whose rules hold, as strings; ``None`` where there is none."""
+    """The versions whose rules hold; ``None`` where no version is installed or given."""
 
     transformer_engine: str | None
     megatron_core: str | None

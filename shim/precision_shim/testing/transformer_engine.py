@@ -4,7 +4,7 @@ Megatron-core's precision-aware optimizer needs exactly one thing of Transformer
 the class ``FusedAdam``. :func:`stand_in_transformer_engine` provides that one thing and
 takes it away again. TransformerEngine's layers (``TELinear`` and so on) have **no** stand-in:
 ``import transformer_engine`` keeps failing where it failed before, so that Megatron's
-layer specs, attention and fp8 code still find it missing.
+layer specs, attention and fp8 code still find TransformerEngine missing.
 
 How: only the leaf module ``transformer_engine.pytorch.optimizers`` is put into
 ``sys.modules``. Python's ``from a.b.c import x`` looks for ``a.b.c`` there first and does
@@ -94,10 +94,10 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
 
     Inside, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD`` gives
     the stand-ins; the module carries ``__precision_shim_stand_in__ = True`` and
-    ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` answer
-    for ``version``, whether ``megatron.core`` was imported before, is imported inside, or
-    never. Everything is undone on exit, including in modules imported inside; optimizers
-    built inside go on working. It cannot be nested in itself.
+    ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` report
+    ``version``, whether ``megatron.core`` was imported before or is imported inside.
+    Everything is undone on exit, including in modules imported inside; optimizers built
+    inside go on working. The context manager cannot be nested in itself.
 
     Where a real TransformerEngine is importable and ``version`` is None or equal to its
     version, the real constructor judges the arguments (on a throw-away parameter, on the
@@ -113,7 +113,7 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
         A :class:`StandIn`.
 
     Raises:
-        ValueError: no stand-in for that version.
+        ValueError: there is no stand-in for ``version``.
         RuntimeError: a stand-in is already in force.
     """
     if getattr(sys.modules.get(_LEAF), _MARK, False):

@@ -370,7 +370,7 @@ class Meter:
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # GradScaler leaves unscaling to a fused step
+        scale = getattr(optimizer, "grad_scale", None)  # GradScaler: a fused step unscales
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:
