@@ -146,7 +146,7 @@ class Reading:
         buckets: gradient buckets, padding included.
         bucket_views: views into the buckets, one for each parameter's gradient.
         owned: the parameters that the optimizer steps on this rank.
-        gradients: gradients that parameters hold themselves, in a bucket or outside.
+        gradients: ``grad`` and ``decoupled_grad`` of tensors, in a bucket or not, and host copies.
         other: tensors of no parameter: scales, the model's buffers, the scaler's tensors.
         also_params: further storages of parameters, such as an offloaded copy.
         data_parallel_size: number of ranks in the data-parallel group.

@@ -41,7 +41,9 @@ class UpdateWatch:
         return [one.figures.to_dict() for one in self._meters if one.figures is not None]
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """The shares over all optimizers, by the names in ``lost.METRICS``.
+        """The shares of lost updates over all optimizers.
+
+        The names are ``updates_lost``, ``updates_lost_exp_avg_sq`` and ``updates_lost_rollout``.
 
         Args:
             prefix: goes before the names.
