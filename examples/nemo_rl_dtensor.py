@@ -9,14 +9,14 @@ import precision_shim
 
 precision_shim.install()
 
-# What follows, up to main(), stands for the GPU and the model that you have.
+# The imports up to main() replace a GPU and a real model: a job does not need them.
 from tests.nemo_rl import support  # noqa: E402
 from tests.nemo_rl.cpu import nemo_rl_on_cpu  # noqa: E402
 from tests.tiny_models import make_checkpoint  # noqa: E402
 
 
 def main() -> None:
-    """Build the worker as NeMo-RL's policy does, train it, say what is in force."""
+    """Build the worker as NeMo-RL's policy does, train it, and print what is in force."""
     with tempfile.TemporaryDirectory() as folder, nemo_rl_on_cpu():
         model = make_checkpoint(Path(folder))
         # In a job: policy.precision=float16

@@ -10,7 +10,7 @@ import precision_shim
 
 precision_shim.install()
 
-# What follows, up to main(), stands for the GPU and the model that you have.
+# The imports up to main() replace a GPU and a real model: a job does not need them.
 from tests.skyrl import cpu, support  # noqa: E402
 from tests.tiny_models import make_checkpoint  # noqa: E402
 
@@ -18,7 +18,7 @@ from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel 
 
 
 def main() -> None:
-    """Build the worker as SkyRL's trainer does, train it, say what is in force."""
+    """Build the worker as SkyRL's trainer does, train it, and print what is in force."""
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, str(cpu.flash_attn_placeholder(Path(folder))))
         cpu.import_megatron()

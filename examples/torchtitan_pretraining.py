@@ -8,13 +8,13 @@ import precision_shim
 
 precision_shim.install()
 
-# What follows, up to main(), stands for the GPU and the model that you have.
+# The next import replaces a GPU and a real model: a job does not need it.
 from tests.torchtitan import cpu  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 
 
 def main() -> None:
-    """Build the trainer of a config, as torchtitan.train does, train it, say what is in force."""
+    """Build the trainer as torchtitan.train does, train it, and print what is in force."""
     cpu.enter()
     init_logger()  # as torchtitan.train does: INFO is shown
     with tempfile.TemporaryDirectory() as folder:

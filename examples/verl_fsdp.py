@@ -9,14 +9,14 @@ import precision_shim
 
 precision_shim.install()
 
-# What follows, up to main(), stands for the GPU and the model that you have.
+# The imports up to main() replace a GPU and a real model: a job does not need them.
 import torch.distributed as dist  # noqa: E402
 from tests.tiny_models import make_checkpoint  # noqa: E402
 from tests.verl import fsdp_support as cpu  # noqa: E402
 
 
 def main() -> None:
-    """Build the engine as verl's workers do, train it, say what is in force."""
+    """Build the engine as verl's workers do, train it, and print what is in force."""
     cpu.prepare()
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"

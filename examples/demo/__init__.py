@@ -162,7 +162,7 @@ def _check_needed() -> None:
 
 
 def _optim(config: Path | None, beta2: float | None) -> dict[str, Any]:
-    """The optim section, read the way verl's configuration is read."""
+    """The optim section, read as verl reads its configuration."""
     path = config or _OURS
     try:
         OmegaConf = importlib.import_module("omegaconf").OmegaConf  # noqa: N806
@@ -201,7 +201,7 @@ class _Job:
 
     @property
     def ranks(self) -> str:
-        """In words."""
+        """The number of ranks, in words."""
         return f"{self.nproc} rank{'s' if self.nproc > 1 else ''} over gloo"
 
     def specs(self, scratch: Path, settings: dict[str, object]) -> tuple[Spec, Spec]:
@@ -229,7 +229,7 @@ class _Job:
 
 
 def _demo(console: Console, job: _Job, given: dict[str, object], in_force: Settings) -> bool:
-    """Run it all; whether the effect is what was promised."""
+    """Run both trainings and report; return whether the effect is what was promised."""
     from . import report
 
     started = time.monotonic()
@@ -314,7 +314,7 @@ def _install_settings(
 
 
 class _Run:
-    """The processes of one run, and what rank 0 tells."""
+    """The processes of one run, and the events that rank 0 sends."""
 
     def __init__(self, spec: Spec, output: Path) -> None:
         self.spec = spec
@@ -344,7 +344,7 @@ class _Run:
             os.close(writer)
 
     def events(self) -> list[dict[str, Any]]:
-        """What rank 0 has told since the last call."""
+        """The events that rank 0 has sent since the last call."""
         try:
             while chunk := os.read(self.reader, 65536):
                 self._buffer += chunk
@@ -355,10 +355,10 @@ class _Run:
 
     @property
     def done(self) -> bool:
-        """Whether every rank has ended well.
+        """Whether every rank has ended with status 0.
 
         Raises:
-            _RunFailedError: one has not.
+            _RunFailedError: a rank has ended with another status.
         """
         codes = [process.poll() for process in self.processes]
         for code, log in zip(codes, self.logs, strict=True):
@@ -370,7 +370,7 @@ class _Run:
         return None not in codes
 
     def end(self) -> None:
-        """End what still runs."""
+        """End the processes that still run."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -384,7 +384,7 @@ def _environment(spec: Spec) -> dict[str, str]:
         environment[PREFIX] = "0"
     elif _settings.switch() != "off":  # the kill switch stays in force
         environment.pop(PREFIX, None)
-    # It starts in a directory of its own.
+    # The worker starts in another directory, where it would not find ``examples``.
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *([path] if path else [])])
     # Matrices this small gain nothing from threads.
@@ -398,7 +398,7 @@ def _tail(log: Path, lines: int = 12) -> str:
 
 
 def _train(console: Console, specs: tuple[Spec, Spec], output: Path) -> None:
-    """Both runs, side by side where there are processors for both."""
+    """Do both runs, at the same time where there are processors for both."""
     from rich import progress as rich_progress
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -426,7 +426,7 @@ def _train(console: Console, specs: tuple[Spec, Spec], output: Path) -> None:
 
 
 def _follow(runs: dict[TaskID, _Run], progress: Progress) -> None:
-    """Show what the runs tell, until all have ended."""
+    """Show the progress of the runs until all have ended."""
     with selectors.DefaultSelector() as selector:
         for run in runs.values():
             selector.register(run.reader, selectors.EVENT_READ)

@@ -1,6 +1,6 @@
-"""What the demo's two runs came to: the promise, the checks, the table, the curves.
+"""Reports on the demo's two runs: the promise, the checks, the table, the curves.
 
-Works on the results that the runs wrote (:mod:`examples.demo.worker`), and imports
+It reads the results that the runs wrote (:mod:`examples.demo.worker`), and imports
 neither torch nor a framework.
 """
 
@@ -24,7 +24,7 @@ _BF16_ULP = 2.0**-7  # relative, of a number just above a power of two
 _GUARD = 2.0**-8  # a bf16 average cannot decay when 1 - beta2 is not above this
 
 _OPT_IN_SINCE = Version("0.9.0.dev0")
-"""verl's config has an opt-in of its own from here on."""
+"""From this version on verl's own config can ask for optimizer states in bf16."""
 
 Result = dict[str, Any]
 
@@ -34,12 +34,12 @@ class Promise:
     """The dtypes that a run is promised to have.
 
     Attributes:
-        params: of the parameters.
-        grad_buckets: of Megatron's gradient buckets.
-        main_grads: of the gradients that the optimizer reads.
-        master: of what the fp32 masters are rebuilt from: the dtypes that keep the promise.
-        exp_avg: of the first moments.
-        exp_avg_sq: of the second moments.
+        params: dtype of the parameters.
+        grad_buckets: dtype of Megatron's gradient buckets.
+        main_grads: dtype of the gradients that the optimizer reads.
+        master: allowed dtypes of the masters or remainders.
+        exp_avg: dtype of the first moments.
+        exp_avg_sq: dtype of the second moments.
     """
 
     params: str
@@ -64,16 +64,16 @@ def promised(
 
     Args:
         asked: the dtypes that the settings file asks for, by key of Megatron's OptimizerConfig.
-        beta2: of Adam.
-        optimizer_states: ``PRECISION_SHIM_OPTIMIZER_STATES`` as it works out: at ``auto`` a verl
-            that has an opt-in of its own is taken at its config's word, ``as-configured``.
-        features: those in force.
+        beta2: Adam's beta2.
+        optimizer_states: the effective ``PRECISION_SHIM_OPTIMIZER_STATES``: from verl 0.9 on,
+            ``auto`` means ``as-configured``.
+        features: the features in force.
     """
     chooses = optimizer_states != "as-configured"
     follows = chooses and "bf16-dispatch" in features
-    # The optimizer reads its gradients from the bucket, whatever main_grads_dtype says. A direct
-    # caller's bucket is built before the optimizer's config is known, and stays fp32 where only
-    # the config decides.
+    # The optimizer reads its gradients from the bucket, whatever main_grads_dtype says. The demo
+    # builds the bucket before the optimizer's config is known, so the bucket stays fp32 where
+    # only the config decides.
     aligned = chooses and "grad-bucket-alignment" in features
     decays = optimizer_states == "follow-model" or 1 - beta2 > _GUARD
     main_grads = (asked.get("main_grads_dtype") or "bfloat16") if aligned else "float32"
@@ -82,7 +82,7 @@ def promised(
         params="bfloat16",
         grad_buckets=main_grads,
         main_grads=main_grads,
-        # int16 remainders or whole fp32 masters: both rebuild the master bit for bit.
+        # An int16 remainder and its bf16 parameter rebuild the fp32 master bit for bit.
         master=("int16", "float32"),
         exp_avg=asked.get("exp_avg_dtype") or moment,
         exp_avg_sq=asked.get("exp_avg_sq_dtype") or (moment if decays else "float32"),
@@ -90,7 +90,7 @@ def promised(
 
 
 def _optimizer_states(shim: dict[str, Any]) -> str:
-    """The setting as it works out for the installed verl."""
+    """The effective setting: ``auto`` depends on the installed verl."""
     states = str(shim["settings"].get("optimizer_states", "auto"))
     verl = shim.get("frameworks", {}).get("verl", {}).get("version")
     if states == "auto" and verl and Version(verl) >= _OPT_IN_SINCE:
@@ -125,10 +125,10 @@ class Tolerance:
 def tolerance(without: Result) -> Tolerance:
     """The tolerance, from the runs without the shim.
 
-    What keeps its states in bf16 is not bit-equal to what keeps them in fp32. The two agree
-    when they differ by no more than what nobody calls a difference: another seed for initial
-    weights and data order, or, where the seeds happen to lie closer than that (a single seed,
-    a few steps), one unit in the last place of bf16, in which the model computes.
+    A training with bf16 states is not bit-equal to one with fp32 states. The two agree when
+    their final losses differ by no more than the spread over seeds for initial weights and
+    data order, or, where that spread is smaller (a single seed, a few steps), by one unit in
+    the last place of bf16, in which the model computes.
     """
     finals = [run["held_out"] for run in without["runs"]]
     spread, rounding = max(finals) - min(finals), _BF16_ULP * fmean(finals)
@@ -137,12 +137,12 @@ def tolerance(without: Result) -> Tolerance:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was promised.
+    """The check of one promise.
 
     Attributes:
-        name: in a few words.
-        ok: whether it is so.
-        found: what was measured, and what was promised where it differs.
+        name: what is checked, in a few words.
+        ok: whether the promise is kept.
+        found: what was measured, and what was promised where the two differ.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Check:
 
 
 def check(without: Result, with_shim: Result, allowed: Tolerance) -> list[Check]:
-    """Hold both results against the promise."""
+    """Compare both results with the promise."""
     shim = with_shim["shim"]
     promise = promised(
         with_shim["asked"],
@@ -188,7 +188,7 @@ def _installed(shim: dict[str, Any], result: Result) -> str:
 
 
 def differences(without: Result, with_shim: Result) -> list[float]:
-    """With minus without, of the final loss, seed by seed."""
+    """For each seed the final loss with the shim, minus the final loss without."""
     pairs = zip(without["runs"], with_shim["runs"], strict=True)
     return [b["held_out"] - a["held_out"] for a, b in pairs]
 
@@ -207,7 +207,7 @@ def _check_states(name: str, result: Result, promise: Promise) -> list[Check]:
                 if len(held[key]) != 1 or held[key][0] not in allowed:
                     found, want = words(held[key]), " or ".join(map(short, allowed))
                     bad[key] = f"{key} is {found}, promised {want}"
-            # What is promised of a master depends on which of the allowed ones is in force.
+            # The promised bytes depend on which of the allowed master dtypes is in force.
             masters = held["master"] if not bad else kinds["master"]
             parts = ("params", "grad_buckets", "exp_avg", "exp_avg_sq")
             rest = sum(SIZES[short(kinds[key][0])] for key in parts)
@@ -272,7 +272,7 @@ def sparkline(values: list[float], width: int, low: float, high: float) -> str:
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """A trailing mean, so that the curve does not hide behind the noise of its batches."""
+    """A trailing mean over ``window`` values, against the noise of the batches."""
     return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 

@@ -1,8 +1,8 @@
 """One rank of one of the demo's runs: ``python -m examples.demo.worker SPEC RANK FD``.
 
-A process of its own, so that the run without the shim never saw it. Builds a tiny GPT with
-verl's own ``get_model``, ``init_megatron_optim_config`` and ``get_megatron_optimizer``, trains
-it, and measures what the live objects hold.
+Each rank is a fresh process, so that the shim is never installed in the run without it. The rank
+builds a tiny GPT with verl's own ``get_model``, ``init_megatron_optim_config`` and
+``get_megatron_optimizer``, trains it, and measures what the live objects hold.
 
 ``SPEC`` is a JSON file (:class:`Spec`). Rank 0 writes progress as JSON lines to the file
 descriptor ``FD`` and the result to ``Spec.result``; verl's and Megatron's own output goes to
@@ -27,21 +27,21 @@ __all__ = ["Spec", "main", "precision_keys", "read_text", "without_precision"]
 
 @dataclass(frozen=True)
 class Spec:
-    """What a run is to do.
+    """What a run has to do.
 
     Attributes:
         name: ``"without"`` or ``"with"``.
         shim: whether to call ``install()``.
-        settings: its settings.
+        settings: the settings for ``install()``.
         optim: verl's ``optim`` section.
         text: a file of bytes to train on; None: the text that comes with Python.
         seeds: one training per seed, for data order and initial weights.
-        steps: optimizer steps of each.
-        world_size: ranks.
+        steps: number of optimizer steps of each training.
+        world_size: number of ranks.
         global_batch: sequences per step, over all ranks.
         sequence: bytes per sequence.
-        hidden_size: of the model.
-        num_layers: of the model.
+        hidden_size: width of the model.
+        num_layers: number of the model's layers.
         rendezvous: a path that does not exist yet, where the ranks meet.
         result: where rank 0 writes the result.
     """
@@ -62,7 +62,7 @@ class Spec:
     result: str
 
     def write(self, path: Path) -> None:
-        """Write it for the ranks."""
+        """Write the spec to a file, for the ranks."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> None:
 
 
 def _as_written(spec: Spec) -> str | None:
-    """What this verl says to the settings file as it is; None where it takes it."""
+    """The error of the installed verl for the unchanged settings; None where it takes them."""
     from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
 
     config = _config(spec.optim)
@@ -266,7 +266,7 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
 
 
 class _Batches:
-    """Random windows of the text; the same for any number of ranks, each takes its share."""
+    """Random windows of the text, the same for any number of ranks; each rank takes its share."""
 
     def __init__(self, corpus: bytes, spec: Spec, rank: int, seed: int) -> None:
         import torch
@@ -291,7 +291,7 @@ class _Batches:
 def read_text(path: str | None) -> bytes:
     """The text to train on: a file, or what ``help()`` says about Python's topics.
 
-    Every Python has the latter: about 700 kB of English prose and some code.
+    Every Python has these topics: about 700 kB of English prose and some code.
     """
     if path is not None:
         return Path(path).read_bytes()

@@ -1,7 +1,7 @@
 """The audit: what precision is really in force, read from live objects.
 
-``record`` is what an audit says, ``reading`` what is read of an optimizer and a model, ``counting``
-its bytes, ``rules`` what contradicts what, ``watching`` the audit by itself, ``files`` and
-``ranks`` what becomes of the audits of many ranks. ``record``, ``files`` and ``ranks`` work
-without torch.
+``reading`` reads an optimizer and its model, ``counting`` counts their bytes, ``rules`` finds
+contradictions, ``record`` has the audit's dataclasses, ``watching`` audits the optimizers that a
+framework builds, ``files`` writes audits, ``ranks`` compares those of many ranks. ``record``,
+``files`` and ``ranks`` work without torch.
 """

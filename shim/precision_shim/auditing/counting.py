@@ -1,4 +1,4 @@
-"""What readings hold, in bytes: each storage once."""
+"""Counts the bytes that readings hold, each storage once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .record import COMPONENTS, OF_MODEL, AuditComponent
 
 
 class Counter:
-    """Counts every storage once, for the component that shows it first."""
+    """Counts every storage once, for the first component that holds it."""
 
     def __init__(self) -> None:
         self._counted: set[int] = set()
@@ -24,18 +24,18 @@ class Counter:
         self.host = 0
 
     def next_component(self) -> None:
-        """What was counted so far belongs to other components."""
+        """Begin a component: storages counted so far belong to earlier components."""
         self._before = set(self._counted)
 
     def _storages(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
         return [(one, one.untyped_storage()) for one in plain(tensor)]
 
     def count(self, tensors: Iterable[torch.Tensor], more: Iterable[torch.Tensor] = ()) -> Measured:
-        """Count tensors whose storages are new.
+        """Count tensors whose storages no earlier component has counted.
 
         Args:
-            tensors: those whose numbers count.
-            more: those of which only the storages count, padding and all.
+            tensors: tensors whose elements and storages are counted.
+            more: tensors of which only the storages are counted, padding included.
         """
         found = Measured()
         for tensor in unique(tensors):
@@ -45,7 +45,7 @@ class Counter:
                     "through the model first."
                 )
             numel = local(tensor).numel()
-            if not numel and tensor.numel():  # of a DTensor; the numbers are on other ranks
+            if not numel and tensor.numel():  # a DTensor whose elements are all on other ranks
                 found.dtypes.add(tensor.dtype)
             storages = self._storages(tensor) if numel else []
             if not storages or any(storage._cdata in self._before for _, storage in storages):
@@ -76,11 +76,11 @@ class Measured:
     """What a component holds.
 
     Attributes:
-        bytes: of the numbers.
-        allocated: of the storages.
-        elements: how many numbers.
-        dtypes: theirs.
-        devices: kinds of device.
+        bytes: size of the elements, without padding.
+        allocated: size of the storages.
+        elements: number of elements.
+        dtypes: dtypes of the tensors.
+        devices: kinds of device that hold them.
     """
 
     bytes: int = 0
@@ -94,11 +94,11 @@ def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int
     """Count what readings hold, each storage once over all of them.
 
     Returns:
-        For each reading its components, and how many of the bytes are in the host's memory.
+        Each reading's components, and how many of all allocated bytes are in the host's memory.
     """
     counter = Counter()
     found: list[dict[str, Measured]] = [{} for _ in readings]
-    # Component by component, so that a storage that two parts share goes to the first kind.
+    # Component by component: a storage that two readings share counts for the earlier component.
     for component in COMPONENTS:
         counter.next_component()
         for reading, counts in zip(readings, found, strict=True):
@@ -126,13 +126,13 @@ def _tensors(
 
 
 def component_of(reading: Reading, name: str, found: Measured, covered: int) -> AuditComponent:
-    """A component as an audit shows it.
+    """Make the ``AuditComponent`` of a component.
 
     Args:
-        reading: what was read.
-        name: the component's.
-        found: its bytes.
-        covered: the parameters that it covers.
+        reading: the reading that has the component.
+        name: the component's name.
+        found: what ``measure`` counted for the component.
+        covered: number of parameters that the component covers.
     """
     later = reading.later(name) if name in ("master", "exp_avg", "exp_avg_sq") else set()
     copies = (
@@ -160,7 +160,7 @@ def component_of(reading: Reading, name: str, found: Measured, covered: int) -> 
 
 
 def is_sharded(reading: Reading, name: str) -> bool:
-    """Whether each rank of the data-parallel group holds a share of a component only."""
+    """Whether each rank of the data-parallel group holds only a share of a component."""
     if name in OF_MODEL:
         return reading.params_sharded and name != "grad_buckets"
     return reading.sharded

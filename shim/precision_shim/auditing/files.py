@@ -1,4 +1,4 @@
-"""Audits as files: one JSON file per rank and optimizer, whole or not at all."""
+"""Audits as JSON files, one per rank and optimizer; each is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUFFIX = ".audit.json"
 
 
 def stem(audit: Audit) -> str:
-    """The beginning of an audit's file name: whose it is."""
+    """The beginning of an audit's file name: framework, subject and parts."""
     names = "+".join(part.name for part in audit.parts)
     words = (audit.framework, audit.subject or "optimizer", names)
     return ".".join(re.sub(r"[^\w+-]+", "-", word) for word in words)
@@ -25,12 +25,12 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
     """Write an audit; a reader never sees half of it.
 
     Args:
-        directory: where to; made if it is not there.
+        directory: where to write; made if it does not exist.
         stem: the beginning of the file's name; the rank is added.
         audit: the audit.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no temporary file stays behind.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(audit.to_dict(), file, indent=1)
             file.write("\n")
-        os.chmod(name, 0o644)  # a temporary file is for its owner only
+        os.chmod(name, 0o644)  # mkstemp lets only the owner read
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -49,8 +49,8 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
 
 
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
-    """Why an audit could not be written, and what to set; the same for each optimizer and step."""
-    # Not the error's own text: it names a temporary file, another one each time.
+    """The warning that an audit could not be written, the same for each optimizer and step."""
+    # Not str(error): that names the temporary file, whose name differs each time.
     problem = (
         f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: "
         f"{error.strerror or error}. Set PRECISION_SHIM_AUDIT_DIR to a directory that every rank "
@@ -60,13 +60,13 @@ def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
 
 
 def number(path: Path, audit: Audit) -> str:
-    """The number that a file's name has where its rank has several audits of the same names."""
+    """The number at the end of a file's stem, from ``kept.name``; empty for the first audit."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
     return name.removeprefix(stem(audit)).removeprefix("-")
 
 
 def read(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Audit | str]]:
-    """The audits in a directory, by name; of a file that is none the reason.
+    """Read the audits in a directory, by file name; for an invalid file, yield the reason.
 
     Raises:
         OSError: the directory cannot be read.

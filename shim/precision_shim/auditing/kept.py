@@ -18,12 +18,12 @@ _numbers = itertools.count()
 
 
 def number() -> int:
-    """A number for an optimizer that is new here."""
+    """A number that no optimizer has yet."""
     return next(_numbers)
 
 
 def name(stem: str) -> str:
-    """A file's stem that no other optimizer of this process has."""
+    """Make a file's stem that no other optimizer of this process has."""
     _names[stem] += 1
     return stem if _names[stem] == 1 else f"{stem}-{_names[stem]}"
 
@@ -44,12 +44,12 @@ def written(of: int, problem: str = "") -> None:
 
 
 def problems() -> list[str]:
-    """Why audits are not in the directory that was asked for, each reason once."""
+    """Why audits could not be written to ``PRECISION_SHIM_AUDIT_DIR``, each reason once."""
     return list(dict.fromkeys(filter(None, _not_written.values())))
 
 
 def at_clear(undo: Callable[[], object]) -> None:
-    """Have a function called when everything here is forgotten."""
+    """Have ``clear`` call a function."""
     _undo.append(undo)
 
 
@@ -59,7 +59,7 @@ def audits() -> list[Audit]:
 
 
 def clear() -> None:
-    """Forget all, and look at no optimizer again."""
+    """Forget all audits, and stop watching the optimizers."""
     while _undo:
         _undo.pop()()
     _audits.clear()

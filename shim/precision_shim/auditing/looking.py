@@ -30,23 +30,23 @@ def audit(
 
     Works in any job on Megatron or torch (FSDP2, DTensor), with the shim off as well. It changes
     nothing, starts nothing on a device and reads nothing from one, and communicates over ``group``
-    alone. Before the first step most optimizers have no states; the audit then says what they will
-    be where the optimizer tells, and is not ``complete``.
+    alone. Before the first step most optimizers have no states; the audit then gives the dtypes
+    that the optimizer announces for them, if it does, and is not ``complete``.
 
     Args:
-        model: a module, Megatron's model chunks, or ``None`` for what the optimizer knows.
+        model: a module, Megatron's model chunks, or ``None`` to read the optimizer alone.
         optimizer: Megatron's, chained or single, torch's, or a list of them.
         scaler: the loss scaler of torch's optimizers; Megatron's have their own.
-        expected: component to dtype name, such as ``{"exp_avg": "bf16"}``; goes over what the
-            optimizer's config says of that component.
-        group: a process group whose ranks are compared; all of them must call.
+        expected: dtype names by component, such as ``{"exp_avg": "bf16"}``; they replace what the
+            optimizer's config says about these components.
+        group: a process group whose ranks are compared; all its ranks must call ``audit``.
 
     Returns:
-        What was found on this rank.
+        The audit of this rank.
 
     Raises:
-        AuditError: model or optimizer cannot be read, there is no such component, or ``group``
-            is not this rank's.
+        AuditError: model or optimizer cannot be read, ``expected`` names an unknown component,
+            or this rank is not in ``group``.
         DtypeError: ``expected`` has a name that is no dtype.
     """
     return look(model, optimizer, scaler=scaler, expected=expected, group=group)
@@ -63,7 +63,7 @@ def look(
     subject: str = "",
     whole: bool = True,
 ) -> Audit:
-    """As ``audit``, in the name of a framework.
+    """Do what ``audit`` does, and put framework and subject into the audit.
 
     Args:
         model: see ``audit``.
@@ -71,9 +71,9 @@ def look(
         scaler: see ``audit``.
         expected: see ``audit``.
         group: see ``audit``.
-        framework: the framework's name; empty for that of the optimizer's package.
-        subject: which model.
-        whole: whether these are all of the model's optimizers.
+        framework: the framework's name; empty to use the name of the optimizer's package.
+        subject: which model, such as ``"actor"``.
+        whole: whether ``optimizer`` has all of the model's optimizers.
     """
     if group is not None and torch.distributed.get_rank(group) < 0:
         raise AuditError(
@@ -92,7 +92,7 @@ def look(
             problems += rules.problems(reading, part, named, where)
             notes += rules.notes(reading, part, where)
     except Exception as error:
-        if group is not None:  # the others are waiting
+        if group is not None:  # the other ranks are waiting in all_gather_object
             _gather({_FAILED: f"{type(error).__name__}: {error}"}, group)
         raise
     ranks = None
@@ -133,7 +133,7 @@ def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
 
 
 def _updates(reading: Reading) -> dict[str, Any] | None:
-    """The newest figures of its meter, if it is watched and there are some."""
+    """The newest lost-update figures of a reading's optimizer, if there are any."""
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
     return None if meter is None or meter.figures is None else meter.figures.to_dict()
 
@@ -144,7 +144,7 @@ def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, 
         "bytes": sum(one.bytes for one in every),
         "allocated": sum(one.allocated for one in every),
         "host": host,
-        # The allocator's own books, on the host.
+        # The allocator keeps this number on the host: reading it asks no device.
         "cuda_allocated": int(torch.cuda.memory_allocated()),
     }
 
@@ -159,7 +159,7 @@ def where_of(framework: str, package: str) -> str:
 def _version(distribution: str) -> str:
     try:
         return version(distribution)
-    except PackageNotFoundError:  # a bare checkout
+    except PackageNotFoundError:  # a checkout that is not installed
         return ""
 
 
@@ -173,7 +173,7 @@ _FAILED = "failed"
 
 
 def _gather(said: dict[str, Any], group: Any) -> list[tuple[int, dict[str, Any]]]:
-    """What each rank of a group says, by its number in the job."""
+    """Gather what each rank of a group says, with the rank's number in the job."""
     everyone: list[tuple[int, dict[str, Any]]]
     everyone = [(0, {})] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, (_rank()[0], said), group=group)

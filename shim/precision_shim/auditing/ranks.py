@@ -10,13 +10,13 @@ from typing import Any
 from .record import OF_MODEL, Audit, AuditPart, Finding
 
 _PASSING = ("grad_copies", "other")
-"""What comes and goes with a step, or counts steps."""
+"""Components that exist only during a step, or that count steps."""
 
 
 def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str, Any]:
-    """What ranks have in common: dtypes, scaler and problems, ready for JSON.
+    """What should be the same on all ranks: dtypes, scaler and problems, ready for JSON.
 
-    A rank that owns nothing of a part has no states there, and says nothing about them.
+    A rank that owns nothing of a part has no states of it; its signature leaves these out.
     """
     codes: dict[str, set[str]] = {part.name: set() for part in parts}
     for finding in found:
@@ -33,7 +33,7 @@ def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str,
 
 
 def unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Where two signatures differ: what both say something about."""
+    """Where two signatures differ, among the keys that both have."""
     return {
         key: (value, other[key])
         for key, value in first.items()
@@ -56,11 +56,11 @@ class Comparison:
         whose: framework and subject.
         part: names of its parts.
         world_size: ranks of the job.
-        alike: ranks that most are like.
-        example: the audit of one of these.
-        differ: the others, each with what differs: key to value there and elsewhere.
+        alike: ranks that agree with the majority.
+        example: the audit of a rank in ``alike``.
+        differ: the other ranks, each with the keys that differ: the majority's value, and its own.
         missing: ranks without an audit.
-        problems: message to the ranks that have it.
+        problems: the text of each problem, with the ranks that have it.
         before_step: ranks whose audit is from before the first step.
     """
 
@@ -104,7 +104,7 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     """Group audits by model and optimizer, and compare the ranks of each group.
 
     Args:
-        audits: each with its number among those of a rank that have its names; empty for the first.
+        audits: each with the number in its file's name (``files.number``).
     """
     groups: dict[tuple[str, str], dict[int, Audit]] = {}
     worlds: dict[str, int] = {}
@@ -122,8 +122,8 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
             part,
             found,
             worlds[whose],
-            # A rank without this optimizer, but with another of the model, is a pipeline stage
-            # without such layers.
+            # A rank that has another optimizer of the model, but not this optimizer, is a
+            # pipeline stage without such layers.
             tuple(sorted(set(range(worlds[whose])) - present[whose])),
         )
         for (whose, part), found in sorted(groups.items())
@@ -136,7 +136,7 @@ def _compare(
     ranks = sorted(found)
     said = {
         rank: {
-            # Another number is an audit that an earlier job left in the directory.
+            # An audit with another world size was left in the directory by an earlier job.
             "ranks of the job": found[rank].world_size,
             **signature(found[rank].parts, found[rank].problems),
         }
@@ -144,7 +144,7 @@ def _compare(
     }
     most = _majority(said)
     if all(unlike(most, one) for one in said.values()):
-        # No rank is like the majority in everything: the one that is most like it is the measure.
+        # No rank agrees with the majority in everything: compare with the rank nearest to it.
         most = min(said.values(), key=lambda one: len(unlike(most, one)))
     differ = {rank: what for rank in ranks if (what := unlike(most, said[rank]))}
     alike = tuple(rank for rank in ranks if rank not in differ)
@@ -167,7 +167,7 @@ def _compare(
 
 
 def _majority(said: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """What most ranks say, key by key; of ties what the lowest rank says."""
+    """The most frequent value of each key; in a tie, the value of the lowest rank."""
     votes: dict[str, Counter[str]] = {}
     values: dict[tuple[str, str], Any] = {}
     for one in said.values():
@@ -178,7 +178,7 @@ def _majority(said: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def numbers(ranks: Sequence[int]) -> str:
-    """``"rank 7"``, ``"ranks 0-6, 9"``."""
+    """Rank numbers as text: ``"rank 7"``, ``"ranks 0-6, 9"``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

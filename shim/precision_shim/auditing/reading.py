@@ -1,10 +1,10 @@
-"""What is read of an optimizer and its model: live tensors and what the optimizer says of itself.
+"""Reads an optimizer and its model: the live tensors, and what the optimizer's config says.
 
-A reader turns an optimizer into ``Reading``s. The one here knows torch's optimizers, DTensors and
-FSDP; a reader of others is declared by the top-level package of their class
-(``registry.audit_readers``) and imported when such an optimizer is audited.
+A reader turns optimizers into ``Reading`` objects. The reader in this module knows torch's
+optimizers, DTensors and FSDP. ``registry.audit_readers`` has the readers of other optimizers, by
+the top-level package of the optimizer's class; the audit of such an optimizer imports its reader.
 
-Nothing here starts an operation on a tensor: sizes, dtypes, devices and storages only.
+Nothing here starts an operation on a tensor: it reads sizes, dtypes, devices and storages only.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ _INNER = (
     "_columnwise_data",
     "_columnwise_scale_inv",
 )
-"""Where TransformerEngine's quantized tensors keep what they wrap."""
+"""Attributes in which TransformerEngine's quantized tensors keep the tensors that they wrap."""
 
 _NO_HELPERS = ("builtins", "collections", "functools", "torch")
 
 _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
-"""Names of a device mesh's dimensions along which a model, and no data, is divided."""
+"""Names of the dimensions of a device mesh that divide the model and not the data."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the config that an optimizer holds says about its tensors.
+    """What an optimizer's config says about its tensors.
 
     Attributes:
-        source: what says it, for messages.
-        params: dtype of the trainable parameters; ``None`` where nothing is said, here and below.
+        source: name of the config, for messages.
+        params: dtype of the trainable parameters; ``None`` where the config does not say, here
+            and below.
         main_grads: dtype of the gradient bucket of 16-bit parameters.
-        masters: dtype of a 16-bit parameter to that of its master; empty where none is said.
+        masters: dtype of the master for each 16-bit parameter dtype; empty where the config does
+            not say.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
-        remedies: code of a problem to what is to be done, as its message ends; ``{wanted}`` is
-            a dtype, ``{source}`` the above, ``{component}`` and ``{optimizer}`` a moment's, and
-            ``{params}`` the dtypes of parameters without masters. ``"CODE WANTED"`` goes before
-            ``"CODE"`` where it is there.
+        remedies: the end of a problem's message, by the problem's code. ``{wanted}`` stands for
+            the expected dtype, ``{source}`` for ``source``, ``{component}`` and ``{optimizer}``
+            for a moment and its optimizer, ``{params}`` for the dtypes of parameters without
+            masters. The key ``"CODE DTYPE"`` goes before ``"CODE"``.
     """
 
     source: str
@@ -65,7 +67,7 @@ class Wanted:
     remedies: Mapping[str, str] = field(default_factory=dict)
 
     def remedy(self, code: str, wanted: str, **words: str) -> str:
-        """What is to be done about a problem."""
+        """What the user can do about a problem."""
         known = self.remedies
         text = known.get(f"{code} {wanted}") or known.get(code) or "correct the {source}"
         return text.format(wanted=wanted, source=self.source, **words)
@@ -76,12 +78,12 @@ class Owned:
     """One parameter, or this rank's share of it, as its optimizer steps it.
 
     Attributes:
-        dtype: of the parameter in the model.
+        dtype: dtype of the parameter in the model.
         stepped: the tensor that the optimizer steps: the parameter's share, or its master.
-        masters: tensors that hold more of the parameter than the model does.
+        masters: tensors with bits that the model's parameter lacks: a master or a remainder.
         exp_avg: first moment.
         exp_avg_sq: second moment.
-        other: all else of its state.
+        other: the other tensors of the parameter's state.
     """
 
     dtype: torch.dtype
@@ -93,7 +95,7 @@ class Owned:
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimizer has made its states."""
+        """Whether the optimizer has made the parameter's states."""
         return self.exp_avg is not None or self.exp_avg_sq is not None or bool(self.other)
 
     def take(self, state: Mapping[Any, Any]) -> None:
@@ -119,10 +121,11 @@ class Foretold:
     """What an optimizer says about states that its first step will make.
 
     Attributes:
-        exp_avg: gives the dtype of a parameter's first moment, by the tensor that is stepped;
-            ``None`` where that is not known.
-        exp_avg_sq: the same of the second moment.
-        master: the same of the master, for the parameter's dtype; ``None`` where it makes none.
+        exp_avg: takes the tensor that the optimizer steps, and returns the dtype of its first
+            moment; ``None`` where the optimizer does not say.
+        exp_avg_sq: the same for the second moment.
+        master: takes a parameter's dtype, and returns the dtype of its master; ``None`` where the
+            optimizer makes no masters.
     """
 
     exp_avg: Callable[[torch.Tensor], torch.dtype | None] | None = None
@@ -132,30 +135,30 @@ class Foretold:
 
 @dataclass
 class Reading:
-    """One optimizer and the parameters that it trains, as they were found.
+    """One optimizer and the parameters that it trains.
 
     Attributes:
         framework: the package of the optimizer's class, for ``Audit.framework``.
         name: ``"model"``, ``"dense"`` or ``"experts"``.
-        optimizer: its class's name.
+        optimizer: name of the optimizer's class.
         trainable: trainable parameters of the model.
-        frozen: the model's others.
-        buckets: gradient buffers, whole.
-        bucket_views: where in them the gradients of parameters are.
-        owned: what the optimizer steps on this rank.
-        gradients: gradients that may lie beside the buckets.
-        other: what belongs to no parameter: scales, the model's buffers, the scaler's tensors.
+        frozen: the model's other parameters.
+        buckets: gradient buckets, padding included.
+        bucket_views: views into the buckets, one for each parameter's gradient.
+        owned: the parameters that the optimizer steps on this rank.
+        gradients: ``grad`` and ``decoupled_grad`` of tensors, in a bucket or not, and host copies.
+        other: tensors of no parameter: scales, the model's buffers, the scaler's tensors.
         also_params: further storages of parameters, such as an offloaded copy.
-        data_parallel_size: number of ranks that share the states.
-        sharded: whether each holds a share only.
-        params_sharded: the same of the model's parameters.
+        data_parallel_size: number of ranks in the data-parallel group.
+        sharded: whether each of these ranks holds only a share of the states.
+        params_sharded: whether each holds only a share of the model's parameters.
         scaler: the loss scaler.
-        betas: of the optimizer's parameter groups, those that there are.
-        foretold: what the optimizer says about states that are not there yet.
+        betas: the different ``betas`` of the optimizer's parameter groups.
+        foretold: what the optimizer says about states that it has not made yet.
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
-        wanted: what its config says; ``None`` for an optimizer without one.
-        steppers: the torch optimizers; the first is the one whose step is the step.
+        wanted: what the optimizer's config says; ``None`` for an optimizer without a config.
+        steppers: the torch optimizers inside; the first one's step is the optimizer's step.
     """
 
     framework: str
@@ -182,7 +185,7 @@ class Reading:
 
     @property
     def states_unknown(self) -> bool:
-        """Whether there are no states yet, and nobody says which the first step will make."""
+        """Whether there are no states yet, and the optimizer does not say which it will make."""
         told = self.foretold.exp_avg is not None or self.stateless
         return bool(self.owned) and not told and not any(one.has_state for one in self.owned)
 
@@ -193,7 +196,7 @@ class Reading:
 
     @property
     def owned_parameters(self) -> int:
-        """Number of those that the optimizer steps on this rank."""
+        """Number of trainable parameters that the optimizer steps on this rank."""
         return sum(local(one.stepped).numel() for one in self.owned)
 
     @property
@@ -205,7 +208,7 @@ class Reading:
         return type(self.scaler).__name__
 
     def later(self, component: str) -> set[torch.dtype]:
-        """Dtypes of what the first step makes; of parameters whose state is not there."""
+        """Dtypes of a component that the first step will make, for parameters without states."""
         waiting = [one for one in self.owned if not one.has_state]
         if component == "master":
             tell = self.foretold.master
@@ -226,10 +229,10 @@ def read(model: Any, optimizer: Any, scaler: Any = None, *, whole: bool = True) 
         model: a module, a list of modules, or ``None``.
         optimizer: an optimizer, a list of them, or ``None`` for a model alone.
         scaler: loss scaler of torch's optimizers.
-        whole: whether these are all of the model's optimizers.
+        whole: whether ``optimizer`` has all of the model's optimizers.
 
     Raises:
-        AuditError: model or optimizer is of a kind that nothing here can read.
+        AuditError: no reader knows the model or the optimizer.
     """
     chunks = _chunks(model)
     optimizers = unique(_each(optimizer))
@@ -254,7 +257,7 @@ def read(model: Any, optimizer: Any, scaler: Any = None, *, whole: bool = True) 
             readings += _read_torch(chunks, several, scaler)
     if not readings:
         readings = [Reading("torch", "model", "none")]
-    if whole or readings[0].name != "experts":  # another optimizer's audit has the rest
+    if whole or readings[0].name != "experts":  # else the dense optimizer's audit has the rest
         _give_the_rest(chunks, readings, whole)
     seen: dict[str, int] = {}
     for reading in readings:
@@ -300,11 +303,11 @@ def _each(optimizer: Any) -> Iterator[Any]:
 
 
 def _reader(optimizer: Any) -> str:
-    """The place of the reader for an optimizer's class; empty for torch's own."""
+    """``module:function`` of an optimizer's reader; empty for the reader of torch's."""
     packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if isinstance(optimizer, torch.optim.Optimizer):
-        return ""  # one that such a package derives from torch's
-    for third_party in (False, True):  # a third party's adapter is loaded only for what is theirs
+        return ""  # even if the class is from a package that has a reader
+    for third_party in (False, True):  # load third parties' adapters only if none of ours fits
         known = audit_readers(third_party=third_party)
         for one in packages:
             if one in known:
@@ -319,9 +322,9 @@ def _kind(thing: Any) -> str:
 def _give_the_rest(
     chunks: Sequence[torch.nn.Module], readings: Sequence[Reading], whole: bool
 ) -> None:
-    """What the model has and no optimizer trains goes to the first part.
+    """Give the first reading the parameters and tensors of the model that no reading has.
 
-    A trainable parameter that is left may be another optimizer's, where there are others.
+    Without ``whole`` trainable parameters are left out: another optimizer may train them.
     """
     taken = {id(one) for each in readings for one in (*each.trainable, *each.frozen)}
     gathered = _shards_beneath(chunks)
@@ -329,7 +332,7 @@ def _give_the_rest(
     for parameter in unique(p for chunk in chunks for p in chunk.parameters()):
         if id(parameter) in taken:
             continue
-        if id(parameter) in gathered:  # of no use but to FSDP; the shard is counted
+        if id(parameter) in gathered:  # FSDP's temporary copy; its shard is the parameter
             first.also_params.append(parameter)
             continue
         if not parameter.requires_grad:
@@ -341,7 +344,7 @@ def _give_the_rest(
 
 
 def _other_tensors(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Buffers of the modules, and tensors that they or their helper objects have as attributes."""
+    """Buffers of the modules, and tensor attributes of the modules and their helper objects."""
     found: list[torch.Tensor] = []
     helpers: dict[int, Any] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):
@@ -370,11 +373,11 @@ def _read_torch(
         params = unique(p for group in optimizer.param_groups for p in group["params"])
         reading = Reading("torch", "model", type(optimizer).__name__, scaler=scaler)
         for p in params:
-            # Stepped, and not in the model: a master copy of something that is.
+            # A tensor that the optimizer steps and the model lacks is a master.
             is_master = bool(chunks) and id(p) not in in_model
             used = p.grad is not None or optimizer.state.get(p)
             if not (p.requires_grad or is_master or used):
-                # Frozen, and handed over all the same, as verl does beside adapters.
+                # Frozen, but passed to the optimizer, as verl does with LoRA.
                 reading.frozen.append(p)
                 continue
             owned = Owned(p.dtype, p, (p,) if is_master else ())
@@ -395,7 +398,7 @@ def _read_torch(
 
 
 def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
-    """Note what an optimizer says about its states: betas, scales, dtypes to come."""
+    """Add an optimizer's betas, scales, own tensors and announced dtypes to a reading."""
     reading.steppers.append(optimizer)
     groups = [group for group in optimizer.param_groups if group.get("params")]
     reading.betas = tuple(
@@ -412,7 +415,7 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
         for value in scales.values()
         if isinstance(value, torch.Tensor)
     ]
-    # What it keeps on itself, such as a flag for overflow; numbers of a group, such as a tensor lr.
+    # Tensors among its attributes, such as an overflow flag, and in its groups, such as an lr.
     reading.other += tensors_of(optimizer)
     reading.other += [
         one for group in groups for one in group.values() if isinstance(one, torch.Tensor)
@@ -424,10 +427,10 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
 
 
 def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
-    """What an optimizer without states says about them.
+    """What an optimizer says about the states that its first step will make.
 
-    TransformerEngine's FusedAdam has fields for it; torch's Adam makes its states like the
-    parameters.
+    TransformerEngine's FusedAdam has their dtypes as attributes; torch's Adam makes its states in
+    the dtypes of the parameters.
     """
     kinds = vars(optimizer)
     if isinstance(kinds.get("exp_avg_dtype"), torch.dtype):
@@ -464,10 +467,11 @@ def _data_parallel_size(
 
 
 def _shards_beneath(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Tensor]:
-    """Gathered parameters of FSDP2, by identity, to the shards that they were gathered from.
+    """Map the ``id`` of each gathered FSDP2 parameter to the shard that FSDP2 gathered it from.
 
-    After a forward pass without backward the root module keeps its parameters gathered, and lists
-    those. torch has no public name for what is beneath; where that changes, none is found.
+    After a forward pass without backward the root module keeps its parameters gathered, and its
+    ``parameters()`` are the gathered ones. torch has no public name for the shards: if torch
+    changes the private names, this finds none.
     """
     found: dict[int, torch.Tensor] = {}
     if "torch.distributed.fsdp" not in sys.modules:
@@ -491,7 +495,7 @@ def _shards_beneath(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Tensor
 
 
 def unique(tensors: Iterable[Any]) -> list[Any]:
-    """Each once, in the order in which they came."""
+    """Each object once, in the order given."""
     return list({id(t): t for t in tensors}.values())
 
 
@@ -501,7 +505,7 @@ def tensors_of(thing: Any) -> list[torch.Tensor]:
 
 
 def gradients_of(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Where a parameter's gradient may be beside a bucket."""
+    """A parameter's ``grad`` and ``decoupled_grad``, where they are tensors."""
     found = (parameter.grad, getattr(parameter, "decoupled_grad", None))
     return [one for one in found if isinstance(one, torch.Tensor)]
 
@@ -512,7 +516,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the bytes: some are wrappers around others."""
+    """The tensors that hold a tensor's bytes: the tensor itself, or the tensors that it wraps."""
     tensor = local(tensor)
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:

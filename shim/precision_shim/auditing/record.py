@@ -21,7 +21,7 @@ COMPONENTS = (
 """What an optimizer and its model hold, in the order in which shared storages are counted."""
 
 OF_MODEL = ("params", "frozen", "grad_buckets")
-"""Those that are the model's, whole or in shares of its own; the others go with the states."""
+"""Components of the model; all other components are sharded like the optimizer states."""
 
 PER_PARAMETER = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
 """Components that grow with the trainable parameters."""
@@ -35,14 +35,15 @@ class AuditComponent:
     """One kind of tensor of one optimizer, on this rank.
 
     Attributes:
-        dtypes: canonical names (``"bf16"``), ``"int16"`` for remainders, torch's own for others;
-            sorted. Of what the first step makes: what it will be, where the optimizer says so.
-        bytes: of the numbers themselves, without padding.
-        allocated: of their storages, padding included; each storage is counted once.
-        bytes_per_parameter: ``bytes`` by the part's ``parameters`` for ``params``, ``frozen`` and
-            ``grad_buckets``, by its ``owned`` for the others; 0.0 where there are none.
-        sharded: whether each rank of the data-parallel group holds a share only.
-        device: kinds of device, such as ``"cuda"`` or ``"cpu+cuda"``; empty where there is nothing.
+        dtypes: canonical names (``"bf16"``), ``"int16"`` for remainders, torch's names for other
+            dtypes; sorted. For ``"later"``, the dtypes that the optimizer announces, if it does.
+        bytes: size of the elements, without padding.
+        allocated: size of the storages, padding included; each storage is counted once.
+        bytes_per_parameter: ``bytes`` divided by the part's ``parameters`` for ``params``,
+            ``frozen`` and ``grad_buckets``, by its ``owned`` for other components; 0.0 where that
+            number is 0.
+        sharded: whether each rank of the data-parallel group holds only a share.
+        device: kinds of device, such as ``"cuda"`` or ``"cpu+cuda"``; empty without tensors.
         state: ``"live"``; ``"later"``, if the first step makes it; or ``"none"``.
     """
 
@@ -61,15 +62,15 @@ class AuditPart:
 
     Attributes:
         name: ``"model"``, or ``"dense"`` and ``"experts"``, whose data-parallel groups differ; a
-            second one of a name is ``"model 2"``.
-        optimizer: its class's name.
+            second part with the name is ``"model 2"``.
+        optimizer: name of the optimizer's class.
         data_parallel_size: number of ranks in its data-parallel group.
-        parameters: number of trainable parameters of the model that it trains.
-        owned: number of those whose states this rank holds.
+        parameters: number of trainable parameters of the model that the optimizer trains.
+        owned: number of these parameters whose states this rank holds.
         scaler: class name of the loss scaler, or ``None``.
         components: by the names of ``COMPONENTS``.
         updates: shares of its updates that rounding lost, as ``lost.Figures.to_dict`` gives them;
-            ``None`` where nobody watches them, and before the first figures.
+            ``None`` without a lost-update meter, and before its first figures.
     """
 
     name: str
@@ -92,7 +93,7 @@ class Finding:
         component: name of the component, or ``None``.
         expected: what was expected, such as ``"fp32"``.
         found: what was found.
-        message: both in a sentence, and what can be done.
+        message: a sentence with ``expected``, ``found`` and what the user can do.
     """
 
     code: str
@@ -108,14 +109,14 @@ class Audit:
     """What ``precision_shim.audit`` found on this rank; ``str()`` is a table.
 
     Attributes:
-        framework: the framework's name; of a direct call that of the optimizer's package.
-        subject: which model, such as ``"actor"``; empty where nobody said.
-        rank: this process's.
+        framework: the framework's name; in a direct call, the optimizer's package.
+        subject: which model, such as ``"actor"``; empty in a direct call.
+        rank: rank of this process.
         world_size: number of ranks of the job.
         parts: one per optimizer.
-        totals: ``bytes`` and ``allocated`` over all parts, ``host``: what of ``allocated`` is in
-            the host's memory, ``cuda_allocated``: what torch's allocator has handed out on this
-            process's GPU, for whatever.
+        totals: ``bytes`` and ``allocated`` over all parts; ``host``, the bytes of ``allocated``
+            in the host's memory; ``cuda_allocated``, the bytes that torch's allocator has handed
+            out on this process's GPU for any purpose.
         problems: what contradicts what was expected.
         notes: what contradicts no config and is worth knowing.
         ranks: ``None``, or the number ``compared`` and the ranks that ``differ`` from the first of
@@ -139,7 +140,7 @@ class Audit:
 
     @property
     def complete(self) -> bool:
-        """Whether all that there will be is there: not before the first step."""
+        """Whether no component is ``"later"``, as states are before the first step."""
         return not any(
             one.state == "later" for part in self.parts for one in part.components.values()
         )
@@ -171,10 +172,10 @@ class Audit:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Audit:
-        """The audit that ``to_dict`` gave.
+        """Make an audit from the result of ``to_dict``.
 
         Raises:
-            KeyError, TypeError, AttributeError: it is none.
+            KeyError, TypeError, AttributeError: ``values`` are not an audit's.
         """
         return cls(
             framework=values["framework"],
@@ -202,7 +203,7 @@ class Audit:
 
     @property
     def headline(self) -> str:
-        """Whose audit, and the verdict."""
+        """Framework, subject, rank and the verdict, in a line."""
         count = len(self.problems)
         verdict = "ok" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
         looked = "" if self.complete else ", before the first step"
@@ -210,7 +211,7 @@ class Audit:
         return f"{who}, rank {self.rank} of {self.world_size}: {verdict}{looked}"
 
     def brief(self) -> str:
-        """What is in force in one line, and the codes of problems and notes."""
+        """The dtypes in force and the codes of problems and notes, in one line."""
         parts = []
         for part in self.parts:
             held = {name: "+".join(one.dtypes) for name, one in part.components.items()}

@@ -1,4 +1,4 @@
-"""What contradicts what: from readings to problems and notes."""
+"""Finds what contradicts the config in readings: problems and notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = "none"
 
 
 def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
-    """What a caller expects, by component, as canonical names.
+    """The dtypes that a caller expects, by component, as canonical names.
 
     Raises:
         AuditError: there is no such component.
@@ -59,19 +59,19 @@ def _canonical(dtype: object) -> str | None:
 def problems(
     reading: Reading, part: AuditPart, expected: Mapping[str, str], where: str
 ) -> Iterator[Finding]:
-    """What in a part contradicts what was expected of it.
+    """What in a part contradicts its config, or what the caller expects.
 
     Args:
-        reading: what was read.
-        part: the same as the audit shows it.
-        expected: what the caller expects; a component named there is held against nothing else.
+        reading: the reading.
+        part: the ``AuditPart`` made of the reading.
+        expected: what the caller expects; it replaces the config for the components named here.
         where: framework and version, for messages.
     """
     tell = _teller(part.name, where)
     for component, dtype in expected.items():
         held = part.components[component]
         if held.state == "later" and not held.dtypes:
-            continue  # the first step will tell
+            continue  # unknown before the first step
         if held.dtypes != (dtype,) and (held.dtypes or reading.owned):
             found = "+".join(held.dtypes) or NOTHING
             yield tell("unexpected-dtype", component, dtype, found, "as audit(expected=...) has it")

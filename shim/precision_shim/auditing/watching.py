@@ -1,4 +1,4 @@
-"""The audit by itself: after an optimizer is made, and again after its first step."""
+"""Audits an optimizer without being asked: when it is made, and after its first step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .reading import read
 from .record import Audit, Finding
 
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Inner optimizers that have a hook."""
+"""Inner torch optimizers that ``watch`` has been called for."""
 
 
 def watch(
@@ -36,18 +36,18 @@ def watch(
 ) -> None:
     """Audit an optimizer now and after its first step.
 
-    Its audits are kept for ``status()`` and written to ``PRECISION_SHIM_AUDIT_DIR``. A problem
-    warns; under strict it raises, unless the user wrote it. Anything else that goes wrong here
-    costs the audit and nothing more. A second call for an optimizer does nothing. With
-    ``PRECISION_SHIM_WATCH_UPDATES`` its updates are watched, too.
+    ``status()`` shows the audits, and ``PRECISION_SHIM_AUDIT_DIR`` gets them as files. A problem
+    warns; under strict it raises, unless the user asked for what the problem is about. Any other
+    error only warns that there is no audit. A second call for an optimizer does nothing. With
+    ``PRECISION_SHIM_WATCH_UPDATES`` the lost-update meter watches the optimizer, too.
 
     Args:
-        framework: the framework's name; empty where nobody knows.
-        subject: which model.
+        framework: the framework's name; empty where it is not known.
+        subject: which model, such as ``"actor"``.
         optimizer: what ``audit`` takes.
-        inner: the torch optimizer whose step is the step; ``None`` for ``optimizer`` itself.
+        inner: the torch optimizer inside, whose step is hooked; ``None`` for ``optimizer``.
         model: what ``audit`` takes; kept by a weak reference.
-        scaler: gives the loss scaler of a torch optimizer when asked.
+        scaler: returns the loss scaler of a torch optimizer.
         by_user: tells whether the user asked for what a problem is about.
         told: tells whether the user has been warned of a problem already.
 
@@ -61,7 +61,7 @@ def watch(
         _watched.add(stepped)
         kept.at_clear(_watched.clear)
     else:
-        stepped = None  # a stub over a frozen model
+        stepped = None  # a stub in place of a frozen model's optimizer
     watcher = _Watcher(
         (framework, subject), optimizer, model=model, scaler=scaler, by_user=by_user, told=told
     )
@@ -73,7 +73,7 @@ def watch(
     done = False
 
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        # It stays where it is: a hook that takes itself out breaks torch's loop over the others.
+        # The hook stays registered: removing itself here would break torch's loop over the hooks.
         nonlocal done
         if not done:
             done = True
@@ -113,7 +113,7 @@ class _Watcher:
         self._said_figures = False
 
     def look(self, last: bool = False) -> Audit | None:
-        """Audit, keep, write, say; ``None`` where that failed."""
+        """Audit, keep the audit, write it, report it; ``None`` where the audit failed."""
         optimizer = self._optimizer()
         if optimizer is None:
             return None
@@ -141,7 +141,7 @@ class _Watcher:
         return audit
 
     def watch_updates(self, every: int) -> None:
-        """Have the updates watched as well; what goes wrong here costs that and nothing more."""
+        """Attach the lost-update meter; an error only warns that updates are not measured."""
         framework, subject = self._names
         model = [one for ref in self._model if (one := ref()) is not None] or None
         try:
@@ -158,7 +158,7 @@ class _Watcher:
             self._tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
 
     def take_figures(self, meter: updates.Meter) -> None:
-        """Put new figures into the audit that is kept, and say the first ones."""
+        """Put new figures into the kept audit; announce the first figures."""
         figures, audit = meter.figures, kept.of(self._number)
         if figures is None or audit is None:
             return

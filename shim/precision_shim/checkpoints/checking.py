@@ -1,8 +1,8 @@
-"""Which bytes of a checkpoint's files are known to be whole, and which are not.
+"""Compares the bytes of a checkpoint's files with the checksums in them.
 
-``torch.save`` writes a checksum for each of its records, and torch reads none of them. They are
-held against the bytes here. The metadata of a distributed checkpoint, files of safetensors, and
-what the zip format has between the records have no checksum: a change there may go unnoticed.
+``torch.save`` writes a checksum for each of its records, and torch compares none of them: this
+module does. The metadata of a distributed checkpoint, safetensors files, and the bytes of the zip
+format between the records have no checksum: a change there may go unnoticed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .tensors import check_archive
 __all__ = ["MOST", "Checked", "File", "check", "percent", "size_text"]
 
 MOST = 256 << 20
-"""Bytes whose checksums are computed, at most, unless all are asked for: the small files first."""
+"""Limit of bytes whose checksums are computed, small files first, unless the user asks for all."""
 
 _ARCHIVES = 4096
-"""Archives that are opened for it, at most, unless all are asked for."""
+"""Limit of archives that are opened for their checksums, unless the user asks for all."""
 
 _KNOWN = re.compile(
     r"\.metadata|metadata\.json|.*\.(distcp|safetensors)|model\.safetensors\.index\.json"
 )
-"""Files of the kinds that are read, beside archives."""
+"""Names of files that the doctor reads, besides archives."""
 
 _NAMED = 4
-"""Files that a line of text names."""
+"""Maximum number of files that a line of text names."""
 
 Span = tuple[int, int]
 
@@ -45,8 +45,8 @@ class File:
     Attributes:
         path: where it is.
         size: its bytes.
-        held: where the bytes are whose checksum holds.
-        unread: where the bytes are that have checksums which were not computed.
+        held: the spans of bytes whose checksum holds.
+        unread: the spans of bytes whose checksum was not computed.
         ours: whether it is of a kind that the doctor reads.
     """
 
@@ -57,7 +57,7 @@ class File:
     ours: bool = True
 
     def bytes(self, state: str) -> int:
-        """How many are in a state: ``checked`` or one of ``_SAID``."""
+        """Number of bytes in a state: ``checked`` or one of ``_SAID``."""
         held, unread = (sum(b - a for a, b in spans) for spans in (self.held, self.unread))
         if not self.ours:
             return self.size if state == "not_looked_at" else 0
@@ -65,7 +65,7 @@ class File:
         return {"checked": held, "not_read": unread, "no_checksum": rest}.get(state, 0)
 
     def is_checked(self, place: int) -> bool:
-        """Whether a checksum covers a byte, and holds."""
+        """Whether a checksum that holds covers a byte."""
         return any(start <= place < end for start, end in self.held)
 
 
@@ -83,11 +83,11 @@ _MEANS = {
 
 @dataclass(frozen=True)
 class Checked:
-    """What is known of the bytes of a model's checkpoint.
+    """The files of a model's checkpoint, with the states of their bytes.
 
     Attributes:
         top: the model's directory.
-        files: those in it.
+        files: the files in the directory.
     """
 
     top: Path
@@ -103,7 +103,7 @@ class Checked:
         return sum(one.bytes(state) for one in self.files)
 
     def share(self, state: str) -> float:
-        """The same as a share of all bytes."""
+        """Bytes in a state, as a share of all bytes."""
         return self.bytes(state) / max(1, self.size)
 
     def name(self, one: File) -> str:
@@ -115,7 +115,7 @@ class Checked:
         return sorted(found, key=lambda one: (-one.bytes(state), one.path))
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """The lines of the text: what each is called, and what it says."""
+        """The rows of the text: a label and a sentence each."""
         held = self.bytes("checked")
         yield (
             "checked",
@@ -146,14 +146,14 @@ class Checked:
 
 
 def check(part: Part, most: int | None = MOST) -> Checked:
-    """Hold what a model's files hold against the checksums in them.
+    """Compare a model's files with the checksums in them.
 
     Args:
         part: the model.
-        most: bytes whose checksums are computed, at most; ``None``: all.
+        most: limit of bytes whose checksums are computed; ``None``: all.
 
     Raises:
-        CheckpointUnreadableError: some do not hold; names the files.
+        CheckpointUnreadableError: files are damaged; names the first and counts the others.
     """
     archives: dict[Path, list[tuple[int, int | None]]] = {}
     units = [*part.units, *part.weights]
@@ -192,7 +192,7 @@ def check(part: Part, most: int | None = MOST) -> Checked:
 
 
 def _paths(part: Part) -> list[Path]:
-    """All files of a model: in its directory, and where links lead its units."""
+    """All files in a model's directory and in its units' directories, which may be linked."""
     tops = [part.path, *(unit.path for unit in (*part.units, *part.weights))]
     found = {
         Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names
@@ -201,7 +201,7 @@ def _paths(part: Part) -> list[Path]:
 
 
 def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same without overlaps: a damaged directory may name one place twice."""
+    """Spans without overlaps: the directory of a damaged zip file may name the same bytes twice."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -217,7 +217,7 @@ def _files(found: Iterable[File]) -> str:
 
 
 def percent(share: float) -> str:
-    """A share, so that neither all nor nothing is said of what is not."""
+    """A share as text, in which only 1 is ``"100.0%"`` and only 0 is ``"0.0%"``."""
     text = f"{100 * share:.1f}%"
     if 0 < share < 1 and text in ("0.0%", "100.0%"):
         return "under 0.1%" if text == "0.0%" else "over 99.9%"
@@ -225,7 +225,7 @@ def percent(share: float) -> str:
 
 
 def size_text(count: int) -> str:
-    """A number of bytes, as people read it."""
+    """A number of bytes as text, such as ``"1.5 GiB"``."""
     size, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

@@ -20,19 +20,18 @@ _DEPTH = 5
 """How many directories deep a model's files may lie."""
 
 _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
-"""Of several kinds in one model's directory, the one that has the optimizer's states."""
+"""Of several kinds in one model's directory, the first of these has the optimizer's states."""
 
 
 def find(path: Path, framework: str | None = None) -> list[Part]:
-    """The models of a checkpoint, with what is in their files; of a run's directory, the last step.
+    """Find a checkpoint's models and read their files; in a run's directory, of the last step.
 
     Args:
         path: a run's directory, a step's, a model's, or that of the files themselves.
-        framework: whose directory it is; ``None`` to tell by its shape.
+        framework: the framework that wrote the checkpoint; ``None`` to tell by directory names.
 
     Raises:
-        CheckpointUnreadableError: there is no checkpoint, or one that is not whole; says how to go
-            on.
+        CheckpointUnreadableError: there is no checkpoint, or it is incomplete; says how to go on.
     """
     if not path.exists():
         raise CheckpointUnreadableError(f"{path}: there is no such directory. {_GIVE}")
@@ -69,7 +68,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]:
-    real = path.resolve()  # links may lead back, and each of them again
+    real = path.resolve()  # links may lead in a circle
     if real in seen:
         return []
     seen.add(real)
@@ -91,7 +90,7 @@ def _last_step(path: Path) -> Path | None:
 
 
 def _steps(path: Path) -> dict[Path, int]:
-    """The directories of steps in a run's, and their numbers."""
+    """The step directories in a run's directory, with the numbers of the steps."""
     steps = {}
     for row in checkpoints().values():
         for one in path.iterdir():
@@ -103,10 +102,10 @@ def _steps(path: Path) -> dict[Path, int]:
 
 @contextmanager
 def saying_how_to_go_on(path: Path) -> Iterator[None]:
-    """Add to an error of a damaged checkpoint what can be taken instead of it.
+    """Add to an error about a damaged checkpoint what the user can do.
 
     Raises:
-        CheckpointUnreadableError: for whatever a damaged or foreign file makes of plain data.
+        CheckpointUnreadableError: for any error that a damaged or foreign file causes.
     """
     try:
         yield
@@ -127,7 +126,7 @@ def _go_on(path: Path) -> str:
 
 
 def _step_before(path: Path) -> Path | None:
-    """The step before the last one of a run, or before the one that a path lies in."""
+    """The step before the last step of a run, or before the step that a path lies in."""
     try:
         whole = _last_step(path.absolute()) or path.absolute()
         for one in (whole, *whole.parents):
@@ -146,7 +145,7 @@ def _instead(path: Path) -> str:
 
 
 def _framework_of(path: Path) -> str:
-    """The framework that names a step's directory and its models' so; empty if several do."""
+    """The framework whose names for steps and models fit the directories; empty if several fit."""
     fits = {}
     whole = path.absolute()
     for name, row in checkpoints().items():

@@ -1,7 +1,7 @@
-"""What a resume in this environment makes of a checkpoint, and the setting that makes it exact.
+"""Foretells how a resume in this environment ends, and finds the setting that makes it exact.
 
-The rules are those of the load seams: each kind of checkpoint is foretold by the adapter whose
-seams load it (``registry.checkpoints``).
+The rules are those of the load seams: the adapter whose seams load a kind of checkpoint foretells
+its resume (``registry.checkpoints``).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Here:
     """The environment of a resume.
 
     Attributes:
-        on: whether the shim is.
-        settings: its settings.
-        config: fields of the optimizer's config, and those beside it (``framework.Config``), that
-            the job's own config has; ``None`` where that is not known.
-        instead: fields that it is to have instead, known or not.
+        on: whether the shim is on.
+        settings: the shim's settings.
+        config: what the job's config sets: fields of the optimizer's config, and fields that
+            ``framework.Config`` has beside it; ``None`` where the job's config is not known.
+        instead: fields that replace those of ``config``, also where it is ``None``.
     """
 
     on: bool
@@ -54,10 +54,10 @@ class Here:
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
-        """What a load in this process would meet, or in one that is started from here.
+        """The environment of this process; before ``install()``, of a process started from it.
 
         Raises:
-            SettingsError: a variable makes no sense.
+            SettingsError: a variable has an invalid value.
         """
         if _session.is_installed():
             return cls(True, _session.current_settings(), config)
@@ -65,7 +65,7 @@ class Here:
         return cls(on, _settings.resolve(known_frameworks=entries()), config)
 
     def but(self, **changes: Any) -> Here:
-        """The same with other settings, ``on`` or ``config``."""
+        """A copy with other settings, or another ``on``, ``config`` or ``instead``."""
         settings = {k: changes.pop(k) for k in list(changes) if k in _settings.TABLE}
         if settings:
             values = {**self.settings.values, **settings}
@@ -78,7 +78,7 @@ class Here:
         return self.on and self._foreseen.in_force(framework, feature, group)
 
     def only_framework(self, kind: str) -> str:
-        """The one installed framework that resumes from such files; empty if there are several."""
+        """The one installed framework that resumes from such files; empty if none or several do."""
         known = records()
         found = [
             name
@@ -89,7 +89,7 @@ class Here:
         return found[0] if len(found) == 1 else ""
 
     def versions(self, framework: str) -> dict[str, str]:
-        """What is installed here of a framework and of what it builds on."""
+        """The installed versions of a framework and of the packages that it builds on."""
         entry = records().get(framework)
         found = {}
         named = {entry.distribution: entry.packages} if entry else {}
@@ -101,7 +101,7 @@ class Here:
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """What becomes of a model's checkpoint when it is resumed here."""
+    """Foretell how a resume of a model's checkpoint ends here."""
     row = checkpoints().get(part.framework)
     if row is None:
         return Outcome(
@@ -119,7 +119,7 @@ def foretell(part: Part, here: Here) -> Outcome:
     module, _, name = place.partition(":")
     try:
         found: Outcome = getattr(importlib.import_module(module), name)(part, here)
-    except PrecisionShimError as error:  # the config asks for what there is not
+    except PrecisionShimError as error:  # the config asks for what is not possible here
         return Outcome(FAILS, str(error).rstrip("."))
     return found
 
@@ -127,7 +127,7 @@ def foretell(part: Part, here: Here) -> Outcome:
 def remedy(part: Part, here: Here) -> str:
     """The setting with which a resume is exact; empty where there is none.
 
-    It is found by foretelling the resume with each.
+    Foretells the resume with each setting in turn.
     """
     for text, other in _others(part, here):
         if foretell(part, other).exact:

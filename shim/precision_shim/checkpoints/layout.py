@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one model, and what becomes of it. Needs no torch."""
+"""What a checkpoint holds of one model, and how its resume ends. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .units import Unit
 
 PARAMS, MASTER, EXP_AVG, EXP_AVG_SQ, OTHER = "params", "master", "exp_avg", "exp_avg_sq", "other"
 COMPONENTS = (PARAMS, MASTER, EXP_AVG, EXP_AVG_SQ, OTHER)
-"""What a checkpoint's tensors are for, by the names that the audit has for them."""
+"""The components that a checkpoint's tensors belong to, by the audit's names."""
 
 WHOLE, REMAINDERS, NUMBERS, UNKNOWN, NONE = (
     "fp32",
@@ -21,7 +21,7 @@ WHOLE, REMAINDERS, NUMBERS, UNKNOWN, NONE = (
     "the file cannot tell",
     "none",
 )
-"""What a checkpoint has for the masters."""
+"""The forms in which a checkpoint may have the masters."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Scaler:
         state: ``"whole"``, ``"damaged"``, ``"of another save"`` (than the files beside it) or
             ``"none"``.
         where: the file, and the key in it.
-        text: its figures, or what is wrong with it.
+        text: the scaler's figures, or what is wrong with the record.
         saved: the validated record, where it is the shim's.
     """
 
@@ -47,21 +47,22 @@ class Part:
     """One model of a checkpoint, with its optimizer.
 
     Attributes:
-        framework: the framework whose directory it is; empty where that does not show.
+        framework: the framework that wrote it; empty where the directories do not show that.
         subject: which model: ``"actor"``; empty where there is only one.
         path: its directory.
-        units: the directories of files in it.
-        kind: what wrote the optimizer's states: one of ``units``' kinds.
-        beside: directories of other kinds, and these: exports for inference, or the weights.
-        weights: of these, the directories that were read for the parameters.
+        units: the directories with files of ``kind``.
+        kind: the kind of files that hold the optimizer's states, by its name in ``units.py``.
+        beside: the directories with files of other kinds, each with its kind: exports for
+            inference, or the weights.
+        weights: the directories of ``beside`` that were read for the parameters.
         held: its tensors, by component.
-        facts: what the doctor's readers found beside: ``sharding``, ``params`` and ``bucket``
-            (dtypes), ``adam_beta2``, and what a backend's reader has to say to its own foretelling.
-        scalers: records of scalers that a backend's reader found, as they stand there.
-        masters: what there is for the masters: see the constants above.
-        moments: for each moment, the narrower dtypes that hold every value that was looked at.
+        facts: what else the readers found: ``sharding``, ``params`` and ``bucket`` (dtypes),
+            ``adam_beta2``, and facts that a backend's reader notes for the backend's foretelling.
+        scalers: the framework's own scaler records that a backend's reader found, unchecked.
+        masters: the form of the masters: one of the constants above.
+        moments: for each moment, the narrower dtypes that hold every sampled value exactly.
         scaler: the loss scaler's record.
-        notes: what else is worth a line.
+        notes: further lines for the report.
     """
 
     framework: str
@@ -80,7 +81,7 @@ class Part:
     notes: list[str] = field(default_factory=list)
 
     def add(self, component: str, tensor: Tensor) -> None:
-        """Note a tensor."""
+        """Add a tensor to a component."""
         self.held.setdefault(component, []).append(tensor)
 
     def dtypes(self, component: str) -> dict[str, int]:
@@ -91,17 +92,17 @@ class Part:
         return found
 
     def bytes(self, component: str) -> int:
-        """What a component takes."""
+        """Bytes of a component."""
         return sum(one.bytes for one in self.held.get(component, ()))
 
     @property
     def has_states(self) -> bool:
-        """Whether an optimizer's states are there."""
+        """Whether the part has optimizer states."""
         return any(self.held.get(one) for one in (MASTER, EXP_AVG, EXP_AVG_SQ))
 
     @property
     def params_dtype(self) -> str | None:
-        """The one dtype of the parameters, as far as the file shows it."""
+        """The dtype of the parameters; ``None`` where the files do not show a single one."""
         floating = [one for one in self.dtypes(PARAMS) if one[:2] in ("fp", "bf")]
         known = self.facts.get("params")
         return known or (floating[0] if len(floating) == 1 else None)
@@ -119,13 +120,13 @@ EXACT, REFUSED, MISREAD, FAILS, FRESH, NOT_HERE = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a resume makes of a part.
+    """How a resume of a part ends.
 
     Attributes:
-        verdict: ``"exact"``; ``"refused"`` by the shim, before training goes on; ``"misread"`` by
-            the framework, without a word; ``"fails"`` with an error of the framework's own;
-            ``"starts anew"``: the loss scale or the optimizer does, from its beginning;
-            ``"not here"``: this environment cannot resume it at all.
+        verdict: ``"exact"``; ``"refused"``: the shim raises before training goes on;
+            ``"misread"``: the framework loads wrong values without an error; ``"fails"``: the
+            framework raises an error of its own; ``"starts anew"``: the loss scale or the
+            optimizer starts from its beginning; ``"not here"``: this environment cannot resume it.
         because: why, in one sentence.
     """
 
@@ -139,7 +140,7 @@ class Outcome:
 
 
 def halves(part: Part) -> Outcome | None:
-    """What a resume makes of a model that is there by half; ``None`` of one that is whole."""
+    """How a resume ends where the optimizer states or the weights are missing; else ``None``."""
     if not part.has_states:
         return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
     if not part.held.get(PARAMS):

@@ -1,7 +1,7 @@
-"""What torch's distributed checkpoints say of their tensors: ``.metadata``, read as plain data.
+"""Reads ``.metadata``, which lists the tensors of torch's distributed checkpoints, as plain data.
 
-For the seams that look at a checkpoint before the framework loads it. torch's own reader unpickles
-the file; here nothing that it names is imported or called. Needs no torch.
+Seams use it to read a checkpoint before the framework loads it. torch's own reader unpickles the
+file; this one imports and calls nothing that the file names. Needs no torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Stored:
     """What a checkpoint has under a key.
 
     Attributes:
-        dtype: a tensor's, as this project writes it; ``None`` for what is no tensor.
-        shape: a tensor's.
+        dtype: canonical name of a tensor's dtype; ``None`` for an object that is no tensor.
+        shape: shape of a tensor.
     """
 
     dtype: str | None
@@ -35,14 +35,14 @@ class Stored:
 
 
 def stored(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
-    """What a checkpoint has, by its keys.
+    """Read what a checkpoint has under each of its keys.
 
     Args:
         source: the content of its ``.metadata``, or the open file.
         where: the file, for messages.
 
     Raises:
-        CheckpointUnreadableError: it is no such file, or not whole.
+        CheckpointUnreadableError: the file is not such metadata, or is incomplete.
     """
     metadata = read_pickle(source, where)
     if not isinstance(metadata, Made) or metadata.kind != f"{_METADATA}.Metadata":

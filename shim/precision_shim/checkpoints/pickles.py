@@ -1,13 +1,13 @@
-"""What a pickle describes, as plain data: nothing is imported, nothing is called.
+"""Reads a pickle as plain data, without importing or calling anything that it names.
 
-``pickletools`` tells the operations of a pickle apart; here they are carried out on plain data
-alone. What a pickle names becomes a ``Name``, what it would call becomes a ``Made`` that was not
-made.
+``pickletools`` parses the operations of a pickle; ``_Machine`` executes them on plain data. A
+global that the pickle names becomes a ``Name``, and an object that it would make by a call becomes
+a ``Made``.
 
-Written by hand, because ``pickle.Unpickler`` hashes every key and makes every copy that a file asks
-for, whatever its ``find_class`` gives: some hundred bytes keep it busy for ever, fill the memory or
-overflow the stack. Here keys and copies have limits, and a name counts as called also where the
-file drops the result.
+``pickle.Unpickler`` is not safe here: it hashes every key and makes every copy that a file asks
+for, whatever its ``find_class`` returns, so that some hundred bytes keep it busy for ever, fill the
+memory or overflow the stack. This reader limits keys and copies, and notes each call, also where
+the file drops the result.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Made", "Name", "Persistent", "is_small", "read_pickle"]
 
 @dataclass(frozen=True)
 class Name:
-    """What a pickle would import: ``"torch.float32"``."""
+    """A global that a pickle would import: ``"torch.float32"``."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Persistent:
-    """What lies outside the pickle, by the label that the pickle has for it."""
+    """An object outside the pickle, by the label that the pickle has for it."""
 
     label: Any
 
@@ -41,11 +41,11 @@ class Made:
     """An object that a pickle would make.
 
     Attributes:
-        by: what it would call.
-        arguments: with what.
-        state: what it would then set: a class's fields, for one that has them.
-        items: what it would put in by key.
-        members: what it would append.
+        by: what the pickle would call.
+        arguments: the arguments of the call.
+        state: the state that the pickle would then set, such as a dict of the object's fields.
+        items: the items that it would set by key.
+        members: the values that it would append.
     """
 
     by: Any
@@ -56,7 +56,7 @@ class Made:
 
     @property
     def kind(self) -> str:
-        """The path of what it would call; empty where that is no name."""
+        """The path of what the pickle would call; empty where ``by`` is no ``Name``."""
         return self.by.path if isinstance(self.by, Name) else ""
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -103,13 +103,13 @@ _PLAIN = {
         for one in (set, frozenset, tuple, list, bytes, bytearray)
     },
 }
-"""What plain data stand for. Only these are made, by ``_plain``; nothing is looked up by name."""
+"""The only callables that ``_plain`` calls: types of plain data. No name is imported."""
 
 _KEY = 64
-"""Values in a key, at most: hashing goes through all of them, and as often as they are shared."""
+"""Limit of values in a key: hashing visits all of them, a shared one once for each reference."""
 
 _COPIED = 20_000_000
-"""Values that are copied for one pickle, at most: one list may be copied again and again."""
+"""Limit of values that are copied for one pickle: a file may ask for a list again and again."""
 
 
 def read_pickle(source: bytes | IO[bytes], where: str, called: set[str] | None = None) -> Any:
@@ -118,10 +118,11 @@ def read_pickle(source: bytes | IO[bytes], where: str, called: set[str] | None =
     Args:
         source: its bytes, or an open file.
         where: the file, for messages.
-        called: filled with the names of all that it would call, also for what it drops again.
+        called: receives the name of everything that the pickle would call, also where the pickle
+            drops the result.
 
     Raises:
-        CheckpointUnreadableError: it is no whole pickle.
+        CheckpointUnreadableError: there is no complete pickle.
     """
     try:
         return _Machine(set() if called is None else called).run(source)
@@ -131,13 +132,13 @@ def read_pickle(source: bytes | IO[bytes], where: str, called: set[str] | None =
         reason = "it is nested too deeply"
     except MemoryError:
         reason = "it asks for more memory than there is"
-    except Exception as error:  # whatever a damaged file makes of plain data
+    except Exception as error:  # a damaged file may cause any error
         reason = " ".join(str(error).split()) or type(error).__name__
     raise CheckpointUnreadableError(f"{where}: no whole pickle ({reason[:120]}).")
 
 
 class _Machine:
-    """Carries a pickle's operations out on plain data."""
+    """Executes a pickle's operations on plain data."""
 
     def __init__(self, called: set[str]) -> None:
         self.stack: list[Any] = []
@@ -350,11 +351,11 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "SETITEM": _Machine.setitem_,
     "SETITEMS": _Machine.setitems_,
 }
-"""The operations on what is on the stack; any other is refused."""
+"""The operations that work on the stack; ``_do`` refuses an operation that it does not know."""
 
 
 def _key(value: Any) -> Any:
-    """The same value, as one that may be hashed.
+    """Return a value that is about to be hashed.
 
     Raises:
         ValueError: it is too large or nested too deeply for a key: hashing would not end.
@@ -365,7 +366,7 @@ def _key(value: Any) -> Any:
 
 
 def is_small(tree: Any, most: int) -> bool:
-    """Whether plain data have at most so many values, each counted as often as it is shared."""
+    """Whether plain data have at most ``most`` values, a shared one counted for each reference."""
     waiting, count = [tree], 0
     while waiting:
         one = waiting.pop()

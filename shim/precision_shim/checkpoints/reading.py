@@ -1,7 +1,7 @@
-"""What a checkpoint holds of each model, told from its files.
+"""Reads what a checkpoint holds of each model.
 
-The values of masters and moments are looked at, a sample of each, only where torch is there: it is
-by the values that remainders stored as numbers, and moments that were bf16, are known.
+Where torch is installed, this includes a sample of the values of masters and moments: only the
+values show that remainders were stored as fp32 numbers, or that moments were bf16.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ __all__ = ["read"]
 
 _RECORD_KEY = "precision_shim_scaler"
 _RECORD = 1 << 10
-"""Values of a record, at most; and a thousand times as many bytes of its text."""
+"""Limit of values in a scaler's record; its text may have 1,024 times as many bytes."""
 _SAMPLE = 64 << 20
-"""Bytes of a component that are looked at, at most; a smaller one is looked at whole."""
+"""Limit of bytes of a component whose values are read; a smaller component is read whole."""
 
 
 def read(path: str | Path, framework: str | None = None) -> list[Part]:
     """Read a checkpoint's models.
 
     Raises:
-        CheckpointUnreadableError: there is none, or it is not whole.
+        CheckpointUnreadableError: there is no checkpoint, or it is incomplete.
     """
     parts = find(Path(path), framework)
     with saying_how_to_go_on(Path(path)):
@@ -87,7 +87,7 @@ _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 
 
 def _take(unit: Unit, part: Part) -> None:
-    """Sort what torch's own optimizers leave: their states carry the names of the states."""
+    """Sort the tensors of torch's own optimizers, whose keys end in the names of the states."""
     for key, one in unit.tensors.items():
         words = key.split(".")
         if words[-1] == _RECORD_KEY:
@@ -145,7 +145,7 @@ def _judge_file(file: Path) -> Scaler:
 
 
 def _held_against(judged: Scaler, files: Mapping[str, str | Path]) -> Scaler:
-    """Whether a whole record is of the save that wrote the files; by their names in it."""
+    """Check that a valid record is from the save that wrote the files, by their fingerprints."""
     if judged.saved is None or judged.saved.files is None:
         return judged
     others = foreign(judged.saved.files, fingerprints(files))
@@ -184,7 +184,7 @@ def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
     if len({state_of(one) for _, one in records}) > 1:
         return Scaler("damaged", judged[0].where, "the ranks' files hold different states")
     for (archive, _), one in zip(records, judged, strict=True):
-        # Each against its own rank's files: those that it names, as far as they are there.
+        # Compare each record with its own rank's files: those that it names and that exist.
         beside = files_beneath(archive.path.parent)
         named = one.saved.files or {}
         held = _held_against(one, {name: beside[name] for name in named if name in beside})
@@ -217,7 +217,7 @@ _NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
 def _judge_native(part: Part) -> Scaler:
-    """A scaler that the framework keeps itself, one for each of its chained optimizers."""
+    """Judge the framework's own scaler records, one for each of its chained optimizers."""
     if not part.scalers:
         return Scaler("none")
     where = str(part.path)

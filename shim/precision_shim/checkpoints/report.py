@@ -36,14 +36,14 @@ _LABELS = {PARAMS: "parameters", MASTER: "masters"}
 
 @dataclass(frozen=True)
 class Examined:
-    """One model of a checkpoint, and what a resume makes of it.
+    """One model of a checkpoint, and how its resume ends.
 
     Attributes:
         part: what its files hold.
-        outcome: what becomes of it here.
-        checked: which bytes of its files are known to be whole.
-        remedy: the setting that makes the resume exact, where it is not; empty if there is none.
-            Where nothing can be resumed here, none is looked for.
+        outcome: how a resume here ends.
+        checked: which bytes of its files have a checksum that holds.
+        remedy: the setting that makes an inexact resume exact; empty if there is none, and where
+            this environment cannot resume the checkpoint at all.
     """
 
     part: Part
@@ -132,17 +132,17 @@ class Examined:
 def examine(
     path: str | Path, here: Here, framework: str | None = None, *, most: int | None = MOST
 ) -> list[Examined]:
-    """Look at a checkpoint, and foretell its resume.
+    """Read a checkpoint, check it, and foretell how its resume ends.
 
     Args:
         path: a run's directory, a step's, a model's, or that of the files themselves.
         here: the environment of the resume.
-        framework: whose checkpoint it is; ``None`` to tell by the directories, else the one that
-            is installed.
-        most: bytes of files that are held against their checksums, at most; ``None``: all.
+        framework: the framework that wrote the checkpoint; ``None`` to tell by the directories, or
+            else by the one framework that is installed and reads such files.
+        most: limit of bytes that are compared with their checksums; ``None``: all.
 
     Raises:
-        CheckpointUnreadableError: there is none, or it is not whole.
+        CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.
     """
     found = []
     for part in read(path, framework):

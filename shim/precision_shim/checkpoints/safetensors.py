@@ -1,4 +1,4 @@
-"""The header of a safetensors file, without a weight and without torch."""
+"""Reads the header of a safetensors file; reads no weights and needs no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _LARGEST = 100_000_000
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a file says of its tensors, by name, and where in the file their bytes begin.
+    """Read the entries of a file's header, by tensor, and where in the file the data begin.
 
-    A header may have 100 MB, as in the format's own reader, which opens no file with a larger one;
-    so a damaged length cannot ask for more memory than that.
+    A header may have at most 100 MB, as in the format's own reader, so that a damaged length
+    cannot ask for more memory.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it has no whole header.
-        AttributeError, RecursionError: its header is JSON of something else.
+        OSError: the file cannot be read.
+        ValueError: the file has no complete header.
+        AttributeError, RecursionError: the header is other JSON than an object of entries.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

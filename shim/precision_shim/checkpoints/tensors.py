@@ -1,4 +1,4 @@
-"""What is known of a tensor in a file, and how its bytes are found there. Needs no torch."""
+"""Tensors in files: name, dtype, size, and how to read their bytes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Archive", "Tensor", "check_archive", "count_of", "dtype_name", "item
 
 
 def dtype_name(path: str) -> str:
-    """A dtype's name as this project writes it: ``"torch.float32"`` is ``"fp32"``.
+    """A dtype's canonical name: ``"torch.float32"`` is ``"fp32"``.
 
     Raises:
-        ValueError: it is no name of a dtype.
+        ValueError: ``path`` is not the name of a dtype.
     """
     bare = path.removeprefix("torch.")
     if not re.fullmatch(r"[A-Za-z_]\w{0,31}", bare, re.ASCII):
@@ -49,7 +49,7 @@ def count_of(shape: Any) -> int:
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of one element; 1 for a dtype of eight bits, whichever."""
+    """Bytes of one element; for an unknown dtype from the bits in its name, at least 1."""
     if dtype in SIZES:
         return SIZES[dtype]
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
@@ -62,10 +62,11 @@ class Tensor:
 
     Attributes:
         name: its key.
-        dtype: as this project writes it.
-        elements: how many it has.
-        parts: read its bytes: each takes a number of bytes and gives at most so many, the first of
-            one piece of the tensor. Empty where they cannot be read without torch.
+        dtype: canonical name of its dtype.
+        elements: number of its elements.
+        parts: functions that read its bytes, one for each piece of the tensor: given a number, it
+            returns at most so many bytes from the beginning of the piece. Empty where the bytes
+            cannot be read without torch.
     """
 
     name: str
@@ -75,15 +76,15 @@ class Tensor:
 
     @property
     def bytes(self) -> int:
-        """The size of its elements."""
+        """Bytes of all its elements."""
         return self.elements * item_size(self.dtype)
 
 
 _DIMENSIONS, _MOST = 64, 2**63
-"""What torch has room for."""
+"""torch's limits: a tensor's dimensions, and its elements (in a dimension and in total)."""
 
 _NO_DATA = ("_spec", "_mesh", "mesh")
-"""Fields of a DTensor that hold tensors and none of its data."""
+"""Fields of a DTensor whose tensors are not its data."""
 
 
 class _Slice(io.RawIOBase):
@@ -127,7 +128,7 @@ class _Slice(io.RawIOBase):
 
 
 class Archive:
-    """What ``torch.save`` wrote: a zip file whose pickle is read as plain data.
+    """An archive of ``torch.save``: a zip file, whose pickle is read as plain data.
 
     Attributes:
         path: the file.
@@ -135,11 +136,11 @@ class Archive:
 
     Args:
         path: the file.
-        offset: where in it the archive begins.
-        length: its size there; ``None`` for the rest of the file.
+        offset: where in the file the archive begins.
+        length: size of the archive; ``None`` for the rest of the file.
 
     Raises:
-        CheckpointUnreadableError: it is no such archive, or not whole.
+        CheckpointUnreadableError: there is no such archive, or it is damaged.
     """
 
     def __init__(self, path: Path, offset: int = 0, length: int | None = None) -> None:
@@ -175,35 +176,35 @@ class Archive:
         with io.BufferedReader(raw) as file:
             try:
                 archive = zipfile.ZipFile(file)
-            except Exception:  # what a damaged directory makes of zipfile
+            except Exception:  # a damaged zip directory may cause any error
                 reason = "it is damaged, cut off, or not written by torch.save"
                 raise CheckpointUnreadableError(f"{path}: {reason}.") from None
             with archive:
                 if not _has_checksums(archive):
                     for one in archive.infolist():
-                        del one.CRC  # zipfile then compares none
+                        del one.CRC  # zipfile then compares no checksum
                 yield archive
 
     def _member(self, archive: zipfile.ZipFile, name: str, start: int = 0, most: int = -1) -> bytes:
         try:
             if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
-                # Some kilobytes may become any number of gigabytes.
+                # A few compressed kilobytes may expand to any number of gigabytes.
                 raise ValueError("it is compressed, which torch.save never does")
             with archive.open(name) as member:
                 if start:
                     member.seek(start)
                 return member.read(most)
-        except Exception as error:  # what a damaged member makes of zipfile
+        except Exception as error:  # a damaged member may cause any error
             why = " ".join(str(error).split())[:120]
             raise CheckpointUnreadableError(
                 f"{self.path}: {name} in it is damaged or missing ({why})."
             ) from None
 
     def tensors(self, tree: Any = None) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-        """The tensors in its tree, or in a part of it, each with the keys on the way to it."""
+        """The tensors in the archive's tree, or in ``tree``, each with the keys that lead to it."""
         seen: set[int] = set()
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
-        inside: set[int] = set()  # what belongs to an object: the way to it stays the object's
+        inside: set[int] = set()  # ids of values inside objects: they get the object's keys
         while waiting:
             keys, one = waiting.pop()
             if isinstance(one, Made):
@@ -258,7 +259,7 @@ class Archive:
         return Tensor(".".join(map(str, keys)), dtype, elements, parts)
 
     def content(self, key: str, start: int, count: int) -> bytes:
-        """Some bytes of one of its storages."""
+        """Some bytes of one of the archive's storages."""
         with self._open() as archive:
             return self._member(archive, f"{self._root}data/{key}", start, count)
 
@@ -275,7 +276,7 @@ class _Piece:
 
 
 def _reach(shape: tuple[int, ...], stride: Any) -> int:
-    """Elements of its storage that a tensor reaches over."""
+    """Number of storage elements from a tensor's first element to its last."""
     if not isinstance(stride, tuple) or not all(type(one) is int for one in stride):
         return 0
     reach: int = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
@@ -283,20 +284,20 @@ def _reach(shape: tuple[int, ...], stride: Any) -> int:
 
 
 def check_archive(path: Path, offset: int = 0, length: int | None = None) -> list[tuple[int, int]]:
-    """Read an archive of ``torch.save`` and hold its records against their checksums.
+    """Read an archive of ``torch.save`` and compare its records with their checksums.
 
-    torch reads no checksum: it loads a record that was changed as it is.
+    torch compares no checksum: it loads a changed record without an error.
 
     Returns:
-        Where in the file the bytes are whose checksums hold; what the zip format has between them
-        has none. Nothing at all where the archive was written without checksums.
+        The spans of the file whose checksums hold. The bytes of the zip format between the records
+        have no checksums. Empty where the archive was written without checksums.
 
     Raises:
         CheckpointUnreadableError: a record is damaged, or the archive is.
     """
     held = []
     archive = Archive(path, offset, length)
-    for _ in archive.tensors():  # whose records have to be there
+    for _ in archive.tensors():  # raises where a tensor's record is missing
         pass
     with archive._open() as file:
         if not _has_checksums(file):
@@ -321,15 +322,15 @@ def check_archive(path: Path, offset: int = 0, length: int | None = None) -> lis
 
 
 def _has_checksums(archive: zipfile.ZipFile) -> bool:
-    """Whether torch wrote them: ``torch.serialization.set_crc32_options(False)`` leaves them at 0.
+    """Whether torch wrote checksums: ``torch.serialization.set_crc32_options(False)`` leaves all 0.
 
-    A record that was changed so that its checksum is 0 has neighbours with others.
+    In an archive with checksums one damaged record may have 0; the other records do not.
     """
     return any(getattr(one, "CRC", 0) for one in archive.infolist())
 
 
 def _begin(raw: Any, one: zipfile.ZipInfo) -> int | None:
-    """Where a record's bytes begin, behind its own header; the file stands there."""
+    """Move the file to where a record's bytes begin; ``None`` where its header is damaged."""
     raw.seek(one.header_offset)
     header = raw.read(_HEADER)
     if len(header) < _HEADER or header[:4] != b"PK\x03\x04":
@@ -341,7 +342,7 @@ def _begin(raw: Any, one: zipfile.ZipInfo) -> int | None:
 
 
 _HEADER, _CHUNK = 30, 1 << 20
-"""Bytes of a record's header in a zip file, and of what is read at once."""
+"""Bytes of a record's header in a zip file, and bytes that are read at once."""
 
 
 def _is_contiguous(shape: tuple[int, ...], stride: Any) -> bool:

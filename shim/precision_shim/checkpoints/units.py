@@ -1,8 +1,8 @@
 """The kinds of files that hold a checkpoint's tensors, each read without torch.
 
-torch's distributed checkpoints, which Megatron's are, too: ``.metadata`` and ``*.distcp``.
-What each rank saved by ``torch.save``: ``model_world_size_N_rank_I.pt`` and the like.
-``*.safetensors``, by their headers.
+- torch's distributed checkpoints, Megatron's among them: ``.metadata`` and ``*.distcp``.
+- The files of each rank by ``torch.save``: ``model_world_size_N_rank_I.pt`` and the like.
+- ``*.safetensors``, of which the headers are read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
 
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _COMMON_STATE = "common_state/shard_0_1"
-"""What megatron-core has in ``common.pt`` until 0.18, later: ``load_common_state_dict`` of its
-``dist_checkpointing/serialization.py``."""
+"""Key under which megatron-core from 0.19 on stores what it had in ``common.pt`` until 0.18; see
+``load_common_state_dict`` of its ``dist_checkpointing/serialization.py``."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _HARMLESS = re.compile(
@@ -37,8 +37,8 @@ _HARMLESS = re.compile(
     r"|_codecs\.encode|pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path"
     r"|megatron\.core\.dist_checkpointing\.(mapping|strategies\.\w+)\._?[A-Z]\w*"
 )
-"""What the metadata of a distributed checkpoint calls. Whole names: torch and pathlib are also ways
-to ``os.system``."""
+"""What the metadata of a distributed checkpoint may call, by whole names: other names within torch
+and pathlib lead to ``os.system``."""
 
 
 @dataclass
@@ -48,14 +48,15 @@ class Unit:
     Attributes:
         kind: one of the kinds above.
         path: the directory.
-        tensors: what is in it, by key; of ranks' files the shards of all ranks.
-        objects: what is no tensor, by key: gives it as plain data (``pickles``).
+        tensors: the tensors, by key; of ranks' files, each with the shards of all ranks.
+        objects: for each object that is no tensor, by key, a function that reads it as plain data
+            (``pickles``).
         common: what Megatron keeps beside the tensors (``common.pt``; from megatron-core 0.19 an
-            object in the ``.distcp`` files), or a rank's extra state.
-        world_size: number of ranks that wrote files of their own; ``None`` where it does not show.
-        archives: the archives of ``torch.save`` in its files: file, where in it, and how long;
-            ``None`` for the rest of the file.
-        lacking: kinds of ranks' files that are written together and of which there is none.
+            object in the ``.distcp`` files), or each rank's extra state.
+        world_size: number of ranks that wrote files of their own; ``None`` for other files.
+        archives: the archives of ``torch.save`` in the files: file, offset and length; a length of
+            ``None`` means the rest of the file.
+        lacking: kinds of ranks' files that no rank has, though frameworks write them together.
     """
 
     kind: str
@@ -72,7 +73,7 @@ def kind_of(path: Path) -> str | None:
     """The kind of files in a directory, by their names; ``None`` where there are none.
 
     Raises:
-        CheckpointUnreadableError: a checkpoint was begun there and is not whole.
+        CheckpointUnreadableError: the directory cannot be read, or its checkpoint is incomplete.
     """
     try:
         names = {one.name for one in path.iterdir()}
@@ -98,10 +99,10 @@ def kind_of(path: Path) -> str | None:
 
 
 def read_unit(path: Path, kind: str) -> Unit:
-    """Read what a directory holds.
+    """Read the files of a directory.
 
     Raises:
-        CheckpointUnreadableError: it is damaged or not whole.
+        CheckpointUnreadableError: a file is damaged or missing.
     """
     readers = {
         MEGATRON: _read_distributed,
@@ -168,10 +169,10 @@ _WRITTEN = {"sharded_backend": ("torch_dist",), "common_backend": ("torch",)}
 
 
 def _check_config(path: Path) -> None:
-    """What Megatron reads first: without it, it takes the directory for no checkpoint of its own.
+    """Check the file without which Megatron does not take the directory for its checkpoint.
 
     Raises:
-        CheckpointUnreadableError: it is missing or damaged.
+        CheckpointUnreadableError: the file is missing or damaged.
     """
     try:
         config = dict(json.loads(path.read_bytes()))
@@ -241,7 +242,7 @@ class _Place:
 
     @property
     def is_archive(self) -> bool:
-        # Extensions of torch's compress, and its writer of Hugging Face's files writes these.
+        # torch's transforms may compress a piece; its Hugging Face writer writes safetensors.
         return not self.transformed and self.path.suffix != ".safetensors"
 
     def archive(self) -> Archive:
@@ -258,7 +259,7 @@ class _Place:
 
 
 _TOGETHER = ("model", "optim", "extra_state")
-"""What verl and SkyRL write of each rank, unless the job's config leaves a part out."""
+"""The files that verl and SkyRL write for each rank, unless the job's config leaves one out."""
 
 
 def _read_shards(unit: Unit) -> None:
@@ -275,7 +276,7 @@ def _read_shards(unit: Unit) -> None:
         )
     (unit.world_size,) = worlds
     for what, by_rank in files.items():
-        # A name of a file may say any number: no list of so many.
+        # A file's name may claim any number of ranks: do not build a list of that length.
         lacking = next((rank for rank in range(unit.world_size) if rank not in by_rank), None)
         if lacking is not None:
             raise CheckpointUnreadableError(
@@ -302,7 +303,7 @@ def _read_shards(unit: Unit) -> None:
 # -- safetensors ----------------------------------------------------------------------------------
 
 _KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
-"""safetensors' letters for torch's words; behind them stands the number of bits."""
+"""torch's words for safetensors' letters; in both the number of bits follows."""
 
 _OF_SEVERAL = re.compile(r"(?P<before>.*?)(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
@@ -314,7 +315,7 @@ def _read_safetensors(unit: Unit) -> None:
     wanted = _indexed(unit.path / "model.safetensors.index.json")
     for name in there:
         match = _OF_SEVERAL.fullmatch(name)
-        if match and "shard-" not in match["before"]:  # these are as many as there are ranks
+        if match and "shard-" not in match["before"]:  # each rank writes its own shards
             count = int(match["count"])
             wanted |= {
                 f"{match['before']}{number:05}-of-{count:05}.safetensors"
@@ -329,7 +330,7 @@ def _indexed(path: Path) -> set[str]:
     """The files that an index names.
 
     Raises:
-        CheckpointUnreadableError: it is damaged.
+        CheckpointUnreadableError: the index is damaged.
     """
     if not path.is_file():
         return set()

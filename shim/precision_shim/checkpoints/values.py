@@ -1,4 +1,4 @@
-"""What a sample of a checkpoint's values tells, by the rules that the load seams use."""
+"""Judges a sample of a checkpoint's values by the rules that the load seams use."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .tensors import Tensor, item_size
 __all__ = ["are_numbers", "narrower", "samples"]
 
 _LEAST = 64 << 10
-"""Bytes of a piece that are looked at, at least."""
+"""Minimum number of bytes that are read of a piece."""
 
 
 _PIECES = 512
-"""Pieces that are looked at, at most: each is an archive of its own that has to be opened."""
+"""Limit of pieces that are read: each is an archive of its own that has to be opened."""
 
 _ALIGNED = 64
-"""Megatron begins each parameter of a bucket at a multiple of so many elements, and stores what is
-between them, which is no number of anybody's, as pieces that are smaller."""
+"""Megatron begins each parameter of a bucket at a multiple of so many elements. It also stores the
+padding between parameters, as smaller pieces; these hold no parameter's values."""
 
 
 def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int, torch.Tensor]]:
-    """Values of some tensors: the beginning of each piece, all of it if there are few.
+    """The first values of each piece of some tensors; all values where there are few.
 
     Args:
-        tensors: in fp32 or a 16-bit dtype; others are left out, and so are small pieces.
-        most: bytes, over all.
+        tensors: the tensors; small pieces, and dtypes but fp32, bf16 and fp16, are skipped.
+        most: limit of bytes that are read, over all tensors.
 
     Yields:
         The tensor, the number of the piece, and its first values.
@@ -54,7 +54,7 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
 
 
 def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
-    """The narrower dtypes that hold every value of a sample as it is."""
+    """The narrower dtypes that hold every value of a sample exactly."""
     fits: list[str] | None = None
     for _, _, value in samples(tensors, most):
         left = NARROWER if fits is None else fits
@@ -65,7 +65,7 @@ def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
 
 
 def are_numbers(part: Part, most: int) -> bool | None:
-    """Whether what a checkpoint has for the masters are remainders, stored as numbers.
+    """Whether a checkpoint's masters are in truth remainders, stored as fp32 numbers.
 
     ``None`` where no value can be read.
     """
@@ -84,14 +84,14 @@ def are_numbers(part: Part, most: int) -> bool | None:
 def _param_of(
     weights: dict[str, Tensor], one: Tensor, number: int, value: torch.Tensor
 ) -> torch.Tensor:
-    """The parameter's values beside a master's, as far as the checkpoint has them."""
+    """The values of a master's parameter; where the checkpoint lacks them, a substitute."""
     found = weights.get(one.name.partition("param.")[2])
     if found is not None and len(found.parts) == len(one.parts):
         dtype, size = parse_dtype(found.dtype), value.numel() * item_size(found.dtype)
         content = found.parts[number](size)
         if dtype is not None and len(content) == size:
             return torch.frombuffer(bytearray(content), dtype=dtype)
-    # One that is not there to be compared is hardly a whole number beyond 1.
+    # Weights are hardly ever whole numbers beyond 1, so clamped masters stand for the parameter.
     return value.clamp(-1.0, 1.0)
 
 

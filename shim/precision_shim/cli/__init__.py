@@ -5,8 +5,8 @@ parser and sets ``command``, the function that gets the parsed arguments and ret
 status. Such a module is cheap to import: torch, a framework or matplotlib are imported when the
 command runs, so that ``run`` starts a job without paying for ``demo``.
 
-Only what the base install has is needed, ``demo`` aside, which runs from a clone and whose
-packages are in an extra.
+The commands need only the packages of the base install, except ``demo``, which runs from a clone
+and needs the packages of an extra.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
 """The modules of this package that hold a command, in the order of ``--help``."""
 
 OPTIONS = {"features": "--features", "frameworks": "--frameworks", "settings": "--set"}
-"""What the user typed where ``install()`` has arguments; for messages, see ``resolve``."""
+"""The option that stands for each argument of ``install()``, for the messages of ``resolve``."""
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -57,9 +57,9 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes the word behind an option as its value, also where it begins with a dash.
+    """Takes the word behind an option as its value, even if the word begins with a dash.
 
-    ``--features -fp16-scaling`` is how one feature is taken away from all.
+    ``--features -fp16-scaling`` takes one feature away from all.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -103,10 +103,10 @@ def add_command(
 
 
 def settings_of(texts: Sequence[str]) -> dict[str, object]:
-    """What ``--set NAME=VALUE`` gives, by the names that ``install(settings=...)`` takes.
+    """Turn ``--set NAME=VALUE`` options into the dict that ``install(settings=...)`` takes.
 
     Raises:
-        SettingsError: one is not NAME=VALUE; names and values are judged by ``resolve``.
+        SettingsError: a text is not NAME=VALUE; ``resolve`` judges names and values.
     """
     from ..errors import SettingsError
     from ..process.settings import TABLE
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point of ``precision-shim``; ends with ``SystemExit``.
 
     Args:
-        arguments: what stands behind the program's name; ``None``: this process's own.
+        arguments: the words behind the program's name; ``None``: those of this process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Import a command's module only when it is used: `run` starts jobs and must be quick.
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.print_help()
         raise SystemExit(0)
     name = given[0]
-    if name != "doctor":  # it lists what is wrong here, this too
+    if name != "doctor":  # the doctor lists invalid variables itself
         _check_variables(name)
     raise SystemExit(known.command(known))
 

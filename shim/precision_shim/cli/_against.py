@@ -1,7 +1,7 @@
-"""``precision-shim doctor --against PATH`` and ``--record FILE``: a release, not yet installed.
+"""``precision-shim doctor --against PATH``, for a release not yet installed, and ``--record FILE``.
 
-The look goes into a wheel or a folder instead of what is installed, and the same plan decides.
-Nothing of the path is imported or executed.
+With ``--against`` the doctor reads a wheel or a folder instead of what is installed, and judges it
+by the same rules. It imports and executes nothing of the path.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["command", "options", "report"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to the doctor's."""
+    """Add these options to the doctor's parser."""
     parser.add_argument(
         "--against",
         metavar="PATH",
@@ -62,7 +62,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int] | None:
-    """What was asked for instead of the doctor's own report."""
+    """The function to run instead of the doctor's own report; ``None`` for that report."""
     if asked.framework is not None and asked.against is None and not asked.probe:
         asked.parser.error("--framework needs --against PATH or --probe")
     if (asked.against is not None) + (asked.record is not None) + asked.probe > 1:
@@ -102,9 +102,9 @@ def _record(asked: argparse.Namespace) -> int:
 
 
 def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, str]]]:
-    """Distribution, version and digests of the symbols of an adapter's table that are here.
+    """Each installed distribution of an adapter, with its version and its symbols' digests.
 
-    What states no version cannot be recorded, and is left out.
+    A distribution that states no version cannot be recorded and is left out.
     """
     packages = {name: (package,) for package, name in _registry.shared().items()}
     for name, targets in _symbols.targets_by_distribution(adapter).items():
@@ -118,15 +118,15 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
 
 @dataclass(frozen=True)
 class SymbolChange:
-    """One symbol in the path, against what is installed.
+    """One symbol in the path, compared with what is installed.
 
     Attributes:
         target: ``"module:attribute"``.
         state: ``same``, ``changed``, ``gone`` or ``new``.
-        as_in: the recorded versions whose code it has.
-        gained: parameters that came.
-        lost: parameters that went.
-        lines: the lines of code that went and came.
+        as_in: the recorded versions that have the same code.
+        gained: parameters that the symbol has only in the path.
+        lost: parameters that the symbol no longer has in the path.
+        lines: the removed and added lines of code.
     """
 
     target: str
@@ -142,12 +142,12 @@ class Report:
     """What a path means for one framework.
 
     Attributes:
-        framework: its name.
-        holds: the distributions in the path that matter to it, with their versions.
-        against: for each of them what it was compared with, in words.
-        there: the framework as it would be with the path.
-        here: as it is; ``None`` where it is not installed.
-        symbols: those of the path, and those that it should have.
+        framework: the framework's name.
+        holds: the distributions in the path that matter to the framework, with their versions.
+        against: for each of these distributions, what it was compared with, in words.
+        there: the framework's status with the path.
+        here: the framework's status as installed; ``None`` where it is not installed.
+        symbols: the symbols that the path has, and those that it should have.
         problems: what could not be applied, and why.
     """
 
@@ -160,11 +160,11 @@ class Report:
     problems: tuple[str, ...]
 
     def lost(self) -> list[dict[str, str]]:
-        """What is in force or native here and would not be any more, by feature and path."""
+        """Features, with the framework's path, that are in force or native only here."""
         return self._moved(self.here, self.there)
 
     def won(self) -> list[dict[str, str]]:
-        """What would be in force or native, and is not here."""
+        """Features, with the framework's path, that would be in force or native only there."""
         return self._moved(self.there, self.here)
 
     def _moved(
@@ -181,7 +181,7 @@ class Report:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """What machines read."""
+        """The report as dicts, lists, strings and numbers, ready for JSON."""
         return {
             "framework": self.framework,
             "version": self.there.version,
@@ -208,7 +208,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
 
     Raises:
         SourceError: the path holds nothing to judge, or cannot be read.
-        SettingsError: a variable makes no sense.
+        SettingsError: a variable has an invalid value.
     """
     known = _registry.entries()
     if framework is not None and framework not in known:
@@ -217,7 +217,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     packages = [package for entry in asked for package in entry.packages]
     tree = open_tree(path, (*packages, *_registry.shared()))
     held = [entry for entry in asked if any(tree.has(one) for one in entry.packages)]
-    if not held:  # what frameworks build on: those that are installed, or that was asked for
+    if not held:  # only a shared package: judge the installed frameworks, or the one asked for
         held = [
             entry
             for entry in asked
@@ -239,10 +239,10 @@ def _judge(entry: Framework, tree: Tree) -> Report:
     known = _registry.entries()
     settings = _settings.resolve(frameworks=(name,), known_frameworks=known)
     source, versions = over(tree), _versions(tree)
-    # First of all: what an adapter looks at while it is loaded is the path, too.
+    # Before anything else: an adapter must look into the path while it is loaded, too.
     with looking_at(source):
         there, problems = foresee(entry, settings, versions)
-        if there.version is None:  # a look at what the framework builds on, without it
+        if there.version is None:  # the path has only what the framework builds on
             problems = []
         adapter = entry.load()
         owned = {
@@ -280,7 +280,7 @@ def _here(entry: Framework, settings: Settings) -> FrameworkStatus | None:
 
 
 def _targets(adapter: Adapter) -> dict[str, list[str]]:
-    """The table's symbols, and the framework's own that its newest recorded version had."""
+    """The symbols of an adapter, and those of the framework's newest recorded version."""
     targets = _symbols.targets_by_distribution(adapter)
     record, own = _symbols.shipped(), adapter.distribution
     newest = _symbols.versions_of(record, own)[-1:]
@@ -302,7 +302,7 @@ def _sight(target: str) -> _Sight:
 def _change(
     distribution: str, target: str, basis: str, old: _Sight, new: _Sight
 ) -> SymbolChange | None:
-    """How a symbol changed from the digest it had, if it is or was there at all."""
+    """How a symbol changed from the digest ``basis``; ``None`` if it neither is nor was there."""
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
     found = digest_of(new.found.node)
@@ -341,7 +341,7 @@ def _package(distribution: str, entry: Framework) -> str:
 
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     found = [one for one in seams if (one.feature, one.path) == (feature, path)]
-    # Where something was refused, that is the cause; a neighbour that is native has a reason, too.
+    # A refused seam is the cause; a native seam of the same feature has a reason, too.
     refused = [one for one in found if one.state == "refused"]
     reasons = [one.reason for one in refused or found]
     own = [one for one in reasons if one and not one.startswith("refused whole")]

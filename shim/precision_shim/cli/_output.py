@@ -16,7 +16,7 @@ _STYLES = {
 
 
 def show(text: str) -> None:
-    """Print a text that is complete without colours: piped, or without rich, it stays plain."""
+    """Print a text: with colours on a terminal where rich is installed, else plain."""
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -27,7 +27,7 @@ def show(text: str) -> None:
             shown = Text(text)
             for pattern, style in _STYLES.items():
                 shown.highlight_regex(re.compile(pattern, re.MULTILINE), style)
-            # rich's own folding would break the columns where the terminal is narrower.
+            # rich's own folding would break the columns on a narrower terminal.
             Console(highlight=False).print(shown, soft_wrap=True)
             return
     print(text)

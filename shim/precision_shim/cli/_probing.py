@@ -48,7 +48,7 @@ def ask(modules: Iterable[str]) -> list[dict[str, Any]]:
     """Run the probes of these modules in a child process.
 
     Raises:
-        RuntimeError: the process ended otherwise than with an answer; the text is its last lines.
+        RuntimeError: the process ended without an answer; the message has its last lines.
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _HERE, *modules],

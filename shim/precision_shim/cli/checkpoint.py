@@ -1,4 +1,4 @@
-"""``precision-shim checkpoint PATH``: what it holds, and what a resume here makes of it."""
+"""``precision-shim checkpoint PATH``: what a checkpoint holds, and how a resume here ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MORE = (
 )
 
 _PRECISION = "precision"
-"""The word for what a job without such a config is told to compute in."""
+"""The ``--config`` field for the compute dtype of a job without a Megatron config."""
 
 
 def register(commands: Commands) -> None:
@@ -55,7 +55,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, foretell, print, and return the exit status."""
+    """Examine the checkpoint, print the result, and return the exit status."""
     from ..checkpoints.checking import MOST
     from ..checkpoints.foretelling import Here
     from ..checkpoints.report import examine
@@ -100,10 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(texts: list[str]) -> dict[str, Any] | None:
-    """What ``--config`` gives; ``None`` where it was not used.
+    """The fields that ``--config`` sets; ``None`` where it was not used.
 
     Raises:
-        SettingsError: one is not FIELD=VALUE, there is no such field, or a number is none.
+        SettingsError: a text is not FIELD=VALUE, a field is unknown, or a value is no number.
     """
     from ..errors import SettingsError
 
@@ -126,11 +126,11 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
 
 
 def _check_values(found: dict[str, Any]) -> None:
-    """Whatever the checkpoint is, and whether its foretelling asks for the field or not.
+    """Check the values of all fields, also of those that no foretelling reads.
 
     Raises:
-        DtypeError: a name of a dtype is unknown.
-        SettingsError: a word is.
+        DtypeError: a dtype name is unknown.
+        SettingsError: a value is not one of the field's allowed words.
     """
     from ..errors import SettingsError
 
@@ -139,7 +139,7 @@ def _check_values(found: dict[str, Any]) -> None:
             word = found.get(name, allowed[0])
             if word not in allowed:
                 raise SettingsError(f"--config {name}={word!r}: allowed: {', '.join(allowed)}.")
-    if find_spec("torch") is None:  # the names are torch's; and nothing is resumed here
+    if find_spec("torch") is None:  # dtypes cannot be parsed, and nothing can be resumed
         return
     from ..precision.dtypes import coerce_dtype, coerce_dtypes
 
@@ -148,7 +148,7 @@ def _check_values(found: dict[str, Any]) -> None:
 
 
 def _check(text: str, name: str) -> None:
-    """A field that is not known here would be left out, and the verdict wrong.
+    """Refuse an unknown field: if the doctor ignored the field, the verdict could be wrong.
 
     Raises:
         SettingsError: there is no such field.
@@ -165,7 +165,7 @@ def _check(text: str, name: str) -> None:
     fields = [
         field
         for one in configs
-        for field in look(one.place).parameters or one.fields  # none where it is not installed
+        for field in look(one.place).parameters or one.fields  # no parameters if not installed
     ]
     if name in (*fields, *beside):
         return

@@ -1,4 +1,4 @@
-"""``precision-shim demo``: starts ``examples/demo`` of a clone, which is in no wheel."""
+"""``precision-shim demo``: starts ``examples/demo`` from a clone, because no wheel has it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def register(commands: Commands) -> None:
 def _clone() -> Path | None:
     """The clone that this package or the current directory is in."""
     places = [*Path(__file__).parents]
-    with contextlib.suppress(FileNotFoundError):  # the directory is gone
+    with contextlib.suppress(FileNotFoundError):  # the current directory was deleted
         places += [Path.cwd(), *Path.cwd().parents]
     for root in places:
         if (root / "examples/demo/worker.py").is_file() and (root / "shim/precision_shim").is_dir():

@@ -1,8 +1,8 @@
 """``precision-shim doctor``: what is installed, what would be patched here, and why not.
 
-Everything is read from metadata and source; no framework is imported. What needs an import (the
+The doctor reads metadata and source, and imports no framework. It tries what needs an import (the
 start-up file, wrapt's C extension, TransformerEngine, whose import fails without its CUDA
-libraries) is tried in a child process, so that the doctor survives it.
+libraries) in a child process, so that a crash there does not end the doctor.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ PACKAGES = (
     ("megatron-bridge", ("megatron.bridge",)),
     ("ray", ("ray",)),
 )
-_SHOWN = {"pending": "to wrap"}  # of a preview: what status() shows as waiting for the import
+_SHOWN = {"pending": "to wrap"}  # what status() shows as waiting for the import
 _COLUMN = 16
 _NO_SETTINGS = "would not be patched, because a setting is not valid"
-_LONG = 5  # lines of one problem; the whole of it is behind --verbose
+_LONG = 5  # limit of lines for one problem; --verbose shows all
 _PATIENCE = 120  # seconds for an import in a child process; TransformerEngine's takes its time
 
 _START_UP = """
@@ -91,7 +91,7 @@ def register(commands: Commands) -> None:
 
 
 def doctor(asked: argparse.Namespace) -> int:
-    """Print what was found; the exit status is 1 where something is wrong."""
+    """Print the doctor's report; the exit status is 1 where there is a problem."""
     other = _against.command(asked)
     if other is not None:
         return other(asked)
@@ -109,7 +109,7 @@ def examine() -> dict[str, Any]:
 
 
 def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
-    """The same, and the frameworks as ``status()`` has them, with all that a seam tells."""
+    """What ``examine`` returns, and the frameworks as ``status()`` has them."""
     _startup.stop()  # doctor only looks: what it imports must not install the shim in this process
     problems: list[str] = []
     settings = _resolve(problems)
@@ -154,7 +154,7 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
 
 
 def _resolve(problems: list[str]) -> Settings | None:
-    """The settings of the variables; ``None`` where they make no sense: nothing is patched then."""
+    """The settings of the variables; ``None`` where a value is invalid: nothing is patched then."""
     try:
         return _settings.resolve(known_frameworks=_registry.entries())
     except SettingsError as error:
@@ -166,7 +166,7 @@ def _switch() -> str:
     try:
         return _settings.switch()
     except SettingsError:
-        return "invalid"  # _resolve has told it
+        return "invalid"  # _resolve reports it
 
 
 def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def _framework(
 def _limits(
     transformer_engine: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus]
 ) -> list[str]:
-    """What the installed TransformerEngine rules out for what frameworks are built on."""
+    """What the installed TransformerEngine rules out for the frameworks' backends."""
     version, error = transformer_engine["version"], transformer_engine.get("import_error")
     limits = []
     for backend in _registry.backends():
@@ -327,7 +327,7 @@ def _framework_text(
 
 
 def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
-    """Each thing once: what was refused for one reason is one problem here."""
+    """The problems, in which all seams that were refused for one reason are one problem."""
     refused = {
         inapplicable(f"{name} {one.version}", seam)
         for name, one in frameworks.items()
@@ -347,7 +347,7 @@ def _package_text(name: str, package: Mapping[str, Any]) -> str:
 
 
 def _row(label: str, text: str) -> list[str]:
-    # Paths are longer than a line in many places.
+    # Many paths are longer than a line.
     return fold(f"{label:<{_COLUMN - 3}} {text}", 2, _COLUMN, break_words=True) if text else []
 
 

@@ -88,7 +88,7 @@ def run(asked: argparse.Namespace) -> int:
         asked.parser.error("--search needs --gpu-memory")
     _startup.stop()  # what is imported here must not install the shim in this process
     try:
-        # Some frameworks log to the standard output as they are imported; it is the plan's alone.
+        # Some frameworks log to standard output at import; only the plan may be printed there.
         with redirect_stdout(sys.stderr):
             job, request, rules = _read(asked, words)
         return _show(asked, job, request, rules)
@@ -100,7 +100,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _fault(error: Exception) -> str:
-    """A sentence about what the plan did not expect: a file, or a fault that is to be reported."""
+    """A sentence about an unexpected error: of a file, or of the plan's own code."""
     text = " ".join(str(error).split())[:300]
     if isinstance(error, OSError) and error.filename is not None:
         return (
@@ -116,7 +116,7 @@ def _fault(error: Exception) -> str:
 
 
 def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:
-    """Read the launch line, and its config by the adapter of its framework."""
+    """Read the launch line, and have the framework's adapter read its config."""
     from ..errors import PlanError
     from ..planning import command
     from ..planning.request import Rules
@@ -138,7 +138,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         )
         job = command.read(words, entries.values(), settings, options)
     entry = entries[job.framework]
-    if not entry.plan:  # a third party's, of which its entry point says no more than a name
+    if not entry.plan:  # a third party's: its entry point has only a name
         entry = entry.as_said()
     if not entry.plan:
         raise PlanError(

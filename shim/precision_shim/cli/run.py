@@ -1,7 +1,7 @@
-"""``precision-shim run -- COMMAND``: a job with the shim on, in it and in all its children.
+"""``precision-shim run -- COMMAND``: runs a job with the shim on in it and in all its children.
 
-It sets the variables and becomes the command: same process id, signals and exit status, nothing of
-ours in between. What it can reach is what the start-up file and Ray's runtime_env reach.
+It sets the variables and becomes the command, with the same process id, signals and exit status.
+The shim reaches the processes that the start-up file and Ray's runtime_env reach.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def register(commands: Commands) -> None:
         help="a setting, such as optimizer_states=follow-model; may be repeated; names: "
         f"{', '.join(TABLE)}",
     )
-    # Everything from the first word that is no option of ours: the command's options are its own.
+    # REMAINDER takes all words from the first one that is no option of ours.
     parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 
@@ -87,7 +87,7 @@ def run(asked: argparse.Namespace) -> int:
     sys.stderr.flush()
     try:
         os.execvp(command[0], command)
-    except OSError as error:  # the shells' statuses
+    except OSError as error:  # exit statuses as in a shell
         print(f"precision-shim run: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
 
@@ -95,10 +95,10 @@ def run(asked: argparse.Namespace) -> int:
 def variables(
     *, features: str | None, frameworks: str | None, strict: bool, settings: list[str]
 ) -> dict[str, str]:
-    """The variables that options come to.
+    """The variables that stand for the options.
 
     Raises:
-        SettingsError: a name or value makes no sense.
+        SettingsError: a name or value is invalid.
     """
     resolved = _settings.resolve(
         features=features,

@@ -1,7 +1,8 @@
 """The plan: what a job's config costs per GPU and whether it is legal, before it runs.
 
-``record`` is what a plan says, ``counting`` the bytes of parameters of known dtypes, ``shapes`` a
-model's names and shapes, ``command`` a job's launch line, ``search`` the cheapest change under
-which it fits, ``text`` and ``plot`` how it is shown. None of them knows a framework or imports
-torch at its top; an adapter's function ``plan`` goes from a command to a ``Plan``.
+``command`` reads a job's launch line, ``shapes`` a model's names and shapes; ``counting`` counts
+the bytes of parameters of known dtypes, ``record`` has the plan's dataclasses, ``search`` finds the
+cheapest settings with which the job fits, ``text`` and ``plot`` show a plan. None of them knows a
+framework or imports torch at module level; an adapter's ``plan`` turns a ``Job`` into a
+``Request``, and ``request.make`` turns that into a ``Plan``.
 """

@@ -1,4 +1,4 @@
-"""A job's launch line: which framework's it is, what it runs, and which model it names."""
+"""Reads a job's launch line: its framework, what it runs, and the variables that it sets."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
 class Known(Protocol):
-    """What is to be known of a framework."""
+    """What this module has to know about a framework."""
 
     @property
     def framework(self) -> str:
-        """Its name."""
+        """The framework's name."""
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Its top-level packages."""
+        """The framework's top-level packages."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user says beside the command.
+    """The options that the user gives beside the command.
 
     Attributes:
-        model: a directory that goes before the one of the job's config.
+        model: a model's directory, in place of the model in the job's config.
         parameters: the model's size, where there is no directory.
-        transformer_engine: the version whose rules hold; ``None``: the installed one's.
-        megatron_core: the same of Megatron-core.
+        transformer_engine: the version whose rules hold; ``None``: the installed version.
+        megatron_core: the same for Megatron-core.
     """
 
     model: str | None = None
@@ -54,17 +54,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """A launch line, read as far as no framework is needed.
+    """A launch line, as far as it can be read without its framework.
 
     Attributes:
-        framework: whose it is.
+        framework: name of the framework.
         target: the module behind ``-m``, or the script.
-        source: the file of it, or ``None`` where it is not here.
-        launcher: the words before it.
-        arguments: the words behind it.
+        source: the target's file; ``None`` where it is not on this machine.
+        launcher: the words before the target.
+        arguments: the words behind the target.
         environ: the variables that the line sets.
-        settings: the shim's.
-        options: what the user says beside.
+        settings: the shim's settings.
+        options: the options that the user gives beside the command.
     """
 
     framework: str
@@ -80,11 +80,11 @@ class Job:
         """Names and shapes of a model that the job's config names.
 
         Args:
-            name: a directory, or a name on the Hugging Face hub, of which the cache is looked at.
-            overrides: what goes over its config.
+            name: a directory, or a name on the Hugging Face hub that is in the local cache.
+            overrides: values that replace those of the model's config.
 
         Raises:
-            PlanError: it is not here, or cannot be read.
+            PlanError: the model is not on this machine, or cannot be read.
         """
         if self.options.parameters:
             return shapes.of_size(self.options.parameters)
@@ -92,7 +92,7 @@ class Job:
         return shapes.read(directory, overrides)
 
     def in_force(self, feature: str, group: str) -> bool:
-        """Whether a feature would be in force in the job, as far as one group of seams goes."""
+        """Whether a feature would be in force in the job, with one of its groups of seams."""
         return self._foreseen.in_force(self.framework, feature, group)
 
     @cached_property
@@ -103,7 +103,7 @@ class Job:
         """The number behind one of the launcher's options, such as ``--nproc-per-node``.
 
         Raises:
-            PlanError: it is none, such as torchrun's ``gpu`` for as many as are here.
+            PlanError: the value is no number, such as torchrun's ``gpu`` (all of the machine).
         """
         words = list(self.launcher)
         for place, word in enumerate(words):
@@ -123,10 +123,10 @@ def read(words: Sequence[str], known: Iterable[Known], settings: Settings, optio
     """Find the framework in a launch line.
 
     Args:
-        words: the line; variables in front of it, launchers and ``--`` are passed over.
-        known: the frameworks that there are.
-        settings: the shim's.
-        options: what the user says beside.
+        words: the line; it may begin with variables, launchers and ``--``.
+        known: the known frameworks.
+        settings: the shim's settings.
+        options: the options that the user gives beside the command.
 
     Raises:
         PlanError: no word is an entry point of a framework.
@@ -170,7 +170,7 @@ def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
         return module, file_of(module), place + 2
     if _is_script(word):
         path = Path(word)
-        return word, path if os.path.isfile(path) else None, place + 1  # no error for a long name
+        return word, path if os.path.isfile(path) else None, place + 1  # False for an overlong name
     return "", None, place
 
 
@@ -179,7 +179,7 @@ def _is_script(word: str) -> bool:
 
 
 def file_of(module: str) -> Path | None:
-    """The file of a module, found without importing any of its packages but their names."""
+    """The file of a module, found without importing the module or its packages."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -207,7 +207,7 @@ def _framework(target: str, source: Path | None, by_package: Mapping[str, str]) 
 
 
 def imported(source: Path) -> list[str]:
-    """The modules that a file imports, in its order; none if it cannot be read."""
+    """The modules that a file imports; empty if the file cannot be read."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
@@ -225,7 +225,7 @@ def _directory(name: object) -> Path:
     """The directory of a model, here or in the cache of the Hugging Face hub.
 
     Raises:
-        PlanError: it is in neither.
+        PlanError: the model is in neither place.
     """
     text = os.path.expanduser(str(name))
     path = Path(text)
@@ -249,6 +249,6 @@ def _cached(name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(name, "config.json")
-    except Exception:  # not installed, or the name is none of a repository
+    except Exception:  # not installed, or not the name of a repository
         return None
     return Path(found).parent if isinstance(found, str) else None

@@ -1,4 +1,4 @@
-"""Parameters of known dtypes, in bytes: the same rule whatever spreads them over GPUs."""
+"""Counts the bytes of parameters of known dtypes, however they are spread over GPUs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from ..precision import names
 from .record import Held, Part
 
 SIZES = names.SIZES
-"""Bytes of a number, by the dtype's canonical name."""
+"""Bytes of an element, by the dtype's canonical name."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a model and its optimizer, by canonical names; ``""``: there is none.
+    """The dtypes of a model and its optimizer, by canonical names; ``""`` where there is no tensor.
 
     Attributes:
-        params: the parameters'.
-        gradients: theirs between the backward pass and the step.
-        master: the masters'.
-        exp_avg: the first moment's.
-        exp_avg_sq: the second moment's.
-        buckets: whether the gradients are in buckets of the model, whole on each rank.
+        params: dtype of the parameters.
+        gradients: dtype of the gradients between the backward pass and the step.
+        master: dtype of the masters.
+        exp_avg: dtype of the first moment.
+        exp_avg_sq: dtype of the second moment.
+        buckets: whether the gradients are in the model's buckets, whole on each rank.
         copies: whether the step makes fp32 copies of the owned gradients.
-        unpacks: moments that the step unpacks to fp32, of a whole group at a time.
+        unpacks: the moments that the step unpacks to fp32, a whole parameter group at a time.
         offloaded: share of the states that is in the host's memory.
-        offload_keeps_master: whether the GPU keeps the masters of these, too.
+        offload_keeps_master: whether the GPU keeps the masters of offloaded states, too.
     """
 
     params: str
@@ -42,15 +42,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class Share:
-    """Parameters of one rank's model, and the group over which the rest is shared.
+    """Parameters of one rank's model, and the data-parallel group that may shard them.
 
     Attributes:
-        trainable: number of trainable parameters; before they are sharded, where they are.
-        frozen: number of the others.
-        group: ranks of the data-parallel group.
-        groups: such groups in the pipeline stage.
-        params_sharded: whether each rank of the group holds a share of the parameters only.
-        states_sharded: whether it does of gradients' copies, masters and moments.
+        trainable: number of trainable parameters before sharding.
+        frozen: number of frozen parameters before sharding.
+        group: number of ranks in the data-parallel group.
+        groups: number of such groups in the pipeline stage.
+        params_sharded: whether each rank of the group holds only a share of the parameters.
+        states_sharded: whether each holds only a share of gradient copies, masters and moments.
     """
 
     trainable: int
@@ -62,7 +62,7 @@ class Share:
 
 
 def mean(total: int, ranks: int) -> int:
-    """Bytes of a rank, to the next whole one."""
+    """Mean bytes of a rank, rounded up."""
     return -(-total // ranks)
 
 
@@ -70,7 +70,7 @@ def part(name: str, share: Share, precision: Precision, optimizer: str) -> Part:
     """Count what the parameters of one data-parallel group take.
 
     Args:
-        name: the part's.
+        name: the part's name.
         share: the parameters.
         precision: the dtypes.
         optimizer: the optimizer's name; empty where nothing is trained.
@@ -121,10 +121,10 @@ def _at_step(share: Share, precision: Precision) -> dict[str, Held]:
 
 
 def _offloaded(share: Share, precision: Precision, held: dict[str, Held]) -> dict[str, Held]:
-    """Put a share of the states into the host's memory, beside copies of its gradients.
+    """Put a share of the states into the host's memory, together with copies of the gradients.
 
-    Megatron's HybridDeviceOptimizer steps fp32 copies of parameters and gradients there: 16 bytes
-    for each parameter. Of what is not offloaded the states stay as they are.
+    Megatron's HybridDeviceOptimizer steps fp32 copies of parameters and gradients on the host: 16
+    bytes for each parameter. The states that are not offloaded stay unchanged.
     """
     gone = round(share.trainable * precision.offloaded)
     moved = Share(gone, group=share.group, states_sharded=share.states_sharded)
@@ -156,7 +156,7 @@ def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Hel
 
 
 def ring(part_: Part, component: str) -> int:
-    """Bytes that a rank sends when a component of its parts goes once around its group."""
+    """Bytes that a rank sends when a part's component goes once around the data-parallel group."""
     held = part_.components.get(component)
     if held is None or part_.data_parallel_size == 1:
         return 0

@@ -29,10 +29,10 @@ def draw(plan: Plan, path: Path, memory: float | None = None) -> None:
     Args:
         plan: the plan.
         path: an SVG or PNG file, by its name.
-        memory: of a GPU, in GB of 2^30 bytes, drawn as a line.
+        memory: memory of a GPU, in GB of 2^30 bytes, drawn as a line.
 
     Raises:
-        PlanError: the name has another ending, matplotlib is not there, or it cannot be written.
+        PlanError: the name has another ending, matplotlib is missing, or writing failed.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise PlanError(f"--plot {path}: expected a name that ends in {' or '.join(SUFFIXES)}.")

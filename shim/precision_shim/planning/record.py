@@ -1,6 +1,6 @@
 """What a plan says, as plain data: for Python, for JSON and for people.
 
-The parts and components are the audit's (``auditing.record``), so that a plan can be held against
+The parts and components are the audit's (``auditing.record``), so that a plan can be compared with
 the audits of all ranks.
 """
 
@@ -14,10 +14,10 @@ from ..errors import DtypeError
 from ..process.names import meant
 
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
-"""Those of the audit that grow with the parameters, in its order."""
+"""The audit's components that grow with the parameters, in the audit's order."""
 
 WEIGHTS, STATES = ("params", "frozen"), ("master", "exp_avg", "exp_avg_sq")
-"""Those that frameworks move to the host's memory, together or each by itself."""
+"""Components that frameworks move to the host's memory: weights, optimizer states, or both."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Held:
     """One kind of tensor of a part, on one rank of a pipeline stage.
 
     Attributes:
-        dtypes: canonical names, as the audit has them.
+        dtypes: canonical names, as in the audit.
         bytes: the mean over the data-parallel group, the host's memory included.
-        group_bytes: the exact sum over that group.
-        host: what of ``bytes`` is in the host's memory.
-        bytes_per_parameter: by the parameters of the model, or by the owned ones where each rank
-            has its share of the states.
-        sharded: whether each rank of the group holds a share only.
+        group_bytes: the exact sum over the data-parallel group.
+        host: the part of ``bytes`` that is in the host's memory.
+        bytes_per_parameter: bytes per parameter of the model, or per owned parameter where the
+            states are sharded.
+        sharded: whether each rank of the group holds only a share.
     """
 
     dtypes: tuple[str, ...] = ()
@@ -48,14 +48,14 @@ class Part:
 
     Attributes:
         name: ``"model"``, or ``"dense"`` and ``"experts"``.
-        optimizer: what steps them; empty for a model without an optimizer.
+        optimizer: the optimizer's name; empty for a model without an optimizer.
         data_parallel_size: number of ranks in the group.
         groups: number of such groups in the pipeline stage, each with parameters of its own.
         parameters: trainable parameters of a rank's model.
-        owned: mean number of those whose states a rank holds.
+        owned: mean number of parameters whose states a rank holds.
         components: by the names of ``COMPONENTS``.
-        at_step: what comes on top while the optimizer steps: ``grad_copies``, and ``unpacked``
-            moments.
+        at_step: tensors that exist only while the optimizer steps: ``grad_copies``, and
+            ``unpacked`` moments.
     """
 
     name: str
@@ -77,10 +77,10 @@ class Stage:
 
     @property
     def totals(self) -> dict[str, int]:
-        """All parts together, by a GPU.
+        """The bytes of all parts together, for one GPU.
 
-        ``bytes``: of everything; ``host``: what of it is in the host's memory; ``gpu``: the rest;
-        ``peak``: the rest with what comes on top while the optimizer steps.
+        ``bytes``: all; ``host``: those in the host's memory; ``gpu``: those on the GPU; ``peak``:
+        those on the GPU while the optimizer steps.
         """
         held = [one for part in self.parts for one in part.components.values()]
         every, host = sum(one.bytes for one in held), sum(one.host for one in held)
@@ -89,7 +89,7 @@ class Stage:
 
 
 def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
-    """Bytes of a GPU that stay there while some components are moved to the host.
+    """Bytes that stay on a GPU while some components are on the host: the maximum over stages.
 
     Args:
         stages: the pipeline stages.
@@ -138,18 +138,18 @@ class Problem:
 
     @classmethod
     def of(cls, error: DtypeError, subject: str, key: str) -> Problem:
-        """A dtype that cannot be; the last sentence of the error is the remedy."""
+        """Turn an error about a dtype into a problem; the error's last sentence is the remedy."""
         message, _, remedy = str(error).rpartition(". ")
         return cls("dtype", subject, key, message or remedy, remedy if message else "")
 
 
 def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
-    """A group of less than one GPU, of which nothing can be counted."""
+    """The problem that a group has less than one GPU."""
     return Problem("size", subject, key, f"{value} is less than 1", f"Write at least 1{more}.")
 
 
 def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
-    """Attention heads that tensor parallelism cannot split, if these are some."""
+    """The problem that tensor parallelism cannot split the attention heads, if it cannot."""
     what = f"{name} of {heads} cannot be split {ways} ways"
     remedy = f"Take a divisor of {heads}."
     return [Problem("heads", subject, key, what, remedy)] if heads % ways else []
@@ -158,13 +158,13 @@ def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> lis
 def unknown_keys(
     written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
 ) -> list[Problem]:
-    """The keys that are not among those that there are.
+    """A problem for each key that does not exist.
 
     Args:
-        written: names of keys.
-        known: the names that there are; empty where that is not known.
+        written: names of keys in the job's config.
+        known: the names that exist; empty where these are not known.
         subject: which model.
-        key: where the config has them; ``{}`` is the name.
+        key: path of the keys in the job's config, with ``{}`` for the name.
         whose: what the names belong to, such as ``"Megatron's OptimizerConfig"``.
     """
     return [
@@ -191,20 +191,20 @@ class ModelPlan:
 
     Attributes:
         subject: which model: ``"actor"``.
-        parameters: of the whole model.
-        layout: how it is spread over the GPUs.
+        parameters: number of parameters of the whole model.
+        layout: how the model is spread over the GPUs.
         decisions: what the shim would choose.
-        traffic: ``before`` and ``after``: ``reduce_scatter`` and ``all_gather``, in bytes that a
-            GPU sends in a step.
+        traffic: for ``before`` and ``after``, the bytes that a GPU sends in a step for
+            ``reduce_scatter`` and ``all_gather``.
         before: the pipeline stages without the shim.
-        after: the same with it.
+        after: the pipeline stages with the shim.
         notes: what is legal and worth knowing.
         source: where names and shapes are from.
-        stays: ``before`` and ``after``: what of a GPU it keeps while another model of the job is at
-            work.
+        stays: for ``before`` and ``after``, the bytes that the model keeps on a GPU while another
+            model of the job works.
         place: models of one place share their GPUs.
         computes: dtype of the parameters while a layer computes.
-        reduces: dtype of the gradients while they are reduced, where no bucket tells it.
+        reduces: dtype in which gradients are reduced, where there is no bucket to show it.
     """
 
     subject: str
@@ -257,7 +257,7 @@ class Plan:
         return found
 
     def peak(self, side: str = "after") -> int:
-        """The most that one GPU holds: one model steps, of the others there is what stays."""
+        """The most bytes that a GPU holds: one model steps, the others on it keep ``stays``."""
         most = 0
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))

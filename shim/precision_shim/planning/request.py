@@ -1,4 +1,4 @@
-"""What an adapter makes of a job: its models, ready to be planned, and planned again otherwise."""
+"""What an adapter makes of a job: its models, which can be planned with other settings, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rules:
-    """The versions whose rules hold, as strings; ``None`` where there is none."""
+    """The versions whose rules hold; ``None`` where no version is installed or given."""
 
     transformer_engine: str | None
     megatron_core: str | None
@@ -25,9 +25,9 @@ class Variant:
     """A model with other precision settings.
 
     Attributes:
-        gives_up: what is lost, in words.
+        gives_up: what the settings give up, in words.
         lines: the settings, to paste: keys of the framework's config, or variables.
-        model: the model with them.
+        model: the model with these settings.
     """
 
     gives_up: str
@@ -47,10 +47,10 @@ class Plannable(Protocol):
         """Models of one place share their GPUs."""
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
-        """Plan it; ``None`` where what is illegal leaves nothing to count."""
+        """Plan the model; the plan is ``None`` where a problem leaves nothing to count."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """The same model with cheaper precision settings, the least lost first."""
+        """The model with cheaper precision settings, those first that give up least."""
 
     def on(self, world: int) -> Plannable:
         """The same model on another number of GPUs."""
@@ -58,7 +58,7 @@ class Plannable(Protocol):
 
 @dataclass(frozen=True)
 class Illegal:
-    """A model of which nothing can be counted, as what is illegal leaves its dtypes open.
+    """A model whose bytes cannot be counted, because its problems leave its dtypes open.
 
     Attributes:
         subject: which model.
@@ -91,9 +91,9 @@ class Request:
         framework: the framework's name.
         version: its version.
         world_size: number of GPUs that train.
-        models: those that take memory on them.
+        models: the models that take memory on these GPUs.
         megatron: whether a model is on Megatron.
-        problems: what is illegal before a model is looked at.
+        problems: what is illegal in the job itself, apart from its models.
         notes: what is worth knowing.
     """
 
@@ -140,7 +140,7 @@ def _assumed(request: Request, rules: Rules) -> list[str]:
 
 
 def _unique(problems: Iterable[Problem]) -> list[Problem]:
-    """One of each, whichever model it was found of first."""
+    """Each problem once, from the first model that has it."""
     found: dict[tuple[str, str, str], Problem] = {}
     for one in problems:
         found.setdefault((one.code, one.key, one.message), one)

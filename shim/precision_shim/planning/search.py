@@ -1,4 +1,4 @@
-"""The cheapest change of precision settings alone under which a job fits, and on how few GPUs."""
+"""Finds the cheapest precision settings with which a job fits, and the fewest GPUs for them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Found:
     """What a search found.
 
     Attributes:
-        gives_up: what is lost, in words; empty: the job fits as it is.
-        lines: settings to paste.
-        plan: the plan with them; ``None``: nothing fits on these GPUs.
-        fewest: the smallest number of GPUs that was found with these settings, or with all that
-            can be given up; ``None``: none.
+        gives_up: what the settings give up, in words; empty: the job fits without a change.
+        lines: the settings, to paste.
+        plan: the plan with these settings; ``None``: no settings fit on these GPUs.
+        fewest: the smallest number of GPUs that fits with these settings, or, where no settings
+            fit, with those that give up most; ``None``: no number was found.
     """
 
     gives_up: str
@@ -33,13 +33,13 @@ class Found:
 
 
 def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
-    """Search the settings that are legal here, the least lost first.
+    """Try the settings that are legal here, those first that give up least.
 
     Args:
         job: the launch line.
-        request: its models.
+        request: the job's models.
         rules: the versions whose rules hold.
-        memory: of a GPU, in bytes.
+        memory: memory of a GPU, in bytes.
     """
     last: Request | None = None
     for variants in _candidates(job, request, rules):
@@ -56,7 +56,7 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
 
 
 def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[Variant]]:
-    """As it is, then what each model may give up, together by their sum of ranks."""
+    """The unchanged models, then combinations of their variants, the cheapest last."""
     choices = [[Variant("", (), one), *_ordered(one, job, rules)] for one in request.models]
     ranks = [range(len(one)) for one in choices]
     for numbers in sorted(product(*ranks), key=lambda one: (max(one, default=0), sum(one))):
@@ -68,11 +68,12 @@ def _ordered(model: Plannable, job: Job, rules: Rules) -> Sequence[Variant]:
 
 
 def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | None:
-    """The smallest number of GPUs, with the same groups but data parallelism, that it fits on.
+    """The smallest number of GPUs that the job fits on, if only data parallelism changes.
 
-    Models that have GPUs of their own keep theirs.
+    Models that have GPUs of their own keep their number.
 
-    More ranks never cost more per GPU, so the number is halved and doubled until it does not fit.
+    More ranks never cost more per GPU, so the search doubles the number until the job fits, then
+    halves it for as long as the job fits.
     """
 
     def fits(world: int) -> bool:
@@ -91,14 +92,14 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
         return None
     while world % 2 == 0 and fits(world // 2):
         world //= 2
-    # Between the half and this one there may be multiples of the groups that fit.
+    # Half of this number does not fit, but a multiple of the groups in between may.
     step = max(world // 16, 1)
     smaller = [one for one in range(world // 2 + 1, world) if one % step == 0 and fits(one)]
     return min(smaller, default=world)
 
 
 def render(found: Found, memory: float, request: Request) -> str:
-    """What was found, for people."""
+    """What a search found, as text."""
     gigabytes = memory / (1 << 30)
     if found.plan is None:
         lines = [

@@ -1,6 +1,6 @@
-"""A model's names and shapes, without a weight: from safetensors headers, else from transformers.
+"""Reads a model's names and shapes, not its weights: from safetensors headers or transformers.
 
-Experts are counted and not listed: a mixture of experts of any size is as long as its layers.
+Experts are counted and not listed: the list's length does not depend on the number of experts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _PACKED = re.compile(r"(_packed|qweight|qzeros|_blocks)$")
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, or several that are alike.
+    """A parameter, or the equal parameters of several experts.
 
     Attributes:
-        name: as transformers has it; the number of an expert is ``*``.
-        shape: of one.
-        repeated: how many there are.
+        name: its name in transformers, with ``*`` for the number of an expert.
+        shape: the shape of one parameter.
+        repeated: number of such parameters.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Model:
 
     Attributes:
         weights: its parameters.
-        config: its Hugging Face config, that of the text model where there are several.
+        config: its Hugging Face config, or that of its text model.
         source: where the names and shapes are from.
         tied: whether the output layer is the embedding.
     """
@@ -89,11 +89,11 @@ def read(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
     """Read a model's directory.
 
     Args:
-        directory: of ``config.json``, with or without weights.
-        overrides: what goes over the config's values.
+        directory: the directory of ``config.json``, with or without weights.
+        overrides: values that replace the config's.
 
     Raises:
-        PlanError: a file cannot be read or holds something else.
+        PlanError: a file cannot be read or has other content.
     """
     whole = _json(directory / "config.json")
     if overrides:
@@ -102,7 +102,7 @@ def read(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
     found = list(_headers(directory)) if _is_whole(directory) else []
     if not found or any(_PACKED.search(one.name) for one in found):
         return from_config(whole, str(directory / "config.json"))
-    # transformers ties them where the config says nothing, and so files have no output layer then.
+    # Where the config lacks the key, the files show it: a tied model has no output layer in them.
     without = not any(_OUTPUT.search(one.name) for one in found)
     tied = bool(config.get("tie_word_embeddings", without))
     several = len({one.name for one in found}) > 1
@@ -129,14 +129,14 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _predicts_further(name: str, layers: object) -> bool:
-    """Whether a parameter is of a head for several tokens at a time, which transformers drops."""
+    """Whether a parameter is of a multi-token prediction head, which transformers drops."""
     found = _LAYER.search(name)
     behind = found is not None and isinstance(layers, int) and int(found.group(1)) >= layers > 0
     return behind or bool(_FURTHER.search(name))
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the text model, with what stands only above it."""
+    """The config of the text model, with the keys that only the outer config has."""
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         inner = config.get(key)
         if isinstance(inner, Mapping):
@@ -167,7 +167,7 @@ def _headers(directory: Path) -> Iterator[Weight]:
     counted: dict[tuple[str, tuple[int, ...]], int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith(("consolidated", "adapter")):
-            continue  # the same weights under other names, and an adapter's
+            continue  # the same weights under other names, or a LoRA adapter
         for name, shape in header(path):
             key = (_EXPERT.sub(".experts.*.", name), shape)
             counted[key] = counted.get(key, 0) + 1
@@ -179,7 +179,7 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of one safetensors file; the weights are not read.
 
     Raises:
-        PlanError: it is none.
+        PlanError: it is no safetensors file.
     """
     try:
         entries, _ = read_header(path)
@@ -198,7 +198,7 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 def fewest_experts(config: Mapping[str, Any]) -> int:
     """The fewest experts that a model of this config can be built with.
 
-    The router picks so many per token; grouped routers compare the sum of two experts per group.
+    A router needs as many as it picks per token; a grouped router needs two in each group.
     """
     top = max((_whole(config.get(key)) for key in _PER_TOKEN), default=0) or 1
     groups = _whole(config.get("n_group")) or 1
@@ -207,12 +207,12 @@ def fewest_experts(config: Mapping[str, Any]) -> int:
 
 
 def _whole(value: object) -> int:
-    """A number of a config; 0 for what is none, such as one number per layer."""
+    """A whole number of a config; 0 for any other value, such as a list of numbers per layer."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def from_config(config: Mapping[str, Any], where: str) -> Model:
-    """Build a model on torch's meta device, with few experts, and count these as often as needed.
+    """Build a model with few experts on torch's meta device, and scale the counts to all experts.
 
     Args:
         config: the Hugging Face config.
@@ -244,7 +244,7 @@ def _with_experts(config: Mapping[str, Any], few: int) -> dict[str, Any]:
 
 
 def _repeated(weight: Weight, few: int, experts: int) -> Weight:
-    """The same parameter of a model with all its experts."""
+    """The parameter, changed from a model with few experts to the model with all."""
     shape = weight.shape
     if ".experts." in weight.name and shape and shape[0] == few and "*" not in weight.name:
         return replace(weight, shape=(experts, *shape[1:]))
@@ -283,7 +283,7 @@ def _built(config: dict[str, Any], where: str) -> tuple[list[Weight], bool]:
                 model = AutoModelForCausalLM.from_config(made)
             except ValueError:
                 model = _other_class(made)
-    except Exception as error:  # a config's own code raises what it likes
+    except Exception as error:  # a config's own code may raise anything
         raise PlanError(
             f"{where}: transformers cannot build a model of model_type={kind!r} "
             f"({type(error).__name__}: {_first_line(error)}). Name a directory with safetensors "
@@ -299,7 +299,7 @@ def _built(config: dict[str, Any], where: str) -> tuple[list[Weight], bool]:
 
 
 def _other_class(config: Any) -> Any:
-    """A model of text and images, where it is none of text alone."""
+    """Build a model of text and images, for a config that has no model of text alone."""
     import transformers
 
     names = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModel")
@@ -321,7 +321,7 @@ def of_size(text: str) -> Model:
     """A model of which only the number of parameters is known: ``"30e9,experts=29e9"``.
 
     Raises:
-        PlanError: it is no size.
+        PlanError: the text is no size.
     """
     first, _, rest = text.partition(",")
     key, _, value = rest.partition("=")

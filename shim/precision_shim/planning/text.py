@@ -1,4 +1,4 @@
-"""A plan for people: one table per model, what is illegal, and why it is decided so."""
+"""A plan as text: one table per model, the problems, and the decisions with their reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def render(plan: Plan, memory: float | None = None) -> str:
 
     Args:
         plan: the plan.
-        memory: of a GPU, in GB of 2^30 bytes; ``None``: nothing is compared with it.
+        memory: memory of a GPU, in GB of 2^30 bytes; ``None``: no comparison with it.
     """
     blocks = ["\n".join(_head(plan))]
     blocks += ["\n".join(_model(one, memory)) for one in plan.models]
@@ -74,7 +74,7 @@ def parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list
 
     Args:
         stages: the pipeline stages.
-        by_key: the config's key to the components that it moves.
+        by_key: for each key of the config, the components that it moves.
     """
     found = []
     for key, components in by_key.items():
@@ -121,7 +121,7 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
 
 
 def grouped(model: ModelPlan) -> list[tuple[list[int], Stage, Stage]]:
-    """Pipeline stages that are shown alike, together; the first of them stands for all."""
+    """Group the pipeline stages whose tables are equal; the first stage stands for its group."""
     found: dict[str, tuple[list[int], Stage, Stage]] = {}
     for before, after in zip(model.before, model.after, strict=True):
         shown = str(_stage([], before, after, 1, None))

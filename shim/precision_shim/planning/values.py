@@ -1,6 +1,6 @@
-"""Values of a framework's config that a plan counts with, read one by one and named where wrong.
+"""Reads single values of a framework's config for a plan; an error names the wrong value.
 
-And the refusals that are the same for every framework.
+It also has the refusals that are the same for every framework.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from ..errors import PlanError
 
 
 def number(value: object, key: str, where: str) -> int:
-    """A value that is to be a whole number.
+    """Read a value that has to be a whole number.
 
     Args:
-        value: as the config has it.
-        key: where the config has it.
+        value: the value in the config.
+        key: the value's key.
         where: framework and version.
 
     Raises:
-        PlanError: it is none.
+        PlanError: the value is no whole number.
     """
     try:
         if isinstance(value, int | str):
@@ -33,15 +33,15 @@ def number(value: object, key: str, where: str) -> int:
 
 
 def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
-    """A value that is to be a section of keys.
+    """Read a value that has to be a section of keys.
 
     Args:
-        value: as the config has it.
-        key: where the config has it.
+        value: the value in the config.
+        key: the value's key.
         where: framework and version.
 
     Raises:
-        PlanError: it is something else.
+        PlanError: the value is no section.
     """
     if isinstance(value, Mapping):
         return value
@@ -52,26 +52,26 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
 
 
 def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
-    """A whole number of a section, by the whole key; the default where there is none.
+    """Read a whole number of a section by the last word of ``key``; if missing, the default.
 
     Raises:
-        PlanError: it is something else.
+        PlanError: the value is no whole number.
     """
     value = section.get(key.rpartition(".")[2])
     return default if value is None else number(value, key, where)
 
 
 def said(error: BaseException) -> str:
-    """What an error of a framework's loader says, on one line."""
+    """The message of an error of a framework's loader, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def no_adapters(where: str, without: str) -> PlanError:
-    """A model that is trained by LoRA adapters.
+    """The error for a model that is trained with LoRA adapters.
 
     Args:
         where: framework, version and model or key.
-        without: the keys that turn them off.
+        without: the keys that turn LoRA off.
     """
     return PlanError(
         f"{where}: LoRA adapters are not planned: their states are small, and the frozen model "

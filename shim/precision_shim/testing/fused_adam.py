@@ -67,8 +67,8 @@ _LARGEST_SCALED = {
 class FusedAdam(torch.optim.Optimizer):
     """Adam with configurable state dtypes, as in TransformerEngine 2.11, on any device.
 
-    See the module's docstring for what is and what is not the same. A release other than
-    2.11 is made by :func:`fused_adam_for`.
+    The module's docstring says what is the same as in TransformerEngine and what is not.
+    :func:`fused_adam_for` makes the class of another release.
 
     State per parameter (``optimizer.state[param]``), each of the parameter's shape:
 
@@ -80,8 +80,8 @@ class FusedAdam(torch.optim.Optimizer):
         ``store_param_remainders`` and a bf16 parameter, int16 (see :func:`split_master`).
         An fp32 parameter gets a master too; it is filled once and never updated.
 
-    The step count is kept per parameter group (``group["step"]``), not per parameter. A group
-    without parameters counts from 2.19 on.
+    Each parameter group has a step count (``group["step"]``), single parameters have none. A group
+    without parameters counts its steps from 2.19 on.
 
     Args:
         params: parameters or parameter groups.
@@ -93,7 +93,7 @@ class FusedAdam(torch.optim.Optimizer):
         amsgrad: never supported.
         bias_correction: divide the moments by ``1 - beta ** step``.
         adam_w_mode: decoupled weight decay.
-        capturable: checked as the real one does, then refused: no CUDA graphs here.
+        capturable: checked as in TransformerEngine, then refused: there are no CUDA graphs here.
         master_weights: keep a master copy of 16-bit parameters.
         master_weight_dtype: fp32 or fp16; ignored without ``master_weights``.
         exp_avg_dtype: fp32, bf16, fp16 or uint8 (fp8).
@@ -244,14 +244,14 @@ class FusedAdam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop (default) or zero the gradients that this optimizer reads.
 
-        With ``use_decoupled_grad`` that is ``param.decoupled_grad``; ``param.grad`` is
-        then left alone.
+        With ``use_decoupled_grad`` these are ``param.decoupled_grad``, and ``param.grad``
+        does not change.
 
         Args:
             set_to_none: drop instead of zeroing; None means True.
 
         Raises:
-            ValueError: it contradicts a ``set_grad_none`` given to the constructor.
+            ValueError: ``set_to_none`` contradicts the constructor's ``set_grad_none``.
         """
         if self.set_grad_none is not None:
             if set_to_none is not None and set_to_none != self.set_grad_none:
@@ -284,10 +284,10 @@ class FusedAdam(torch.optim.Optimizer):
         )
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """One state of ``param`` as fp32, its scale applied.
+        """One state of ``param`` as fp32, with its scale applied.
 
-        An fp32 state is returned itself, not a copy. A remainder is returned as the int16
-        tensor that it is: **not** the master (see :func:`join_master` for that).
+        Returns an fp32 state itself, not a copy. Returns a remainder as its int16 tensor,
+        **not** as the master, for which there is :func:`join_master`.
 
         Args:
             param: a parameter of this optimizer.
@@ -298,7 +298,7 @@ class FusedAdam(torch.optim.Optimizer):
 
         Raises:
             KeyError: the state does not exist.
-            AssertionError: the stored tensor is not of the dtype it was asked to have.
+            AssertionError: the stored tensor has another dtype than the constructor asked for.
         """
         stored = self.state[param][state_name]
         dtype = self.name_to_dtype_map[state_name]
@@ -317,9 +317,9 @@ class FusedAdam(torch.optim.Optimizer):
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
     ) -> None:
-        """Store one state of ``param``, rounded and scaled to the dtype it has.
+        """Store one state of ``param``, scaled and rounded to the dtype of the state.
 
-        As in the real one, an fp16 state scales ``unscaled_state`` **in place** on the way.
+        As in TransformerEngine, storing an fp16 state scales ``unscaled_state`` **in place**.
 
         Args:
             param: a parameter of this optimizer.
@@ -357,7 +357,7 @@ class FusedAdam(torch.optim.Optimizer):
         unscaled_state = unscaled_state.to(scaled_state.device)
         lowest, highest = torch.aminmax(unscaled_state)
         scale.copy_(torch.maximum(-lowest, highest) / _LARGEST_SCALED[dtype])
-        # A tensor of zeros has no scale. TransformerEngine guards fp16 against it, not fp8.
+        # A tensor of zeros has the scale 0: TransformerEngine guards this division for fp16 only.
         inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
         if dtype == torch.float16:
             scaled_state.copy_(unscaled_state.mul_(inverse))
@@ -426,19 +426,19 @@ class FusedAdam(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and states; every state is rounded to the dtype it has here.
+        """Load groups and states; each state is rounded to the dtype that this optimizer keeps.
 
-        Anything but a remainder is cast to fp32 first, **whatever it was**: an int16
-        remainder that reaches an optimizer without remainders becomes a master of small
-        whole numbers, without an error. The other way round is an AssertionError. Both as
-        in the real one.
+        Each state that this optimizer does not keep as a remainder is first cast to fp32,
+        **whatever its dtype**: an int16 remainder from another optimizer becomes a master of
+        whole numbers, without an error. An fp32 master that this optimizer would keep as a
+        remainder raises an AssertionError. Both are as in TransformerEngine.
 
         Args:
             state_dict: what :meth:`state_dict` returned.
 
         Raises:
             ValueError: the groups do not match.
-            AssertionError: a remainder is kept here and the given state is none.
+            AssertionError: this optimizer keeps a remainder, and the loaded state is not int16.
         """
         super().load_state_dict(state_dict)
         by_index = self._params_by_index(state_dict)
@@ -446,7 +446,7 @@ class FusedAdam(torch.optim.Optimizer):
             if index not in by_index:
                 continue
             param = by_index[index]
-            # torch has just cast the states to the parameter's dtype: start afresh.
+            # torch has just cast the states to the parameter's dtype: discard those.
             self.state[param] = {}
             for name, value in state.items():
                 if value is None:
@@ -465,12 +465,12 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """One Adam step over all parameters that have a gradient.
 
-        Gradients may be of any floating dtype. Infinite and NaN gradients are not looked
-        for: they reach parameters and states, as in the real one.
+        Gradients may be of any floating dtype. The step does not check for infinite and NaN
+        gradients: they reach parameters and states, as in TransformerEngine.
 
         Args:
             closure: computes the loss again and returns it.
-            grad_scaler: only read by the real one under ``capturable``; ignored here.
+            grad_scaler: ignored; TransformerEngine reads it only under ``capturable``.
 
         Returns:
             What ``closure`` returned, or None.
@@ -547,7 +547,7 @@ class FusedAdam(torch.optim.Optimizer):
             self._store(param, "master_param", master)
 
     def _store(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        # fp32 states were updated where they are.
+        # fp32 states were updated in place.
         if self.name_to_dtype_map[name] != torch.float32:
             self._apply_scale(name, value, self.state[param][name], self._scales[param][name])
 
@@ -560,7 +560,7 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_sq: torch.Tensor,
     ) -> None:
         """Update ``value``, ``exp_avg`` and ``exp_avg_sq`` (fp32) in place."""
-        # The kernel gets its hyperparameters as fp32, and so does 1 - beta come out.
+        # The kernel gets its hyperparameters as fp32, and computes 1 - beta in fp32, too.
         beta1, beta2, lr, eps, decay = (
             _as_fp32(x) for x in (*group["betas"], group["lr"], group["eps"], group["weight_decay"])
         )
@@ -649,9 +649,9 @@ class _FusedAdamWithoutRemainders(FusedAdam):
 
 
 def fused_adam_for(version: str) -> type[FusedAdam]:
-    """The stand-in as TransformerEngine ``version`` would have it.
+    """The stand-in for ``FusedAdam`` of TransformerEngine ``version``.
 
-    What differs between releases: remainders exist from 2.1 (before that the constructor
+    Releases differ in these points: remainders exist from 2.1 (in older releases the constructor
     does not know the argument, and ``initialize_state`` takes one argument); bf16 moments
     are legal from 2.3; ``capturable`` takes two bf16 moments from 2.14; groups without
     parameters count their steps from 2.19.
@@ -679,8 +679,8 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
 class FusedSGD(torch.optim.SGD):
     """torch's SGD under TransformerEngine's name.
 
-    It exists because Megatron-core imports ``FusedSGD`` beside ``FusedAdam``; nothing of
-    TransformerEngine's own SGD (master gradients, loss scale in the kernel) is in it.
+    It exists because Megatron-core imports ``FusedSGD`` beside ``FusedAdam``; it has nothing of
+    TransformerEngine's own SGD (master gradients, loss scale in the kernel).
     """
 
     __precision_shim_stand_in__ = True

@@ -1,8 +1,8 @@
 """What a training process really holds, counted from its live tensors.
 
-The figures of ``precision_shim.audit``, over all optimizers. Nothing here is computed from a
-config. A storage that two parts share is counted once, for the first part in the order below, so
-that the total is what the allocator sees.
+These are the figures of ``precision_shim.audit``, summed over all optimizers; none is computed from
+a config. A storage that two parts share is counted once, for the first part in the order of
+``COMPONENTS``, so that the total is what the allocator sees.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Part:
     Attributes:
         nbytes: bytes of the storages, padding included.
         elements: numbers that belong to parameters, padding excluded.
-        bytes_per_parameter: bytes of those numbers by the parameters they belong to: for a
-            replicated part all trainable parameters of this rank's model, for a sharded
-            one those that this rank's optimizer owns. 0.0 where there are none.
+        bytes_per_parameter: bytes of the elements, without padding, divided by a number of
+            parameters: for ``params``, ``frozen`` and ``grad_buckets`` the trainable parameters of
+            this rank's model, else those that this rank's optimizer owns. 0.0 without parameters.
         dtypes: names of the dtypes, sorted: ``("bfloat16",)``.
-        sharded: whether each rank of the data-parallel group holds a share only.
+        sharded: whether each rank of the data-parallel group holds only a share.
     """
 
     nbytes: int
@@ -46,19 +46,19 @@ class MeasuredBytes:
     Attributes:
         params: trainable parameters of the model (replicated over data parallelism).
         frozen: parameters without gradient (replicated).
-        grad_buckets: gradient buffers of Megatron's DDP (replicated).
-        grad_copies: gradients that live beside the buckets: the fp32 copies that an
-            optimizer step makes of a 16-bit bucket, and ``.grad`` of the model
+        grad_buckets: gradient buckets of Megatron's DDP (replicated).
+        grad_copies: gradients outside the buckets: the fp32 copies that an optimizer
+            step makes of a 16-bit bucket, and ``.grad`` of the model
             (sharded where the optimizer is). Measure between ``step()`` and
             ``zero_grad()`` to see them.
         master: fp32 or fp16 master parameters, or int16 remainders (sharded).
         exp_avg: first moments (sharded).
         exp_avg_sq: second moments (sharded).
-        other: scales, step counts, the model's buffers and what else the optimizer keeps.
+        other: scales, step counts, the model's buffers and other tensors of the optimizer.
         trainable: number of trainable parameters of this rank's model.
-        owned: number of those whose states this rank's optimizer holds.
-        data_parallel_sizes: ranks that share the sharded parts, by the optimizer's part:
-            ``{"dense": 4, "experts": 2}``, or ``{"model": 4}``.
+        owned: number of parameters whose states this rank's optimizer holds.
+        data_parallel_sizes: number of ranks that share the sharded parts, by the optimizer's
+            part: ``{"dense": 4, "experts": 2}``, or ``{"model": 4}``.
     """
 
     params: Part
@@ -75,7 +75,7 @@ class MeasuredBytes:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that share the sharded parts; of the first optimizer where there are several."""
+        """Number of ranks that share the sharded parts of the first optimizer."""
         return next(iter(self.data_parallel_sizes.values()))
 
     @property
@@ -92,9 +92,9 @@ class MeasuredBytes:
     def per_parameter(self) -> float:
         """Bytes per trainable parameter without data parallelism, padding excluded.
 
-        Replicated and sharded parts are each divided by the parameters they cover, so the
-        figure does not depend on the data-parallel size. ``frozen`` and ``other`` are left
-        out: neither grows with the trainable parameters.
+        Each part is divided by the number of parameters that it covers, so the figure does
+        not depend on the data-parallel size. ``frozen`` and ``other`` are left out: neither
+        grows with the trainable parameters.
         """
         return sum(self.parts[name].bytes_per_parameter for name in PER_PARAMETER)
 

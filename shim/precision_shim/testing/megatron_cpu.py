@@ -1,9 +1,9 @@
 """Real Megatron-core training on a CPU, for tests and demonstrations.
 
-Megatron-core asks for ``"cuda"`` by name in a hundred places but needs little of it: with
-the device names answered on its behalf, its real ``DistributedDataParallel`` and
-``DistributedOptimizer`` train a small GPT on a CPU, in one process or in several over
-gloo. Works with megatron-core 0.15.3 to 0.19.0 (2026-11).
+Megatron-core asks for ``"cuda"`` by name in a hundred places but needs little of it: once
+these names mean the CPU, its real ``DistributedDataParallel`` and ``DistributedOptimizer``
+train a small GPT on a CPU, in one process or in several over gloo. Works with megatron-core
+0.15.3 to 0.19.0 (2026-11).
 
 * :func:`megatron_on_cpu` is the whole harness, :func:`cuda_means_cpu` its torch-only part.
 * :func:`model_parallel` starts and stops the process group and Megatron's parallel state.
@@ -11,8 +11,8 @@ gloo. Works with megatron-core 0.15.3 to 0.19.0 (2026-11).
   Megatron's own helpers take it.
 
 What this is not: a way to learn about speed, memory, overlap of communication, CUDA
-kernels or their rounding. TransformerEngine's layers are absent; its optimizer can be
-stood in for (:mod:`precision_shim.testing.transformer_engine`).
+kernels or their rounding. TransformerEngine's layers are absent; for its optimizer there is a
+stand-in (:mod:`precision_shim.testing.transformer_engine`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _names_cuda(value: Any) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Answers every torch function as if ``"cuda"`` were another name of the CPU."""
+    """Runs every torch function as if ``"cuda"`` were another name of the CPU."""
 
     def __torch_function__(
         self,
@@ -96,7 +96,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """Stands for ``torch.cuda.Stream`` and ``torch.cuda.Event``: everything is in order."""
+    """Stands for ``torch.cuda.Stream`` and ``torch.cuda.Event``: a CPU does all work in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream = 0
@@ -204,7 +204,7 @@ def megatron_on_cpu() -> Iterator[None]:
     Raises:
         ImportError: megatron-core is not installed.
     """
-    # Its import compiles functions, and torch.compile is to see torch.cuda as it is.
+    # Import Megatron before the patches: it compiles functions, which must see the real torch.cuda.
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
@@ -220,8 +220,8 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(cuda_means_cpu())
         stack.enter_context(_patched(tracker, {"add": remember, "fork": fork}))
         if not hasattr(moe_utils, "te_general_gemm"):
-            # The router asks whether it is None, but without TransformerEngine the name may
-            # not exist at all (megatron-core 0.16.1).
+            # The router compares te_general_gemm with None, but without TransformerEngine the
+            # name may not exist at all (megatron-core 0.16.1).
             stack.enter_context(_patched(moe_utils, {"te_general_gemm": None}))
         # Compiling Megatron's small functions for a CPU takes longer than training.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -245,10 +245,10 @@ def model_parallel(
 
     Args:
         world_size: number of processes.
-        rank: of this one, from 0.
+        rank: rank of this process, from 0.
         init_file: where the processes meet; may be None for one process.
-        seed: for torch's generator and Megatron's tracker.
-        parallel: for ``parallel_state.initialize_model_parallel``, for example
+        seed: seed of torch's generator and Megatron's tracker.
+        parallel: arguments of ``parallel_state.initialize_model_parallel``, for example
             ``tensor_model_parallel_size=2`` or ``expert_model_parallel_size=2``.
 
     Raises:
@@ -310,21 +310,21 @@ def tiny_gpt(
     of its models: verl's ``get_model`` wants it as ``transformer_config``.
 
     Args:
-        dtype: of the parameters: ``torch.bfloat16``, ``torch.float16`` or
-            ``torch.float32``. 16-bit models are converted by Megatron's
-            ``Float16Module``, which the caller or ``get_model`` wraps around.
-        num_layers: transformer layers.
+        dtype: dtype of the parameters: ``torch.bfloat16``, ``torch.float16`` or
+            ``torch.float32``. The caller or ``get_model`` wraps a 16-bit model in Megatron's
+            ``Float16Module``, which converts it.
+        num_layers: number of transformer layers.
         hidden_size: width of the model.
-        num_attention_heads: heads per layer.
-        vocab_size: tokens.
-        max_sequence_length: positions.
-        num_moe_experts: None for a dense model.
-        config: further fields of ``TransformerConfig``; they win over the ones above.
+        num_attention_heads: number of heads per layer.
+        vocab_size: number of tokens.
+        max_sequence_length: number of positions.
+        num_moe_experts: number of experts; None for a dense model.
+        config: further fields of ``TransformerConfig``; they replace the values above.
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which
-        returns a ``megatron.core.models.gpt.GPTModel`` with fp32 parameters, or
-        ``dtype`` ones where ``params_dtype`` decides.
+        returns a ``megatron.core.models.gpt.GPTModel`` with parameters in fp32, or in
+        ``dtype`` where Megatron builds them in ``params_dtype``.
 
     Raises:
         ImportError: megatron-core is not installed.

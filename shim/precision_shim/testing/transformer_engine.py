@@ -2,15 +2,15 @@
 
 Megatron-core's precision-aware optimizer needs exactly one thing of TransformerEngine,
 the class ``FusedAdam``. :func:`stand_in_transformer_engine` provides that one thing and
-takes it away again. Its layers (``TELinear`` and so on) are **not** stood in for:
+takes it away again. TransformerEngine's layers (``TELinear`` and so on) have **no** stand-in:
 ``import transformer_engine`` keeps failing where it failed before, so that Megatron's
-layer specs, attention and fp8 code go on believing what is true.
+layer specs, attention and fp8 code still find TransformerEngine missing.
 
 How: only the leaf module ``transformer_engine.pytorch.optimizers`` is put into
 ``sys.modules``. Python's ``from a.b.c import x`` looks for ``a.b.c`` there first and does
-not ask for its parents. Megatron modules that took the optimizer by value at import are
-given the stand-in, those imported later get it right after their import, and all get
-back what they had.
+not import its parents. Megatron modules that have imported the optimizer by value get the
+stand-in at once, modules imported later get it right after their import, and on exit all
+get their own values back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StandIn:
     """What is in force inside :func:`stand_in_transformer_engine`.
 
     Attributes:
-        version: the TransformerEngine version that Megatron is told.
+        version: the TransformerEngine version that Megatron sees.
         fused_adam: the class that stands for ``FusedAdam``.
         checked_by: ``"stand-in"``, or ``"transformer_engine"`` where the constructor of the
             real, installed ``FusedAdam`` decides what is legal.
@@ -64,7 +64,7 @@ def real_transformer_engine() -> tuple[str, type[Any]] | None:
         return None
     try:
         with warnings.catch_warnings():
-            # Its import warns about torch; the question here is only whether it works.
+            # TransformerEngine warns about torch; here it matters only whether the import works.
             warnings.simplefilter("ignore")
             import transformer_engine
             from transformer_engine.pytorch import optimizers
@@ -94,27 +94,27 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
 
     Inside, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD`` gives
     the stand-ins; the module carries ``__precision_shim_stand_in__ = True`` and
-    ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` answer
-    for ``version``, whether ``megatron.core`` was imported before, is imported inside, or
-    never. Everything is undone on exit, including in modules imported inside; optimizers
-    built inside go on working. Not to be nested in itself.
+    ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` report
+    ``version``, whether ``megatron.core`` was imported before or is imported inside.
+    Everything is undone on exit, including in modules imported inside; optimizers built
+    inside go on working. The context manager cannot be nested in itself.
 
     Where a real TransformerEngine is importable and ``version`` is None or equal to its
-    version, its own constructor is called (on a throw-away parameter, on the CPU) to judge
-    the arguments, and the stand-in does the rest, because the real ``step()`` needs a GPU.
-    :attr:`StandIn.checked_by` says which it is. Its layers are then there as well, and
-    Megatron knows.
+    version, the real constructor judges the arguments (on a throw-away parameter, on the
+    CPU), and the stand-in does the rest, because the real ``step()`` needs a GPU.
+    :attr:`StandIn.checked_by` says whose constructor judges. Megatron then finds the real
+    layers as well.
 
     Args:
-        version: 1.13 or newer; the rules of that release hold (bf16 moments from 2.3 on,
-            say). None: the installed version, else 2.11.0.
+        version: 1.13 or newer; the rules of that release hold, such as bf16 moments from 2.3
+            on. None: the installed version, else 2.11.0.
 
     Yields:
         A :class:`StandIn`.
 
     Raises:
-        ValueError: no stand-in for that version.
-        RuntimeError: one is already in force.
+        ValueError: there is no stand-in for ``version``.
+        RuntimeError: a stand-in is already in force.
     """
     if getattr(sys.modules.get(_LEAF), _MARK, False):
         raise RuntimeError("a stand-in for TransformerEngine is already in force")
@@ -156,7 +156,7 @@ def _leaf(stand_in: StandIn) -> types.ModuleType:
 
 
 def _checked_by(real_adam: type[Any], version: str) -> type[FusedAdam]:
-    """The stand-in for ``version`` with the real constructor in front of its own."""
+    """The stand-in for ``version``, whose constructor calls the real constructor first."""
     base = fused_adam_for(version)
     real_init: Callable[..., None] = real_adam.__init__
 
@@ -185,11 +185,11 @@ _Patch = Callable[[types.ModuleType, "_Undo"], None]
 
 
 def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
-    """What each Megatron module that holds TransformerEngine by value is given.
+    """The patches of the Megatron modules that import TransformerEngine's names by value.
 
     Read in megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names that a version lacks are
-    not added. Other users of TransformerEngine's optimizers either import them when they
-    are called, or want kernels (``multi_tensor_*``) that are not stood in for.
+    not added. Other Megatron modules either import TransformerEngine's optimizers when they
+    need them, or need kernels (``multi_tensor_*``), which have no stand-in.
     """
     values: dict[str, dict[str, Any]] = {
         "megatron.core.optimizer": {
@@ -226,8 +226,8 @@ def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Patches a Megatron module right after its import.
 
-    While such a module executes, the stand-in is out of sight: the module then binds what
-    it would bind without it, and that is what undoing has to bring back.
+    The stand-in is hidden while such a module executes, so that the module first binds the
+    values that it has without a stand-in; undoing restores these values.
     """
 
     def __init__(self, patches: dict[str, _Patch], undo: _Undo, leaf: types.ModuleType) -> None:
@@ -243,7 +243,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that the other finders have, with a loader that patches afterwards."""
+        """The other finders' spec, with a loader that patches the module after executing it."""
         if fullname not in self._patches or fullname in self._asking:
             return None
         self._asking.add(fullname)
@@ -283,7 +283,7 @@ class _PatchingLoader(importlib.abc.Loader):
         return self._inner.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        # What reads the loader later (inspect, pickle, resources) is to see the real one.
+        # inspect, pickle and resources read the loader later: they must see the real loader.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
@@ -294,17 +294,17 @@ class _PatchingLoader(importlib.abc.Loader):
 
 
 class _Undo:
-    """A stack of things to put back."""
+    """A stack of changes to undo."""
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], None]] = []
 
     def call(self, step: Callable[[], None]) -> None:
-        """Have ``step`` called on the way back."""
+        """Have ``everything`` call ``step``."""
         self._steps.append(step)
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
-        """``setattr`` that is undone; also right for inherited and missing attributes."""
+        """``setattr`` that ``everything`` undoes, also for inherited and missing attributes."""
         before = vars(owner).get(name, _MISSING)
 
         def back() -> None:
@@ -317,7 +317,7 @@ class _Undo:
         self._steps.append(back)
 
     def set_item(self, mapping: dict[str, Any], key: str, value: Any) -> None:
-        """``mapping[key] = value`` that is undone."""
+        """``mapping[key] = value`` that ``everything`` undoes."""
         before = mapping.get(key, _MISSING)
 
         def back() -> None:
@@ -330,6 +330,6 @@ class _Undo:
         self._steps.append(back)
 
     def everything(self) -> None:
-        """Put everything back, the newest first."""
+        """Undo all changes, the newest first."""
         while self._steps:
             self._steps.pop()()

@@ -1,5 +1,5 @@
-"""The lost-update meter: which share of an optimizer's updates rounding takes away.
+"""The lost-update meter: which share of an optimizer's updates is lost to rounding.
 
-``watch`` measures at a step, ``rules`` has what an optimizer would do without rounding,
-``sampling`` the elements that are looked at, ``lost`` the result, ``meters`` which model has one.
+``watch`` measures at a step, ``rules`` computes an optimizer's step without rounding, ``sampling``
+chooses the elements to measure, ``lost`` has the figures, ``meters`` the meter of each optimizer.
 """

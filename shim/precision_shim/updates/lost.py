@@ -1,6 +1,6 @@
 """Lost updates, as plain data: shares over an optimizer, for metrics, for JSON and for people.
 
-An update is lost where it was not zero and the stored number is the one that was there before.
+An update is lost if it was not zero and the stored number did not change.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 CODE = "updates-lost"
-"""Of the note that most of a parameter group's updates are lost."""
+"""Code of the note that most of a parameter group's updates are lost."""
 
 UNMEASURED = "updates-not-measured"
-"""Of the note that nothing here knows an optimizer's rule."""
+"""Code of the note that the meter does not know an optimizer's update rule."""
 
 TOO_MANY = 0.5
-"""Share of lost updates of the stored weights from which on an optimizer is as good as idle."""
+"""The meter warns above this share of lost updates of the stored weights."""
 
 METRICS = {
     "weights": "updates_lost",
     "exp_avg_sq": "updates_lost_exp_avg_sq",
     "rollout": "updates_lost_rollout",
 }
-"""What is measured, to its name among a framework's metrics."""
+"""Each measured share, with its name among a framework's metrics."""
 
 _TITLES = {"weights": "stored weights", "exp_avg_sq": "second moment", "rollout": "rollout copies"}
 _SHOWN = 8  # parameter groups in a table; Megatron makes up to six
@@ -31,13 +31,13 @@ _SHOWN = 8  # parameter groups in a table; Megatron makes up to six
 
 @dataclass(frozen=True)
 class Count:
-    """What became of a group's updates in the sample.
+    """How many of a group's updates in the sample were lost.
 
     Attributes:
         dtype: how the numbers are stored, such as ``"bf16"`` or ``"bf16+int16"``.
-        updates: number of elements whose update was not zero; of ``exp_avg_sq``, of those whose
-            update makes it smaller.
-        lost: number of those whose stored value did not change.
+        updates: number of elements whose update was not zero; for ``exp_avg_sq``, number of
+            elements that the update makes smaller.
+        lost: number of these elements whose stored value did not change.
     """
 
     dtype: str
@@ -46,7 +46,7 @@ class Count:
 
     @property
     def share(self) -> float:
-        """Of ``updates``, those that are lost."""
+        """``lost`` divided by ``updates``."""
         return self.lost / self.updates if self.updates else 0.0
 
 
@@ -58,10 +58,10 @@ class Group:
         group: its number in the optimizer.
         lr: learning rate of the step.
         elements: number of elements that the optimizer steps on this rank.
-        sampled: number of those that were looked at.
-        weights: of the weights that training continues from.
-        exp_avg_sq: of the second moment; ``None`` where the optimizer has none.
-        rollout: of the 16-bit copies that rollout engines get; ``None`` where there is none.
+        sampled: number of elements in the sample.
+        weights: counts for the weights that training continues from.
+        exp_avg_sq: counts for the second moment; ``None`` where the optimizer has none.
+        rollout: counts for the 16-bit copies that rollout engines get; ``None`` without copies.
     """
 
     group: int
@@ -75,11 +75,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Figures:
-    """What became of an optimizer's updates on this rank, at one step.
+    """How many of an optimizer's updates were lost on this rank, at one step.
 
     Attributes:
-        step: how many steps the optimizer had made since it is watched, this one included.
-        every: every so many steps are looked at.
+        step: number of the step, counted from when the meter was attached.
+        every: number of steps from one measurement to the next.
         groups: the parameter groups whose updates were not all zero.
     """
 
@@ -88,7 +88,7 @@ class Figures:
     groups: tuple[Group, ...]
 
     def share(self, name: str) -> float | None:
-        """The share over all groups, each with the weight of its elements.
+        """The share of lost updates over all groups, each group weighted by its elements.
 
         Args:
             name: ``"weights"``, ``"exp_avg_sq"`` or ``"rollout"``.
@@ -106,10 +106,10 @@ class Figures:
 
 
 def share(figures: Iterable[Figures], name: str) -> float | None:
-    """A share over several optimizers, each group with the weight of its elements.
+    """The share of lost updates over several optimizers, each group weighted by its elements.
 
     Args:
-        figures: theirs.
+        figures: the optimizers' figures.
         name: see ``Figures.share``.
     """
     updates = lost = 0.0
@@ -123,7 +123,7 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
 
 
 def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
-    """Shares for a framework's metrics; without those that nothing was measured for."""
+    """The measured shares, by their names among a framework's metrics."""
     found = {name: share(figures, name) for name in METRICS}
     return {f"{prefix}{METRICS[name]}": one for name, one in found.items() if one is not None}
 
@@ -132,7 +132,7 @@ def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
 
 
 def lines(updates: Mapping[str, Any]) -> Iterator[str]:
-    """What ``Figures.to_dict`` gave, as text."""
+    """The figures as lines of text, from the result of ``Figures.to_dict``."""
     yield f"updates lost to rounding, step {updates['step']}:"
     groups = updates["groups"]
     for one in groups[:_SHOWN]:
@@ -163,10 +163,10 @@ def _percent(count: Mapping[str, Any]) -> str:
 def findings(
     updates: Mapping[str, Any], part: str, where: str
 ) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
-    """The groups most of whose updates are lost, with the fields of a note about each.
+    """The groups that lost most of their updates, with the fields of a note about each.
 
     Args:
-        updates: what ``Figures.to_dict`` gave.
+        updates: the result of ``Figures.to_dict``.
         part: the part's name.
         where: framework and version, for messages.
     """

@@ -1,4 +1,4 @@
-"""Which optimizers' updates are watched in this process, and what was found of them."""
+"""The lost-update meters of this process, and the metrics that they give."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .watch import Meter
 
 _meters: weakref.WeakKeyDictionary[Any, Meter] = weakref.WeakKeyDictionary()
-"""By the torch optimizer whose steps are watched."""
+"""The meters, by the torch optimizer that each one watches."""
 
 
 def of(stepper: Any) -> Meter | None:
@@ -31,17 +31,17 @@ def drop(stepper: Any) -> None:
 
 
 def count() -> int:
-    """How many optimizers are watched."""
+    """How many meters measure."""
     return sum(meter.measures for meter in _meters.values())
 
 
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """The newest shares of lost updates of an optimizer, for a framework's metrics.
 
-    Reads nothing from a device. Empty before the first figures, and where nothing is watched.
+    Reads nothing from a device. Empty before the first figures, and for an unwatched optimizer.
 
     Args:
-        optimizer: a framework's, Megatron's (chained or single) or torch's; ``None`` for none.
+        optimizer: a framework's, Megatron's (chained or single) or torch's, or ``None``.
         prefix: goes before the names.
     """
     if not _meters:

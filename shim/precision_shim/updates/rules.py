@@ -1,11 +1,11 @@
 """What an optimizer would do to a sample of its parameters if nothing were rounded.
 
-Each rule is the optimizer's own, in fp64, from what it has in hand before a step: the stored
-weights, the stored states, and the gradients as it reads them. There is one for Adam and AdamW
-(torch's, TransformerEngine's and Apex's) and for torch's SGD. A class with a step of its own has
-no rule here, whatever it is derived from: what it does is not guessed.
+A rule computes the optimizer's own formula in fp64, from what the optimizer reads at a step: the
+stored weights, the stored states and the gradients. There are rules for Adam and AdamW (torch's,
+TransformerEngine's and Apex's) and for torch's SGD. A subclass that has its own ``step`` has no
+rule: the meter does not guess what it does.
 
-Nothing here waits for a device: hyperparameters may be tensors there, and stay tensors.
+Nothing here waits for a device: hyperparameters that are tensors on a device stay tensors.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ..precision.dtypes import name_of
 from ..precision.remainders import join_master
 
 _SCALED = (torch.float16, torch.uint8)
-"""Dtypes of FusedAdam's states that are stored as multiples of a scale."""
+"""FusedAdam stores a state of these dtypes as multiples of a scale."""
 
 
 class UnknownRuleError(Exception):
-    """Nothing here knows what an optimizer does; the message is a sentence about it."""
+    """There is no rule for an optimizer; the message says so in a sentence."""
 
 
 @dataclass
 class Sampled:
-    """A sample of one group's elements in fp64, each field of one length.
+    """A sample of one group's elements in fp64; all fields have the same length.
 
     Attributes:
         weights: as stored.
         gradient: as the optimizer reads it.
         states: by name; zeros where the first step will make them.
-        steps: how many steps there will have been, for each element.
+        steps: for each element, the number of the coming step.
     """
 
     weights: torch.Tensor
@@ -48,11 +48,11 @@ class Sampled:
 
 @dataclass
 class Ideal:
-    """What one step does where nothing is rounded.
+    """What one step does without rounding.
 
     Attributes:
-        update: of the weights.
-        exp_avg_sq: of the second moment; ``None`` where there is none.
+        update: change of the weights.
+        exp_avg_sq: change of the second moment; ``None`` where there is none.
     """
 
     update: torch.Tensor
@@ -85,7 +85,7 @@ def _sgd(sampled: Sampled, group: Mapping[str, Any], decoupled: bool) -> Ideal:
     gradient = gradient + group["weight_decay"] * sampled.weights
     if group["momentum"]:
         kept = sampled.states["momentum_buffer"] * group["momentum"]
-        # The first step takes the gradient whole.
+        # torch's SGD does not dampen the gradient in the first step.
         begun = (1 - group["dampening"]) * gradient
         buffer = kept + torch.where(sampled.steps > 1, begun, gradient)
         gradient = gradient + group["momentum"] * buffer if group["nesterov"] else buffer
@@ -93,13 +93,13 @@ def _sgd(sampled: Sampled, group: Mapping[str, Any], decoupled: bool) -> Ideal:
 
 
 class Rule:
-    """How one optimizer keeps its numbers, and what it does to them.
+    """How one optimizer stores its numbers, and how a step changes them.
 
     Args:
         optimizer: a torch optimizer.
 
     Raises:
-        UnknownRuleError: nothing here knows it.
+        UnknownRuleError: there is no rule for the optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -114,7 +114,7 @@ class Rule:
         ideal = _adam if self._fused else known.get(place)
         self._scaled: Mapping[str, torch.dtype] = getattr(optimizer, "name_to_dtype_map", {})
         if self._fused and not self._scaled and getattr(optimizer, "master_weights", False):
-            ideal = None  # Apex's, whose masters lie elsewhere
+            ideal = None  # Apex's FusedAdam keeps its masters elsewhere
         if ideal is None:
             raise UnknownRuleError(
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has a rule of its "
@@ -126,7 +126,7 @@ class Rule:
     def ideal(
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], sampled: Sampled
     ) -> Ideal:
-        """What the step that is about to come does to a sample where nothing is rounded."""
+        """What the coming step does to a sample without rounding."""
         return self._ideal(sampled, group, self._decoupled(optimizer, group))
 
     def _decoupled(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -137,7 +137,7 @@ class Rule:
     # -- what is stored ----------------------------------------------------------------------------
 
     def gradient(self, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The gradient that the next step reads; ``None`` where it leaves the parameter alone."""
+        """The gradient that the coming step reads; ``None`` if there is none or it is sparse."""
         decoupled = self._fused and getattr(optimizer, "use_decoupled_grad", False)
         found = getattr(parameter, "decoupled_grad", None) if decoupled else parameter.grad
         return None if found is None or found.is_sparse else found
@@ -163,9 +163,9 @@ class Rule:
     def steps(
         self, optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor, at: Taken
     ) -> torch.Tensor:
-        """How many steps there will have been after the next, for each element of a sample."""
+        """The number of the coming step, for each element of a sample."""
         state = optimizer.state.get(parameter, {})
-        if self._ideal is _sgd:  # counts none; it matters whether there was one
+        if self._ideal is _sgd:  # SGD counts no steps; the rule needs only "first or later"
             made: Any = int(state.get("momentum_buffer") is not None)
         else:
             made = group.get("step", 0) if self._fused else state.get("step", 0)
@@ -175,7 +175,7 @@ class Rule:
         return counted
 
     def weights(self, optimizer: Any, parameter: torch.Tensor, at: Taken) -> torch.Tensor:
-        """A sample of what training continues from, in fp64."""
+        """A sample of the weights that training continues from, in fp64."""
         kept = self._master(optimizer, parameter)
         master = optimizer.state.get(parameter, {}).get("master_param") if kept else None
         if master is None:
@@ -185,14 +185,14 @@ class Rule:
         return at(optimizer.get_unscaled_state(parameter, "master_param"))
 
     def stored(self, optimizer: Any, parameter: torch.Tensor) -> str:
-        """How that is stored, as a name."""
+        """How a parameter's weights are stored, such as ``"bf16+int16"``."""
         kept = self._master(optimizer, parameter)
         if kept == "remainder":
             return "bf16+int16"
         return name_of(optimizer.master_weight_dtype if kept else parameter.dtype)
 
     def _master(self, optimizer: Any, parameter: torch.Tensor) -> str:
-        # FusedAdam makes a master for an fp32 parameter too, and never updates that.
+        # FusedAdam makes a master for an fp32 parameter too, but never updates that master.
         if not self._fused or parameter.dtype is torch.float32:
             return ""
         if not getattr(optimizer, "master_weights", False):
@@ -202,25 +202,25 @@ class Rule:
 
 
 class Taken:
-    """Takes the same elements of each tensor of one parameter.
+    """Takes the same elements of a parameter, its gradient and its states.
 
     Args:
-        indices: which, in this rank's share; ``None`` for all.
-        count: how many.
+        indices: positions of the elements in this rank's share; ``None`` for all elements.
+        count: number of the elements.
     """
 
     def __init__(self, indices: torch.Tensor | None, count: int) -> None:
         self.indices, self.count = indices, count
 
     def raw(self, tensor: torch.Tensor) -> torch.Tensor:
-        """They, as they are stored; a copy."""
+        """A copy of the elements in their stored dtype."""
         flat = local(tensor).detach().reshape(-1)
         return flat.clone() if self.indices is None else flat.index_select(0, self.indices)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """They in fp64, which holds every number of a smaller dtype."""
+        """The elements in fp64, which holds every number of a smaller dtype."""
         return self.raw(tensor).double()
 
     def ones(self, like: torch.Tensor) -> torch.Tensor:
-        """As many ones."""
+        """A one in fp64 for each element, on the device of ``like``."""
         return torch.ones(self.count, dtype=torch.float64, device=local(like).device)

@@ -1,4 +1,4 @@
-"""Which elements of an optimizer are looked at: the same ones at every look."""
+"""Chooses the elements of an optimizer that the meter measures, the same each time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..auditing.reading import local
 from .rules import Taken
 
 MOST_ELEMENTS = 1 << 18
-"""Elements that are looked at on a rank, over all its optimizers."""
+"""Maximum number of elements that are measured on a rank, over all its optimizers."""
 
 MOST_TENSORS = 512
-"""Tensors that are looked at of one optimizer: each costs some twenty small kernels."""
+"""Maximum number of tensors measured of one optimizer: each costs some twenty small kernels."""
 
 
 def allot(sizes: Sequence[int], budget: int) -> list[int]:
-    """Divide a budget: each gets as much as the others, or all it can use."""
+    """Divide a budget equally; what a small size cannot use goes to the larger sizes."""
     found = [0] * len(sizes)
     smallest_first = sorted(range(len(sizes)), key=sizes.__getitem__)
     for place, which in enumerate(smallest_first):
@@ -30,18 +30,18 @@ def allot(sizes: Sequence[int], budget: int) -> list[int]:
 class Sample:
     """A fixed sample of an optimizer's elements on this rank.
 
-    Of each group as many as of the others, or all that there are; within a group one element at
-    random of each of as many stretches of equal length. The numbers are drawn by a generator of
-    their own: torch's stays where it is.
+    Each group gives the same number of elements, or all that it has. A group's elements are divided
+    into stretches of equal length, and the sample has a random element of each. A generator made
+    here draws the numbers: the state of torch's global generator does not change.
 
     Args:
         groups: the optimizer's parameters, by group.
-        budget: how many elements at most.
+        budget: maximum number of elements in the sample.
 
     Attributes:
-        budget: the same.
+        budget: as above.
         sizes: number of elements of each group on this rank.
-        taken: for each group what is taken of its parameters, by their number in it.
+        taken: for each group a ``Taken`` of each sampled parameter, by its number in the group.
     """
 
     def __init__(self, groups: Sequence[Sequence[torch.Tensor]], budget: int) -> None:
@@ -63,7 +63,7 @@ class Sample:
         ]
 
     def fits(self, groups: Sequence[Sequence[torch.Tensor]], budget: int) -> bool:
-        """Whether the parameters are those that it was drawn for, and where they were."""
+        """Whether budget, sizes and devices are those that the sample was drawn for."""
         return budget == self.budget and self._shapes == _shapes(groups)
 
 
@@ -99,7 +99,7 @@ def _draw(
     for number, place in enumerate(places):
         indices = drawn[cuts[number] : cuts[number + 1]] - bounds[number]
         if len(indices):
-            # Once, before the first look; the host does not wait for it.
+            # Copied once, before the first measurement; the host does not wait for the copy.
             device = local(parameters[place]).device
             found[place] = Taken(indices.to(device, non_blocking=True), len(indices))
     return found

@@ -1,9 +1,9 @@
 """``precision_shim.watch_updates``: how many of an optimizer's updates are rounded away.
 
-Every so many steps a sample of the stored numbers is taken before the optimizer's step and again
-after it, and held against what the optimizer's own rule does in fp64. What is counted goes to the
-host by a copy that nobody waits for, and is read at the beginning of a later step. Nothing that a
-step reads or writes is touched, and no number is drawn from torch's generators.
+Every so many steps the meter samples the stored numbers before and after the optimizer's step, and
+compares their change with what the optimizer's own formula gives in fp64. The counts go to the host
+by a copy that nothing waits for; the meter reads them at the beginning of a later step. The meter
+changes nothing that a step reads or writes, and draws nothing from torch's global generators.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class UpdateWatch:
         return [one.figures.to_dict() for one in self._meters if one.figures is not None]
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """The shares over all optimizers: ``updates_lost`` and those beside it.
+        """The shares of lost updates over all optimizers.
+
+        The names are ``updates_lost``, ``updates_lost_exp_avg_sq`` and ``updates_lost_rollout``.
 
         Args:
             prefix: goes before the names.
@@ -49,7 +51,7 @@ class UpdateWatch:
         return lost.metrics([one.figures for one in self._meters if one.figures], prefix)
 
     def remove(self) -> None:
-        """Watch no longer: take the hooks out."""
+        """Stop measuring: take the hooks out."""
         for one in self._meters:
             one.remove()
 
@@ -58,23 +60,23 @@ def watch_updates(model: Any, optimizer: Any, every: int = 50) -> UpdateWatch:
     """Measure how many of an optimizer's updates are rounded away.
 
     Every ``every`` steps, on a fixed sample of each parameter group (at most 2^18 elements on a
-    rank, over all optimizers), it finds the share of elements whose update was not zero and whose
-    stored value did not change: of the weights that training continues from, of ``exp_avg_sq``
-    where it should have become smaller, and of the 16-bit copies that rollout engines get. The
-    figures are there from the next step on, in the returned object, in ``audit(model, optimizer)``
-    and, where a framework's adapter reports them, in its metrics. More than half of a group's
-    updates lost is a warning. No step's result is changed, and the host waits for no device.
+    rank, over all optimizers), it counts the elements whose update was not zero and whose stored
+    value did not change: of the weights that training continues from, of ``exp_avg_sq`` where it
+    should have become smaller, and of the 16-bit copies that rollout engines get. From the next
+    step on the figures are in the returned object, in ``audit(model, optimizer)`` and, where a
+    framework's adapter reports them, in the framework's metrics. It warns if a group loses more
+    than half of its updates. It changes no step's result, and the host waits for no device.
 
-    ``precision_shim.uninstall()`` takes the hooks out, and so does ``remove()`` of what is
-    returned. A second call for an optimizer changes how often it is looked at.
+    ``precision_shim.uninstall()`` takes the hooks out, and so does the returned object's
+    ``remove()``. A second call for an optimizer only changes ``every``.
 
     Args:
-        model: as ``audit`` takes it; ``None`` for what the optimizer knows.
+        model: as ``audit`` takes it; ``None`` to read the optimizer alone.
         optimizer: as ``audit`` takes it.
-        every: look at every so many steps.
+        every: number of steps from one measurement to the next.
 
     Returns:
-        The figures, and the way to end it.
+        An object with the figures and with ``remove()``.
 
     Raises:
         AuditError: model or optimizer cannot be read.
@@ -104,11 +106,11 @@ def attach(
     """Watch the updates of an optimizer that was read; ``None`` for one that steps nothing.
 
     Args:
-        reading: what was read.
-        every: look at every so many steps.
-        model: its modules, for the dtype that they compute in.
+        reading: the optimizer's reading.
+        every: number of steps from one measurement to the next.
+        model: the model's modules, for their compute dtype.
         framework: as in ``looking.look``.
-        subject: which model.
+        subject: which model, such as ``"actor"``.
         on_figures: called with the meter when there are new figures.
     """
     if not reading.steppers:
@@ -122,7 +124,7 @@ def attach(
     names = (f"{where}, {subject}" if subject else where, reading.name)
     meter = Meter(stepper, every, names, _copies(reading, stepper, model), on_figures)
     meters.add(stepper, meter)
-    # What is called when all is undone must not keep the optimizer's tensors alive.
+    # A strong reference in this list would keep the optimizer's tensors alive until uninstall().
     weak = weakref.ref(meter)
     kept.at_clear(lambda: None if (one := weak()) is None else one.remove())
     return meter
@@ -157,9 +159,9 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 
 
 def _computed_in(model: Any) -> torch.dtype:
-    """The dtype that FSDP computes fp32 parameters in; bf16, as rollout engines have it, else."""
+    """FSDP's 16-bit compute dtype; where it has none, bf16, which rollout engines use."""
     for module in (module for chunk in _chunks(model) for module in chunk.modules()):
-        state = getattr(module, "_get_fsdp_state", None)  # FSDP2; no public name
+        state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for it
         policy = getattr(state(), "_mp_policy", None) if callable(state) else None
         for mixed in (policy, getattr(module, "mixed_precision", None)):
             dtype = getattr(mixed, "param_dtype", None)
@@ -173,17 +175,18 @@ def _computed_in(model: Any) -> torch.dtype:
 
 @dataclass
 class _Before:
-    """What was taken of some tensors of one group before a step: all on one device.
+    """Samples of some tensors of one group before a step, all on one device.
 
     Attributes:
         group: number of the group.
-        tensors: the parameters, and what is taken of each.
-        copy: dtype of their copies for rollout engines.
-        updates: where the update is not zero.
+        tensors: the parameters, each with its ``Taken``.
+        copy: dtype of the parameters' copies for rollout engines; ``None`` without copies.
+        updates: whether the update is not zero, for each element.
         weights: the stored weights.
-        decays: where the second moment becomes smaller; ``None`` without one, here and below.
-        exp_avg_sq: the second moment as stored.
-        copies: the copies.
+        decays: whether the update makes the second moment smaller, for each element; ``None``
+            without a second moment.
+        exp_avg_sq: the stored second moment; ``None`` without one.
+        copies: the copies for rollout engines; ``None`` without copies.
         lr: the step's learning rate.
     """
 
@@ -200,14 +203,14 @@ class _Before:
 
 @dataclass(frozen=True)
 class _Counted:
-    """What the numbers of one vector of counts are about.
+    """What one vector of counts describes.
 
     Attributes:
         group: number of the group.
-        sampled: how many elements were looked at.
+        sampled: number of elements in the sample.
         stored: how the weights are stored.
-        exp_avg_sq: how the second moment is; empty without one.
-        copy: dtype of the copies for rollout engines; empty without.
+        exp_avg_sq: dtype of the second moment; empty without one.
+        copy: dtype of the copies for rollout engines; empty without copies.
     """
 
     group: int
@@ -222,9 +225,9 @@ class _Pending:
     """Counts on their way to the host.
 
     Attributes:
-        step: whose.
-        arriving: for each device the host's tensor, the event that it is complete, and what its
-            rows are about.
+        step: number of the measured step.
+        arriving: for each device the tensor on the host, the event that the copy to it is
+            complete, and a description of each row.
     """
 
     step: int
@@ -232,25 +235,25 @@ class _Pending:
 
     @property
     def is_there(self) -> bool:
-        """Whether all have arrived; waits for nothing."""
+        """Whether all counts have arrived; does not wait."""
         return all(event is None or event.query() for _, event, _ in self.arriving)
 
 
 class Meter:
-    """Watches one torch optimizer's steps; lives in its hooks.
+    """Measures one torch optimizer's steps, in step hooks of that optimizer.
 
     Args:
         stepper: the optimizer.
-        every: look at every so many steps.
+        every: number of steps from one measurement to the next.
         names: framework and version, and the part's name, for messages.
         copies: dtypes of the copies for rollout engines.
-        on_figures: called when there are new figures; without it the meter warns itself.
+        on_figures: called with the meter when there are new figures.
 
     Attributes:
         every: as above.
         names: as above.
-        figures: the newest; ``None`` before there are some.
-        unmeasured: why there will be none; empty where there will.
+        figures: the newest figures; ``None`` before the first.
+        unmeasured: why the meter does not measure; empty while it does.
     """
 
     def __init__(
@@ -282,11 +285,11 @@ class Meter:
 
     @property
     def measures(self) -> bool:
-        """Whether it looks at steps."""
+        """Whether the meter measures steps."""
         return not self.unmeasured
 
     def remove(self) -> None:
-        """Take the hooks out. Not from within a step: torch walks through them there."""
+        """Take the hooks out. Never call it within a step: torch loops over the hooks there."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -295,7 +298,7 @@ class Meter:
             meters.drop(stepper)
 
     def _give_up(self, reason: str) -> None:
-        # The hooks stay: one that takes itself out breaks torch's loop over the others.
+        # The hooks stay registered: removing one here would break torch's loop over the hooks.
         self.unmeasured = reason
         self._before, self._pending, self._sample = [], None, None
         tell(f"{', '.join(self.names)}: lost updates are not measured: {reason}")
@@ -362,14 +365,14 @@ class Meter:
     def _copy(self, group: int, place: int) -> torch.dtype | None:
         try:
             return self._copies[group][place]
-        except IndexError:  # a group or a parameter that was added since
+        except IndexError:  # a group or a parameter that was added after attach()
             return None
 
     def _sampled(
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # GradScaler has a fused step unscale
+        scale = getattr(optimizer, "grad_scale", None)  # GradScaler: a fused step unscales
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:
@@ -397,7 +400,7 @@ class Meter:
         copy: torch.dtype | None,
         weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """The copies: the parameters themselves, or what they are made from, rounded."""
+        """The copies for rollout engines: parameters of that dtype, or the rounded weights."""
         if copy is None:
             return None
         if all(parameter.dtype is copy for parameter, _ in tensors):
@@ -429,7 +432,7 @@ class Meter:
             if device.type != "cpu":
                 there = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
                 counts = there.copy_(counts, non_blocking=True)
-                module = getattr(torch, device.type)  # torch.cuda, and others of that shape
+                module = getattr(torch, device.type)  # torch.cuda, or another device's module
                 event = module.Event()
                 event.record(module.current_stream(device))
             arriving.append((counts, event, about))
@@ -452,7 +455,7 @@ class Meter:
             stale = (one.updates & (copies == one.copies)).sum()
         lost_ones = (one.updates & (weights == one.weights)).sum()
         counts = torch.stack([one.updates.sum(), lost_ones, decays, stuck, stale]).double()
-        overflow = getattr(optimizer, "found_inf", None)  # a fused step skips on the device
+        overflow = getattr(optimizer, "found_inf", None)  # a fused step skips by this flag
         if overflow is not None:
             counts = counts * (overflow == 0)
         return torch.cat([counts, counts.new_ones(1) * one.lr])
@@ -482,7 +485,7 @@ class Meter:
             for numbers, one in zip(counts.tolist(), about, strict=True):
                 rows.setdefault(one.group, []).append((numbers, one))
         groups = [_group(number, sizes[number], some) for number, some in sorted(rows.items())]
-        # A step that was skipped updates nothing: what was known before stays.
+        # A skipped step updates nothing: keep the figures of the step before.
         moved = tuple(
             one
             for one in groups
@@ -504,13 +507,13 @@ class Meter:
 
 
 def _captures() -> bool:
-    """Whether the step becomes a CUDA graph; asking for an event would end the capture."""
+    """Whether a CUDA graph is being captured; querying an event would end the capture."""
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return begun and torch.cuda.is_current_stream_capturing()
 
 
 def _plain(args: Any, kwargs: Any) -> bool:
-    """Whether a step's gradients are there before it: no closure, no scaler of its own."""
+    """Whether the step got no closure and no scaler: both change the gradients in the step."""
     given = (*args[1:], *kwargs.values())  # the optimizer comes first
     return all(one is None for one in given)
 
@@ -540,7 +543,7 @@ def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counte
 
 
 def tell(text: str) -> None:
-    """Warn; where warnings are errors, which are meant for problems, say it."""
+    """Warn; where the user has turned warnings into errors, only print the text."""
     try:
         _journal.warn(text, stacklevel=None)
     except PrecisionShimWarning:
