@@ -56,7 +56,7 @@ def judge(path: Path, framework: str, python: Path) -> int:
     """Print the report of a path for one framework."""
     print(f"\n## {path.name}, in {python.parents[1].name}\n", flush=True)
     command = [str(python), "-m", "precision_shim", "doctor", "--against", str(path)]
-    sources = os.pathsep.join([str(ROOT / "shim"), str(ROOT / "shim"), str(ROOT / "adapters")])
+    sources = os.pathsep.join([str(ROOT / "shim"), str(ROOT / "adapters")])
     done = subprocess.run(
         [*command, "--framework", framework],
         env={**os.environ, "PYTHONPATH": sources},

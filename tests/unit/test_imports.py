@@ -183,7 +183,6 @@ def test_the_core_names_no_field_of_megatrons_config():
         for name, path in FILES.items()
         if name.startswith("precision_shim.")
         and not name.startswith(("precision_shim.testing", "precision_shim.cli.demo"))
-        and not name.startswith("precision_shim.cli._demo")
         for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(word, (ast.Constant, ast.Attribute, ast.keyword))
         for field in FIELDS

@@ -13,6 +13,7 @@ import torch
 
 import precision_shim
 from precision_shim.cli import main
+from precision_shim.errors import AuditError, SeamError
 from precision_shim.process import registry as _registry
 
 from ..unit.checkpoints.written import distributed
@@ -26,7 +27,7 @@ from precision_shim.auditing.reading import Reading
 from precision_shim.checkpoints.layout import EXACT, Outcome
 from precision_shim.planning.request import Request
 from precision_shim.planning.shapes import Model, Weight
-from precision_shim_adapters.fp16.plan import Asked
+from precision_shim_adapters.fp16.plan import ShardedModel
 
 
 def resume(part, here):
@@ -35,7 +36,7 @@ def resume(part, here):
 
 def plan(job):
     model = Model((Weight("weight", (4, 4)),))
-    asked = Asked("learner", model, 2, "fp32")
+    asked = ShardedModel("learner", model, 2, "fp32")
     return Request("thirdfsdp", "1.0", 2, (asked,), notes=("by thirdfsdp's own plan",))
 
 
@@ -127,6 +128,39 @@ def test_what_a_broken_adapter_does_not_say(monkeypatch: pytest.MonkeyPatch) -> 
     found = _registry.records()
     assert found["thirdfsdp"].checkpoints is None
     assert found["tinyfsdp"].checkpoints is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("seams=None", "cannot be read"),
+        ("checkpoints={'steps': r'step-(\\d+)'}", "a dict, allowed: precision_shim.adapting"),
+        ("checkpoints=Checkpoints(r'step_[0-9]+')", "has 0 groups, allowed: one"),
+        ("checkpoints=Checkpoints(r'step_(')", "is no regular expression"),
+        ("checkpoints=Checkpoints(r'step_(.)', models='learner')", "allowed: a tuple of names"),
+    ],
+)
+def test_a_wrong_adapter_spoils_no_others_command(
+    wrong: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (tmp_path / "site/thirdfsdp_shim.py").open("a") as file:
+        file.write(f"ADAPTER = replace(ADAPTER, {wrong})\n")
+    with pytest.raises(SeamError, match=r"thirdfsdp: .*Correct the adapter") as error:
+        _registry.entries()["thirdfsdp"].load()
+    assert told in str(error.value)
+    distributed(tmp_path / "run/global_step_5/actor")
+    command("checkpoint", str(tmp_path / "run"), "--json")
+    (part,) = json.loads(capsys.readouterr().out)["parts"]
+    assert part["framework"] == "verl"
+    with pytest.raises(AuditError):
+        precision_shim.audit(torch.nn.Linear(2, 2), object())
+
+
+def test_an_adapter_that_failed_once_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as half:
+        half.setitem(sys.modules, "tinyfsdp_shim", SimpleNamespace())  # type: ignore[arg-type]
+        assert _registry.records()["thirdfsdp"].checkpoints is None
+    assert _registry.records()["thirdfsdp"].checkpoints is not None
 
 
 def test_the_start_loads_no_adapter() -> None:

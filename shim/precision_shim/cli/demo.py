@@ -27,7 +27,9 @@ def register(commands: Commands) -> None:
         "verl's own functions; measured from the tensors. Exit status 0: the effect is what was "
         "promised; 1: it is not; 2: the demo cannot run here.",
     )
-    root = _clone()
+    # The list of commands must run no code of the directory that it is asked for in: the clone's
+    # code is imported only where demo is the command, and then it is registered alone.
+    root = None if len(commands.choices or ()) > 1 else _clone()
     if root is None:
         parser.set_defaults(any_options=True)
         return

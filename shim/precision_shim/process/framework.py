@@ -60,6 +60,25 @@ class Checkpoints(_Record):
         )
 
 
+def _wrong(checkpoints: object) -> str:
+    import re
+
+    if checkpoints is None:
+        return ""
+    if not isinstance(checkpoints, Checkpoints):
+        kind = type(checkpoints).__name__
+        return f"a {kind}, allowed: precision_shim.adapting.Checkpoints"
+    if not isinstance(checkpoints.models, tuple):
+        return f"models={checkpoints.models!r}, allowed: a tuple of names"
+    try:
+        groups = re.compile(checkpoints.steps).groups
+    except (re.error, TypeError) as error:
+        return f"steps={checkpoints.steps!r} is no regular expression: {error}"
+    if groups != 1:
+        return f"steps={checkpoints.steps!r} has {groups} groups, allowed: one, the step's number"
+    return ""
+
+
 class Framework(_Record):
     """A framework, and how to find its adapter without importing it.
 
@@ -128,8 +147,8 @@ class Framework(_Record):
         """Import the adapter.
 
         Raises:
-            SeamError: the module cannot be imported or holds no ``Adapter``, or the adapter's
-                table names an unknown feature.
+            SeamError: the module cannot be imported or holds no ``Adapter``, the adapter's table
+                names an unknown feature or is no table of seams, or its ``checkpoints`` are wrong.
         """
         from ..errors import SeamError
         from ..seams import Adapter
@@ -149,7 +168,21 @@ class Framework(_Record):
                 f"{self.framework}: {self.adapter} is a {type(adapter).__name__}, allowed: "
                 "precision_shim.adapting.Adapter. Correct the entry point."
             )
-        adapter.check(FEATURES)
+        try:
+            adapter.check(FEATURES)
+        except SeamError:
+            raise
+        except Exception as error:
+            raise SeamError(
+                f"{self.framework}: the seams of {self.adapter} cannot be read: {error!r}. "
+                "Correct the adapter."
+            ) from error
+        wrong = _wrong(adapter.checkpoints)
+        if wrong:
+            raise SeamError(
+                f"{self.framework}: the checkpoints of {self.adapter}: {wrong}. "
+                "Correct the adapter."
+            )
         return adapter
 
     def as_said(self) -> "Framework":

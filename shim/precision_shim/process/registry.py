@@ -59,21 +59,27 @@ def records(*, third_party: bool = True) -> "dict[str, Framework]":
     import sys
 
     ours = entries(third_party=False)
+    if not third_party:
+        return ours
     path = tuple(sys.path)
-    if third_party and path not in _said:
-        found = {name: one for name, one in entries().items() if name not in ours}
-        _said.clear()
-        _said[path] = {name: _as_said(one) for name, one in found.items()}
-    return {**ours, **_said[path]} if third_party else ours
+    theirs = _said.get(path)
+    if theirs is None:
+        theirs = {name: one for name, one in entries().items() if name not in ours}
+        said = {name: _as_said(one) for name, one in theirs.items()}
+        theirs = {name: said[name] or one for name, one in theirs.items()}
+        if all(said.values()):  # one that failed may load later: its framework was half imported
+            _said.clear()
+            _said[path] = theirs
+    return {**ours, **theirs}
 
 
-def _as_said(entry: Framework) -> Framework:
+def _as_said(entry: Framework) -> "Framework | None":
     from ..errors import SeamError
 
     try:
         return entry.as_said()
     except SeamError:
-        return entry
+        return None
 
 
 def packages() -> "set[str]":
