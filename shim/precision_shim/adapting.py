@@ -1,4 +1,4 @@
-"""What an adapter may use: ``seam`` to declare, ``Call`` to act, settings and decisions.
+"""What an adapter may import: ``seam``, ``Call``, the settings, and ``decide`` to report a choice.
 
 Adapters translate between a framework's objects and the values that the rules take
 (``precision_shim.precision``); no adapter holds a rule. CONTRIBUTING.md shows how to write an

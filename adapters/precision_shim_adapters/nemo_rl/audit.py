@@ -98,8 +98,8 @@ def look_at(call: Call) -> Any:
 def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
     """Add the shares of lost updates to the metrics of a worker's ``train``.
 
-    Once per call and on rank 0: NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums
-    most of them over micro-batches and ranks.
+    Once per call and on rank 0, since NeMo-RL sums most metrics over micro-batches and ranks; as
+    lists in ``all_mb_metrics``, since NeMo-RL passes these on.
     """
     result = call.proceed()
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -98,7 +98,7 @@ def coerce_generator(config: Any) -> None:
 
 
 def generator_dtype_name(value: Any) -> Any:
-    """The name of the generator's dtype, for the trainer.
+    """torchtitan's own name of the generator's dtype, in which the trainer sends the weights.
 
     Raises:
         DtypeError: the name is unknown, or is ``auto``, so that vLLM would choose the dtype.

@@ -47,7 +47,7 @@ def make(trainer: Any, subject: str) -> ScaledTraining:
 
 
 def leave(name: str, own: Iterable[str], instead: str) -> None:
-    """Warn that the shim does not scale a trainer's float16 loss, since it has a loop of its own.
+    """Warn that the shim does not scale the float16 loss of a trainer with methods of its own.
 
     Args:
         name: the name of the trainer's class.

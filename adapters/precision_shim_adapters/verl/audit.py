@@ -91,7 +91,7 @@ def legacy(call: Call) -> Any:
     **_LEGACY,
 )
 def legacy_lost_updates(call: Call) -> Any:
-    """Add the shares of lost updates to the metrics of an update of 0.7.1's workers."""
+    """Add the shares of lost updates to the metrics that a legacy worker of verl 0.7.1 returns."""
     found = call.proceed()
     kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
     found.update(meters.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))

@@ -1,9 +1,9 @@
 """verl on Megatron in fp16: report a skipped step to verl as a step with grad norm NaN.
 
-verl raises ``NotImplementedError`` for every step that Megatron did not take: its engines in a
-method of their own, 0.7.1's legacy workers inline. verl also fails on a grad norm of None: the SFT
-trainer pops the missing key, and the trainers take the mean. verl's learning rate schedulers and
-counters count a skipped step too, as they do in verl's FSDP engines.
+verl raises ``NotImplementedError`` for every step that Megatron did not take: its engines in
+``optimizer_step``, 0.7.1's legacy workers in the function of the update itself. verl also fails on
+a grad norm of None: the SFT trainer on Ray pops ``grad_norm``, and the RL trainers take its mean.
+verl's learning rate schedulers and counters count a skipped step too, as in its FSDP engines.
 """
 
 from __future__ import annotations

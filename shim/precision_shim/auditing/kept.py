@@ -29,7 +29,7 @@ def name(stem: str) -> str:
 
 
 def put(of: int, audit: Audit) -> None:
-    """Keep an optimizer's audit in place of its last one."""
+    """Keep an optimizer's audit in place of its previous one."""
     _audits[of] = audit
 
 

@@ -47,7 +47,7 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """Number of elements of all of them."""
+        """Number of elements in all ``repeated`` parameters together."""
         return prod(self.shape) * self.repeated
 
 

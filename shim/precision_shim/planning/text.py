@@ -193,7 +193,7 @@ def _table(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def folded(text: str) -> list[str]:
-    """A text in lines that are not too long, indented."""
+    """A text wrapped to ``_WIDTH`` columns, indented."""
     return textwrap.wrap(
         text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )

@@ -1,4 +1,4 @@
-"""What would be in force in a process started here, read from source alone."""
+"""Which of the shim's features would act in a process started here, told from source alone."""
 
 from __future__ import annotations
 

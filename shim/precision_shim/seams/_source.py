@@ -58,7 +58,10 @@ class Source(Protocol):
     """Where ``look`` reads source."""
 
     def find(self, module: str) -> Callable[[], str | None] | None:
-        """A reader of a module's source, if it has any; ``None`` instead for no such module."""
+        """A function that returns a module's source, or ``None`` if it has none.
+
+        ``None`` itself where there is no such module.
+        """
 
 
 class Installed:

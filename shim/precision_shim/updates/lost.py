@@ -59,7 +59,8 @@ class Group:
         lr: learning rate of the step.
         elements: number of elements that the optimizer steps on this rank.
         sampled: number of elements in the sample.
-        weights: counts for the weights that training continues from.
+        weights: counts for the stored weights: the master weights where there are any, else the
+            parameters.
         exp_avg_sq: counts for the second moment; ``None`` where the optimizer has none.
         rollout: counts for the 16-bit copies that rollout engines get; ``None`` without copies.
     """

@@ -229,8 +229,8 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
 def check(framework: str, config: Any, model: Any) -> None:
     """Compare an OptimizerConfig with the live parameters and buckets; warn where they disagree.
 
-    An adapter calls it where its framework makes the optimizer, with a seam there for
-    ``grad-bucket-alignment``.
+    An adapter calls it from its seam where the framework makes the optimizer; one of that seam's
+    features must be ``grad-bucket-alignment``.
 
     Args:
         framework: the framework's name.

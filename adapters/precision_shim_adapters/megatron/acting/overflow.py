@@ -170,7 +170,8 @@ def answered(optimizer: Any, step: Callable[[], Any]) -> Any:
     account = _accounts.setdefault(optimizer, Account())
     account.scale = scale_of(scalers[0])
     successful, grad_norm, zeros = step()
-    # A step over 0.18's threshold on the gradient norm returns a norm; an overflow returns None.
+    # megatron-core 0.18 also fails a step over its threshold on the gradient norm, and returns
+    # the norm; an overflow returns None.
     skipped = not successful and grad_norm is None
     account.counter.note(skipped, account.scale)
     if skipped:

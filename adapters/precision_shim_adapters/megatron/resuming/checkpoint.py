@@ -139,8 +139,8 @@ def refuse_torchs_adam(
 
     Where neither TransformerEngine nor Apex is installed, Megatron steps with torch's Adam.
     Megatron's load asserts that a fresh optimizer has one step count, but it has none. An optimizer
-    that already has states lacks the loaded count in two sharding types and keeps its own in the
-    third.
+    that already has states does not get the loaded step count in two of the three sharding types,
+    and keeps its old step count in the third.
 
     Raises:
         CheckpointLayoutError: at a load, and in strict mode at a save.
