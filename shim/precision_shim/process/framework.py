@@ -68,8 +68,9 @@ def _wrong(checkpoints: object) -> str:
     if not isinstance(checkpoints, Checkpoints):
         kind = type(checkpoints).__name__
         return f"a {kind}, allowed: precision_shim.adapting.Checkpoints"
-    if not isinstance(checkpoints.models, tuple):
-        return f"models={checkpoints.models!r}, allowed: a tuple of names"
+    models: object = checkpoints.models
+    if not isinstance(models, tuple):
+        return f"models={models!r}, allowed: a tuple of names"
     try:
         groups = re.compile(checkpoints.steps).groups
     except (re.error, TypeError) as error:
