@@ -17,7 +17,14 @@ from .names import OFF, ON, VARIABLE
 
 PREFIX = VARIABLE
 
-FEATURES = ("dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling", "audit")
+FEATURES = (
+    "dtype-coercion",
+    "bf16-dispatch",
+    "grad-bucket-alignment",
+    "fp16-scaling",
+    "rollout-agreement",
+    "audit",
+)
 """Names of the features, in the order in which status and documentation show them."""
 
 
@@ -103,6 +110,7 @@ TABLE: Mapping[str, Setting] = {
     for row in (
         Setting("optimizer_states", "auto", _choice("auto", "follow-model", "as-configured")),
         Setting("grad_bucket", "unless-set", _choice("unless-set", "align")),
+        Setting("rollout", "tell", _choice("tell", "follow")),
         Setting("loss_scale_init", 65536.0, _number(0.0, above=True)),
         Setting("growth_interval", 400, _whole(1)),
         Setting("growth_factor", 2.0, _number(1.0, above=True)),

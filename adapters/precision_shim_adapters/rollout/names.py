@@ -1,0 +1,46 @@
+"""The dtype names that a rollout engine's key may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+
+def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("auto",)) -> str:
+    """The name to hand to an engine for what a user wrote.
+
+    Args:
+        value: the config's value: a name in any spelling of ``precision.names``, or a dtype.
+        key: the config's key.
+        where: framework and version.
+        also: names that are no dtypes and that this key takes as they are.
+
+    Returns:
+        ``"float16"``, ``"bfloat16"``, ``"float32"``, or a name of ``also``.
+
+    Raises:
+        DtypeError: the value is none of these. The engine's own error comes from another process,
+            and names no key.
+    """
+    text = str(value).strip().lower()
+    if text in also:
+        return text
+    dtype = value if isinstance(value, torch.dtype) else parse_dtype(text)
+    name = "" if dtype is None else ENGINE_NAMES.get(name_of(dtype), "")
+    if not name:
+        allowed = (
+            "fp16/half/float16, bf16/bfloat16, fp32/float/float32, in any case, also with the "
+            "prefix 'torch.'"
+        )
+        others = f"; and {', '.join(also)}" if also else ""
+        raise DtypeError(
+            f"{where}: {key}={value!r} is no dtype that a rollout engine computes in; allowed: "
+            f"{allowed}{others}. Correct {key}.",
+            key=key,
+        )
+    return name

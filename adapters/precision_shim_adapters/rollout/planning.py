@@ -1,0 +1,43 @@
+"""The two sides of a job in ``precision-shim plan``: what the driver will say, from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from precision_shim.planning.record import Problem
+from precision_shim.precision.agreement import Engine, compare
+from precision_shim.process.settings import Settings
+
+from .telling import FEATURE, FOLLOWED, follows, message_of
+
+
+def problems_of(
+    where: str,
+    trainer: Engine,
+    others: Sequence[Engine],
+    settings: Settings,
+    *,
+    on: bool,
+    model_type: str = "",
+) -> tuple[list[Problem], list[str]]:
+    """What ``settle`` will warn of, as problems, and one note for each other engine.
+
+    Args:
+        where: framework and version.
+        trainer: the trained policy.
+        others: the job's other engines.
+        settings: the shim's settings for the job.
+        on: whether the feature is in force where the job starts; without it no key follows.
+        model_type: the model's type in its HF config; empty if it is not known.
+    """
+    problems, notes = [], []
+    for one in others:
+        if on and follows(trainer, one, model_type, settings["rollout"]):
+            one = replace(one, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
+        verdict = compare(trainer, one, model_type)
+        notes.append(f"{one.subject}: {FEATURE}: {verdict.chosen} ({verdict.because})")
+        if verdict.lost:
+            message, _, remedy = message_of(where, trainer, verdict).rpartition(". ")
+            problems.append(Problem("rollout-dtype", one.subject, one.key, message, remedy))
+    return problems, notes

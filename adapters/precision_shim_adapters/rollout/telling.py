@@ -1,0 +1,94 @@
+"""At a job's start: let other engines follow the trainer if asked, and say what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from precision_shim.adapting import current_settings, decide, warn
+from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.precision.agreement import (
+    ENGINE_NAMES,
+    FP8,
+    Engine,
+    Verdict,
+    compare,
+    refuses_fp16,
+)
+
+FEATURE = "rollout-agreement"
+
+Write = Callable[[Engine, str], None]
+"""Writes a name, such as ``"float16"``, to the key of an engine in the framework's config."""
+
+FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
+
+
+def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
+    """The name that another engine's key gets from ``PRECISION_SHIM_ROLLOUT``; empty for none.
+
+    Args:
+        trainer: the trained policy.
+        other: another engine of its job.
+        model_type: the model's type in its HF config; empty if it is not known.
+        rollout: the value of the setting.
+    """
+    asked = rollout == "follow" and not other.written and other.key
+    if not asked or other.computes in (trainer.computes, FP8):
+        return ""
+    if refuses_fp16(trainer.computes, other.subject, model_type):
+        return ""
+    return ENGINE_NAMES[trainer.computes]
+
+
+def settle(
+    where: str,
+    trainer: Engine,
+    others: Sequence[Engine],
+    write: Write | None = None,
+    model_type: str = "",
+) -> None:
+    """Decide for each engine of a job whether it agrees with the trainer, and say so.
+
+    Args:
+        where: framework and version, such as ``"verl 0.9.1"``.
+        trainer: the trained policy.
+        others: the job's other engines.
+        write: writes an engine's key under ``PRECISION_SHIM_ROLLOUT=follow``; ``None`` where the
+            framework has copied the config already.
+        model_type: the model's type in its HF config; empty if it is not known.
+
+    Raises:
+        UnsupportedPrecisionError: in strict mode, an fp16 trainer's engines disagree with it, or
+            the rollout engine refuses the model in fp16.
+    """
+    settings = current_settings()
+    framework, verdicts = where.split(" ", 1)[0], []
+    for one in others:
+        name = follows(trainer, one, model_type, settings["rollout"]) if write else ""
+        if write is not None and name:
+            write(one, name)
+            one = replace(one, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
+        verdicts.append(compare(trainer, one, model_type))
+    for verdict in verdicts:
+        decide(framework, verdict.engine.subject, FEATURE, verdict.chosen, verdict.because)
+    lost = [message_of(where, trainer, verdict) for verdict in verdicts if verdict.lost]
+    if lost and settings.strict:
+        raise UnsupportedPrecisionError("\n".join(lost))
+    for message in lost:
+        warn(message)
+
+
+def message_of(where: str, trainer: Engine, verdict: Verdict) -> str:
+    """What a user reads of a disagreement: what is there, why it matters, the line to write."""
+    other = verdict.engine
+    return (
+        f"{where}: the {trainer.subject} computes in {trainer.computes} ({trainer.key}), the "
+        f"{other.subject} in {other.computes} ({verdict.because}). {_way_out(trainer, verdict)}"
+    )
+
+
+def _way_out(trainer: Engine, verdict: Verdict) -> str:
+    if verdict.remedy:
+        return f"Write {verdict.remedy}, or leave the key out and set {FOLLOWED}."
+    return f"Train in bf16 ({trainer.key}), and let the {verdict.engine.subject} compute in bf16."

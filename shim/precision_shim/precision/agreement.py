@@ -1,0 +1,118 @@
+"""Whether two engines of one RL job compute in one precision: pure functions on names.
+
+An RL loss is a ratio of the trainer's and the rollout engine's probabilities, and its KL term one
+of the trainer's and the reference model's. Two engines that round differently disagree on every
+token, and the error that fp16 removes from one engine stays in the ratio (docs/both-sides.md has
+figures; the observation is from arXiv 2510.26788).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ENGINE_NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""A dtype's canonical name to the one that vLLM, SGLang and the frameworks' parsers all take."""
+
+AUTO, FP8 = "auto", "fp8"
+"""What an engine may be asked for besides a dtype: the checkpoint's own, or quantised weights."""
+
+NO_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
+"""``model_type`` of the models that vLLM refuses to run in fp16, because their activations overflow
+(``_FLOAT16_NOT_SUPPORTED_MODELS`` of its ``config/model.py``)."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine of a job, by what the job's config says.
+
+    Attributes:
+        subject: ``"actor"``, ``"policy"``, ``"ref"``, ``"rollout"``, ``"teacher"``, or another
+            name that the framework's users know.
+        computes: canonical name of the dtype that it computes in; ``AUTO``, or ``FP8``.
+        key: the config's key that says so.
+        written: whether the user wrote this value; a value that cannot be told from the
+            framework's default counts as written.
+        because: why ``computes`` is not what the key says; empty if it is.
+    """
+
+    subject: str
+    computes: str
+    key: str
+    written: bool = True
+    because: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a trainer and one other engine.
+
+    Attributes:
+        engine: the other engine.
+        agrees: whether both compute in one dtype.
+        lost: whether the disagreement takes from an fp16 trainer what its user chose fp16 for.
+        chosen: both dtypes, in words.
+        because: the reason, in words.
+        remedy: the line to write where they disagree; empty if no key makes them agree.
+    """
+
+    engine: Engine
+    agrees: bool
+    lost: bool
+    chosen: str
+    because: str
+    remedy: str = ""
+
+
+def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
+    """Compare a trainer with another engine of its job.
+
+    Args:
+        trainer: the trained policy; it computes in fp16, bf16 or fp32.
+        other: the rollout, the reference model or a teacher.
+        model_type: the model's type in its HF config; empty if it is not known.
+    """
+    whose, dtype = f"the {trainer.subject}'s {trainer.computes}", other.computes
+    source = other.because or other.key
+    if dtype == trainer.computes:
+        refused = refuses_fp16(dtype, other.subject, model_type)
+        if refused:
+            return Verdict(other, agrees=False, lost=True, chosen="fp16", because=refused)
+        return Verdict(
+            other,
+            agrees=True,
+            lost=False,
+            chosen=f"{dtype}, as the {trainer.subject}",
+            because=source,
+        )
+    half = trainer.computes == "fp16"
+    remedy = f"{other.key}={ENGINE_NAMES[trainer.computes]}" if other.key else ""
+    if dtype == FP8:
+        return Verdict(
+            other,
+            agrees=False,
+            lost=False,
+            chosen=f"fp8 beside {whose}",
+            because=f"{source}: its weights are rounded to fp8, so its probabilities differ",
+        )
+    if refuses_fp16(trainer.computes, other.subject, model_type):
+        remedy = ""
+    if dtype == AUTO:
+        chosen, reason = f"the checkpoint's dtype beside {whose}", "bf16 if the checkpoint is fp32"
+    else:
+        chosen, reason = f"{dtype} beside {whose}", _harm(other.subject, half=half)
+    return Verdict(other, False, half, chosen, f"{source}: {reason}", remedy)
+
+
+def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:
+    """Why vLLM refuses to start a rollout in fp16; empty if it does not."""
+    if dtype != "fp16" or subject != "rollout" or model_type not in NO_FP16:
+        return ""
+    return f"vLLM refuses to run {model_type} in fp16"
+
+
+def _harm(subject: str, *, half: bool) -> str:
+    kept = ", and the mismatch that fp16 removes stays" if half else ""
+    if subject == "rollout":
+        return f"the two round differently{kept}"
+    return "the two round differently, which adds to the KL term"
