@@ -21,6 +21,7 @@ from ..frameworks import VERL
 from ..megatron.acting import offload
 from . import (
     audit,
+    driver,
     engines,
     fsdp,
     fsdp_checkpoints,
@@ -44,6 +45,7 @@ ADAPTER = Adapter.of(
         "metrics": "all engines (metrics)",
         "tinker metrics": "all engines (Tinker's metrics)",
         "legacy metrics": "legacy workers (metrics)",
+        driver.GROUP: "driver (both sides)",
         "veomni engine": "VeOmni engine",
         "fsdp_turbo engine": "FSDP Turbo engine",
         "torchtitan engine": "torchtitan engine",
@@ -66,6 +68,7 @@ ADAPTER = Adapter.of(
         fsdp_checkpoints,
         engines,
         weights,
+        driver,
         audit,
     ),
 )

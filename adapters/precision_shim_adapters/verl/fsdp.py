@@ -295,9 +295,11 @@ def model_dtype(config: Any, section: str = "fsdp_config") -> torch.dtype:
     return own_dtype(value, f"{section}.model_dtype", versioned("verl"))
 
 
-def computed(config: Any, default: torch.dtype = torch.bfloat16) -> torch.dtype:
+def computed(
+    config: Any, default: torch.dtype = torch.bfloat16, section: str = "fsdp_config"
+) -> torch.dtype:
     """The dtype in which FSDP computes; verl reads it only from ``mixed_precision.param_dtype``."""
-    return mixed_dtypes(config).get("param_dtype", default)
+    return mixed_dtypes(config, section).get("param_dtype", default)
 
 
 def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config") -> torch.dtype:
@@ -316,6 +318,19 @@ def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config
     if torch.float16 in (own, mixed):
         return torch.float16
     return own if _get(config, "mixed_precision") is None else mixed
+
+
+def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype:
+    """The dtype of the matrix products of 0.7.1's actor and reference model.
+
+    An autocast to fp32 does nothing, and leaves the dtype of FSDP's parameters.
+
+    Raises:
+        DtypeError: verl does not know a name.
+    """
+    value = _get(config, "dtype") or "bfloat16"
+    own = own_dtype(value, f"{section}.dtype", versioned("verl"))
+    return computed(config, own, section) if own is torch.float32 else own
 
 
 def ignored(config: Any, computes: torch.dtype) -> list[str]:

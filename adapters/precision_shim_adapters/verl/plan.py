@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import look, version_of
+from precision_shim.adapting import look, version_of, versioned
 from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
 from precision_shim.planning.record import STATES, WEIGHTS, Problem
@@ -34,7 +34,8 @@ from ..megatron import PRECISION_AWARE, Wishes
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
-from . import fsdp, megatron, sections
+from ..rollout import FEATURE, model_type, problems_of
+from . import driver, fsdp, megatron, sections, sides
 
 _ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
@@ -47,9 +48,12 @@ def plan_job(job: Job) -> Request:
         PlanError: the config or a model cannot be read.
     """
     config = compose(job)
+    problems: list[Problem] = []
+    notes: list[str] = []
     if "actor_rollout_ref" in config:
         world, key = _gpus(config), "trainer.n_gpus_per_node x trainer.nnodes"
         models = tuple(_of_ppo(job, config, world, key))
+        problems, notes = _both_sides(job, config)
     elif "engine" in config and "optim" in config:
         world, key = _processes(job, config)
         models = (_of_sft(job, config, world, key),)
@@ -64,7 +68,26 @@ def plan_job(job: Job) -> Request:
         world,
         models,
         megatron=any(isinstance(one, MegatronModel) for one in models),
+        problems=tuple(problems),
+        notes=tuple(notes),
     )
+
+
+def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+    """Whether actor, reference model and rollout agree: as ``driver.compare_engines`` says it."""
+    directory, _, overrides = _named(job)
+    written = sides.written_by(overrides, own=sides.is_verls(str(directory)))
+    try:
+        sides.check_names(config)
+        found = sides.read_sides(config, written)
+    except DtypeError as error:
+        return [Problem.of(error, "", error.key)], []
+    if found is None:
+        return [], []
+    on = job.in_force(FEATURE, driver.GROUP)
+    kind = model_type(found.model)
+    where = versioned("verl")
+    return problems_of(where, found.trainer, found.others, job.settings, on=on, model_type=kind)
 
 
 def _where() -> str:

@@ -34,6 +34,7 @@ class Engine:
         written: whether the user wrote this value; a value that cannot be told from the
             framework's default counts as written.
         because: why ``computes`` is not what the key says; empty if it is.
+        prefix: what the framework's command line wants in front of the key, such as Hydra's "++".
     """
 
     subject: str
@@ -41,6 +42,7 @@ class Engine:
     key: str
     written: bool = True
     because: str = ""
+    prefix: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
             because=source,
         )
     half = trainer.computes == "fp16"
-    remedy = f"{other.key}={ENGINE_NAMES[trainer.computes]}" if other.key else ""
+    line = f"{other.prefix}{other.key}={ENGINE_NAMES[trainer.computes]}"
+    remedy = line if other.key else ""
     if dtype == FP8:
         return Verdict(
             other,

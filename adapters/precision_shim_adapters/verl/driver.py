@@ -1,0 +1,96 @@
+"""verl's driver: whether actor, reference model and rollout compute in one dtype.
+
+``auto_set_device`` is the first function that every entry point of verl calls on its config, in the
+driver, before Ray starts a worker and where Hydra still knows the user's overrides. A program that
+calls ``run_ppo`` by itself comes to ``validate_config``, up to 0.8 in the task runner.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+
+from ..resolving import plain
+from ..rollout import FEATURE, Engine, engine_name, model_type, settle
+from . import sides
+
+GROUP = "rollout"
+_HYDRAS = ("hydra", "schema")
+"""Hydra's own sources of configs."""
+
+
+@seam(
+    "verl.workers.config.rollout:RolloutConfig.__post_init__",
+    FEATURE,
+    group=GROUP,
+    why="vLLM ends on another spelling of a dtype in a server's process, and SGLang names no key",
+    delete_when="verl checks the name",
+    relies_on=("engine_kwargs",),
+)
+def name_dtype(call: Call) -> Any:
+    """Turn the dtype names of a rollout's config into those that the engines take.
+
+    Raises:
+        DtypeError: a name is no dtype.
+    """
+    config, where = call.instance, versioned("verl")
+    # The dataclass is frozen.
+    object.__setattr__(config, "dtype", engine_name(config.dtype, "rollout.dtype", where))
+    kwargs = {}
+    for name, inner in (config.engine_kwargs or {}).items():
+        value = inner.get("dtype") if hasattr(inner, "get") else None
+        if value is not None:
+            key = f"rollout.engine_kwargs.{name}.dtype"
+            kwargs[name] = {**inner, "dtype": engine_name(value, key, where)}
+    if kwargs:
+        object.__setattr__(config, "engine_kwargs", {**config.engine_kwargs, **kwargs})
+    return call.proceed()
+
+
+@seam(
+    feature=FEATURE,
+    group=GROUP,
+    at=[
+        {"target": "verl.utils.device:auto_set_device"},
+        {"target": "verl.utils.config:validate_config"},
+    ],
+    why="the rollout's and the reference model's dtypes have defaults of their own",
+    delete_when="verl compares them",
+)
+def compare_engines(call: Call, config: Any) -> Any:
+    """Say whether the job's engines agree; write the actor's dtype where the user asked for it.
+
+    Raises:
+        DtypeError: a key names no dtype.
+        UnsupportedPrecisionError: in strict mode, an fp16 actor's engines disagree with it.
+    """
+    if hasattr(config, "get") and config.get("actor_rollout_ref") is not None:
+        found, written = plain(config), _written()
+        sides.check_names(found)
+        job = sides.read_sides(found, written)
+        if job is not None:
+            kind = model_type(job.model)
+            settle(versioned("verl"), job.trainer, job.others, _writer(config), kind)
+    return call.proceed()
+
+
+def _writer(config: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    def write(engine: Engine, name: str) -> None:
+        OmegaConf.update(config, engine.key, name, force_add=True)
+
+    return write
+
+
+def _written() -> sides.Written:
+    """Which keys the user wrote: all of them where Hydra did not compose the config here."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized():
+        return sides.written_by((), own=False)
+    hydra = HydraConfig.get()
+    sources = [one for one in hydra.runtime.config_sources if one.provider not in _HYDRAS]
+    own = all(one.provider == "main" and sides.is_verls(one.path) for one in sources)
+    return sides.written_by(list(hydra.overrides.task), own=own)

@@ -1,0 +1,185 @@
+"""Read what the engines of a verl job compute in: the actor, the reference model, the rollout.
+
+The driver and ``precision-shim plan`` read a job's config with the same functions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import look, versioned
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ..rollout import AUTO, FP8, Engine, engine_name
+from . import fsdp
+
+ROLLOUT = "actor_rollout_ref.rollout"
+_MATRIX_PRODUCTS = "the dtype of verl's autocast, in which the matrix products run"
+
+Written = Callable[[str], bool]
+"""Tells whether the user wrote a key of the config."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The engines of a job.
+
+    Attributes:
+        trainer: the actor.
+        others: the reference model, the rollout and the teachers, if the job has them.
+        model: path of the actor's model.
+    """
+
+    trainer: Engine
+    others: tuple[Engine, ...]
+    model: str = ""
+
+
+def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
+    """The engines of a PPO job; ``None`` for a job without a rollout, or with another engine.
+
+    Args:
+        config: the job's config as plain data.
+        written: tells which keys the user wrote.
+
+    Raises:
+        DtypeError: a key names no dtype.
+    """
+    shared = _section(config, "actor_rollout_ref")
+    actor, rollout = _section(shared, "actor"), _section(shared, "rollout")
+    if not actor or not rollout:
+        return None
+    group = fsdp.group_of(_section(config, "trainer").get(fsdp.WORKERS))
+    trainer = _of_role(actor, "actor", group, written)
+    if trainer is None:
+        return None
+    others = [*_reference(config, shared, group, written)]
+    others.append(_of_rollout(rollout, "rollout", ROLLOUT, written))
+    others += _teachers(config, written)
+    return Sides(trainer, tuple(others), str(_section(shared, "model").get("path") or ""))
+
+
+def check_names(config: Mapping[str, Any]) -> None:
+    """Check the dtype names of engines that no loss compares with the trainer.
+
+    Raises:
+        DtypeError: a key names no dtype.
+    """
+    model = _section(_section(config, "reward"), "reward_model")
+    for section, place in (
+        (_section(model, "rollout"), "reward.reward_model.rollout"),
+        (_section(_section(config, "reward_model"), "rollout"), "reward_model.rollout"),
+    ):
+        if model.get("enable") or _section(config, "reward_model").get("enable"):
+            _of_rollout(section, "reward model", place, lambda key: True)
+
+
+def written_by(overrides: Sequence[str], *, own: bool) -> Written:
+    """Tells which keys Hydra's overrides write.
+
+    Args:
+        overrides: the overrides, such as ``"actor_rollout_ref.rollout.dtype=float16"``.
+        own: whether the composed config is verl's own; in a user's config each key counts as
+            written.
+    """
+    heads = [one.partition("=")[0].lstrip("+~").rpartition("@")[2] for one in overrides]
+    return lambda key: not own or any(key == head or key.startswith(f"{head}.") for head in heads)
+
+
+def is_verls(path: str) -> bool:
+    """Whether a source of Hydra's configs belongs to verl: a directory, or a package's name."""
+    spec = importlib.util.find_spec("verl")
+    places = (spec.submodule_search_locations if spec else None) or ()
+    inside = os.path.join(os.path.realpath(path), "")
+    return path.startswith("verl.") or any(
+        inside.startswith(os.path.join(os.path.realpath(one), "")) for one in places
+    )
+
+
+# -- the trainer and the reference model -----------------------------------------------------------
+
+
+def _of_role(role: Mapping[str, Any], subject: str, group: str, written: Written) -> Engine | None:
+    """The engine of an actor or a reference model; ``None`` for an engine that the shim ignores."""
+    strategy, place = str(role.get("strategy") or "fsdp"), f"actor_rollout_ref.{subject}"
+    if strategy == "megatron":
+        section, key = _section(role, "megatron"), f"{place}.megatron.dtype"
+        dtype = parse_dtype(str(section.get("dtype") or "bfloat16")) or torch.bfloat16
+        return Engine(subject, name_of(dtype), key, written(key))
+    if strategy not in ("fsdp", "fsdp2"):
+        return None
+    section, key = _section(role, "fsdp_config"), f"{place}.fsdp_config"
+    mixed = f"{key}.mixed_precision.param_dtype"
+    if group == fsdp.LEGACY:
+        own = f"{key}.dtype"
+        dtype = fsdp.of_legacy_autocast(section, key)
+        because = f"{own}: {_MATRIX_PRODUCTS}"
+        return Engine(subject, name_of(dtype), own, written(own), because)
+    dtype = fsdp.computed(section, section=key)
+    if dtype is not torch.float32 and not _autocasts_in_param_dtype():
+        because = f"verl {fsdp.ENGINE}: it autocasts to bfloat16, whatever {mixed} says"
+        return Engine(subject, "bf16", "", because=because)
+    prefix = "" if _section(section, "mixed_precision") else "++"
+    return Engine(subject, name_of(dtype), mixed, written(mixed), prefix=prefix)
+
+
+def _autocasts_in_param_dtype() -> bool:
+    """From 0.8 the engine's autocast has FSDP's dtype; before, it was bfloat16 always."""
+    found = look(f"{fsdp.SHARDED}._build_fsdp_module")
+    return found.found and "_autocast_dtype" in found.names
+
+
+def _reference(
+    config: Mapping[str, Any], shared: Mapping[str, Any], group: str, written: Written
+) -> Iterator[Engine]:
+    actor, model = _section(shared, "actor"), _section(shared, "model")
+    kl = actor.get("use_kl_loss") or _section(config, "algorithm").get("use_kl_in_reward")
+    lora = model.get("lora_rank") or _section(model, "lora").get("rank")
+    if not kl or lora or model.get("lora_adapter_path"):  # with LoRA the actor is the reference
+        return
+    ref = _section(shared, "ref")
+    merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
+    engine = _of_role(merged, "ref", group, written)
+    if engine is not None:
+        yield engine
+
+
+# -- the rollout and the teachers ------------------------------------------------------------------
+
+
+def _of_rollout(section: Mapping[str, Any], subject: str, place: str, written: Written) -> Engine:
+    name = str(section.get("name") or "vllm")
+    inner = _section(_section(section, "engine_kwargs"), name)
+    key = f"{place}.engine_kwargs.{name}.dtype" if inner.get("dtype") else f"{place}.dtype"
+    value = inner.get("dtype") or section.get("dtype") or "bfloat16"
+    asked = engine_name(value, key, versioned("verl"))
+    quantised = str(inner.get("quantization") or section.get("quantization") or "")
+    if quantised:
+        return Engine(subject, FP8, key, because=f"{place}.quantization={quantised}")
+    dtype = None if asked == AUTO else parse_dtype(asked)
+    return Engine(subject, AUTO if dtype is None else name_of(dtype), key, written(key))
+
+
+def _teachers(config: Mapping[str, Any], written: Written) -> Iterator[Engine]:
+    distillation = _section(config, "distillation")
+    if not distillation.get("enabled"):
+        return
+    for name, teacher in _section(distillation, "teacher_models").items():
+        inference = _section(teacher, "inference") if isinstance(teacher, Mapping) else {}
+        if inference:
+            place = f"distillation.teacher_models.{name}.inference"
+            # verl's default refers to the rollout's dtype.
+            mine = written(f"{place}.dtype") or written(f"{ROLLOUT}.dtype")
+            engine = _of_rollout(inference, name, place, written)
+            yield replace(engine, written=engine.written or mine)
+
+
+def _section(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = section.get(key)
+    return found if isinstance(found, Mapping) else {}

@@ -1,0 +1,307 @@
+"""Actor, reference model and rollout of verl's jobs: what is said, and what the engines get."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.cli import main
+from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
+
+from .conftest import VERL
+
+pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6")
+
+DTYPES = ("fp16", "bf16", "fp32")
+ENGINE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+ROLLOUT, FSDP = "actor_rollout_ref.rollout", "fsdp_config"
+LEGACY = Version("0.8") > VERL
+"""0.7.1's default workers: they take the dtype of the matrix products from another key."""
+
+
+def side(role: str, dtype: str) -> list[str]:
+    """The overrides by which a role on FSDP computes in a dtype."""
+    place = f"actor_rollout_ref.{role}.fsdp_config"
+    mixed = f"+{place}.mixed_precision.param_dtype={dtype}"
+    return [f"{place}.dtype={ENGINE[dtype]}"] if LEGACY else [mixed]
+
+
+def key_of(role: str) -> str:
+    place = f"actor_rollout_ref.{role}.fsdp_config"
+    return f"{place}.dtype" if LEGACY else f"{place}.mixed_precision.param_dtype"
+
+
+@contextmanager
+def composed(words: Sequence[str], directory: Path | None = None, name: str = "") -> Iterator[Any]:
+    """The config as verl's entry point gets it, while Hydra knows the overrides."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import open_dict
+    from verl.trainer import config as shipped
+
+    place = str(directory or os.path.dirname(shipped.__file__))
+    with initialize_config_dir(place, version_base=None):
+        config = compose(name or "ppo_trainer", overrides=list(words), return_hydra_config=True)
+    HydraConfig.instance().set_config(config)
+    try:
+        with open_dict(config):
+            del config["hydra"]
+        yield config
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a driver said, and what the engines will get."""
+
+    told: tuple[str, ...]
+    chosen: dict[str, str]
+    rollout: str
+    config: Any
+
+
+def start(
+    words: Sequence[str], directory: Path | None = None, name: str = "", **on: Any
+) -> Started:
+    """What verl's ``main`` does with a config before Ray starts."""
+    precision_shim.install(frameworks=["verl"], **on)
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.device import auto_set_device  # the patched one
+
+    words = [f"{ROLLOUT}.name=vllm", *words]
+    with composed(words, directory, name) as config, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PrecisionShimWarning)
+        auto_set_device(config)
+        made = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    ours = tuple(str(one.message) for one in told if one.category is PrecisionShimWarning)
+    chosen = {
+        one.subject: one.chosen
+        for one in precision_shim.status().decisions
+        if one.feature == "rollout-agreement"
+    }
+    return Started(ours, chosen, made.dtype, config)
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    yield
+    precision_shim.uninstall()
+
+
+# verl's Megatron engine has no fp32.
+@pytest.mark.parametrize("rollout", DTYPES)
+@pytest.mark.parametrize(
+    ("strategy", "actor"),
+    [("fsdp", one) for one in DTYPES] + [("megatron", "fp16"), ("megatron", "bf16")],
+)
+def test_pairs_of_actor_and_rollout(strategy: str, actor: str, rollout: str) -> None:
+    words, name = [f"{ROLLOUT}.dtype={rollout}"], "ppo_trainer"
+    if strategy == "fsdp":
+        words += side("actor", actor)
+    else:
+        words.append(f"actor_rollout_ref.actor.megatron.dtype={ENGINE[actor]}")
+        name = "ppo_megatron_trainer"
+    made = start(words, name=name)
+    assert made.rollout == ENGINE[rollout]
+    if actor == rollout:
+        assert made.chosen == {"rollout": f"{rollout}, as the actor"}
+    else:
+        assert made.chosen == {"rollout": f"{rollout} beside the actor's {actor}"}
+    lost = actor == "fp16" != rollout
+    assert len(made.told) == lost
+    if lost:
+        assert f"Write {ROLLOUT}.dtype=float16" in made.told[0]
+        precision_shim.uninstall()
+        with pytest.raises(UnsupportedPrecisionError, match=r"dtype=float16"):
+            start(words, name=name, strict=True)
+
+
+@pytest.mark.parametrize("setting", ["tell", "follow"])
+@pytest.mark.parametrize("written", [None, "bf16"])
+@pytest.mark.parametrize("actor", DTYPES)
+def test_follow(actor: str, written: str | None, setting: str) -> None:
+    words = [*side("actor", actor), "actor_rollout_ref.actor.use_kl_loss=true"]
+    if written:
+        words += [f"{ROLLOUT}.dtype={written}", *side("ref", written)]
+    made = start(words, settings={"rollout": setting})
+    follows = setting == "follow" and not written
+    assert made.rollout == (ENGINE[actor] if follows else "bfloat16")
+    agree = follows or actor == "bf16"
+    assert all(("as the actor" in one) is agree for one in made.chosen.values())
+    assert set(made.chosen) == {"ref", "rollout"}
+    assert len(made.told) == (2 if actor == "fp16" and not agree else 0)
+    if follows and actor != "bf16":
+        from omegaconf import OmegaConf
+
+        assert OmegaConf.select(made.config, key_of("ref")) == ENGINE[actor]
+
+
+def test_the_reference_model_is_told_of_with_its_own_key() -> None:
+    words = [*side("actor", "fp16"), f"{ROLLOUT}.dtype=half"]
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    assert start(words).told == ()
+    precision_shim.uninstall()
+    (told,) = start([*words, kl]).told
+    line = told.partition("Write ")[2].partition(",")[0]
+    assert line.lstrip("+") == f"{key_of('ref')}=float16"
+    precision_shim.uninstall()
+    assert start([*words, kl, line]).told == ()
+    precision_shim.uninstall()
+    # With LoRA the actor without its adapters is the reference model.
+    assert start([*words, kl, "actor_rollout_ref.model.lora_rank=8"]).told == ()
+
+
+def test_a_users_own_config_counts_as_written(tmp_path: Path) -> None:
+    from verl.trainer import config as shipped
+
+    place = f"file://{os.path.dirname(shipped.__file__)}"
+    (tmp_path / "mine.yaml").write_text(
+        f"hydra:\n  searchpath:\n  - {place}\ndefaults:\n- ppo_trainer\n- _self_\n"
+    )
+    words, follow = side("actor", "fp16"), {"rollout": "follow"}
+    made = start(words, tmp_path, "mine", settings=follow)
+    assert made.rollout == "bfloat16"
+    assert len(made.told) == 1
+    precision_shim.uninstall()
+    assert start(words, settings=follow).rollout == "float16"
+
+
+@pytest.mark.parametrize(
+    ("spelling", "handed"),
+    [("half", "float16"), ("torch.bfloat16", "bfloat16"), ("FP32", "float32"), ("auto", "auto")],
+)
+def test_names(spelling: str, handed: str) -> None:
+    made = start([f"{ROLLOUT}.dtype={spelling}"])
+    assert made.rollout == handed
+    assert made.told == ()
+
+
+def test_wrong_names_end_in_the_driver() -> None:
+    for key in (f"{ROLLOUT}.dtype", f"+{ROLLOUT}.engine_kwargs.vllm.dtype"):
+        with pytest.raises(DtypeError, match=key.lstrip("+")) as caught:
+            start([f"{key}=flaot16"])
+        assert "flaot16" in str(caught.value)
+        precision_shim.uninstall()
+
+
+def test_engine_kwargs_go_over_the_key() -> None:
+    over = f"+{ROLLOUT}.engine_kwargs.vllm.dtype=half"
+    words = [*side("actor", "fp16"), over]
+    made = start(words)
+    assert made.told == ()
+    assert made.chosen == {"rollout": "fp16, as the actor"}
+    from verl.utils.config import omega_conf_to_dataclass
+
+    assert omega_conf_to_dataclass(made.config.actor_rollout_ref.rollout).engine_kwargs["vllm"] == {
+        **dict(made.config.actor_rollout_ref.rollout.engine_kwargs.vllm),
+        "dtype": "float16",
+    }
+
+
+def test_quantised_and_refused(tmp_path: Path) -> None:
+    words = side("actor", "fp16")
+    made = start([*words, f"{ROLLOUT}.quantization=fp8"])
+    assert made.chosen == {"rollout": "fp8 beside the actor's fp16"}
+    precision_shim.uninstall()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2"}))
+    words.append(f"actor_rollout_ref.model.path={tmp_path}")
+    for setting, name in (("tell", "half"), ("follow", "")):
+        more = [f"{ROLLOUT}.dtype={name}"] if name else []
+        made = start([*words, *more], settings={"rollout": setting})
+        (told,) = made.told
+        assert ("vLLM refuses to run gemma2 in fp16" in told) is bool(name)
+        assert "Train in bf16" in told
+        assert made.rollout == ("float16" if name else "bfloat16")
+        precision_shim.uninstall()
+
+
+def test_where_the_shim_does_not_act() -> None:
+    for features in (["fp16-scaling"], None):
+        if features:
+            precision_shim.install(frameworks=["verl"], features=features)
+        from verl.utils.config import omega_conf_to_dataclass
+        from verl.utils.device import auto_set_device
+
+        words = [*side("actor", "fp16"), f"{ROLLOUT}.dtype=half", f"{ROLLOUT}.name=vllm"]
+        with composed(words) as config:
+            auto_set_device(config)
+            made = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        assert made.dtype == "half"
+        assert not precision_shim.status().decisions
+        precision_shim.uninstall()
+
+
+def test_a_job_without_a_rollout() -> None:
+    from omegaconf import OmegaConf
+
+    precision_shim.install(frameworks=["verl"])
+    from verl.utils.device import auto_set_device
+
+    auto_set_device(OmegaConf.create({"engine": {"strategy": "fsdp"}, "optim": {}}))
+    assert not precision_shim.status().decisions
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rollout", "setting"), [(None, "follow"), (None, "tell"), *((one, "tell") for one in DTYPES)]
+)
+@pytest.mark.parametrize("actor", DTYPES)
+def test_the_plan_says_the_same(
+    capsys: pytest.CaptureFixture[str], actor: str, rollout: str | None, setting: str
+) -> None:
+    words = [*side("actor", actor), "actor_rollout_ref.actor.use_kl_loss=true"]
+    words += [f"{ROLLOUT}.dtype={rollout}"] if rollout else []
+    words.append(f"{ROLLOUT}.name=vllm")
+    made = start(words, settings={"rollout": setting})
+    line = ["python3", "-m", "verl.trainer.main_ppo", *words]
+    front = [f"PRECISION_SHIM_ROLLOUT={setting}", "PRECISION_SHIM=1"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--json", "--parameters", "1B", "--", *front, *line])
+    plan = json.loads(capsys.readouterr().out)
+    assert ended.value.code == (1 if plan["problems"] else 0)
+    problems = [one for one in plan["problems"] if one["code"] == "rollout-dtype"]
+    assert [f"{one['message']}. {one['remedy']}" for one in problems] == list(made.told)
+    for subject, chosen in made.chosen.items():
+        assert any(
+            note.startswith(f"{subject}: rollout-agreement: {chosen} (") for note in plan["notes"]
+        )
+
+
+# -- verl's own entry point ------------------------------------------------------------------------
+
+
+def launch(words: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m verl.trainer.main_ppo`` as a user does."""
+    return subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *words],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+@pytest.mark.slow
+def test_strict_ends_the_driver_before_ray_starts(tmp_path: Path) -> None:
+    words = [*side("actor", "fp16"), f"hydra.run.dir={tmp_path}"]
+    ended = launch(words, PRECISION_SHIM="strict")
+    assert ended.returncode == 1
+    assert f"Write {ROLLOUT}.dtype=float16" in ended.stderr
+    assert "Started a local Ray instance" not in ended.stderr + ended.stdout
