@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -257,6 +258,7 @@ def test_a_job_without_a_rollout() -> None:
 # -- the plan --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rollout", "setting"), [(None, "follow"), (None, "tell"), *((one, "tell") for one in DTYPES)]
 )
@@ -305,3 +307,43 @@ def test_strict_ends_the_driver_before_ray_starts(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert f"Write {ROLLOUT}.dtype=float16" in ended.stderr
     assert "Started a local Ray instance" not in ended.stderr + ended.stdout
+
+
+@pytest.mark.slow
+def test_the_task_runner_gets_what_the_driver_wrote(tmp_path: Path) -> None:
+    """verl's task runner, a Ray actor, prints the config that its workers will get."""
+    words = [
+        *side("actor", "fp16"),
+        f"{ROLLOUT}.name=vllm",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "trainer.n_gpus_per_node=1",
+        "ray_kwargs.ray_init.num_cpus=2",
+        f"hydra.run.dir={tmp_path}",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *words],
+        env={
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PRECISION_SHIM": "1",
+            "PRECISION_SHIM_ROLLOUT": "follow",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        assert run.stdout is not None
+        lines: list[str] = []
+        try:
+            for line in run.stdout:
+                lines.append(line)
+                if "TaskRunner" in line and "'dtype': 'float16'" in line:
+                    break
+        finally:
+            os.killpg(run.pid, signal.SIGTERM)
+            run.stdout.read()
+    assert "'dtype': 'float16'" in lines[-1], "".join(lines)
+    own = "[precision_shim] verl rollout: rollout-agreement: fp16, as the actor"
+    assert f"{own} (PRECISION_SHIM_ROLLOUT=follow)" in "".join(lines)

@@ -15,6 +15,7 @@ from precision_shim.precision.agreement import (
     compare,
     refuses_fp16,
 )
+from precision_shim.reporting.journal import decisions
 
 FEATURE = "rollout-agreement"
 
@@ -70,8 +71,11 @@ def settle(
             write(one, name)
             one = replace(one, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
         verdicts.append(compare(trainer, one, model_type))
+    said = {(one.subject, one.chosen) for one in decisions() if one.feature == FEATURE}
     for verdict in verdicts:
-        decide(framework, verdict.engine.subject, FEATURE, verdict.chosen, verdict.because)
+        # A framework may check its config twice, and finds there what was written the first time.
+        if (verdict.engine.subject, verdict.chosen) not in said:
+            decide(framework, verdict.engine.subject, FEATURE, verdict.chosen, verdict.because)
     lost = [message_of(where, trainer, verdict) for verdict in verdicts if verdict.lost]
     if lost and settings.strict:
         raise UnsupportedPrecisionError("\n".join(lost))
