@@ -208,7 +208,8 @@ def test_install_exports_what_it_was_told(exported):
         features=["-fp16-scaling"], frameworks=["toy"], strict=True,
         settings={"growth_interval": 7, "optimizer_states": "follow-model"})""") == {
         "PRECISION_SHIM": "1",  # strict is never exported
-        "PRECISION_SHIM_FEATURES": "dtype-coercion,bf16-dispatch,grad-bucket-alignment,audit",
+        "PRECISION_SHIM_FEATURES": "dtype-coercion,bf16-dispatch,grad-bucket-alignment,"
+        "rollout-agreement,audit",
         "PRECISION_SHIM_FRAMEWORKS": "toy",
         "PRECISION_SHIM_GROWTH_INTERVAL": "7",
         "PRECISION_SHIM_OPTIMIZER_STATES": "follow-model",
@@ -304,7 +305,8 @@ def test_run_sets_the_variables(environment):
     )
     assert dict(sorted(eval(done.stdout).items())) == {
         "PRECISION_SHIM": "strict",
-        "PRECISION_SHIM_FEATURES": "dtype-coercion,bf16-dispatch,grad-bucket-alignment,audit",
+        "PRECISION_SHIM_FEATURES": "dtype-coercion,bf16-dispatch,grad-bucket-alignment,"
+        "rollout-agreement,audit",
         "PRECISION_SHIM_GROWTH_INTERVAL": "7",
     }
 

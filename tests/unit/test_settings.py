@@ -14,11 +14,13 @@ from precision_shim.process.settings import FEATURES, TABLE, parse_features, res
 CHOICES = {
     "optimizer_states": ("auto", "follow-model", "as-configured"),
     "grad_bucket": ("unless-set", "align"),
+    "rollout": ("tell", "follow"),
     "log": ("quiet", "info", "debug"),
 }
 DEFAULTS = {
     "optimizer_states": "auto",
     "grad_bucket": "unless-set",
+    "rollout": "tell",
     "loss_scale_init": 65536.0,
     "growth_interval": 400,
     "growth_factor": 2.0,
@@ -61,6 +63,7 @@ BAD = [
     ("optimizer_states", "follow model", "follow-model"),
     ("grad_bucket", "always", "unless-set | align"),
     ("grad_bucket", True, "unless-set | align"),
+    ("rollout", "auto", "tell | follow"),
     ("audit_dir", 1, "a path"),
     ("audit_dir", None, "a path"),
     ("log", "warning", "quiet | info | debug"),

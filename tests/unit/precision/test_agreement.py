@@ -1,0 +1,57 @@
+"""Whether two engines of a job agree, on all pairs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, NO_FP16, Engine, compare
+
+DTYPES = tuple(ENGINE_NAMES)
+PAIRS = list(itertools.product(DTYPES, (*DTYPES, AUTO, FP8)))
+
+
+def engine(subject: str, computes: str, **fields: object) -> Engine:
+    return Engine(subject, computes, f"{subject}.dtype", **fields)
+
+
+@pytest.mark.parametrize(("trainer", "other"), PAIRS)
+@pytest.mark.parametrize("subject", ["rollout", "ref"])
+def test_pairs(subject: str, trainer: str, other: str) -> None:
+    found = compare(engine("actor", trainer), engine(subject, other))
+    assert found.agrees is (trainer == other)
+    assert found.lost is (trainer == "fp16" and other in ("bf16", "fp32", AUTO))
+    assert f"{subject}.dtype" in found.because
+    if found.agrees:
+        assert (found.chosen, found.remedy) == (f"{other}, as the actor", "")
+        return
+    assert found.chosen.endswith(f"beside the actor's {trainer}")
+    wanted = "" if other == FP8 else f"{subject}.dtype={ENGINE_NAMES[trainer]}"
+    assert found.remedy == wanted
+    kept = "the mismatch that fp16 removes stays" in found.because
+    assert kept is (found.lost and subject == "rollout" and other != AUTO)
+
+
+def test_the_line_to_write_has_the_prefix_that_the_command_line_wants() -> None:
+    other = engine("ref", "bf16", prefix="++")
+    assert compare(engine("actor", "fp16"), other).remedy == "++ref.dtype=float16"
+
+
+def test_an_engine_without_a_key_has_no_line_to_write() -> None:
+    found = compare(engine("actor", "fp16"), Engine("ref", "bf16", "", because="it autocasts"))
+    assert (found.remedy, found.lost) == ("", True)
+    assert found.because.startswith("it autocasts: ")
+
+
+@pytest.mark.parametrize("model_type", NO_FP16)
+def test_a_model_that_vllm_refuses_in_fp16(model_type: str) -> None:
+    trainer = engine("actor", "fp16")
+    same = compare(trainer, engine("rollout", "fp16"), model_type)
+    assert (same.agrees, same.lost, same.remedy) == (False, True, "")
+    assert same.because == f"vLLM refuses to run {model_type} in fp16"
+    lower = compare(trainer, engine("rollout", "bf16"), model_type)
+    assert (lower.lost, lower.remedy) == (True, "")
+    # The trainer's own framework runs the reference model.
+    assert compare(trainer, engine("ref", "fp16"), model_type).agrees
+    assert compare(engine("actor", "bf16"), engine("rollout", "bf16"), model_type).agrees

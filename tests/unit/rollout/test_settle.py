@@ -1,0 +1,127 @@
+"""What is said of a job's engines, what is written, and which names are taken."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
+from precision_shim.process.settings import resolve
+from precision_shim_adapters.rollout import AUTO, FP8, Engine, engine_name, problems_of, settle
+
+WHERE = "toyfw 1.0"
+TRAINER = {one: Engine("actor", one, "actor.dtype") for one in ("fp16", "bf16", "fp32")}
+
+
+def rollout(computes: str, *, written: bool = False) -> Engine:
+    return Engine("rollout", computes, "rollout.dtype", written)
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    yield
+    precision_shim.uninstall()
+
+
+def decided() -> list[str]:
+    return [one.chosen for one in precision_shim.status().decisions]
+
+
+CASES = list(itertools.product(TRAINER, ("fp16", "bf16", "fp32", AUTO, FP8), (True, False)))
+
+
+@pytest.mark.parametrize(("trainer", "computes", "written"), CASES)
+@pytest.mark.parametrize("setting", ["tell", "follow"])
+def test_follow_writes_where_nobody_wrote(
+    setting: str, trainer: str, computes: str, written: bool
+) -> None:
+    precision_shim.install(settings={"rollout": setting, "log": "quiet"})
+    wrote: list[tuple[str, str]] = []
+    asked = TRAINER[trainer], rollout(computes, written=written)
+    follows = setting == "follow" and not written and computes not in (trainer, FP8)
+    lost = trainer == "fp16" and computes not in ("fp16", FP8) and not follows
+
+    def act() -> None:
+        settle(WHERE, asked[0], asked[1:], lambda one, name: wrote.append((one.key, name)))
+
+    if lost:
+        with pytest.warns(PrecisionShimWarning, match=r"toyfw 1.0: the actor computes in fp16"):
+            act()
+    else:
+        act()
+    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    assert wrote == ([("rollout.dtype", names[trainer])] if follows else [])
+    (chosen,) = decided()
+    assert ("as the actor" in chosen) is (follows or computes == trainer)
+    problems, notes = problems_of(
+        WHERE, asked[0], asked[1:], resolve(settings={"rollout": setting}, environ={}), on=True
+    )
+    assert bool(problems) is lost
+    assert notes[0].startswith(f"rollout: rollout-agreement: {chosen} (")
+
+
+def test_strict_raises_with_every_engine_that_disagrees() -> None:
+    precision_shim.install(strict=True, settings={"log": "quiet"})
+    ref = Engine("ref", "bf16", "ref.dtype")
+    with pytest.raises(UnsupportedPrecisionError) as caught:
+        settle(WHERE, TRAINER["fp16"], [ref, rollout("bf16")], lambda one, name: None)
+    text = str(caught.value)
+    assert "Write ref.dtype=float16" in text
+    assert "Write rollout.dtype=float16" in text
+    assert len(decided()) == 2  # status() has them, too
+
+
+def test_strict_lets_a_bf16_trainers_choice_pass() -> None:
+    precision_shim.install(strict=True, settings={"log": "quiet"})
+    settle(WHERE, TRAINER["bf16"], [rollout("fp16")], None)
+    assert decided() == ["fp16 beside the actor's bf16"]
+
+
+def test_nothing_is_written_where_the_config_was_copied() -> None:
+    precision_shim.install(settings={"rollout": "follow", "log": "quiet"})
+    with pytest.warns(PrecisionShimWarning):
+        settle(WHERE, TRAINER["fp16"], [rollout("bf16")], None)
+    assert decided() == ["bf16 beside the actor's fp16"]
+
+
+def test_what_was_written_is_not_said_twice() -> None:
+    precision_shim.install(settings={"rollout": "follow", "log": "quiet"})
+    settle(WHERE, TRAINER["fp16"], [rollout("bf16")], lambda one, name: None)
+    settle(WHERE, TRAINER["fp16"], [rollout("fp16", written=True)], lambda one, name: None)
+    assert decided() == ["fp16, as the actor"]
+
+
+def test_the_plan_writes_nothing_where_the_feature_is_off() -> None:
+    settings = resolve(settings={"rollout": "follow"}, environ={})
+    asked = WHERE, TRAINER["fp16"], [rollout("bf16")], settings
+    assert problems_of(*asked, on=True)[0] == []
+    (problem,), _ = problems_of(*asked, on=False)
+    assert (problem.code, problem.key) == ("rollout-dtype", "rollout.dtype")
+    assert problem.remedy.startswith("Write rollout.dtype=float16")
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("fp16", "float16"),
+        (" Half ", "float16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("BF16", "bfloat16"),
+        ("float", "float32"),
+        (torch.float32, "float32"),
+        ("auto", "auto"),
+    ],
+)
+def test_names(value: object, name: str) -> None:
+    assert engine_name(value, "rollout.dtype", WHERE) == name
+
+
+@pytest.mark.parametrize("value", ["fp8", "flaot16", "", None, "int8", torch.int8, "fp64"])
+def test_wrong_names(value: object) -> None:
+    with pytest.raises(DtypeError, match=r"toyfw 1.0: rollout.dtype=.*allowed: .*; and auto"):
+        engine_name(value, "rollout.dtype", WHERE)
+    assert engine_name("fp8", "p", WHERE, also=("auto", "fp8")) == "fp8"
