@@ -41,6 +41,9 @@ class _NoArguments:
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let SkyRL find these names in vLLM, until the test ends."""
+    # Imported before: with a vLLM at hand it looks for more than these names.
+    import skyrl.backends.skyrl_train.inference_servers.utils  # noqa: F401
+
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"AsyncEngineArgs": _NoArguments},
         "vllm.config": {"WeightTransferConfig": lambda **fields: fields},

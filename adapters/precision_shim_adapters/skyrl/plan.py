@@ -41,12 +41,12 @@ def plan_job(job: Job) -> Request:
     Raises:
         PlanError: the config or a model cannot be read.
     """
-    config, passed_over = load(job)
+    config, passed_over, wrong = load(job)
     trainer = config.trainer
     place = trainer.placement
     world = int(place.policy_num_nodes) * int(place.policy_num_gpus_per_node)
     models = tuple(_models(job, trainer, world))
-    problems, told = _sides(job, config)
+    problems, told = (wrong, []) if wrong else _sides(job, config)
     return Request(
         "skyrl",
         version_of("skyrl", ("skyrl",)),
@@ -99,10 +99,11 @@ def _where() -> str:
     return f"skyrl {version_of('skyrl', ('skyrl',))}"
 
 
-def load(job: Job) -> tuple[Any, list[str]]:
+def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
     """The config of a job, with marks for what the user wrote, and the keys that it leaves out.
 
-    Only a user's own entry point may have overrides that SkyRL does not know.
+    Only a user's own entry point may have overrides that SkyRL does not know. Where the shim is on
+    in this process, it refuses wrong names of the engines' dtype here: they are problems.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -115,9 +116,17 @@ def load(job: Job) -> tuple[Any, list[str]]:
         ) from error
     words = [word for word in job.arguments if "=" in word]
     passed_over: list[str] = []
+    wrong: list[Problem] = []
     while True:
         try:
-            return _loaded(configs, job, words), passed_over
+            return _loaded(configs, job, words), passed_over, wrong
+        except DtypeError as error:
+            kept = [word for word in words if word.partition("=")[0] != error.key]
+            if kept == words:
+                raise PlanError(f"{_where()}, {job.target}: {said(error)}") from error
+            words = kept
+            wrong.append(Problem.of(error, "rollout", error.key))
+            continue
         except Exception as error:  # omegaconf and SkyRL raise several classes
             text = " ".join(str(error).split())
             unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
