@@ -21,7 +21,15 @@ from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedP
 from precision_shim.precision.dtypes import name_of
 
 from .conftest import SKYRL
-from .support import batch, build, fsdp_worker, train_config
+from .support import (
+    batch,
+    build,
+    equal_streams,
+    fsdp_worker,
+    train_config,
+    weights_rounded_once,
+    weights_sent,
+)
 from .test_pages import as_on_a_new_machine  # noqa: F401
 from .vllm_names import engine_dtype, put_in_place
 
@@ -191,6 +199,18 @@ def test_pairs_on_fsdp(
     if follow:
         monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
     assert planned(capsys, *words) == (warnings_, notes_of_decisions())
+
+
+def test_a_late_install_reaches_the_entry_point(shim: Any) -> None:
+    """It has imported the function by value."""
+    from skyrl.train.entrypoints import main_base
+
+    plain = main_base.validate_cfg
+    shim(export=False)
+    _, messages = warned(lambda: main_base.validate_cfg(train_config(*on_fsdp("fp16", NO_REF))))
+    assert len(messages) == 1
+    precision_shim.uninstall()
+    assert main_base.validate_cfg is plain
 
 
 def test_off_nothing_is_said_or_written() -> None:
@@ -554,31 +574,6 @@ def trained(checkpoint: Path) -> Any:
     return worker
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    gather = getattr(tensor, "full_tensor", None)
-    return (tensor if gather is None else gather()).detach().clone()
-
-
-def sent_by_fsdp(worker: Any, dtype: torch.dtype, *, grouped: bool) -> dict[str, torch.Tensor]:
-    """The stream of weights of SkyRL's own class."""
-    if Version("0.4") <= SKYRL:
-        from skyrl.backends.skyrl_train.weight_sync.sources import FsdpWeightSource
-
-        source = FsdpWeightSource(worker.model.model, dtype)
-        assert {one.dtype for one in source.metadata()} == {dtype}
-        return dict(source)
-    from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
-
-    extractor = FSDPWeightExtractor(
-        worker.model.model, group_by_module=grouped, batch_size_threshold_gb=1.0
-    )
-    return {
-        name: tensor
-        for chunk in extractor.extract_weights(dtype)
-        for name, tensor in zip(chunk.names, chunk.tensors, strict=True)
-    }
-
-
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_fsdps_weights_are_rounded_once(
@@ -586,13 +581,12 @@ def test_fsdps_weights_are_rounded_once(
 ) -> None:
     """SkyRL's own stream, which the shim leaves alone."""
     worker = trained(checkpoints["float32"])
-    expected = {name: whole(one).to(dtype) for name, one in worker.model.model.state_dict().items()}
-    off = sent_by_fsdp(worker, dtype, grouped=grouped)
+    expected = weights_rounded_once(worker, dtype)
+    off = weights_sent(worker, dtype, grouped=grouped)
     shim(export=False)
-    on = sent_by_fsdp(worker, dtype, grouped=grouped)
-    for stream in (off, on):
-        assert stream.keys() == expected.keys()
-        assert all(torch.equal(stream[name], one) for name, one in expected.items())
+    on = weights_sent(worker, dtype, grouped=grouped)
+    assert equal_streams(off, expected)
+    assert equal_streams(on, expected)
     if dtype is torch.float16:
         exact = [one.to(torch.bfloat16).to(one.dtype).eq(one).float().mean() for one in on.values()]
         assert min(exact) < 0.9, "a stream that went through bf16 would be exact"
@@ -632,8 +626,7 @@ def test_megatrons_weights_are_rounded_once(
             for chunk in extractor.extract_weights(dtype)
             for name, tensor in zip(chunk.names, chunk.tensors, strict=True)
         }
-    assert sent.keys() == expected.keys()
-    assert all(torch.equal(sent[name], one) for name, one in expected.items())
+    assert equal_streams(sent, expected)
 
 
 # -- the delta sync ------------------------------------------------------------------------------
