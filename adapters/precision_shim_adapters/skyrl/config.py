@@ -19,6 +19,7 @@ from typing import Any
 
 from precision_shim.adapting import Call, in_force, seam, versioned
 from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import ENGINE_NAMES
 
 from ..rollout import FEATURE as AGREEMENT
 from ..rollout import engine_name
@@ -249,6 +250,8 @@ def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
     Raises:
         DtypeError: the value names no dtype that an engine computes in.
     """
+    if isinstance(value, str) and value in ENGINE_NAMES.values():
+        return value  # asked often, and SkyRL's version takes milliseconds to find
     return engine_name(value, f"{section}.{key}", versioned("skyrl"))
 
 
