@@ -11,6 +11,7 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -18,6 +19,7 @@ import precision_shim  # noqa: E402
 from precision_shim.errors import ScalerCheckpointError  # noqa: E402
 from tests.skyrl import support  # noqa: E402
 from tests.skyrl.cpu import skyrl_on_cpu  # noqa: E402
+from tests.skyrl.vllm_names import put_in_place  # noqa: E402
 from tests.tiny_models import make_checkpoint  # noqa: E402
 
 RANK, FOLDER, CHECKPOINT = int(os.environ["RANK"]), Path(sys.argv[1]), Path(sys.argv[2])
@@ -113,6 +115,15 @@ def refused(worker: Any, path: str) -> str:
     raise AssertionError("the state was accepted")
 
 
+def one_stream(worker: Any) -> None:
+    """Each rank gets every weight whole, rounded once to the dtype of the inference engines."""
+    for dtype in (torch.float16, torch.bfloat16):
+        sent = support.weights_sent(worker, dtype)
+        assert support.equal_streams(sent, support.weights_rounded_once(worker, dtype))
+        sums = {name: float(one.double().sum()) for name, one in sent.items()}
+        assert len({str(one) for one in everywhere(sums)}) == 1
+
+
 os.environ.update(WORLD_SIZE="2", LOCAL_RANK="0")
 dist.init_process_group("gloo", init_method=f"file://{FOLDER / 'meet'}", rank=RANK, world_size=2)
 import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker  # noqa: E402, F401
@@ -130,6 +141,9 @@ with skyrl_on_cpu():
     loaded.load_checkpoint(str(FOLDER / "plain"))
     assert torch.equal(parameters(plain), parameters(loaded))
     settle(loaded)
+    with pytest.MonkeyPatch.context() as patch:
+        put_in_place(patch)
+        one_stream(loaded)
     for one in ("policy", "critic"):
         one_role(one)
     precision_shim.uninstall()

@@ -171,3 +171,53 @@ def scaler_of(owner: Any) -> Any:
 
     training = ScaledTraining.of(owner)
     return training.scaler if training is not None else None
+
+
+# -- weights on their way to the inference engines -----------------------------------------------
+
+
+def weights_sent(worker: Any, dtype: Any, *, grouped: bool = False) -> dict[str, Any]:
+    """An FSDP worker's stream of weights, by SkyRL's own class; every rank has to ask for it.
+
+    From 0.4 this needs ``vllm_names``.
+
+    Args:
+        worker: from ``fsdp_worker``.
+        dtype: the dtype of the engines.
+        grouped: whether SkyRL groups the weights of a module, as it does for CUDA IPC up to 0.3.
+    """
+    try:
+        from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import FSDPWeightExtractor
+    except ImportError:
+        from skyrl.backends.skyrl_train.weight_sync.sources import FsdpWeightSource
+
+        source = FsdpWeightSource(worker.model.model, dtype)
+        assert {one.dtype for one in source.metadata()} == {dtype}
+        return dict(source)
+    extractor = FSDPWeightExtractor(
+        worker.model.model, group_by_module=grouped, batch_size_threshold_gb=1.0
+    )
+    return {
+        name: tensor
+        for chunk in extractor.extract_weights(dtype)
+        for name, tensor in zip(chunk.names, chunk.tensors, strict=True)
+    }
+
+
+def weights_rounded_once(worker: Any, dtype: Any) -> dict[str, Any]:
+    """What that stream has to be: each weight whole, then in the engines' dtype."""
+    found = {}
+    for name, one in worker.model.model.state_dict().items():
+        gather = getattr(one, "full_tensor", None)
+        found[name] = (one if gather is None else gather()).detach().to(dtype)
+    return found
+
+
+def equal_streams(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two streams of weights are the same, bit for bit."""
+    import torch
+
+    return one.keys() == other.keys() and all(
+        tensor.dtype is other[name].dtype and torch.equal(tensor, other[name])
+        for name, tensor in one.items()
+    )

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 from precision_shim.precision.agreement import AUTO, FP8, Engine
 
-from .model_type import model_type
+from .model_type import checkpoint_dtype, model_type, stored_dtypes
 from .names import engine_name
 from .planning import problems_of
 from .telling import FEATURE, follows, settle
+from .wire import Wire, tell_of_wires, wire_problems
 
 __all__ = [
     "AUTO",
     "FEATURE",
     "FP8",
     "Engine",
+    "Wire",
+    "checkpoint_dtype",
     "engine_name",
     "follows",
     "model_type",
     "problems_of",
     "settle",
+    "stored_dtypes",
+    "tell_of_wires",
+    "wire_problems",
 ]

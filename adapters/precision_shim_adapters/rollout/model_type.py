@@ -1,24 +1,74 @@
-"""Which kind of model a local directory holds."""
+"""What the files of a model on this machine say of it; nothing is fetched."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from precision_shim.checkpoints.safetensors import read_header
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import directory_of
+from precision_shim.precision.agreement import ENGINE_NAMES
+
+_OF_CONFIG = {name: canonical for canonical, name in ENGINE_NAMES.items()}
+_OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
 
 def model_type(path: str) -> str:
-    """The ``model_type`` in the ``config.json`` of a local model, such as ``"gemma2"``.
-
-    Nothing is fetched: the name of a model on a hub gives an empty string, as does a directory
-    without a readable ``config.json``.
+    """The ``model_type`` in a model's ``config.json``, such as ``"gemma2"``.
 
     Args:
-        path: what the framework's config has as the model's path.
+        path: what the framework's config has as the model's path: a directory, or a name on the
+            Hugging Face hub that is in the local cache.
+
+    Returns:
+        The type; empty if the model is not on this machine.
     """
-    try:
-        text = Path(path, "config.json").read_text(encoding="utf-8")
-        read = json.loads(text)
-    except (OSError, ValueError):
-        return ""
-    found = read.get("model_type") if isinstance(read, dict) else None
+    found = _config(path).get("model_type")
     return found if isinstance(found, str) else ""
+
+
+def checkpoint_dtype(path: str) -> str:
+    """Canonical name of the dtype in a model's ``config.json``; empty if it is not known.
+
+    Args:
+        path: see ``model_type``.
+    """
+    config = _config(path)
+    for one in (config, config.get("text_config")):
+        if isinstance(one, dict):
+            named = one.get("dtype") or one.get("torch_dtype")
+            if named is not None:
+                return _OF_CONFIG.get(str(named).removeprefix("torch."), "")
+    return ""
+
+
+def stored_dtypes(path: str) -> frozenset[str]:
+    """Canonical names of the dtypes that a model's safetensors files have; empty without files.
+
+    Args:
+        path: see ``model_type``.
+    """
+    return frozenset(_stored(path))
+
+
+def _stored(path: str) -> Iterator[str]:
+    try:
+        files = sorted(directory_of(path).glob("*.safetensors"))
+        for file in files:
+            entries, _ = read_header(file)
+            for entry in entries.values():
+                if entry["dtype"] in _OF_HEADER:
+                    yield _OF_HEADER[entry["dtype"]]
+    except (PlanError, OSError, ValueError, AttributeError, KeyError, TypeError):
+        return
+
+
+def _config(path: str) -> Mapping[str, Any]:
+    try:
+        text = (directory_of(path) / "config.json").read_text(encoding="utf-8")
+        read = json.loads(text)
+    except (PlanError, OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}

@@ -8,7 +8,6 @@ from dataclasses import replace
 from precision_shim.adapting import current_settings, decide, warn
 from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.precision.agreement import (
-    ENGINE_NAMES,
     FP8,
     Engine,
     Verdict,
@@ -20,13 +19,13 @@ from precision_shim.reporting.journal import decisions
 FEATURE = "rollout-agreement"
 
 Write = Callable[[Engine, str], None]
-"""Writes a name, such as ``"float16"``, to the key of an engine in the framework's config."""
+"""Writes a value, such as ``"float16"``, to the key of an engine in the framework's config."""
 
 FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
 
 
 def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
-    """The name that another engine's key gets from ``PRECISION_SHIM_ROLLOUT``; empty for none.
+    """The value that another engine's key gets from ``PRECISION_SHIM_ROLLOUT``; empty for none.
 
     Args:
         trainer: the trained policy.
@@ -39,7 +38,7 @@ def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) ->
         return ""
     if refuses_fp16(trainer.computes, other.subject, model_type):
         return ""
-    return ENGINE_NAMES[trainer.computes]
+    return other.values.get(trainer.computes, "")
 
 
 def settle(

@@ -6,12 +6,13 @@ around both (``MegatronPolicyWorkerBase.init_model``), reads the live parameters
 Megatron's own DDP, and makes one plan for both. SkyRL's own function still runs: the shim adds its
 values to the kwargs that SkyRL merges over its own, where values that the user wrote win. While the
 dataclasses are built, the shim marks in them what the user wrote, and the marks reach the workers
-with the config.
+with the config. The inference engines' ``model_dtype`` is marked in the same way; the driver
+compares it with the policy's dtype where SkyRL validates the config.
 
 On FSDP the strategy object makes the optimizer, runs the backward pass, clips, steps and saves:
 all places that loss scaling needs, for policy and critic alike.
 
-Deliberately not patched: the inference engines and the jax backend.
+Deliberately not patched: what runs in the inference engines' processes, and the jax backend.
 
 Delete when: SkyRL dispatches on the model's dtype, distinguishes written values from defaults, and
 scales fp16 losses; see each seam.
@@ -24,7 +25,7 @@ from precision_shim.adapting import Adapter, collect
 from .. import megatron as backend
 from ..frameworks import SKYRL
 from ..megatron.acting import offload
-from . import audit, config, fsdp, megatron, overflow, processes, weights
+from . import audit, config, fsdp, megatron, overflow, processes, rollout, weights
 
 ADAPTER = Adapter.of(
     SKYRL,
@@ -38,6 +39,9 @@ ADAPTER = Adapter.of(
         "trainer": "all workers (the trainer's metrics)",
         "tinker": "all workers (Tinker's metrics)",
         "ray": "all workers (their start in Ray)",
+        "rollout": "the driver, for the inference engines",
+        "rollout tinker": "the driver, for the inference engines (Tinker's server)",
+        "rollout weight sync": "the driver, for the inference engines (the delta sync's sender)",
     },
     seams=collect(
         backend.SEAMS,
@@ -53,6 +57,7 @@ ADAPTER = Adapter.of(
         fsdp,
         processes,
         weights,
+        rollout,
         audit,
     ),
 )

@@ -5,10 +5,10 @@ left it at the default. So the shim marks what the user wrote while SkyRL builds
 Copies and pickles must keep the marks, since workers get a pickled config, and
 ``dataclasses.asdict`` must not show them.
 
-For a default of ``grad_reduce_in_fp32`` the shim deletes the instance's attribute: the class's
-default then has the same value, and an assignment sets the attribute again. The shim also marks the
-keys of ``optimizer_config_kwargs`` that the user wrote, since from 0.3 the dataclass adds the
-others.
+For a default of ``grad_reduce_in_fp32`` or ``model_dtype`` the shim deletes the instance's
+attribute: the class's default then has the same value, and an assignment sets the attribute again.
+The shim also marks the keys of ``optimizer_config_kwargs`` that the user wrote, since from 0.3 the
+dataclass adds the others.
 """
 
 from __future__ import annotations
@@ -17,10 +17,25 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from precision_shim.adapting import Call, seam
+from precision_shim.adapting import Call, in_force, seam, versioned
+from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import ENGINE_NAMES
+
+from ..rollout import FEATURE as AGREEMENT
+from ..rollout import engine_name
 
 BUCKET = "grad_reduce_in_fp32"
 KWARGS = "optimizer_config_kwargs"
+MODEL_DTYPE = "model_dtype"
+INFERENCE = "generator.inference_engine"
+"""The section of the inference engines, whose key ``model_dtype`` is."""
+
+_SECTIONS = (INFERENCE, "generator")
+"""Where overrides may have ``model_dtype``; up to SkyRL 0.2 also in the second section."""
+
+ROLLOUT = "rollout"
+"""The group of the seams on the inference engines' config."""
+
 _WRITTEN = "_precision_shim_written"
 
 _DATACLASSES = "skyrl.train.config.config"
@@ -30,6 +45,9 @@ _DELETE = "SkyRL's config tells what was written from what was defaulted"
 
 _old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", default=False)
 """Whether SkyRL is building the config from a base YAML: written by ``note_old_style``."""
+
+_overriding: ContextVar[bool] = ContextVar("precision_shim_skyrl_overriding", default=False)
+"""Whether SkyRL is building the config from overrides: written by ``note_overrides``."""
 
 
 # -- while the dataclasses are built ---------------------------------------------------------
@@ -47,7 +65,36 @@ def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
     given = BUCKET in call.arguments
     result = call.proceed()
     if not given:
-        _leave_to_class(call.instance)
+        _leave_to_class(call.instance, BUCKET)
+    return result
+
+
+@seam(
+    f"{_DATACLASSES}:InferenceEngineConfig.__init__",
+    AGREEMENT,
+    group=ROLLOUT,
+    why="every config of inference engines passes here, and a written bfloat16 looks like the "
+    "default",
+    delete_when=f"{_DELETE}, and SkyRL takes all spellings of a dtype",
+)
+def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
+    """Hand on a written ``model_dtype`` by the engine's name, and mark it as written.
+
+    Raises:
+        DtypeError: the value names no dtype that an engine computes in.
+    """
+    given = MODEL_DTYPE in call.arguments
+    if given:
+        try:
+            call.arguments[MODEL_DTYPE] = named(model_dtype)
+        except DtypeError:
+            # SkyRL 0.2 answers a ValueError within from_cli_overrides with another way of building,
+            # whose value is the default. There note_overrides raises.
+            if not _overriding.get():
+                raise
+    result = call.proceed()
+    if not given:
+        _leave_to_class(call.instance, MODEL_DTYPE)
     return result
 
 
@@ -69,6 +116,14 @@ def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
 
 @seam(
     "skyrl.train.config.legacy:translate_legacy_config",
+    AGREEMENT,
+    group=ROLLOUT,
+    why="tells that the YAML was gone through; only the old style comes here",
+    delete_when="SkyRL >= 0.3 is the oldest in use",
+    optional=True,
+)
+@seam(
+    "skyrl.train.config.legacy:translate_legacy_config",
     _FEATURES,
     group="megatron",
     why="tells that the YAML was gone through; only the old style comes here",
@@ -83,6 +138,14 @@ def note_old_style(call: Call) -> Any:
 
 @seam(
     f"{_DATACLASSES}:SkyRLTrainConfig.from_cli_overrides",
+    AGREEMENT,
+    group=ROLLOUT,
+    why="a wrong name is known here before an engine starts; overrides in the old style",
+    delete_when=_DELETE,
+    relies_on=("from_cli",),
+)
+@seam(
+    f"{_DATACLASSES}:SkyRLTrainConfig.from_cli_overrides",
     _FEATURES,
     group="megatron",
     why="overrides in the old style are merged over a YAML that spells out the defaults",
@@ -95,15 +158,21 @@ def note_overrides(call: Call, args: Any) -> Any:
     SkyRL merges overrides in the old style over a YAML that spells out every default, so the marks
     come from the overrides themselves. Without that YAML the marks from ``__init__`` are right,
     also for a config class with values of its own.
+
+    Raises:
+        DtypeError: ``model_dtype`` names no dtype that an engine computes in.
     """
-    token = _old_style.set(False)
+    old_style, overriding = _old_style.set(False), _overriding.set(True)
     try:
         config = call.proceed()
         if _old_style.get():
             _keep_overrides(config, args)
-        return config
     finally:
-        _old_style.reset(token)
+        _old_style.reset(old_style)
+        _overriding.reset(overriding)
+    if in_force("skyrl", AGREEMENT, ROLLOUT):
+        named(config.generator.inference_engine.model_dtype)
+    return config
 
 
 def note_command_line(config: Any, words: list[str]) -> None:
@@ -125,13 +194,15 @@ def _keep_overrides(config: Any, given: Any) -> None:
 
     lines = [f"{key}={value}" for key, value in given.items()] if isinstance(given, dict) else given
     overrides = OmegaConf.from_cli(list(lines))
+    if all(OmegaConf.select(overrides, f"{one}.{MODEL_DTYPE}") is None for one in _SECTIONS):
+        _leave_to_class(config.generator.inference_engine, MODEL_DTYPE)
     for role in ("policy", "ref"):
         base = f"trainer.{role}.megatron_config"
         megatron = getattr(getattr(config.trainer, role), "megatron_config", None)
         if megatron is None:
             continue
         if OmegaConf.select(overrides, f"{base}.ddp_config.{BUCKET}") is None:
-            _leave_to_class(megatron.ddp_config)
+            _leave_to_class(megatron.ddp_config, BUCKET)
         if _WRITTEN in vars(megatron):
             vars(megatron)[_WRITTEN] = _keys(OmegaConf.select(overrides, f"{base}.{KWARGS}"))
 
@@ -141,11 +212,11 @@ def _keys(given: Any) -> tuple[str, ...]:
     return tuple(str(key) for key in given) if isinstance(given, Mapping) else ()
 
 
-def _leave_to_class(ddp_config: Any) -> None:
-    default = getattr(type(ddp_config), BUCKET, None)
-    own = vars(ddp_config)
-    if default is not None and own.get(BUCKET) == default:
-        del own[BUCKET]
+def _leave_to_class(config: Any, key: str) -> None:
+    default = getattr(type(config), key, None)
+    own = vars(config)
+    if default is not None and own.get(key) == default:
+        del own[key]
 
 
 # -- where the config is read ----------------------------------------------------------------
@@ -161,6 +232,27 @@ def bucket_is_written(ddp_config: Any) -> bool:
         return BUCKET in vars(ddp_config)
     except TypeError:  # an object without __dict__
         return True
+
+
+def model_dtype_is_written(inference_engine: Any) -> bool:
+    """Whether the user wrote ``model_dtype``; true where the shim cannot know."""
+    return MODEL_DTYPE in vars(inference_engine)
+
+
+def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
+    """The engine's name of a dtype that the user wrote for the inference engines.
+
+    Args:
+        value: the value.
+        section: the config's section.
+        key: the key in the section.
+
+    Raises:
+        DtypeError: the value names no dtype that an engine computes in.
+    """
+    if isinstance(value, str) and value in ENGINE_NAMES.values():
+        return value  # asked often, and SkyRL's version takes milliseconds to find
+    return engine_name(value, f"{section}.{key}", versioned("skyrl"))
 
 
 def written_kwargs(megatron_config: Any) -> frozenset[str] | None:

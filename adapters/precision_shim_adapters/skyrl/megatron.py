@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from precision_shim.adapting import (
     versioned,
     warn,
 )
-from precision_shim.precision.dtypes import name_of
+from precision_shim.precision.dtypes import CANONICAL, name_of
 from precision_shim_adapters.megatron.deciding.legality import UNFUSED_PACKED_SINCE
 
 from .. import megatron
@@ -304,8 +305,8 @@ def note_flag(call: Call, bf16: Any) -> Any:
 def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
     """The dtype of the model that Megatron will build from a provider.
 
-    Megatron-Bridge 0.6 reads ``bf16`` again when it builds the model. An older release uses the
-    provider's dtype where ``bf16`` is false.
+    Megatron-Bridge 0.6 reads ``bf16`` again when it builds the model. An older release sets the
+    provider's ``bf16`` where ``trainer.bf16`` is true, and uses the provider's dtype where not.
 
     Args:
         provider: the provider, with the user's own settings.
@@ -315,7 +316,7 @@ def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
         return torch.bfloat16 if bf16 else torch.float32
     if provider.fp16:
         return torch.float16
-    return torch.bfloat16 if provider.bf16 else provider.params_dtype
+    return torch.bfloat16 if provider.bf16 or bf16 else provider.params_dtype
 
 
 def _warn_of_attention(worker: Any) -> None:
@@ -365,15 +366,51 @@ def follow_flag(call: Call) -> Any:
     flag = _flag.get()
     if flag is None:
         return provider
-    if provider.bf16 and not flag.bf16:
+    over = provider.params_dtype
+    wanted = _obey(provider, bf16=flag.bf16)
+    if wanted is None:
+        return provider
+    flag.over = over
+    if getattr(provider, "autocast_dtype", None) is over:
+        provider.autocast_dtype = wanted
+    return provider
+
+
+def _obey(provider: Any, *, bf16: bool) -> torch.dtype | None:
+    """Give a provider the dtype of ``trainer.bf16``; returns it, or ``None`` for no change."""
+    if provider.bf16 and not bf16:
         wanted = torch.float32
-    elif provider.fp16 and flag.bf16:
+    elif provider.fp16 and bf16:
         wanted = torch.bfloat16
     else:
-        return provider
-    flag.over = provider.params_dtype
-    if getattr(provider, "autocast_dtype", None) is flag.over:
-        provider.autocast_dtype = wanted
+        return None
     provider.params_dtype = wanted
     provider.bf16, provider.fp16 = wanted is torch.bfloat16, False
-    return provider
+    return wanted
+
+
+def foreseen_dtype(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) -> torch.dtype | None:
+    """The dtype that a worker's model will have, from the job's config.
+
+    Args:
+        trainer: the trainer's config.
+        role: which model.
+        checkpoint: canonical name of the checkpoint's dtype; empty if it is not known.
+        obeyed: whether ``follow_flag`` is in force in the worker.
+
+    Returns:
+        The dtype; ``None`` where it depends on a checkpoint that is not on this machine.
+    """
+    written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
+    bf16 = bool(trainer.bf16)
+    if not checkpoint and not bf16 and not written.get("fp16"):
+        return None
+    provider = SimpleNamespace(
+        bf16=checkpoint == "bf16",
+        fp16=checkpoint == "fp16",
+        params_dtype=CANONICAL.get(checkpoint, torch.float32),
+    )
+    if obeyed:
+        _obey(provider, bf16=bf16)
+    vars(provider).update({key: written[key] for key in ("fp16", "bf16") if key in written})
+    return _dtype_of(provider, bf16)

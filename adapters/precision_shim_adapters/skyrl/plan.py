@@ -26,8 +26,13 @@ from ..fp16 import FEATURE
 from ..fp16.plan import ShardedModel, scaling
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import UNEVEN, read_sizes
-from . import fsdp, megatron
-from .config import note_command_line
+from ..rollout import FEATURE as AGREEMENT
+from ..rollout import engine_name, follows, problems_of, wire_problems
+from . import fsdp, megatron, sides
+from .config import INFERENCE, ROLLOUT, note_command_line
+
+_NO_TRAINER = ("main_generate", "serve")
+"""The last words of SkyRL's entry points that train nothing."""
 
 
 def plan_job(job: Job) -> Request:
@@ -36,32 +41,69 @@ def plan_job(job: Job) -> Request:
     Raises:
         PlanError: the config or a model cannot be read.
     """
-    config, passed_over = load(job)
+    config, passed_over, wrong = load(job)
     trainer = config.trainer
     place = trainer.placement
     world = int(place.policy_num_nodes) * int(place.policy_num_gpus_per_node)
     models = tuple(_models(job, trainer, world))
+    problems, told = (wrong, []) if wrong else _sides(job, config)
     return Request(
         "skyrl",
         version_of("skyrl", ("skyrl",)),
         world,
         models,
         megatron=any(isinstance(one, MegatronModel) for one in models),
-        notes=tuple(
-            f"SkyRL itself does not know these, which {job.target} may: {', '.join(passed_over)}"
-            for _ in passed_over[:1]
+        problems=tuple(problems),
+        notes=(
+            *(
+                f"SkyRL itself does not know these, which {job.target} may: "
+                f"{', '.join(passed_over)}"
+                for _ in passed_over[:1]
+            ),
+            *told,
         ),
     )
+
+
+def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
+    """What the driver will say of policy, reference model and inference engines."""
+    if _tunes(job) or job.target.endswith(_NO_TRAINER):
+        return [], []
+    on = job.in_force(AGREEMENT, ROLLOUT)
+    directory = job.options.model or ""
+    try:
+        engine_name(config.generator.inference_engine.model_dtype, sides.KEY, _where(), also=())
+        found = sides.sides_of(config, job.in_force, directory)
+    except DtypeError as error:
+        # A wrong name in a model's own section is a problem of that model already.
+        own = error.key.startswith(INFERENCE)
+        return ([Problem.of(error, "rollout", error.key)] if own else []), []
+    trainer = found.trainer
+    if trainer is None:
+        return [], ["rollout: {}: {} ({})".format(AGREEMENT, *sides.not_compared(config))]
+    notes = [f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})"] * bool(trainer.because)
+    problems, told = problems_of(
+        _where(), trainer, found.others, job.settings, on=on, model_type=found.model_type
+    )
+    if on:
+        for one in found.others:
+            name = follows(trainer, one, found.model_type, job.settings["rollout"])
+            if name:
+                sides.write(config, one, name)
+        sides.send_in_engines_dtype(config)
+    lost, rounded = wire_problems(_where(), sides.wires_of(config))
+    return [*problems, *lost], [*notes, *told, *rounded]
 
 
 def _where() -> str:
     return f"skyrl {version_of('skyrl', ('skyrl',))}"
 
 
-def load(job: Job) -> tuple[Any, list[str]]:
+def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
     """The config of a job, with marks for what the user wrote, and the keys that it leaves out.
 
-    Only a user's own entry point may have overrides that SkyRL does not know.
+    Only a user's own entry point may have overrides that SkyRL does not know. Where the shim is on
+    in this process, it refuses wrong names of the engines' dtype here: they are problems.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -74,9 +116,17 @@ def load(job: Job) -> tuple[Any, list[str]]:
         ) from error
     words = [word for word in job.arguments if "=" in word]
     passed_over: list[str] = []
+    wrong: list[Problem] = []
     while True:
         try:
-            return _loaded(configs, job, words), passed_over
+            return _loaded(configs, job, words), passed_over, wrong
+        except DtypeError as error:
+            kept = [word for word in words if word.partition("=")[0] != error.key]
+            if kept == words:
+                raise PlanError(f"{_where()}, {job.target}: {said(error)}") from error
+            words = kept
+            wrong.append(Problem.of(error, "rollout", error.key))
+            continue
         except Exception as error:  # omegaconf and SkyRL raise several classes
             text = " ".join(str(error).split())
             unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
@@ -95,11 +145,16 @@ def _unknown(message: str, words: list[str]) -> list[str]:
     return [word for word in words if names & set(word.partition("=")[0].split("."))]
 
 
-def _loaded(configs: Any, job: Job, words: list[str]) -> Any:
-    """The training config; SkyRL's own function turns a fine-tuning config into one."""
+def _tunes(job: Job) -> bool:
+    """Whether a job fine-tunes without a rollout."""
     modules = imported(job.source) if job.source is not None else []
     tunes = any("sft_config" in one or "sft_trainer" in one for one in modules)
-    if tunes or job.target.endswith("main_sft"):
+    return tunes or job.target.endswith("main_sft")
+
+
+def _loaded(configs: Any, job: Job, words: list[str]) -> Any:
+    """The training config; SkyRL's own function turns a fine-tuning config into one."""
+    if _tunes(job):
         from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
 
         tuned = SFTConfig.from_cli_overrides(words)
@@ -132,15 +187,14 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
         model = job.model(path)
         gpus = _gpus(trainer, role, world)
         if strategy == "megatron" and role != "critic":
-            yield _on_megatron(trainer, role, model, gpus)
+            yield _on_megatron(job, trainer, role, model, gpus)
         else:
             yield _on_fsdp(job, trainer, role, model, gpus)
 
 
 def _roles(trainer: Any) -> list[str]:
     found = ["policy"]
-    algorithm = trainer.algorithm
-    if getattr(algorithm, "use_kl_loss", False) or getattr(algorithm, "use_kl_in_reward", False):
+    if sides.has_reference(trainer):
         found.append("ref")
     if trainer.critic.model.path:
         found.append("critic")
@@ -155,10 +209,9 @@ def _gpus(trainer: Any, role: str, world: int) -> int:
     return int(nodes) * int(getattr(place, f"{role}_num_gpus_per_node", 1))
 
 
-def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> MegatronModel:
+def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) -> MegatronModel:
     section = getattr(trainer, role)
     config = section.megatron_config
-    kwargs = dict(config.transformer_config_kwargs or {})
     heads = getattr(config, "mtp_num_layers", None)
     if heads is None:
         heads = model.number("num_nextn_predict_layers")
@@ -170,7 +223,8 @@ def _on_megatron(trainer: Any, role: str, model: Model, world: int) -> MegatronM
         trains=role == "policy",
     )
     where = f"trainer.{role}.megatron_config"
-    dtype = torch.float16 if kwargs.get("fp16") else wishes.declared or torch.bfloat16
+    foreseen = sides.megatron_dtype(trainer, role, job.in_force, job.options.model or "")
+    dtype = foreseen or wishes.declared or torch.bfloat16
     return MegatronModel(
         wishes,
         model,

@@ -88,7 +88,7 @@ class Job:
         """
         if self.options.parameters:
             return shapes.of_size(self.options.parameters)
-        directory = Path(self.options.model) if self.options.model else _directory(name)
+        directory = Path(self.options.model) if self.options.model else directory_of(name)
         return shapes.read(directory, overrides)
 
     def in_force(self, feature: str, group: str) -> bool:
@@ -221,8 +221,8 @@ def imported(source: Path) -> list[str]:
     return found
 
 
-def _directory(name: object) -> Path:
-    """The directory of a model, here or in the cache of the Hugging Face hub.
+def directory_of(name: object) -> Path:
+    """The directory of a model, here or in the cache of the Hugging Face hub; fetches nothing.
 
     Raises:
         PlanError: the model is in neither place.

@@ -9,7 +9,7 @@ figures; the observation is from arXiv 2510.26788).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ENGINE_NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """A dtype's canonical name to the one that vLLM, SGLang and the frameworks' parsers all take."""
@@ -35,6 +35,7 @@ class Engine:
             framework's default counts as written.
         because: why ``computes`` is not what the key says; empty if it is.
         prefix: what the framework's command line wants in front of the key, such as Hydra's "++".
+        values: the key's value for each dtype that it can have, by the dtype's canonical name.
     """
 
     subject: str
@@ -43,6 +44,7 @@ class Engine:
     written: bool = True
     because: str = ""
     prefix: str = ""
+    values: Mapping[str, str] = field(default_factory=lambda: ENGINE_NAMES, hash=False)
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
             because=source,
         )
     half = trainer.computes == "fp16"
-    line = f"{other.prefix}{other.key}={ENGINE_NAMES[trainer.computes]}"
-    remedy = line if other.key else ""
+    value = other.values.get(trainer.computes, "")
+    remedy = f"{other.prefix}{other.key}={value}" if other.key and value else ""
     if dtype == FP8:
         return Verdict(
             other,
@@ -112,6 +114,16 @@ def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:
     if dtype != "fp16" or subject != "rollout" or model_type not in NO_FP16:
         return ""
     return f"vLLM refuses to run {model_type} in fp16"
+
+
+def rounds(sent: str, computes: str) -> bool:
+    """Whether weights lose something where they are sent in one dtype to an engine in another.
+
+    Args:
+        sent: canonical name of the dtype on the way.
+        computes: canonical name of the dtype that the engine computes in.
+    """
+    return sent not in ("fp32", computes)
 
 
 def _harm(subject: str, *, half: bool) -> str:

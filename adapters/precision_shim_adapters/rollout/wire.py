@@ -1,0 +1,92 @@
+"""Weights on their way to an engine: which dtype carries them, and whether it rounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from precision_shim.adapting import current_settings, decide, warn
+from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.planning.record import Problem
+from precision_shim.precision.agreement import rounds
+
+from .telling import FEATURE
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A weight sync, by what the job's config says.
+
+    Attributes:
+        subject: the engine that gets the weights, such as ``"rollout"``.
+        computes: canonical name of the dtype that the engine computes in.
+        sent: canonical name of the dtype that carries the weights.
+        because: what makes the weights go out in that dtype.
+        key: the key that says so.
+        remedy: what to do, as a sentence.
+    """
+
+    subject: str
+    computes: str
+    sent: str
+    because: str
+    key: str
+    remedy: str
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the way takes something from the weights."""
+        return rounds(self.sent, self.computes)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the way takes from an fp16 engine what its user chose fp16 for."""
+        return self.rounds and self.computes == "fp16"
+
+    @property
+    def chosen(self) -> str:
+        """What becomes of the weights, in words."""
+        return f"weights go out in {self.sent}, and the {self.subject} computes in {self.computes}"
+
+
+def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) -> None:
+    """Say which weight syncs round the weights on their way.
+
+    Args:
+        where: framework and version, such as ``"skyrl 0.4.0"``.
+        wires: the weight syncs of the job.
+        may_raise: whether strict mode may raise here; not in a worker, where the other ranks would
+            wait for the one that raised.
+
+    Raises:
+        UnsupportedPrecisionError: in strict mode, weights are rounded on the way to an fp16 engine.
+    """
+    framework = where.split(" ", 1)[0]
+    for one in wires:
+        if one.rounds:
+            decide(framework, one.subject, FEATURE, one.chosen, one.because)
+    lost = [f"{_message(where, one)}. {one.remedy}" for one in wires if one.lost]
+    if lost and may_raise and current_settings().strict:
+        raise UnsupportedPrecisionError("\n".join(lost))
+    for message in lost:
+        warn(message)
+
+
+def wire_problems(where: str, wires: Sequence[Wire]) -> tuple[list[Problem], list[str]]:
+    """What ``tell_of_wires`` will warn of, as problems, and a note for each sync that rounds."""
+    problems = [
+        Problem("rollout-dtype", one.subject, one.key, _message(where, one), one.remedy)
+        for one in wires
+        if one.lost
+    ]
+    notes = [
+        f"{one.subject}: {FEATURE}: {one.chosen} ({one.because})" for one in wires if one.rounds
+    ]
+    return problems, notes
+
+
+def _message(where: str, one: Wire) -> str:
+    return (
+        f"{where}: the {one.subject} computes in {one.computes}, and its weights go out in "
+        f"{one.sent} ({one.because}): each sync rounds every weight to {one.sent}"
+    )

@@ -1,0 +1,136 @@
+"""SkyRL: one precision for policy, reference model and inference engines, or a line about it.
+
+SkyRL validates a job's config in the driver, before it starts Ray; what is written there reaches
+every actor with the config. SkyRL casts the weights to ``model_dtype`` once before it sends them,
+on every version and path but its delta sync.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from precision_shim.adapting import Call, decide, in_force, seam, versioned
+from precision_shim.precision.dtypes import name_of
+
+from ..rollout import FEATURE, engine_name, settle, tell_of_wires
+from . import sides
+from .config import ROLLOUT
+
+_UTILS = "skyrl.train.utils.utils"
+_DELTA = "skyrl.backends.skyrl_train.weight_sync.delta.checkpoint"
+_ENTRYPOINTS = "skyrl.train.entrypoints"
+
+
+@seam(
+    feature=FEATURE,
+    at=[
+        {
+            "target": f"{_UTILS}:validate_generator_cfg",
+            "aliases": (
+                "skyrl.train.utils:validate_generator_cfg",
+                f"{_ENTRYPOINTS}.main_generate:validate_generator_cfg",
+            ),
+        },
+        {
+            "target": f"{_UTILS}:validate_inference_engine_cfg",
+            "aliases": (
+                "skyrl.train.utils:validate_inference_engine_cfg",
+                f"{_ENTRYPOINTS}.serve:validate_inference_engine_cfg",
+            ),
+            "only_if": (f"{_UTILS}:validate_inference_engine_cfg",),
+        },
+    ],
+    group=ROLLOUT,
+    why="jobs that only generate or serve call no other validation",
+    delete_when="SkyRL takes all spellings of a dtype for its engines",
+    relies_on=("generator",),
+)
+def hand_on_names(call: Call, cfg: Any) -> Any:
+    """Hand on the dtypes of the inference engines by names that the engines take.
+
+    Raises:
+        DtypeError: a key names no dtype that an engine computes in.
+    """
+    sides.hand_on_names(cfg)
+    return call.proceed()
+
+
+@seam(
+    f"{_UTILS}:validate_cfg",
+    FEATURE,
+    group=ROLLOUT,
+    why="every training job calls it in the driver, before Ray starts",
+    delete_when="SkyRL compares its engines' dtypes with the policy's",
+    relies_on=("validate_generator_cfg", "policy"),
+    aliases=("skyrl.train.utils:validate_cfg", f"{_ENTRYPOINTS}.main_base:validate_cfg"),
+)
+def compare(call: Call, cfg: Any) -> Any:
+    """Say what policy, reference model and engines of a job compute in; let them follow if asked.
+
+    Raises:
+        DtypeError: a key names no dtype.
+        UnsupportedPrecisionError: in strict mode, another engine disagrees with an fp16 policy.
+    """
+    sides.hand_on_names(cfg)
+    result = call.proceed()
+    _settle(cfg)
+    return result
+
+
+@seam(
+    "skyrl.backends.skyrl_train_backend:_build_skyrl_train_config",
+    FEATURE,
+    group=f"{ROLLOUT} tinker",
+    why="the Tinker server makes its config here and validates it nowhere",
+    delete_when="SkyRL compares its engines' dtypes with the policy's",
+    relies_on=("from_cli_overrides",),
+    optional=True,
+)
+def compare_tinkers(call: Call) -> Any:
+    """The same for a Tinker server.
+
+    Raises:
+        DtypeError: a key names no dtype.
+        UnsupportedPrecisionError: in strict mode, the engines disagree with an fp16 policy.
+    """
+    config = call.proceed()
+    sides.hand_on_names(config)
+    _settle(config)
+    return config
+
+
+def _settle(config: Any) -> None:
+    where = versioned("skyrl")
+    # SkyRL parses model_dtype for each weight sync, and knows no "auto".
+    engine_name(config.generator.inference_engine.model_dtype, sides.KEY, where, also=())
+    found = sides.sides_of(config, partial(in_force, "skyrl"))
+    if found.trainer is None:
+        decide("skyrl", "rollout", FEATURE, *sides.not_compared(config))
+        return
+    if found.trainer.because:
+        decide("skyrl", "policy", FEATURE, found.trainer.computes, found.trainer.because)
+    settle(where, found.trainer, found.others, partial(sides.write, config), found.model_type)
+    sides.send_in_engines_dtype(config)
+    tell_of_wires(where, sides.wires_of(config))
+
+
+@seam(
+    f"{_DELTA}:DeltaCheckpointPublisher.create_delta_files",
+    FEATURE,
+    group=f"{ROLLOUT} weight sync",
+    only_if=(f"{_DELTA}:DeltaCheckpointPublisher",),
+    why="rounds every weight to the dtype of the base checkpoint, which the driver may not have",
+    delete_when="SkyRL's delta sync sends model_dtype",
+    relies_on=("_stage_tensor_for_publish", "target_dtype", "_base_location", "is_source_rank"),
+    optional=True,
+)
+def tell_of_delta(call: Call, source: Any) -> Any:
+    """Say in the worker that sends the first delta which dtype carries the weights."""
+    publisher = call.instance
+    sent = getattr(source, "_dtype", None)
+    if publisher.version == 0 and publisher._current_rank() == 0 and sent is not None:
+        stored = sides.dtypes_of_locations(publisher._ensure_base_locations())
+        wires = sides.delta_wires({name_of(sent)}, stored)
+        tell_of_wires(versioned("skyrl"), wires, may_raise=False)
+    return call.proceed()

@@ -1,0 +1,314 @@
+"""What policy, reference model and inference engines of a SkyRL job compute in, by its config.
+
+The driver and ``precision-shim plan`` both ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ..fp16 import FEATURE as FSDP_SCALING
+from ..megatron import DISPATCH
+from ..rollout import AUTO, FP8, Engine, Wire, checkpoint_dtype, model_type, stored_dtypes
+from . import fsdp, megatron
+from .config import INFERENCE, MODEL_DTYPE, model_dtype_is_written, named
+
+KEY = f"{INFERENCE}.{MODEL_DTYPE}"
+
+InForce = Callable[[str, str], bool]
+"""Whether a feature is in force in the job's workers, with one of its groups of seams."""
+
+_OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
+"""Sections whose values go over SkyRL's own for the engines; the last two from 0.4."""
+
+_FP16 = "transformer_config_kwargs.fp16"
+_STORED = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+"""A dtype's name in a safetensors file to the canonical name."""
+
+_AUTOCAST = "SkyRL runs the model under an autocast to bf16"
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The engines of a job.
+
+    Attributes:
+        trainer: the policy; ``None`` where its dtype depends on a checkpoint elsewhere.
+        others: the reference model, if the job has one, and the inference engines.
+        model_type: the policy's type in its HF config; empty if it is not known.
+    """
+
+    trainer: Engine | None
+    others: tuple[Engine, ...]
+    model_type: str
+
+
+def sides_of(config: Any, in_force: InForce, directory: str = "") -> Sides:
+    """Read the engines of a job that generates.
+
+    Args:
+        config: SkyRL's whole config.
+        in_force: see ``InForce``.
+        directory: the model's directory, in place of the one in the config.
+
+    Raises:
+        DtypeError: a key names no dtype.
+    """
+    trainer = config.trainer
+    others = [] if not has_reference(trainer) else [_trained(trainer, "ref", in_force, directory)]
+    found = (*(one for one in others if one is not None), *_rollouts(config))
+    path = directory or str(trainer.policy.model.path)
+    return Sides(_trained(trainer, "policy", in_force, directory), found, model_type(path))
+
+
+def has_reference(trainer: Any) -> bool:
+    """Whether SkyRL builds a reference model."""
+    algorithm = trainer.algorithm
+    return bool(
+        getattr(algorithm, "use_kl_loss", False) or getattr(algorithm, "use_kl_in_reward", False)
+    )
+
+
+# -- trained models and the reference model ------------------------------------------------------
+
+
+def _trained(trainer: Any, role: str, in_force: InForce, directory: str) -> Engine | None:
+    if trainer.strategy == "megatron":
+        return _on_megatron(trainer, role, in_force, directory)
+    return _on_fsdp(trainer, role, in_force)
+
+
+def _on_megatron(trainer: Any, role: str, in_force: InForce, directory: str) -> Engine | None:
+    dtype = megatron_dtype(trainer, role, in_force, directory)
+    if dtype is None:
+        return None
+    section = f"trainer.{role}.megatron_config"
+    written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
+    if role == "policy" and not written.get("fp16"):
+        return Engine(role, name_of(dtype), "trainer.bf16")
+    return Engine(
+        role,
+        name_of(dtype),
+        f"{section}.{_FP16}",
+        written=bool({"fp16", "bf16"} & set(written)),
+        because="" if "fp16" in written else f"trainer.bf16={trainer.bf16}",
+        values={"fp16": "true", "fp32": "false"},
+    )
+
+
+def megatron_dtype(
+    trainer: Any, role: str, in_force: InForce, directory: str = ""
+) -> torch.dtype | None:
+    """The dtype of a model on Megatron; ``None`` where it depends on a checkpoint elsewhere.
+
+    Args:
+        trainer: the trainer's config.
+        role: which model.
+        in_force: see ``InForce``.
+        directory: the model's directory, in place of the one in the config.
+    """
+    path = getattr(trainer, role).model.path or trainer.policy.model.path
+    return megatron.foreseen_dtype(
+        trainer,
+        role,
+        checkpoint_dtype(directory or str(path)),
+        obeyed=in_force(DISPATCH, "megatron"),
+    )
+
+
+def _on_fsdp(trainer: Any, role: str, in_force: InForce) -> Engine:
+    config = getattr(trainer, role).fsdp_config
+    section = f"trainer.{role}.fsdp_config"
+    asked = name_of(fsdp.mixed_dtypes(config, section)["param_dtype"])
+    follows = asked == "fp16" and in_force(FSDP_SCALING, fsdp.GROUP)
+    key = f"{section}.mixed_precision.param_dtype"
+    return Engine(
+        role,
+        asked if follows else "bf16",
+        key,
+        written=getattr(config, "mixed_precision", None) is not None,
+        because="" if follows or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says",
+        # Under that autocast no value makes the matrix products fp32.
+        values={"bf16": "bfloat16", "fp16": "float16"},
+    )
+
+
+def not_compared(config: Any) -> tuple[str, str]:
+    """The decision where the policy's dtype is not known: what is done, and why."""
+    return (
+        "not compared with the policy",
+        f"trainer.bf16={config.trainer.bf16}, and the dtype of the checkpoint decides, which is "
+        f"not on this machine: {config.trainer.policy.model.path}",
+    )
+
+
+# -- inference engines ---------------------------------------------------------------------------
+
+
+def _rollouts(config: Any) -> Iterator[Engine]:
+    engines = config.generator.inference_engine
+    wanted = getattr(engines, "fp8_weight_sync_mode", None)
+    if wanted is not None:
+        yield Engine("rollout", FP8, "", because=f"{INFERENCE}.fp8_weight_sync_mode={wanted}")
+        return
+    elsewhere = started_elsewhere(engines)
+    own = Engine(
+        "rollout",
+        _canonical(named(engines.model_dtype)),
+        KEY,
+        written=model_dtype_is_written(engines) or elsewhere,
+        because=f"{KEY}, if the servers that run already were started so" if elsewhere else "",
+    )
+    over = {} if elsewhere else _over(engines)
+    yield from {_over_own(own, section, values) for section, values in over.items()} or {own}
+
+
+def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
+    quantization = str(values.get("quantization") or "")
+    if FP8 in quantization:
+        return Engine("rollout", FP8, "", because=f"{section}.quantization={quantization}")
+    if "dtype" not in values:
+        return own
+    dtype = _canonical(named(values["dtype"], section, "dtype"))
+    return Engine("rollout", dtype, f"{section}.dtype")
+
+
+def _over(engines: Any) -> dict[str, Mapping[str, Any]]:
+    """The sections that go over SkyRL's own values, each for some of the engines."""
+    first, *roles = _OVER
+    by_role = getattr(engines, "enable_pd", False) and any(
+        getattr(engines, one, None) for one in roles
+    )
+    return {
+        f"{INFERENCE}.{one}": getattr(engines, one, None) or {}
+        for one in (roles if by_role else (first,))
+    }
+
+
+def started_elsewhere(engines: Any) -> bool:
+    """Whether SkyRL uses servers that someone else has started."""
+    return not engines.run_engines_locally or bool(
+        getattr(engines, "external_proxy_url", None)
+        or getattr(engines, "external_server_urls", None)
+    )
+
+
+def _canonical(name: str) -> str:
+    dtype = parse_dtype(name)
+    return AUTO if dtype is None else name_of(dtype)
+
+
+# -- what the shim writes ------------------------------------------------------------------------
+
+
+def hand_on_names(config: Any) -> None:
+    """Write the engines' names of dtypes where the user wrote others.
+
+    Raises:
+        DtypeError: a key names no dtype that an engine computes in.
+    """
+    engines = config.generator.inference_engine
+    name = named(engines.model_dtype)
+    if name != engines.model_dtype:
+        engines.model_dtype = name
+    for section, values in _over(engines).items():
+        if "dtype" in values:
+            name = named(values["dtype"], section, "dtype")
+            if name != values["dtype"]:
+                setattr(engines, section.rpartition(".")[2], {**values, "dtype": name})
+
+
+def send_in_engines_dtype(config: Any) -> None:
+    """Let SkyRL send the weights in the dtype that the engines compute in.
+
+    SkyRL casts the weights to ``model_dtype`` before it sends them. Where a key over it gives all
+    engines another dtype and the user wrote no ``model_dtype``, the weights would be rounded twice.
+    """
+    engines = config.generator.inference_engine
+    computes = {one.computes for one in _rollouts(config)}
+    if model_dtype_is_written(engines) or len(computes) != 1 or computes & {AUTO, FP8}:
+        return
+    (dtype,) = computes
+    if dtype != _canonical(named(engines.model_dtype)):
+        engines.model_dtype = Engine("rollout", dtype, KEY).values[dtype]
+
+
+def write(config: Any, engine: Engine, value: str) -> None:
+    """Write a value to the key of an engine; see ``rollout.settle``."""
+    if engine.key == KEY:
+        config.generator.inference_engine.model_dtype = value
+    elif engine.key.endswith(_FP16):
+        section = config.trainer.ref.megatron_config
+        section.transformer_config_kwargs = {
+            **(section.transformer_config_kwargs or {}),
+            "fp16": value == "true",
+        }
+    else:
+        from skyrl.train.config.config import MixedPrecisionConfig
+
+        config.trainer.ref.fsdp_config.mixed_precision = MixedPrecisionConfig(param_dtype=value)
+
+
+# -- weights on their way ------------------------------------------------------------------------
+
+
+def wires_of(config: Any) -> list[Wire]:
+    """The weight syncs of a job, as its config is after all that the shim writes."""
+    engines = config.generator.inference_engine
+    sent = _canonical(named(engines.model_dtype))
+    found = []
+    for one in _rollouts(config):
+        if one.computes in (AUTO, FP8):
+            continue
+        if one.computes != sent:
+            value = one.values[one.computes]
+            found.append(
+                Wire(
+                    "rollout",
+                    one.computes,
+                    sent,
+                    f"SkyRL casts to {KEY}",
+                    KEY,
+                    f"Write {KEY}={value}.",
+                )
+            )
+    if engines.weight_sync_backend == "delta":
+        stored = stored_dtypes(str(config.trainer.policy.model.path))
+        found += delta_wires({one.computes for one in _rollouts(config)} - {AUTO, FP8}, stored)
+    return found
+
+
+def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
+    """Canonical names of the dtypes in a base checkpoint, from SkyRL's own index of its files."""
+    return frozenset(_STORED[one.dtype] for one in locations.values() if one.dtype in _STORED)
+
+
+def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
+    """The weight syncs of SkyRL's delta backend, one for each dtype of the base checkpoint.
+
+    The receiver patches the bytes of a copy of the base checkpoint, so that the weights go out in
+    the dtypes of its files, whatever ``model_dtype`` says.
+
+    Args:
+        computes: canonical names of the dtypes that the engines compute in.
+        stored: canonical names of the dtypes in the base checkpoint's files.
+    """
+    return [
+        Wire(
+            "rollout",
+            one,
+            dtype,
+            f"the delta sync sends the dtype of the base checkpoint, {dtype}",
+            f"{INFERENCE}.weight_sync_backend",
+            f"Write {INFERENCE}.weight_sync_backend=nccl, or save the model of "
+            f"trainer.policy.model.path in {one} or fp32 and name that directory there.",
+        )
+        for one in sorted(computes)
+        for dtype in sorted(stored)
+    ]

@@ -1,0 +1,722 @@
+"""Policy, reference model and inference engines of SkyRL's jobs: what they compute in."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.cli import main
+from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
+from precision_shim.precision.dtypes import name_of
+
+from .conftest import SKYRL
+from .support import (
+    batch,
+    build,
+    equal_streams,
+    fsdp_worker,
+    train_config,
+    weights_rounded_once,
+    weights_sent,
+)
+from .test_pages import as_on_a_new_machine  # noqa: F401
+from .vllm_names import engine_dtype, put_in_place
+
+ENTRY = "skyrl.train.entrypoints.main_base"
+KEY = "generator.inference_engine.model_dtype"
+OVER = "generator.inference_engine.engine_init_kwargs"
+REF = "trainer.ref.fsdp_config.mixed_precision.param_dtype"
+POLICY = "trainer.policy.fsdp_config.mixed_precision.param_dtype"
+NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+DTYPES = tuple(NAMES)
+FSDP = "fsdp2" if Version("0.3") > SKYRL else "fsdp"
+
+since_0_4 = pytest.mark.skipif(Version("0.4") > SKYRL, reason="SkyRL has it from 0.4")
+until_0_3 = pytest.mark.skipif(Version("0.4") <= SKYRL, reason="SkyRL 0.4 sends by other classes")
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch, skyrl: None) -> None:
+    put_in_place(monkeypatch)
+
+
+def validated(*words: str, config: Any = None) -> Any:
+    """The config after what SkyRL's entry point does with it before it starts Ray."""
+    from skyrl.train.utils.utils import validate_cfg
+
+    config = config or train_config(*words)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        validate_cfg(config)
+    return config
+
+
+def on_fsdp(policy: str, *words: str) -> tuple[str, ...]:
+    return (f"trainer.strategy={FSDP}", "trainer.policy.model.path=m", f"{POLICY}={policy}", *words)
+
+
+def on_megatron(model: Path, policy: str, *words: str) -> tuple[str, ...]:
+    kwargs = "trainer.policy.megatron_config.transformer_config_kwargs.fp16=true"
+    return (
+        "trainer.strategy=megatron",
+        f"trainer.policy.model.path={model}",
+        f"trainer.bf16={str(policy == 'bf16').lower()}",
+        *([kwargs] if policy == "fp16" else []),
+        *words,
+    )
+
+
+NO_REF = "trainer.algorithm.use_kl_loss=false"
+
+
+def told() -> dict[str, str]:
+    """Subject to what was decided on its dtype."""
+    found = precision_shim.status().decisions
+    return {one.subject: one.chosen for one in found if one.feature == "rollout-agreement"}
+
+
+def warned(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = call()
+    return result, [str(one.message) for one in caught if one.category is PrecisionShimWarning]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """What the command says of a launch line."""
+    capsys.readouterr()
+    line = words if words[0] == "python3" else ("python3", "-m", ENTRY, *words)
+    with pytest.raises(SystemExit):
+        main(["plan", "--json", "--parameters", "1M", "--", *line])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[str]]:
+    """Messages of the plan's problems with the rollout, and its notes on it."""
+    found = plan(capsys, *words)
+    problems = [one for one in found["problems"] if one["code"] == "rollout-dtype"]
+    lines = [f"{one['message']}. {one['remedy']}" for one in problems]
+    return lines, [one for one in found["notes"] if "rollout-agreement" in one]
+
+
+def notes_of_decisions() -> list[str]:
+    return [
+        f"{one.subject}: rollout-agreement: {one.chosen} ({one.because})"
+        for one in precision_shim.status().decisions
+        if one.feature == "rollout-agreement"
+    ]
+
+
+# -- nine pairs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("follow", [False, True], ids=["tell", "follow"])
+@pytest.mark.parametrize("rollout", [*DTYPES, None])
+@pytest.mark.parametrize("policy", DTYPES)
+def test_pairs_on_megatron(
+    checkpoints: dict[str, Path],
+    shim: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    rollout: str | None,
+    follow: bool,
+) -> None:
+    """A written key is never changed; an unwritten one is bf16, or follows if that is asked for."""
+    written = () if rollout is None else (f"{KEY}={rollout}",)
+    words = on_megatron(checkpoints["bfloat16"], policy, NO_REF, *written)
+    settings = {"rollout": "follow"} if follow else {}
+    shim(settings=settings, export=False)
+    config, warnings_ = warned(lambda: validated(*words))
+    computes = rollout or (policy if follow else "bf16")
+    assert engine_dtype(config) == NAMES[computes]
+    agrees = computes == policy
+    chosen = f"{policy}, as the policy" if agrees else f"{computes} beside the policy's {policy}"
+    assert told() == {"rollout": chosen}
+    lost = policy == "fp16" and not agrees
+    assert len(warnings_) == lost
+    if lost:
+        assert f"skyrl {SKYRL}: the policy computes in fp16 (" in warnings_[0]
+        assert "transformer_config_kwargs.fp16" in warnings_[0]
+        assert f"Write {KEY}=float16" in warnings_[0]
+    if follow:
+        monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
+    assert planned(capsys, *words, *_model(checkpoints["bfloat16"])) == (
+        warnings_,
+        notes_of_decisions(),
+    )
+
+
+def _model(path: Path) -> tuple[str, ...]:
+    return (f"trainer.policy.model.path={path}",)
+
+
+@pytest.mark.parametrize("follow", [False, True], ids=["tell", "follow"])
+@pytest.mark.parametrize("rollout", [*DTYPES, None])
+@pytest.mark.parametrize("policy", DTYPES)
+def test_pairs_on_fsdp(
+    shim: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    rollout: str | None,
+    follow: bool,
+) -> None:
+    """SkyRL's autocast makes a policy in fp32 compute in bf16."""
+    written = () if rollout is None else (f"{KEY}={rollout}",)
+    words = on_fsdp(policy, *written)
+    shim(settings={"rollout": "follow"} if follow else {}, export=False)
+    config, warnings_ = warned(lambda: validated(*words))
+    really = "fp16" if policy == "fp16" else "bf16"
+    computes = rollout or (really if follow else "bf16")
+    reference = really if follow else "bf16"
+    assert engine_dtype(config) == NAMES[computes]
+    found = told()
+    assert (found["rollout"] == f"{really}, as the policy") == (computes == really)
+    assert (found["ref"] == f"{really}, as the policy") == (reference == really)
+    assert ("policy" in found) == (policy == "fp32")
+    lost = [one for one in (reference, computes) if really == "fp16" and one != "fp16"]
+    assert len(warnings_) == len(lost)
+    mixed = config.trainer.ref.fsdp_config.mixed_precision
+    assert (mixed is None) == (reference == "bf16")
+    if mixed is not None:
+        from precision_shim_adapters.skyrl.fsdp import mixed_dtypes
+
+        dtypes = {"param_dtype": torch.float16, "reduce_dtype": torch.float32}
+        assert mixed_dtypes(config.trainer.ref.fsdp_config) == dtypes
+    if follow:
+        monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
+    assert planned(capsys, *words) == (warnings_, notes_of_decisions())
+
+
+def test_a_late_install_reaches_the_entry_point(shim: Any) -> None:
+    """It has imported the function by value."""
+    from skyrl.train.entrypoints import main_base
+
+    plain = main_base.validate_cfg
+    shim(export=False)
+    _, messages = warned(lambda: main_base.validate_cfg(train_config(*on_fsdp("fp16", NO_REF))))
+    assert len(messages) == 1
+    precision_shim.uninstall()
+    assert main_base.validate_cfg is plain
+
+
+def test_off_nothing_is_said_or_written() -> None:
+    config, warnings_ = warned(lambda: validated(*on_fsdp("fp16")))
+    assert engine_dtype(config) == "bfloat16"
+    assert warnings_ == []
+    assert "model_dtype" in vars(config.generator.inference_engine)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (on_fsdp("fp16", NO_REF), KEY),
+        (on_fsdp("fp16", f"{KEY}=fp16"), REF),
+    ],
+    ids=["rollout", "reference"],
+)
+def test_strict(shim: Any, words: tuple[str, ...], named: str) -> None:
+    shim(strict=True, export=False)
+    with pytest.raises(UnsupportedPrecisionError, match=f"Write {named}=float16"):
+        validated(*words)
+    validated(*words, f"{KEY}=float16", f"{REF}=fp16")
+
+
+def test_strict_says_nothing_of_a_bf16_policy(shim: Any) -> None:
+    shim(strict=True, export=False)
+    validated(*on_fsdp("bf16", f"{KEY}=fp16"))
+    assert told()["rollout"] == "fp16 beside the policy's bf16"
+
+
+def test_without_loss_scaling_an_fp16_policy_computes_in_bf16(
+    shim: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shim(features="-fp16-scaling", export=False)
+    _, warnings_ = warned(lambda: validated(*on_fsdp("fp16")))
+    assert warnings_ == []
+    assert told()["policy"] == "bf16"
+    assert told()["rollout"] == "bf16, as the policy"
+    monkeypatch.setenv("PRECISION_SHIM_FEATURES", "-fp16-scaling")
+    assert planned(capsys, *on_fsdp("fp16")) == ([], notes_of_decisions())
+
+
+# -- what is said is what the workers do ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["policy", "ref"])
+@pytest.mark.parametrize("dtype", [*DTYPES, None])
+@pytest.mark.parametrize("on", [True, False], ids=["scaling on", "scaling off"])
+def test_what_is_said_of_fsdp_is_what_a_worker_computes_in(
+    cpu: None, checkpoints: dict[str, Path], shim: Any, role: str, dtype: str | None, on: bool
+) -> None:
+    from precision_shim_adapters.skyrl.sides import sides_of
+
+    shim(features=None if on else "-fp16-scaling", export=False)
+    worker = fsdp_worker(role, checkpoints["float32"], dtype)
+    found: set[torch.dtype] = set()
+    module = getattr(worker.model, "model", worker.model)
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_hook(lambda layer, args, output: found.add(output.dtype))
+    if role == "ref":
+        worker.forward(batch(0))
+    else:
+        worker.forward_backward(batch(0))
+    written = (
+        ()
+        if dtype is None
+        else (f"trainer.{role}.fsdp_config.mixed_precision.param_dtype={dtype}",)
+    )
+    config = train_config(f"trainer.strategy={FSDP}", *written)
+    sides = sides_of(config, lambda feature, group: on or feature != "fp16-scaling")
+    said = sides.trainer if role == "policy" else sides.others[0]
+    assert said is not None
+    assert {name_of(one) for one in found} == {said.computes}
+
+
+@pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
+@pytest.mark.parametrize("bf16", ["true", "false"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_said_of_megatron_is_what_a_worker_builds(
+    fused_adam: str, checkpoints: dict[str, Path], shim: Any, dtype: str, bf16: str, on: bool
+) -> None:
+    from precision_shim_adapters.skyrl.sides import megatron_dtype
+
+    if on:
+        shim(export=False)
+    model = checkpoints[dtype]
+    try:
+        worker = build(model, f"trainer.bf16={bf16}")
+    except AssertionError:
+        assert (dtype, bf16, on) == ("float16", "true", False)
+        return
+    (computes,) = {one.dtype for chunk in worker.actor_module for one in chunk.parameters()}
+    config = train_config("trainer.strategy=megatron", *_model(model), f"trainer.bf16={bf16}")
+    assert megatron_dtype(config.trainer, "policy", lambda *_: on) is computes
+
+
+def test_a_checkpoint_elsewhere(shim: Any) -> None:
+    """With bf16=false an fp16 checkpoint stays fp16, and no other becomes so."""
+    shim(strict=True, export=False)
+    validated(
+        "trainer.strategy=megatron", "trainer.policy.model.path=no/such", "trainer.bf16=false"
+    )
+    assert told() == {"rollout": "not compared with the policy"}
+
+
+def test_a_reference_model_on_megatron(
+    checkpoints: dict[str, Path], shim: Any, fused_adam: str
+) -> None:
+    key = "trainer.ref.megatron_config.transformer_config_kwargs.fp16"
+    words = on_megatron(checkpoints["bfloat16"], "fp16", f"{KEY}=half")
+    shim(export=False)
+    _, (message,) = warned(lambda: validated(*words))
+    assert "the ref in fp32 (trainer.bf16=False" in message
+    assert f"Write {key}=true" in message
+    assert warned(lambda: validated(*words, f"{key}=true"))[1] == []
+    precision_shim.uninstall()
+    shim(settings={"rollout": "follow"}, export=False)
+    config, messages = warned(lambda: validated(*words))
+    assert messages == []
+    assert config.trainer.ref.megatron_config.transformer_config_kwargs["fp16"] is True
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spelt", "name"),
+    [
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("torch.float16", "float16"),
+        ("BF16", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("Float", "float32"),
+    ],
+)
+def test_names(shim: Any, spelt: str, name: str) -> None:
+    shim(export=False)
+    from skyrl.train.config.config import InferenceEngineConfig
+    from skyrl.train.utils.utils import str_to_torch_dtype, validate_generator_cfg
+
+    config = validated(*on_fsdp("bf16", f"{KEY}={spelt}"))
+    assert engine_dtype(config) == name
+    assert str_to_torch_dtype(config.generator.inference_engine.model_dtype) is getattr(torch, name)
+    assert InferenceEngineConfig(model_dtype=spelt).model_dtype == name
+    config = train_config()
+    config.generator.inference_engine.model_dtype = spelt
+    validate_generator_cfg(config)
+    assert engine_dtype(config) == name
+
+
+@pytest.mark.parametrize("spelt", ["fp61", "fp8", "int8", "null", "16.0"])
+def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], spelt: str) -> None:
+    from skyrl.train.config.config import InferenceEngineConfig
+
+    shim(export=False)
+    words = on_fsdp("bf16", f"{KEY}={spelt}")
+    with pytest.raises(DtypeError, match=f"skyrl {SKYRL}: {KEY}=") as raised:
+        train_config(*words)
+    assert raised.value.key == KEY
+    with pytest.raises(DtypeError, match=KEY):
+        InferenceEngineConfig(model_dtype=spelt)
+    assert _dtype_problems(capsys, *words) == [KEY]
+
+
+def test_a_wrong_name_that_is_assigned(shim: Any) -> None:
+    shim(export=False)
+    config = train_config(*on_fsdp("bf16"))
+    config.generator.inference_engine.model_dtype = "fp61"
+    with pytest.raises(DtypeError, match=KEY):
+        validated(config=config)
+
+
+def test_auto_is_for_jobs_without_a_weight_sync(
+    shim: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shim(export=False)
+    from skyrl.train.utils.utils import str_to_torch_dtype, validate_generator_cfg
+
+    words = on_fsdp("bf16", f"{KEY}=auto")
+    validate_generator_cfg(train_config(*words))
+    with pytest.raises(DtypeError, match=KEY):
+        validated(*words)
+    assert _dtype_problems(capsys, *words) == [KEY]
+    with pytest.raises(TypeError):
+        str_to_torch_dtype("auto")
+
+
+def _dtype_problems(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The keys of the plan's problems with dtypes: the same with the shim in place and without."""
+    on = [one["key"] for one in plan(capsys, *words)["problems"] if one["code"] == "dtype"]
+    precision_shim.uninstall()
+    off = [one["key"] for one in plan(capsys, *words)["problems"] if one["code"] == "dtype"]
+    assert on == off
+    return on
+
+
+@pytest.mark.skipif(Version("0.3") <= SKYRL, reason="SkyRL 0.3 has no old style any more")
+@pytest.mark.parametrize("spelt", [None, "bfloat16", "half", "fp61"])
+def test_the_old_style(shim: Any, monkeypatch: pytest.MonkeyPatch, spelt: str | None) -> None:
+    """Its base YAML spells out the default."""
+    import skyrl.train.config.utils as module
+    from omegaconf import OmegaConf
+
+    yaml = {"generator": {"backend": "vllm", "model_dtype": "bfloat16"}}
+    monkeypatch.setattr(module, "get_legacy_config", lambda: OmegaConf.create(yaml))
+    shim(settings={"rollout": "follow"}, export=False)
+    written = [] if spelt is None else [f"generator.model_dtype={spelt}"]
+    words = on_fsdp("fp16", "generator.backend=vllm", *written)
+    if spelt == "fp61":
+        with pytest.raises(DtypeError, match=KEY):
+            train_config(*words)
+        return
+    config, messages = warned(lambda: validated(*words))
+    assert len(messages) == (spelt == "bfloat16")
+    assert engine_dtype(config) == ("float16" if spelt in (None, "half") else "bfloat16")
+
+
+# -- what the user wrote -------------------------------------------------------------------------
+
+
+def test_the_mark_survives_copies_and_is_not_shown(shim: Any) -> None:
+    from precision_shim_adapters.skyrl.config import model_dtype_is_written as is_written
+
+    def engines(*words: str) -> Any:
+        return train_config(*words).generator.inference_engine
+
+    plain = engines()
+    shim(export=False)
+    left, wrote = engines(), engines(f"{KEY}=bfloat16")
+    for config, expected in ((left, False), (wrote, True)):
+        for one in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+            assert is_written(one) is expected
+            assert one.model_dtype == "bfloat16"
+            assert dataclasses.asdict(one) == dataclasses.asdict(plain)
+            assert one == plain
+    left.model_dtype = "bfloat16"
+    assert is_written(left)
+    assert is_written(plain), "built before install(): cannot be told"
+
+
+def test_a_config_class_of_the_users_own(shim: Any) -> None:
+    from skyrl.train.config.config import InferenceEngineConfig
+
+    from precision_shim_adapters.skyrl.config import model_dtype_is_written
+
+    @dataclasses.dataclass
+    class Own(InferenceEngineConfig):
+        model_dtype: str = "float32"
+
+    shim(export=False)
+    assert model_dtype_is_written(Own())
+
+
+# -- engines with keys of their own --------------------------------------------------------------
+
+
+def test_engine_init_kwargs_go_over_the_key(
+    shim: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = on_fsdp("fp16", f"{OVER}.dtype=BF16", f"{REF}=fp16", f"{KEY}=half")
+    shim(settings={"rollout": "follow"}, export=False)
+    config, messages = warned(lambda: validated(*words))
+    assert engine_dtype(config) == "bfloat16"
+    assert told()["rollout"] == "weights go out in fp16, and the rollout computes in bf16"
+    assert len(messages) == 1
+    assert f"Write {OVER}.dtype=float16" in messages[0]
+    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
+    assert planned(capsys, *words) == (messages, notes_of_decisions())
+
+
+def test_weights_go_out_in_the_dtype_of_engine_init_kwargs(
+    shim: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SkyRL would round them to bf16 first, and an fp16 engine would hold bf16's values."""
+    words = on_fsdp("fp16", f"{OVER}.dtype=half", f"{REF}=fp16")
+    shim(export=False)
+    config, messages = warned(lambda: validated(*words))
+    assert messages == []
+    assert engine_dtype(config) == config.generator.inference_engine.model_dtype == "float16"
+    assert planned(capsys, *words) == ([], notes_of_decisions())
+    config, (message,) = warned(lambda: validated(*words, f"{KEY}=bf16"))
+    assert config.generator.inference_engine.model_dtype == "bfloat16"
+    assert message.endswith(f"Write {KEY}=float16.")
+    assert planned(capsys, *words, f"{KEY}=bf16")[0] == [message]
+
+
+def test_a_wrong_name_in_engine_init_kwargs(shim: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shim(export=False)
+    words = on_fsdp("bf16", f"{OVER}.dtype=fp61")
+    with pytest.raises(DtypeError, match=rf"{OVER}\.dtype='fp61'"):
+        validated(*words)
+    assert _dtype_problems(capsys, *words) == [f"{OVER}.dtype"]
+
+
+def test_an_fp8_rollout_is_told(shim: Any) -> None:
+    shim(strict=True, settings={"rollout": "follow"}, export=False)
+    config = validated(*on_fsdp("fp16", f"{OVER}.quantization=fp8"))
+    assert told()["rollout"] == "fp8 beside the policy's fp16"
+    assert engine_dtype(config) == "bfloat16"
+
+
+def test_servers_that_run_already_do_not_follow(shim: Any) -> None:
+    shim(settings={"rollout": "follow"}, export=False)
+    urls = "generator.inference_engine.external_server_urls=['http://a:1']"
+    words = on_fsdp("fp16", "generator.inference_engine.external_proxy_url=http://a:2", urls)
+    config, messages = warned(lambda: validated(*words, "trainer.placement.colocate_all=false"))
+    assert config.generator.inference_engine.model_dtype == "bfloat16"
+    assert "if the servers that run already were started so" in messages[0]
+
+
+def test_a_model_that_vllm_refuses_in_fp16(
+    shim: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}', encoding="utf-8")
+    words = (*on_fsdp("fp16", f"{KEY}=fp16", NO_REF), *_model(tmp_path))
+    shim(export=False)
+    _, messages = warned(lambda: validated(*words))
+    assert len(messages) == 1
+    assert "vLLM refuses to run gemma2 in fp16" in messages[0]
+    assert planned(capsys, *words)[0] == messages
+
+
+# -- jobs without a rollout ----------------------------------------------------------------------
+
+
+def test_fine_tuning_says_nothing(
+    shim: Any, capsys: pytest.CaptureFixture[str], checkpoints: dict[str, Path]
+) -> None:
+    from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
+
+    shim(strict=True, export=False)
+    build_skyrl_config_for_sft(SFTConfig())
+    assert told() == {}
+    half = "fsdp_config.mixed_precision.param_dtype=fp16"
+    assert planned(capsys, "python3", "-m", "skyrl.train.main_sft", half) == ([], [])
+
+
+def test_a_tinker_server(shim: Any) -> None:
+    module = pytest.importorskip(
+        "skyrl.backends.skyrl_train_backend", reason="the Tinker server's packages are not here"
+    )
+    shim(export=False)
+    overrides = {POLICY: "fp16", KEY: "half", "trainer.logger": "console"}
+    made = module.FSDPBackendOverrides(**overrides)
+    config = module._build_skyrl_train_config("m", made)
+    assert config.generator.inference_engine.model_dtype == "float16"
+    assert told() == {"rollout": "fp16, as the policy"}
+
+
+# -- weights on their way ------------------------------------------------------------------------
+
+
+def trained(checkpoint: Path) -> Any:
+    """A worker whose fp32 weights no half precision holds."""
+    worker = fsdp_worker("policy", checkpoint, None)
+    for seed in range(2):
+        worker.forward_backward(batch(seed))
+        worker.optim_step()
+    return worker
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_fsdps_weights_are_rounded_once(
+    cpu: None, checkpoints: dict[str, Path], shim: Any, dtype: torch.dtype, grouped: bool
+) -> None:
+    """SkyRL's own stream, which the shim leaves alone."""
+    worker = trained(checkpoints["float32"])
+    expected = weights_rounded_once(worker, dtype)
+    off = weights_sent(worker, dtype, grouped=grouped)
+    shim(export=False)
+    on = weights_sent(worker, dtype, grouped=grouped)
+    assert equal_streams(off, expected)
+    assert equal_streams(on, expected)
+    if dtype is torch.float16:
+        exact = [one.to(torch.bfloat16).to(one.dtype).eq(one).float().mean() for one in on.values()]
+        assert min(exact) < 0.9, "a stream that went through bf16 would be exact"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_megatrons_weights_are_rounded_once(
+    fused_adam: str, checkpoints: dict[str, Path], shim: Any, dtype: torch.dtype
+) -> None:
+    """From a model in fp32, by SkyRL's own class over Megatron-Bridge."""
+    shim(export=False)
+    worker = build(checkpoints["float32"], "trainer.bf16=false")
+    with torch.no_grad():
+        for chunk in worker.actor_module:
+            for one in chunk.parameters():
+                one.add_(torch.randn_like(one) * 1e-3)
+    exported = worker.bridge.export_hf_weights(worker.actor_module, show_progress=False)
+    expected = {name: one.detach().clone().to(dtype) for name, one in exported}
+    if Version("0.4") <= SKYRL:
+        from skyrl.backends.skyrl_train.weight_sync.sources import MegatronWeightSource
+
+        sent = dict(MegatronWeightSource(worker.bridge, worker.actor_module, dtype))
+    else:
+        from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import (
+            MegatronWeightExtractor,
+        )
+
+        extractor = MegatronWeightExtractor(
+            bridge=worker.bridge,
+            actor_module=worker.actor_module,
+            enable_bucketing=False,
+            bucket_size_threshold_GB=1.0,
+            training_dtype=torch.float32,
+        )
+        sent = {
+            name: tensor
+            for chunk in extractor.extract_weights(dtype)
+            for name, tensor in zip(chunk.names, chunk.tensors, strict=True)
+        }
+    assert equal_streams(sent, expected)
+
+
+# -- the delta sync ------------------------------------------------------------------------------
+
+DELTA = (
+    "generator.inference_engine.weight_sync_backend=delta",
+    "generator.inference_engine.delta_weight_sync.sync_dir=/nowhere",
+    "trainer.placement.colocate_all=false",
+)
+
+
+def received(base: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype, folder: Path) -> Any:
+    """What SkyRL's receiver holds after its sender has published weights once."""
+    from skyrl.backends.skyrl_train.weight_sync.delta.checkpoint import (
+        CheckpointIndex,
+        DeltaCheckpointPublisher,
+        LocalCheckpointStore,
+    )
+    from skyrl.backends.skyrl_train.weight_sync.sources import FsdpWeightSource
+
+    model = torch.nn.Module()
+    model.state_dict = lambda: weights  # type: ignore[method-assign,assignment]
+    sender = DeltaCheckpointPublisher(str(base), str(folder / "sync"), str(folder / "stage"))
+    info = sender.publish(sender.create_delta_files(FsdpWeightSource(model, dtype)))
+    store = LocalCheckpointStore(str(base), str(folder / "local"))
+    store.fetch(info["target_version"], info["sync_dir"], info["uri"])
+    return dict(CheckpointIndex(store._current_checkpoint_dir()).iter_tensors())
+
+
+@since_0_4
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_delta_sync(
+    checkpoints: dict[str, Path],
+    shim: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    stored: str,
+    dtype: torch.dtype,
+) -> None:
+    """It rounds to the base checkpoint's dtype: the driver says so, and what it says happens."""
+    from safetensors.torch import load_file
+
+    base = checkpoints[stored]
+    torch.manual_seed(0)
+    weights = {
+        name: one.float() + torch.randn(one.shape) * 1e-3
+        for name, one in load_file(base / "model.safetensors").items()
+    }
+    half = dtype is torch.float16
+    words = (*on_fsdp("fp16" if half else "bf16", NO_REF, *DELTA), f"{KEY}={name_of(dtype)}")
+    shim(export=False)
+    config, messages = warned(lambda: validated(*words, *_model(base)))
+    assert engine_dtype(config) == name_of_torch(dtype)
+    assert planned(capsys, *words, *_model(base)) == (messages, notes_of_decisions())
+    precision_shim.uninstall()
+    shim(export=False)
+    found, in_worker = warned(lambda: received(base, weights, dtype, tmp_path))
+    assert in_worker == messages
+    once = {name: one.to(dtype) for name, one in weights.items()}
+    arrived = {name: found[name].to(dtype) for name in weights}
+    exact = all(torch.equal(arrived[name], one) for name, one in once.items())
+    assert exact == (stored in ("float32", name_of_torch(dtype)))
+    assert len(messages) == (half and not exact)
+    if messages:
+        assert "the delta sync sends the dtype of the base checkpoint, bf16" in messages[0]
+        assert "weight_sync_backend=nccl" in messages[0]
+    elif not exact:
+        line = "weights go out in fp16, and the rollout computes in bf16"
+        assert any(line in one for one in notes_of_decisions())
+
+
+def name_of_torch(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@since_0_4
+def test_the_delta_sync_under_strict(
+    checkpoints: dict[str, Path], shim: Any, tmp_path: Path
+) -> None:
+    """An error in the driver; in a worker the other ranks would wait for the one that raised."""
+    shim(strict=True, export=False)
+    words = (*on_fsdp("fp16", NO_REF, *DELTA), f"{KEY}=fp16")
+    with pytest.raises(UnsupportedPrecisionError, match="the delta sync sends"):
+        validated(*words, *_model(checkpoints["bfloat16"]))
+    validated(*words, *_model(tmp_path))
+    from safetensors.torch import load_file
+
+    weights = load_file(checkpoints["bfloat16"] / "model.safetensors")
+    _, messages = warned(
+        lambda: received(checkpoints["bfloat16"], weights, torch.float16, tmp_path)
+    )
+    assert len(messages) == 1

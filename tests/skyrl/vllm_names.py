@@ -1,0 +1,81 @@
+"""What SkyRL imports of vLLM for an engine's arguments and a weight's description, and no more.
+
+vLLM has no wheel for a CPU; its place is taken by a parser without arguments, records, and the
+functions that gather a weight, so that SkyRL's own code around them runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+
+class ParamMeta(NamedTuple):
+    """What a source says of a weight before it sends it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class WeightSource:
+    """The base of SkyRL's sources, which have methods of their own for all it declares."""
+
+
+def materialize_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A weight whole, as vLLM's function gathers it."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+class _NoArguments:
+    @staticmethod
+    def add_cli_args(parser: Any) -> Any:
+        return parser
+
+
+def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SkyRL find these names in vLLM, until the test ends."""
+    # Imported before: with a vLLM at hand it looks for more than these names.
+    import skyrl.backends.skyrl_train.inference_servers.utils  # noqa: F401
+
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {"AsyncEngineArgs": _NoArguments},
+        "vllm.config": {"WeightTransferConfig": lambda **fields: fields},
+        "vllm.distributed": {},
+        "vllm.distributed.weight_transfer": {},
+        "vllm.distributed.weight_transfer.base": {
+            "ParamMeta": ParamMeta,
+            "WeightSource": WeightSource,
+            "materialize_full_tensor": materialize_full_tensor,
+        },
+        "vllm.entrypoints": {},
+        "vllm.entrypoints.launchers": {},
+        "vllm.entrypoints.launchers.cli_args": {"FrontendArgs": _NoArguments},
+        "vllm.entrypoints.openai": {},
+        "vllm.entrypoints.openai.cli_args": {"FrontendArgs": _NoArguments},
+        "vllm.platforms": {"current_platform": types.SimpleNamespace(device_type="cuda")},
+        "vllm.utils": {},
+        "vllm.utils.argparse_utils": {"FlexibleArgumentParser": argparse.ArgumentParser},
+    }
+    for name, content in contents.items():
+        module = types.ModuleType(name)
+        module.__path__ = []
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    # Imported from here on with these names in them, and to be forgotten with them.
+    monkeypatch.delitem(
+        sys.modules, "skyrl.backends.skyrl_train.weight_sync.sources", raising=False
+    )
+
+
+def engine_dtype(config: Any) -> str:
+    """The dtype in the arguments that SkyRL starts its engines with."""
+    from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
+
+    return str(build_vllm_cli_args(config).dtype)
