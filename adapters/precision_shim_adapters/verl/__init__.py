@@ -28,6 +28,7 @@ from . import (
     megatron,
     metrics,
     overflow,
+    sync,
     weights,
 )
 
@@ -48,6 +49,9 @@ ADAPTER = Adapter.of(
         "fsdp_turbo engine": "FSDP Turbo engine",
         "torchtitan engine": "torchtitan engine",
         "automodel engine": "Automodel engine",
+        "fsdp weights": "FSDP engine (weights to the rollout)",
+        "torchtitan weights": "torchtitan engine (weights to the rollout)",
+        "checkpoint engines": "checkpoint engines (weights to the rollout)",
     },
     seams=collect(
         backend.SEAMS,
@@ -66,6 +70,7 @@ ADAPTER = Adapter.of(
         fsdp_checkpoints,
         engines,
         weights,
+        sync,
         audit,
     ),
 )
