@@ -367,7 +367,9 @@ def kimi(on: bool, dtype: str) -> dict[str, Any]:
         return {"is": labels(sent, known(one.actor.engine, lora=False))}
 
 
-def delta(on: bool, dtype: str, engine: str, strict: bool = False) -> dict[str, Any]:
+def delta(
+    on: bool, dtype: str, engine: str, strict: bool = False, strategy: str = "fsdp2"
+) -> dict[str, Any]:
     """How a worker with the delta checkpoint engine starts; verl's own needs a GPU's packages."""
     if on:
         precision_shim.install(strict=strict)
@@ -377,11 +379,57 @@ def delta(on: bool, dtype: str, engine: str, strict: bool = False) -> dict[str, 
             worker(
                 f"actor_rollout_ref.rollout.dtype={dtype}",
                 f"actor_rollout_ref.rollout.name={engine}",
+                f"actor_rollout_ref.actor.strategy={strategy}",
                 "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",
             )
         except Exception as caught:
             error = caught
     return {"error": f"{type(error).__name__}: {error}", "said": rollouts(said)}
+
+
+def shards(on: bool, dtype: str) -> dict[str, Any]:
+    """What a receiver holds after a seed and a delta of verl's delta checkpoint engine.
+
+    The checkpoint engine itself needs a GPU's packages; its place holds the dtype of the seed.
+    """
+    if on:
+        precision_shim.install()
+    with pytest.MonkeyPatch.context() as patch, ours() as said:
+        base = importlib.import_module("verl.checkpoint_engine.base")
+        sender = SimpleNamespace(rollout_dtype=torch.bfloat16)
+        made = classmethod(lambda *args, **kwargs: sender)
+        patch.setattr(base.CheckpointEngineRegistry, "new", made)
+        one = worker(
+            f"actor_rollout_ref.rollout.dtype={dtype}",
+            "actor_rollout_ref.rollout.name=sglang",
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",
+        )
+        engine = one.actor.engine
+        trained(engine.module)
+        stream, _ = engine.get_per_tensor_param()
+        held = {name: whole.to(sender.rollout_dtype) for name, whole in stream}
+        seeded = labels(held, known(engine, lora=False))
+        engine.prime_delta_snapshots()
+        torch.manual_seed(7 + dist.get_rank())
+        with torch.no_grad():  # by half a step of bf16, in a part of the elements
+            for each in engine.module.parameters():
+                own = support.local(each)
+                own.mul_(1 + 2**-9 * (torch.rand_like(own) < 0.5))
+        operators = Operators()
+        with operators:
+            entries = list(engine.get_per_tensor_param_delta_shard()[0])
+    parts: list[Any] = [None] * dist.get_world_size()
+    own = [(slots[0][0], index, value) for slots, _, _, index, value, _ in entries]
+    dist.all_gather_object(parts, own)
+    for name, index, value in (each for part in parts for each in part):
+        held[name].view(-1)[index.long()] = value.to(held[name].dtype)
+    return {
+        "seed": seeded,
+        "is": labels(held, known(engine, lora=False)),
+        "dtypes": sorted({dtype for _, dtype, *_ in entries}),
+        "operators": dict(operators.seen),
+        "said": rollouts(said),
+    }
 
 
 def registered(on: bool) -> dict[str, Any]:
@@ -451,7 +499,9 @@ def run(launch: Launch) -> dict[str, Any]:
     dist.init_process_group(
         "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world
     )
-    cases = {one.__name__: one for one in (stream, titan, mooncake, kimi, delta, registered)}
+    cases = {
+        one.__name__: one for one in (stream, titan, mooncake, kimi, delta, shards, registered)
+    }
     found = {name: cases[launch.case](**options) for name, options in launch.options.items()}
     dist.barrier()
     dist.destroy_process_group()

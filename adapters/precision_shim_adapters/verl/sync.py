@@ -8,15 +8,16 @@ gathers the same tensors in the same order and rounds them to the rollout's dtyp
 is dropped unstarted: running it is collective. A bf16 rollout gets verl's generator itself.
 
 No cast of verl's is on the way of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
-workers, and of the FSDP engine from 0.9 without merged LoRA. The delta checkpoint engine sends bf16
-only: ``checkpoint_engine`` refuses another rollout dtype, or says so.
+workers, and of the FSDP engine from 0.9 without merged LoRA. With the delta checkpoint engine every
+engine of verl rounds to bf16, and verl's receiver in vLLM takes nothing else: there the shim mends
+the FSDP engine beside SGLang, and refuses the others or says so (``refuses_delta``).
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,12 +33,15 @@ from ..rollout import AUTO, FEATURE, engine_name
 FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
 """The groups: one for each engine that rounds, and one for verl's checkpoint engines."""
 
+DELTA = "delta_sharded"
+"""The backend of verl's checkpoint engine that sends what has changed."""
+
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SUBJECT = "weights to the rollout"
 _BF16 = "bfloat16"
 _VLLM_DELTA = "verl.workers.rollout.vllm_rollout.delta_weight_transfer"
 _IMPL = "verl.workers.engine"
-_INIT = {
+_INIT: dict[str, Any] = {
     "target": "verl.workers.engine_workers:ActorRolloutRefWorker.init_model",
     "relies_on": ("actor", "role", "rollout", "config"),
 }
@@ -45,6 +49,9 @@ _FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
 
 _asked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """An actor's engine to the rollout's dtype name; the engine itself does not know the rollout."""
+
+_deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""The same for an engine whose delta checkpoint engine was given that dtype."""
 
 
 # -- which dtype -------------------------------------------------------------------------------
@@ -149,14 +156,21 @@ def send_titan(call: Call) -> Any:
 def _to_mend(engine: Any, stream: Any) -> bool:
     """Whether a stream of weights is verl's, unstarted, and rounds to another dtype than asked."""
     name = _asked.get(engine, _BF16)
-    if name == _BF16 or not isinstance(stream, GeneratorType):
-        return False
-    if _BF16 not in stream.gi_code.co_names or inspect.getgeneratorstate(stream) != "GEN_CREATED":
+    if name == _BF16 or not _rounds(stream):
         return False
     if name == AUTO:
         _tell_auto("verl rounds every weight to bf16 on the way to the rollout")
         return False
     return True
+
+
+def _rounds(stream: Any) -> bool:
+    """Whether a stream is a generator that has not started and names bf16 in its code."""
+    return (
+        isinstance(stream, GeneratorType)
+        and _BF16 in stream.gi_code.co_names
+        and inspect.getgeneratorstate(stream) == inspect.GEN_CREATED
+    )
 
 
 def _wire(engine: Any) -> torch.dtype:
@@ -198,11 +212,11 @@ def _whole(param: Any, device: Any, dtype: torch.dtype) -> torch.Tensor:
     return _rounded(param.to(device, non_blocking=True).full_tensor(), dtype)
 
 
-def _rounded(whole: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # An fp32 engine reads 16-bit weights exactly: widening them here would only double the bytes.
-    if dtype is torch.float32 or not whole.is_floating_point():
-        return whole
-    return whole.to(dtype, non_blocking=True)
+    if dtype is torch.float32 or not one.is_floating_point():
+        return one
+    return one.to(dtype, non_blocking=True)
 
 
 def _with_experts(
@@ -247,44 +261,74 @@ def _shares(whole: torch.Tensor, param: DTensor) -> bool:
 
 
 @seam(
-    at=[
-        {
-            **_INIT,
-            "relies_on": ("checkpoint_engine", "backend", "role", "config"),
-            "group": CHECKPOINTS,
-        }
-    ],
+    **{**_INIT, "relies_on": ("checkpoint_engine", "backend", "role", "config")},
+    group=CHECKPOINTS,
     why="the worker makes its checkpoint engine here, and knows the rollout's dtype",
     delete_when="verl gives its checkpoint engines the rollout's dtype",
     **_FIRST,
 )
 def checkpoint_engine(call: Call) -> Any:
-    """Give kimi's and mooncake's checkpoint engine the rollout's dtype where the user gave none.
+    """Give a checkpoint engine that rounds the rollout's dtype where the user gave it none.
 
     Raises:
         DtypeError: a rollout dtype is no dtype that an engine computes in.
-        UnsupportedPrecisionError: the rollout's dtype is one that the delta checkpoint engine does
-            not send; for SGLang only in strict mode.
+        UnsupportedPrecisionError: the delta checkpoint engine does not send the rollout's dtype;
+            for SGLang, which takes the weights rounded to bf16, only in strict mode.
     """
     worker = call.instance
     if "actor" not in worker.role:
         return call.proceed()
-    rollout = worker.config.rollout
-    refusal, fatal = refuses_delta(rollout)
+    rollout, strategy = worker.config.rollout, str(worker.config.actor.get("strategy"))
+    refusal, fatal = refuses_delta(rollout, strategy)
     if refusal and (fatal or current_settings().strict):
         raise UnsupportedPrecisionError(refusal)
     if refusal:
         warn(refusal)
     result = call.proceed()
-    _give(worker.checkpoint_engine, rollout)
+    sender, delta = worker.checkpoint_engine, _backend(rollout) == DELTA
+    name = "" if refusal else _give(sender, rollout, delta or _casts(sender))
+    if delta and name:
+        _deltas[worker.actor.engine] = name
     return result
 
 
-def refuses_delta(rollout: Any) -> tuple[str, bool]:
+@seam(
+    f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param_shard",
+    group=CHECKPOINTS,
+    why="returns this rank's shards, unstarted, rounded to bf16; the delta engine compares these",
+    delete_when="verl's delta checkpoint engine sends the rollout's dtype",
+    relies_on=("params", "DTensor", "ShardSpec"),
+    only_if=(f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param_shard",),
+    **_FIRST,
+)
+def send_shards(call: Call) -> Any:
+    """Return the FSDP engine's shards rounded to the rollout's dtype and not to bf16."""
+    stream, *rest = result = call.proceed()
+    name = _deltas.get(call.instance)
+    if name is None or not _rounds(stream):
+        return result
+    found = inspect.getgeneratorlocals(stream)
+    if not {"params", "device", "ShardSpec"} <= found.keys():
+        return _left(result, f"{stream.gi_code.co_name} is a generator that the shim does not know")
+    params, device, spec = found["params"], found["device"], found["ShardSpec"]
+    return (_shards(params, device, spec, getattr(torch, name)), *rest)
+
+
+def _shards(
+    params: Mapping[str, Any], device: Any, spec: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    for name, param in params.items():
+        own: Any = _rounded(param.to(device, non_blocking=True), dtype)
+        own = own.to_local() if isinstance(own, DTensor) else own
+        yield name, own.reshape(-1), spec.from_param(param)
+
+
+def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
     """Why the delta checkpoint engine does not serve a rollout's dtype; empty if it does.
 
     Args:
         rollout: the job's ``actor_rollout_ref.rollout``.
+        strategy: the job's ``actor_rollout_ref.actor.strategy``.
 
     Returns:
         The message, and whether the job cannot run at all.
@@ -293,16 +337,18 @@ def refuses_delta(rollout: Any) -> tuple[str, bool]:
         DtypeError: the rollout's dtype is no dtype that an engine computes in.
     """
     name, key = rollout_dtype(rollout)
-    engine, backend = rollout.get("name"), _backend(rollout)
-    if backend != "delta_sharded" or name in (_BF16, AUTO) or engine not in ("vllm", "sglang"):
+    engine = rollout.get("name")
+    if _backend(rollout) != DELTA or name in (_BF16, AUTO) or engine not in ("vllm", "sglang"):
         return "", False
     vllm = engine == "vllm"
     if vllm and not look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found:
         return "", False  # before 0.9.1 verl refuses vLLM here in its own words
+    if not vllm and strategy in ("fsdp", "fsdp2"):
+        return "", False
     what = (
         "verl's receiver in vLLM takes no other dtype than bfloat16"
         if vllm
-        else "verl sends every weight rounded to bf16"
+        else f"with actor.strategy={strategy} verl sends every weight rounded to bf16"
     )
     message = (
         f"{versioned('verl')}: {_ROLLOUT}.checkpoint_engine.backend=delta_sharded with {key}={name}"
@@ -312,12 +358,13 @@ def refuses_delta(rollout: Any) -> tuple[str, bool]:
     return message, vllm
 
 
-def _give(engine: Any, rollout: Any) -> None:
-    if not _casts(engine):
-        return
+def _give(engine: Any, rollout: Any, rounds: bool) -> str:
+    """Give a checkpoint engine its dtype; returns the dtype's name, empty where verl's stays."""
+    if not rounds:
+        return ""
     backend = _backend(rollout)
-    written, at = _kwargs(rollout, backend).get("rollout_dtype"), f"{_ROLLOUT}.checkpoint_engine"
-    at = f"{at}.engine_kwargs.{backend}.rollout_dtype"
+    written = _kwargs(rollout, backend).get("rollout_dtype")
+    at = f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype"
     name, key = rollout_dtype(rollout)
     if written is not None:
         own = engine_name(written, at, versioned("verl"), also=())
@@ -327,12 +374,15 @@ def _give(engine: Any, rollout: Any) -> None:
                 f"{versioned('verl')}: {at}={own}, but {key}={name}: the weights are rounded to "
                 f"{own} on the way to the rollout. Leave {at} out, or write {name} there."
             )
-    elif name == AUTO:
+        return own
+    if name == AUTO:
         _tell_auto(f"the checkpoint engine {backend} rounds every weight to bf16")
-    elif name != _BF16:
-        engine.rollout_dtype = getattr(torch, name)
-        reason = f"{key}; the checkpoint engine {backend} would round to bf16"
-        decide("verl", _SUBJECT, FEATURE, name, reason)
+    if name in (AUTO, _BF16):
+        return ""
+    engine.rollout_dtype = getattr(torch, name)
+    reason = f"{key}; the checkpoint engine {backend} would round to bf16"
+    decide("verl", _SUBJECT, FEATURE, name, reason)
+    return name
 
 
 def _casts(engine: Any) -> bool:
