@@ -122,11 +122,10 @@ def send_sharded(call: Call) -> Any:
         return _left(result, "quantisation-aware training quantises what verl rounded to bf16")
     if not _to_mend(engine, stream):
         return result
-    dtype = _wire(engine)
     if ".0" in found and "device" in found:  # a generator expression's first iterable
-        return (_gathered(found[".0"], found["device"], dtype), *rest)
+        return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
     if stream.gi_code.co_name == "_merged_lora_per_tensor_param":
-        return (_merged(engine, dtype), *rest)
+        return (_merged(engine, _wire(engine)), *rest)
     return _left(result, f"{stream.gi_code.co_name} is a generator that the shim does not know")
 
 
@@ -144,10 +143,11 @@ def send_titan(call: Call) -> Any:
     engine = call.instance
     if not _to_mend(engine, stream):
         return result
-    found, dtype = inspect.getgeneratorlocals(stream), _wire(engine)
+    found = inspect.getgeneratorlocals(stream)
     if ".0" in found and "device" in found:
-        return (_gathered(found[".0"], found["device"], dtype), *rest)
+        return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
     if {"dense", "expert_stacks", "device"} <= found.keys():  # from 0.9.1
+        dtype = _wire(engine)
         dense = _gathered(found["dense"].items(), found["device"], dtype)
         return (_with_experts(dense, found["expert_stacks"], found["device"], dtype), *rest)
     return _left(result, "verl gathers and rounds experts in one step under expert parallelism")
@@ -183,11 +183,14 @@ def _wire(engine: Any) -> torch.dtype:
 
 
 def _left(result: Any, reason: str) -> Any:
-    warn(
+    message = (
         f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {_ROLLOUT}"
-        f".dtype is another dtype: {reason}, so the shim leaves verl's weight sync as it is. Train "
-        f"and roll out in bf16 (write {_ROLLOUT}.dtype=bfloat16), or train without it."
+        f".dtype is another dtype: {reason}, so the shim leaves verl's weight sync as it is. Write "
+        f"{_ROLLOUT}.dtype=bfloat16 and train in bf16."
     )
+    if current_settings().strict:
+        raise UnsupportedPrecisionError(message)
+    warn(message)
     decide("verl", _SUBJECT, FEATURE, "left as verl sends them, rounded to bf16", reason)
     return result
 
