@@ -29,6 +29,7 @@ from . import (
     megatron,
     metrics,
     overflow,
+    sync,
     weights,
 )
 
@@ -50,6 +51,9 @@ ADAPTER = Adapter.of(
         "fsdp_turbo engine": "FSDP Turbo engine",
         "torchtitan engine": "torchtitan engine",
         "automodel engine": "Automodel engine",
+        "fsdp weights": "FSDP engine (weights to the rollout)",
+        "torchtitan weights": "torchtitan engine (weights to the rollout)",
+        "checkpoint engines": "checkpoint engines (weights to the rollout)",
     },
     seams=collect(
         backend.SEAMS,
@@ -69,6 +73,7 @@ ADAPTER = Adapter.of(
         engines,
         weights,
         driver,
+        sync,
         audit,
     ),
 )

@@ -1,0 +1,403 @@
+"""verl's weight sync: weights reach the rollout engine in its own dtype, rounded once.
+
+Some of verl's engines round every weight to bf16 on the way to the rollout, whatever
+``actor_rollout_ref.rollout.dtype`` says: the FSDP engine before 0.9, and its merged LoRA since, and
+the torchtitan engine. ``get_per_tensor_param`` returns their weights as a generator that has not
+run yet. The shim looks at what that generator would gather, and returns a generator of its own that
+gathers the same tensors in the same order and rounds them to the rollout's dtype. verl's generator
+is dropped unstarted: running it is collective. A bf16 rollout gets verl's generator itself.
+
+No cast of verl's is on the way of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
+workers, and of the FSDP engine from 0.9 without merged LoRA. With the delta checkpoint engine every
+engine of verl rounds to bf16, and verl's receiver in vLLM takes nothing else: there the shim mends
+the FSDP engine beside SGLang, and refuses the others or says so (``refuses_delta``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from types import GeneratorType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from precision_shim.adapting import Call, current_settings, decide, look, seam, versioned, warn
+from precision_shim.errors import UnsupportedPrecisionError
+
+from ..rollout import AUTO, FEATURE, engine_name
+
+FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
+"""The groups: one for each engine that rounds, and one for verl's checkpoint engines."""
+
+DELTA = "delta_sharded"
+"""The backend of verl's checkpoint engine that sends what has changed."""
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SUBJECT = "weights to the rollout"
+_BF16 = "bfloat16"
+_VLLM_DELTA = "verl.workers.rollout.vllm_rollout.delta_weight_transfer"
+_IMPL = "verl.workers.engine"
+_INIT: dict[str, Any] = {
+    "target": "verl.workers.engine_workers:ActorRolloutRefWorker.init_model",
+    "relies_on": ("actor", "role", "rollout", "config"),
+}
+_FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
+
+_asked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""An actor's engine to the rollout's dtype name; the engine itself does not know the rollout."""
+
+_deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""The same for an engine whose delta checkpoint engine was given that dtype."""
+
+
+# -- which dtype -------------------------------------------------------------------------------
+
+
+def rollout_dtype(rollout: Any) -> tuple[str, str]:
+    """The dtype that verl gives the rollout engine, and the key that says so.
+
+    Args:
+        rollout: the job's ``actor_rollout_ref.rollout``.
+
+    Returns:
+        A name as ``engine_name`` returns it, and the key.
+
+    Raises:
+        DtypeError: the value is no dtype that an engine computes in.
+    """
+    kind = rollout.get("name") or ""
+    value, key = (rollout.get("engine_kwargs") or {}).get(kind) or {}, f"{_ROLLOUT}.dtype"
+    if value.get("dtype") is not None:  # verl hands these over the others
+        return _named(value["dtype"], f"{_ROLLOUT}.engine_kwargs.{kind}.dtype")
+    return _named(rollout.get("dtype") or _BF16, key)
+
+
+def _named(value: Any, key: str) -> tuple[str, str]:
+    return engine_name(value, key, versioned("verl")), key
+
+
+@seam(
+    at=[{**_INIT, "group": FSDP}, {**_INIT, "group": TITAN}],
+    why="the worker knows both the engine and the rollout's dtype; the engine does not",
+    delete_when="verl sends weights in the rollout's dtype",
+    **_FIRST,
+)
+def announce(call: Call) -> Any:
+    """Keep the rollout's dtype for the engine whose weights the worker will send.
+
+    Raises:
+        DtypeError: the rollout's dtype is no dtype that an engine computes in.
+    """
+    worker = call.instance
+    if "actor" not in worker.role:
+        return call.proceed()
+    name, _ = rollout_dtype(worker.config.rollout)
+    result = call.proceed()
+    _asked[worker.actor.engine] = name
+    return result
+
+
+# -- the stream --------------------------------------------------------------------------------
+
+
+@seam(
+    f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param",
+    group=FSDP,
+    why="returns the weights, unstarted; before 0.9 and for merged LoRA they are rounded to bf16",
+    upstream="https://github.com/volcengine/verl/pull/7161",
+    delete_when="verl sends merged LoRA in the rollout's dtype, and 0.9 is the oldest in use",
+    relies_on=("params", "DTensor", "full_tensor", "module"),
+    **_FIRST,
+)
+def send_sharded(call: Call) -> Any:
+    """Return the FSDP engine's weights rounded to the rollout's dtype and not to bf16."""
+    stream, *rest = result = call.proceed()
+    engine = call.instance
+    found = inspect.getgeneratorlocals(stream) if isinstance(stream, GeneratorType) else {}
+    if getattr(engine, "_qat_enabled", False) and _to_mend(engine, found.get("params")):
+        return _left(result, "quantisation-aware training quantises what verl rounded to bf16")
+    if not _to_mend(engine, stream):
+        return result
+    if ".0" in found and "device" in found:  # a generator expression's first iterable
+        return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
+    if stream.gi_code.co_name == "_merged_lora_per_tensor_param":
+        return (_merged(engine, _wire(engine)), *rest)
+    return _left(result, f"{stream.gi_code.co_name} is a generator that the shim does not know")
+
+
+@seam(
+    f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.get_per_tensor_param",
+    group=TITAN,
+    why="returns the weights, unstarted, rounded to bf16",
+    delete_when="verl's torchtitan engine sends weights in the rollout's dtype",
+    relies_on=("params", "DTensor", "full_tensor"),
+    **_FIRST,
+)
+def send_titan(call: Call) -> Any:
+    """Return the torchtitan engine's weights rounded to the rollout's dtype and not to bf16."""
+    stream, *rest = result = call.proceed()
+    engine = call.instance
+    if not _to_mend(engine, stream):
+        return result
+    found = inspect.getgeneratorlocals(stream)
+    if ".0" in found and "device" in found:
+        return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
+    if {"dense", "expert_stacks", "device"} <= found.keys():  # from 0.9.1
+        dtype = _wire(engine)
+        dense = _gathered(found["dense"].items(), found["device"], dtype)
+        return (_with_experts(dense, found["expert_stacks"], found["device"], dtype), *rest)
+    return _left(result, "verl gathers and rounds experts in one step under expert parallelism")
+
+
+def _to_mend(engine: Any, stream: Any) -> bool:
+    """Whether a stream of weights is verl's, unstarted, and rounds to another dtype than asked."""
+    name = _asked.get(engine, _BF16)
+    if name == _BF16 or not _rounds(stream):
+        return False
+    if name == AUTO:
+        _tell_auto("verl rounds every weight to bf16 on the way to the rollout")
+        return False
+    return True
+
+
+def _rounds(stream: Any) -> bool:
+    """Whether a stream is a generator that has not started and names bf16 in its code."""
+    return (
+        isinstance(stream, GeneratorType)
+        and _BF16 in stream.gi_code.co_names
+        and inspect.getgeneratorstate(stream) == inspect.GEN_CREATED
+    )
+
+
+def _wire(engine: Any) -> torch.dtype:
+    name = _asked[engine]
+    reason = "verl itself would round them to bf16 on the way"
+    chosen = "as the trainer stores them" if name == "float32" else f"{name}, rounded once"
+    decide("verl", _SUBJECT, FEATURE, chosen, reason)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _left(result: Any, reason: str) -> Any:
+    message = (
+        f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {_ROLLOUT}"
+        f".dtype is another dtype: {reason}, so the shim leaves verl's weight sync as it is. Write "
+        f"{_ROLLOUT}.dtype=bfloat16 and train in bf16."
+    )
+    if current_settings().strict:
+        raise UnsupportedPrecisionError(message)
+    warn(message)
+    decide("verl", _SUBJECT, FEATURE, "left as verl sends them, rounded to bf16", reason)
+    return result
+
+
+def _tell_auto(what: str) -> None:
+    warn(
+        f"{versioned('verl')}: {_ROLLOUT}.dtype=auto: {what}, and which dtype the engine takes is "
+        f"known only to the engine, so the shim leaves it. Write {_ROLLOUT}.dtype=float16, "
+        "bfloat16 or float32."
+    )
+
+
+Pairs = Iterable[tuple[str, Any]]
+
+
+def _gathered(pairs: Pairs, device: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, param in pairs:
+        yield name, _whole(param, device, dtype) if isinstance(param, DTensor) else param
+
+
+def _whole(param: Any, device: Any, dtype: torch.dtype) -> torch.Tensor:
+    return _rounded(param.to(device, non_blocking=True).full_tensor(), dtype)
+
+
+def _rounded(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # An fp32 engine reads 16-bit weights exactly: widening them here would only double the bytes.
+    if dtype is torch.float32 or not one.is_floating_point():
+        return one
+    return one.to(dtype, non_blocking=True)
+
+
+def _with_experts(
+    dense: Pairs, stacks: Iterable[tuple[Any, Any]], device: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The dense weights, then each stack of experts, one at a time: a stack is large."""
+    yield from dense
+    for stack, slots in stacks:
+        whole = stack.to(device, non_blocking=True)
+        whole = _rounded(whole.full_tensor() if isinstance(whole, DTensor) else whole, dtype)
+        for index, (name, _) in enumerate(slots):
+            yield name, whole[index].clone()
+        del whole
+
+
+def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights with LoRA merged; like verl's, it gathers while the adapters are merged."""
+    verl: Any = importlib.import_module(f"{_IMPL}.fsdp.transformer_impl")
+    module, device = engine.module, verl.get_device_id()
+    inner = getattr(module, "_fsdp_wrapped_module", module)
+    try:
+        with verl.merged_lora_context(module, backup_adapters=True):
+            named = verl.normalize_peft_param_name(module.state_dict())
+            for name, param in verl.convert_weight_keys(named, inner).items():
+                if not isinstance(param, DTensor):
+                    yield name, param.detach().clone()
+                    continue
+                whole = _whole(param, device, dtype)
+                # The base weights come back when the adapters are taken out again.
+                yield name, whole.clone() if _shares(whole, param) else whole
+    finally:
+        if engine._is_offload_param:
+            verl.offload_fsdp_model_to_cpu(module)
+
+
+def _shares(whole: torch.Tensor, param: DTensor) -> bool:
+    own = param.to_local().untyped_storage()
+    return whole.untyped_storage().data_ptr() == own.data_ptr()
+
+
+# -- verl's checkpoint engines -----------------------------------------------------------------
+
+
+@seam(
+    **{**_INIT, "relies_on": ("checkpoint_engine", "backend", "role", "config")},
+    group=CHECKPOINTS,
+    why="the worker makes its checkpoint engine here, and knows the rollout's dtype",
+    delete_when="verl gives its checkpoint engines the rollout's dtype",
+    **_FIRST,
+)
+def checkpoint_engine(call: Call) -> Any:
+    """Give a checkpoint engine that rounds the rollout's dtype where the user gave it none.
+
+    Raises:
+        DtypeError: a rollout dtype is no dtype that an engine computes in.
+        UnsupportedPrecisionError: the delta checkpoint engine does not send the rollout's dtype;
+            for SGLang, which takes the weights rounded to bf16, only in strict mode.
+    """
+    worker = call.instance
+    if "actor" not in worker.role:
+        return call.proceed()
+    rollout, strategy = worker.config.rollout, str(worker.config.actor.get("strategy"))
+    refusal, fatal = refuses_delta(rollout, strategy)
+    if refusal and (fatal or current_settings().strict):
+        raise UnsupportedPrecisionError(refusal)
+    if refusal:
+        warn(refusal)
+    result = call.proceed()
+    sender, delta = worker.checkpoint_engine, _backend(rollout) == DELTA
+    name = "" if refusal else _give(sender, rollout, delta or _casts(sender))
+    if delta and name:
+        _deltas[worker.actor.engine] = name
+    return result
+
+
+@seam(
+    f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param_shard",
+    group=CHECKPOINTS,
+    why="returns this rank's shards, unstarted, rounded to bf16; the delta engine compares these",
+    delete_when="verl's delta checkpoint engine sends the rollout's dtype",
+    relies_on=("params", "DTensor", "ShardSpec"),
+    only_if=(f"{_IMPL}.fsdp.transformer_impl:FSDPEngine.get_per_tensor_param_shard",),
+    **_FIRST,
+)
+def send_shards(call: Call) -> Any:
+    """Return the FSDP engine's shards rounded to the rollout's dtype and not to bf16."""
+    stream, *rest = result = call.proceed()
+    name = _deltas.get(call.instance)
+    if name is None or not _rounds(stream):
+        return result
+    found = inspect.getgeneratorlocals(stream)
+    if not {"params", "device", "ShardSpec"} <= found.keys():
+        return _left(result, f"{stream.gi_code.co_name} is a generator that the shim does not know")
+    params, device, spec = found["params"], found["device"], found["ShardSpec"]
+    return (_shards(params, device, spec, getattr(torch, name)), *rest)
+
+
+def _shards(
+    params: Mapping[str, Any], device: Any, spec: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    for name, param in params.items():
+        own: Any = _rounded(param.to(device, non_blocking=True), dtype)
+        own = own.to_local() if isinstance(own, DTensor) else own
+        yield name, own.reshape(-1), spec.from_param(param)
+
+
+def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
+    """Why the delta checkpoint engine does not serve a rollout's dtype; empty if it does.
+
+    Args:
+        rollout: the job's ``actor_rollout_ref.rollout``.
+        strategy: the job's ``actor_rollout_ref.actor.strategy``.
+
+    Returns:
+        The message, and whether the job cannot run at all.
+
+    Raises:
+        DtypeError: the rollout's dtype is no dtype that an engine computes in.
+    """
+    name, key = rollout_dtype(rollout)
+    engine = rollout.get("name")
+    if _backend(rollout) != DELTA or name in (_BF16, AUTO) or engine not in ("vllm", "sglang"):
+        return "", False
+    vllm = engine == "vllm"
+    if vllm and not look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found:
+        return "", False  # before 0.9.1 verl refuses vLLM here in its own words
+    if not vllm and strategy in ("fsdp", "fsdp2"):
+        return "", False
+    what = (
+        "verl's receiver in vLLM takes no other dtype than bfloat16"
+        if vllm
+        else f"with actor.strategy={strategy} verl sends every weight rounded to bf16"
+    )
+    message = (
+        f"{versioned('verl')}: {_ROLLOUT}.checkpoint_engine.backend=delta_sharded with {key}={name}"
+        f": {what}. Write {key}=bfloat16 and train in bf16, or choose another backend, such as "
+        f"{_ROLLOUT}.checkpoint_engine.backend=nccl."
+    )
+    return message, vllm
+
+
+def _give(engine: Any, rollout: Any, rounds: bool) -> str:
+    """Give a checkpoint engine its dtype; returns the dtype's name, empty where verl's stays."""
+    if not rounds:
+        return ""
+    backend = _backend(rollout)
+    written = _kwargs(rollout, backend).get("rollout_dtype")
+    at = f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype"
+    name, key = rollout_dtype(rollout)
+    if written is not None:
+        own = engine_name(written, at, versioned("verl"), also=())
+        engine.rollout_dtype = getattr(torch, own)  # verl passes a name on to Tensor.to
+        if name not in (own, AUTO):
+            warn(
+                f"{versioned('verl')}: {at}={own}, but {key}={name}: the weights are rounded to "
+                f"{own} on the way to the rollout. Leave {at} out, or write {name} there."
+            )
+        return own
+    if name == AUTO:
+        _tell_auto(f"the checkpoint engine {backend} rounds every weight to bf16")
+    if name in (AUTO, _BF16):
+        return ""
+    engine.rollout_dtype = getattr(torch, name)
+    reason = f"{key}; the checkpoint engine {backend} would round to bf16"
+    decide("verl", _SUBJECT, FEATURE, name, reason)
+    return name
+
+
+def _casts(engine: Any) -> bool:
+    """Whether a checkpoint engine rounds what it sends; others only keep the argument."""
+    send = inspect.unwrap(engine.send_weights)
+    return "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())
+
+
+def _backend(rollout: Any) -> str:
+    return str((rollout.get("checkpoint_engine") or {}).get("backend") or "")
+
+
+def _kwargs(rollout: Any, backend: str) -> Any:
+    kwargs = (rollout.get("checkpoint_engine") or {}).get("engine_kwargs") or {}
+    return kwargs.get(backend) or {}

@@ -1,0 +1,508 @@
+"""The ranks of the weight sync's tests; ``tests/rank_server.py`` starts them.
+
+A rank builds verl's real ``ActorRolloutRefWorker`` from verl's shipped config, and takes the stream
+of weights that the worker would hand to the rollout engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import precision_shim
+
+from ..rank_server import Launch, look_ahead
+from . import fsdp_support as support
+from .test_fsdp_fp16_refused import Empty
+
+READS = ("_local_scalar_dense", "item", "equal")
+"""Operators by which the host waits for a device."""
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators: collectives, copies, and what the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, name = func.namespace, func.overloadpacket.__name__
+        collective = "c10d" in space and name != "wait_tensor"
+        if collective or name in ("_to_copy", "clone", "copy_", *READS):
+            self.seen[f"{space}.{name}"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def worker(*overrides: str) -> Any:
+    """verl's real worker of an actor, after its ``init_model``."""
+    import verl.trainer.config as shipped
+    from hydra import compose, initialize_config_dir
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    actor = "actor_rollout_ref.actor"
+    sharding = f"{actor}.fsdp_config"
+    with initialize_config_dir(os.path.dirname(shipped.__file__), version_base=None):
+        config = compose(
+            "ppo_trainer",
+            overrides=[
+                f"actor_rollout_ref.model.path={os.environ['MODEL']}",
+                "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+                "actor_rollout_ref.model.use_remove_padding=False",
+                "++actor_rollout_ref.model.override_config.attn_implementation=eager",
+                f"{actor}.strategy=fsdp2",
+                f"{actor}.use_torch_compile=False",
+                f"{actor}.use_dynamic_bsz=False",
+                f"{actor}.ppo_mini_batch_size=4",
+                f"{actor}.ppo_micro_batch_size_per_gpu=1",
+                f"{actor}.optim.total_training_steps=40",
+                f"++{sharding}.mixed_precision.param_dtype=fp16",
+                f"++{sharding}.strategy=fsdp2",
+                f"{sharding}.use_torch_compile=False",
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+                *overrides,
+            ],
+        )
+    torch.manual_seed(11)
+    one = ActorRolloutRefWorker(config.actor_rollout_ref, "actor")
+    one.init_model()
+    return one
+
+
+def trained(module: torch.nn.Module) -> None:
+    """Move the weights, as an optimizer would, off what 16 bits hold; adapters away from 0."""
+    torch.manual_seed(5 + dist.get_rank())
+    with torch.no_grad():
+        for one in module.parameters():
+            own = support.local(one)
+            own.add_(torch.randn_like(own, dtype=torch.float32).to(own.dtype) * 2**-6)
+
+
+def whole(named: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Each tensor gathered, as a copy."""
+    return {
+        name: (one.full_tensor() if isinstance(one, DTensor) else one).detach().clone()
+        for name, one in named.items()
+    }
+
+
+def known(engine: Any, *, lora: bool) -> dict[str, dict[str, torch.Tensor]]:
+    """The trainer's weights, by kind, gathered without the functions that make a stream.
+
+    With adapters, ``merged`` are gathered while verl's and peft's own functions have merged them,
+    and ``base`` has the weights beneath the adapters.
+    """
+    from verl.utils.fsdp_utils import merged_lora_context, normalize_peft_param_name
+
+    if not lora:
+        return {"trainer": whole(engine.module.state_dict())}
+    base = whole(normalize_peft_param_name(engine.module.state_dict()))
+    with merged_lora_context(engine.module, backup_adapters=True):
+        inside = whole(normalize_peft_param_name(engine.module.state_dict()))
+    return {"merged": inside, "base": base}
+
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def labels(sent: dict[str, torch.Tensor], kinds: dict[str, dict[str, torch.Tensor]]) -> list[str]:
+    """With what the stream agrees in names, order, dtypes and bits, such as ``"trainer in fp16"``.
+
+    Each kind is rounded to each dtype once.
+    """
+    return [
+        f"{kind} in {name}"
+        for kind, tensors in kinds.items()
+        for name, dtype in DTYPES.items()
+        if same(sent, {key: one.to(dtype) for key, one in tensors.items()})
+    ]
+
+
+def on_grid(tensors: dict[str, torch.Tensor]) -> float:
+    """The share of the values that bf16 represents exactly."""
+    flat = torch.cat([one.reshape(-1).double() for one in tensors.values()])
+    return float((flat == flat.bfloat16().double()).double().mean())
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether two sets of weights have the same names in one order, dtypes, and bits."""
+    return list(left) == list(right) and all(
+        a.dtype == b.dtype and torch.equal(a, b)
+        for a, b in zip(left.values(), right.values(), strict=True)
+    )
+
+
+def taken(engine: Any, **arguments: Any) -> dict[str, Any]:
+    """What the rollout would get, and what sending it cost."""
+    operators = Operators()
+    with operators:
+        stream, peft = engine.get_per_tensor_param(**arguments)
+        before = sum(operators.seen.values())
+        sent = {name: one.detach().clone() for name, one in stream}
+    operators.seen["aten.clone"] -= len(sent)  # this function's own
+    code = getattr(stream, "gi_code", None)
+    return {
+        "sent": sent,
+        "peft": peft is None,
+        "verls": code is None or f"{os.sep}verl{os.sep}workers" in code.co_filename,
+        "eager": before,
+        "operators": {name: count for name, count in operators.seen.items() if count},
+    }
+
+
+def stream(
+    on: bool, dtype: str, stored: str = "fp32", lora: bool = False, key: str = "rollout.dtype"
+) -> dict[str, Any]:
+    """The stream of weights of a worker whose rollout has a dtype.
+
+    Args:
+        on: with the shim.
+        dtype: the rollout's dtype, as the user writes it.
+        stored: ``fsdp_config.model_dtype``.
+        lora: train adapters, and merge them on the way.
+        key: the key that has the rollout's dtype.
+    """
+    if on:
+        precision_shim.install()
+    adapters = ("lora_rank=4", "lora_alpha=8", "lora.merge=True") if lora else ()
+    with ours() as said:
+        one = worker(
+            f"++actor_rollout_ref.{key}={dtype}",
+            f"++actor_rollout_ref.actor.fsdp_config.model_dtype={stored}",
+            *(f"++actor_rollout_ref.model.{each}" for each in adapters),
+        )
+        engine = one.actor.engine
+        trained(engine.module)
+        before = whole(engine.module.state_dict())
+        kinds = known(engine, lora=lora)
+        found, again = taken(engine), taken(engine)
+    sent = found.pop("sent")
+    return {
+        **{name: found[name] for name in ("verls", "eager", "operators")},
+        "is": labels(sent, kinds),
+        "again": same(again.pop("sent"), sent) and again == found,
+        "dtypes": sorted({str(tensor.dtype) for tensor in sent.values()}),
+        "on bf16's grid": on_grid(sent),
+        "untouched": same(whole(engine.module.state_dict()), before),
+        "said": rollouts(said),
+        "decisions": [str(each) for each in precision_shim.status().decisions],
+    }
+
+
+# -- engines and transports whose packages are in none of our environments ---------------------
+
+
+class Adapter:
+    """Names of torchtitan's state dict to Hugging Face's; with a stack of experts."""
+
+    from_hf_map: ClassVar = {"model.layers.{}.mlp.experts.{}.up.weight": "layers.{}.experts.up"}
+
+    def to_hf(self, params: dict[str, Any]) -> dict[str, Any]:
+        names = {"tok.weight": "model.embed_tokens.weight", "layers.0.norm": "model.norm.weight"}
+        return {names[name]: one for name, one in params.items()}
+
+
+class Titan(torch.nn.Module):
+    """A model of torchtitan's, as far as its state dict; its experts from 0.9.1 in a stack."""
+
+    def __init__(self, *, stacked: bool) -> None:
+        super().__init__()
+        self.tok = torch.nn.Embedding(12, 8)
+        layer = torch.nn.Module()
+        layer.norm = torch.nn.Parameter(torch.rand(8))
+        if stacked:
+            layer.experts = torch.nn.Module()
+            layer.experts.up = torch.nn.Parameter(torch.rand(4, 6, 8))
+        self.layers = torch.nn.ModuleList([layer])
+
+
+def titan(on: bool, dtype: str, ep: bool = False) -> dict[str, Any]:
+    """The stream of verl's torchtitan engine.
+
+    Args:
+        on: with the shim.
+        dtype: the rollout's dtype.
+        ep: with expert parallelism.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with engine_of_empty_packages("torchtitan"):
+        impl = importlib.import_module("verl.workers.engine.torchtitan.transformer_impl")
+        kind = impl.TorchTitanEngine
+        stacked = hasattr(kind, "_expert_stack_slots")
+        torch.manual_seed(3)
+        module = Titan(stacked=stacked)
+        fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        engine = object.__new__(kind)
+        engine.module, engine._is_offload_param = [module], False
+        engine.checkpointer = SimpleNamespace(sd_adapter=Adapter())
+        mesh = SimpleNamespace(get_group=lambda: dist.group.WORLD)
+        engine.parallel_dims = SimpleNamespace(
+            ep_enabled=ep, ep=1, pp_enabled=False, get_optional_mesh=lambda name: mesh
+        )
+        engine.initialize = engine.get_data_parallel_rank = lambda *args: 0
+        engine.is_mp_src_rank_with_outputs = lambda: True
+        if on:
+            precision_shim.install()
+        with pytest.MonkeyPatch.context() as patch, ours() as said:
+            base = importlib.import_module("verl.workers.engine.base")
+            patch.setattr(base.EngineRegistry, "new", classmethod(lambda *a, **k: engine))
+            worker(f"actor_rollout_ref.rollout.dtype={dtype}")
+            found = taken(engine)
+        named = module.state_dict()
+        stack = named.pop("layers.0.experts.up", None)
+        reference = whole(Adapter().to_hf(named))
+        reference["lm_head.weight"] = reference["model.embed_tokens.weight"]
+        if stack is not None:
+            for index, one in enumerate(stack.full_tensor()):
+                reference[f"model.layers.0.mlp.experts.{index}.up.weight"] = one.clone()
+        sent = found.pop("sent")
+        return {**found, "is": labels(sent, {"trainer": reference}), "said": rollouts(said)}
+
+
+class Transfer:
+    """mooncake's TransferEngine, without a wire."""
+
+    def __init__(self) -> None:
+        self.initialize = self.get_rpc_port = self.batch_register_memory = lambda *args: 0
+
+
+class Store:
+    """Reads each bucket that mooncake's engine has filled, as its receiver would."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.received: dict[str, torch.Tensor] = {}
+
+    def send_obj(self, info: dict[str, Any], rank: int) -> None:
+        start = info["ptr"] - self.engine.buf.data_ptr()
+        for name, meta in info["bucket_meta"].items():
+            begin = start + meta["offset"]
+            size = meta["dtype"].itemsize * meta["shape"].numel()
+            raw = self.engine.buf[begin : begin + size].clone()
+            self.received[name] = raw.view(meta["dtype"]).view(meta["shape"])
+
+
+def mooncake(on: bool, dtype: str, written: str = "") -> dict[str, Any]:
+    """What verl's mooncake checkpoint engine puts on its wire.
+
+    Args:
+        on: with the shim.
+        dtype: the rollout's dtype.
+        written: the user's own ``rollout_dtype``.
+    """
+    modules = {
+        "mooncake": {},
+        "mooncake.engine": {"TransferEngine": Transfer},
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.utils": {"StatelessProcessGroup": None},
+    }
+    if on:
+        precision_shim.install()
+    kwargs = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.mooncake"
+    with pytest.MonkeyPatch.context() as patch, ours() as said:
+        for name, names in modules.items():
+            module = ModuleType(name)
+            vars(module).update(names)
+            patch.setitem(sys.modules, name, module)
+        importlib.import_module("verl.checkpoint_engine.mooncake_checkpoint_engine")
+        one = worker(
+            f"actor_rollout_ref.rollout.dtype={dtype}",
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=mooncake",
+            "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
+            f"++{kwargs}.device=cpu",
+            *([f"++{kwargs}.rollout_dtype={written}"] if written else []),
+        )
+        engine, sender = one.actor.engine, one.checkpoint_engine
+        trained(engine.module)
+        store = Store(sender)
+        sender.rank, sender.store, sender.wait_for_complete = 0, store, nothing
+        kinds = known(engine, lora=False)
+        asyncio.run(one.update_weights())
+    return {"is": labels(store.received, kinds), "said": rollouts(said)}
+
+
+async def nothing(*args: Any) -> None:
+    """Waits for no receiver."""
+
+
+def kimi(on: bool, dtype: str) -> dict[str, Any]:
+    """What verl's kimi checkpoint engine would register, for a rollout's dtype."""
+    with engine_of_empty_packages("checkpoint_engine"):
+        impl = importlib.import_module("verl.checkpoint_engine.kimi_checkpoint_engine")
+        engine = object.__new__(impl.KIMICheckpointEngine)
+        engine.rollout_dtype = torch.bfloat16  # its default
+        if on:
+            precision_shim.install()
+        with pytest.MonkeyPatch.context() as patch:
+            base = importlib.import_module("verl.checkpoint_engine.base")
+            made = classmethod(lambda *args, **kwargs: engine)
+            patch.setattr(base.CheckpointEngineRegistry, "new", made)
+            one = worker(
+                f"actor_rollout_ref.rollout.dtype={dtype}",
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=kimi_ckpt_engine",
+            )
+        trained(one.actor.engine.module)
+        stream, _ = one.actor.engine.get_per_tensor_param()
+        buckets = impl.ckpt_get_named_tensor_buckets(stream, 2**30, 1, 0, engine.rollout_dtype)
+        sent = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+        return {"is": labels(sent, known(one.actor.engine, lora=False))}
+
+
+def delta(
+    on: bool, dtype: str, engine: str, strict: bool = False, strategy: str = "fsdp2"
+) -> dict[str, Any]:
+    """How a worker with the delta checkpoint engine starts; verl's own needs a GPU's packages."""
+    if on:
+        precision_shim.install(strict=strict)
+    error: Exception | None = None
+    with ours() as said:
+        try:
+            worker(
+                f"actor_rollout_ref.rollout.dtype={dtype}",
+                f"actor_rollout_ref.rollout.name={engine}",
+                f"actor_rollout_ref.actor.strategy={strategy}",
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",
+            )
+        except Exception as caught:
+            error = caught
+    return {"error": f"{type(error).__name__}: {error}", "said": rollouts(said)}
+
+
+def shards(on: bool, dtype: str) -> dict[str, Any]:
+    """What a receiver holds after a seed and a delta of verl's delta checkpoint engine.
+
+    The checkpoint engine itself needs a GPU's packages; its place holds the dtype of the seed.
+    """
+    if on:
+        precision_shim.install()
+    with pytest.MonkeyPatch.context() as patch, ours() as said:
+        base = importlib.import_module("verl.checkpoint_engine.base")
+        sender = SimpleNamespace(rollout_dtype=torch.bfloat16)
+        made = classmethod(lambda *args, **kwargs: sender)
+        patch.setattr(base.CheckpointEngineRegistry, "new", made)
+        one = worker(
+            f"actor_rollout_ref.rollout.dtype={dtype}",
+            "actor_rollout_ref.rollout.name=sglang",
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",
+        )
+        engine = one.actor.engine
+        trained(engine.module)
+        stream, _ = engine.get_per_tensor_param()
+        held = {name: whole.to(sender.rollout_dtype) for name, whole in stream}
+        seeded = labels(held, known(engine, lora=False))
+        engine.prime_delta_snapshots()
+        torch.manual_seed(7 + dist.get_rank())
+        with torch.no_grad():  # by half a step of bf16, in a part of the elements
+            for each in engine.module.parameters():
+                own = support.local(each)
+                own.mul_(1 + 2**-9 * (torch.rand_like(own) < 0.5))
+        operators = Operators()
+        with operators:
+            entries = list(engine.get_per_tensor_param_delta_shard()[0])
+    parts: list[Any] = [None] * dist.get_world_size()
+    own = [(slots[0][0], index, value) for slots, _, _, index, value, _ in entries]
+    dist.all_gather_object(parts, own)
+    for name, index, value in (each for part in parts for each in part):
+        held[name].view(-1)[index.long()] = value.to(held[name].dtype)
+    return {
+        "seed": seeded,
+        "is": labels(held, known(engine, lora=False)),
+        "dtypes": sorted({dtype for _, dtype, *_ in entries}),
+        "operators": dict(operators.seen),
+        "said": rollouts(said),
+    }
+
+
+def registered(on: bool) -> dict[str, Any]:
+    """What verl reads of a worker's method to call it through Ray."""
+    from verl.single_controller.base.decorator import MAGIC_ATTR
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    if on:
+        precision_shim.install()
+    method = ActorRolloutRefWorker.init_model
+    return {
+        "attributes": sorted(map(str, getattr(method, MAGIC_ATTR).items())),
+        "function": inspect.isfunction(method),
+        "coroutine": inspect.iscoroutinefunction(method),
+    }
+
+
+@contextlib.contextmanager
+def engine_of_empty_packages(*packages: str) -> Iterator[None]:
+    """Packages that are not installed, importable and empty."""
+    finder = Empty()
+    finder.packages = packages
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "meta_path", [*sys.meta_path, finder])
+        yield
+
+
+def rollouts(said: list[str]) -> list[str]:
+    """The warnings that are of the rollout."""
+    return [each for each in said if "rollout" in each]
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[list[str]]:
+    """The shim's own warnings."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(one.message) for one in caught if "recision" in one.category.__name__]
+
+
+# -- processes ---------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Import verl, in the server, as on a machine whose accelerator is its CPU."""
+    support.prepare()
+    from verl.utils import flops_counter
+    from verl.workers import engine_workers
+    from verl.workers.engine import base
+
+    flops_counter.get_device_flops = lambda *args, **kwargs: 1.0  # asks for the GPU's name
+    for backends in base.EngineRegistry._engines.values():  # listed by accelerator
+        for devices in backends.values():
+            if "cuda" in devices:
+                devices.setdefault("cpu", devices["cuda"])
+    if hasattr(engine_workers, "set_numa_affinity"):  # asks for the driver of a GPU
+        engine_workers.set_numa_affinity = lambda: None
+    engine_workers.aggressive_empty_cache = lambda **kwargs: None
+    look_ahead("verl")
+
+
+def run(launch: Launch) -> dict[str, Any]:
+    """A rank, from its start to its end."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world
+    )
+    cases = {
+        one.__name__: one for one in (stream, titan, mooncake, kimi, delta, shards, registered)
+    }
+    found = {name: cases[launch.case](**options) for name, options in launch.options.items()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return found

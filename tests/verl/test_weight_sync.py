@@ -1,0 +1,232 @@
+"""Weights on their way to the rollout: verl's real worker and engines, over gloo, bit by bit.
+
+What runs in the ranks is in ``sync_ranks.py``. In each rank the jobs without the shim run first.
+FSDP1 does not start on a CPU: torch refuses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from ..rank_server import Ranks, rank_server
+from .conftest import VERL
+
+pytestmark = [
+    pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's worker is another"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
+]
+
+ROUNDS = Version("0.9") > VERL
+"""Whether verl's FSDP engine rounds every weight to bf16; later only where it merges LoRA."""
+
+LORA = "base" if ROUNDS else "merged"
+"""Which weights verl sends with ``lora.merge``: before 0.9 those without the adapters."""
+
+KEY = "rollout.engine_kwargs.vllm.dtype"
+
+
+def on(dtype: str, **options: Any) -> dict[str, Any]:
+    return {"on": True, "dtype": dtype, **options}
+
+
+def off(dtype: str, **options: Any) -> dict[str, Any]:
+    return {"on": False, "dtype": dtype, **options}
+
+
+def both(dtype: str = "float16", **options: Any) -> dict[str, Any]:
+    return {"off": off(dtype, **options), "on": on(dtype, **options)}
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Ranks]:
+    """Runs jobs in fresh processes; returns what each rank found, by the jobs' names."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with rank_server("tests.verl.sync_ranks", folder, MODEL=str(checkpoint)) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks(launch: Ranks) -> list[dict[str, Any]]:
+    """The same jobs without the shim and with it, on two ranks."""
+    jobs = {
+        "off": off("float16"),
+        "off, lora": off("float16", lora=True),
+        "on": on("float16"),
+        "on, lora": on("float16", lora=True),
+        "on, bf16": on("bfloat16"),
+    }
+    return launch("stream", **jobs)
+
+
+@pytest.fixture(scope="module")
+def one_rank(launch: Ranks) -> dict[str, Any]:
+    """Rollouts in each dtype, beside parameters stored in each."""
+    jobs = {
+        "off": off("bfloat16"),
+        "on": on("bfloat16"),
+        "half": on("Half"),
+        "fp32": on("float32"),
+        "fp32, lora": on("float32", lora=True),
+        "fp16, lora": on("float16", lora=True, stored="fp16"),
+        "stored fp16": on("float16", stored="fp16"),
+        "stored fp16, fp32": on("float32", stored="fp16"),
+        "vllm's own": on("float16", key=KEY),
+        "auto": on("auto"),
+    }
+    (found,) = launch("stream", world=1, **jobs)
+    return found
+
+
+def test_verl_rounds_to_bf16_on_the_way_without_the_shim(two_ranks: Any) -> None:
+    for rank in two_ranks:
+        assert rank["off"]["is"] == [f"trainer in {'bf16' if ROUNDS else 'fp32'}"]
+        assert (rank["off"]["on bf16's grid"] == 1.0) is ROUNDS
+        assert rank["off, lora"]["is"] == [f"{LORA} in bf16"]
+        assert rank["off, lora"]["on bf16's grid"] == 1.0
+
+
+def test_an_fp16_rollout_gets_the_trainers_weights_rounded_once(two_ranks: Any) -> None:
+    for rank in two_ranks:
+        assert rank["on"]["is"] == [f"trainer in {'fp16' if ROUNDS else 'fp32'}"]
+        assert rank["on, lora"]["is"] == [f"{LORA} in fp16"]
+        assert rank["on"]["on bf16's grid"] < 1.0
+        assert rank["on, lora"]["on bf16's grid"] < 1.0
+        said = "verl weights to the rollout: rollout-agreement: float16, rounded once (verl itself"
+        assert sum(one.startswith(said) for one in rank["on, lora"]["decisions"]) == 1
+
+
+def test_a_sync_costs_what_it_did(two_ranks: Any) -> None:
+    """Collectives, copies, and what the host reads."""
+    for rank in two_ranks:
+        for job in ("", ", lora"):
+            assert rank[f"on{job}"]["operators"] == rank[f"off{job}"]["operators"]
+            assert rank[f"on{job}"]["eager"] == rank[f"off{job}"]["eager"]
+            assert any("all_gather" in one for one in rank[f"on{job}"]["operators"])
+
+
+def test_a_bf16_rollout_gets_verls_own_stream(two_ranks: Any, one_rank: Any) -> None:
+    for before, after in ((one_rank["off"], one_rank["on"]), *[(None, r) for r in two_ranks]):
+        job = after if before else after["on, bf16"]
+        assert job["verls"]
+        assert job["is"] == [f"trainer in {'bf16' if ROUNDS else 'fp32'}"]
+        if before:
+            assert {**job, "decisions": []} == {**before, "decisions": []}
+
+
+def test_a_stream_leaves_the_trainer_as_it_was(two_ranks: Any, one_rank: Any) -> None:
+    """Also a second stream is the same, and verl's adapters are taken out again."""
+    for rank in (*two_ranks, one_rank):
+        assert all(job["untouched"] and job["again"] for job in rank.values())
+
+
+@pytest.mark.parametrize(
+    ("job", "sent"),
+    [
+        ("half", "trainer in fp16"),
+        ("fp32", "trainer in fp32"),
+        ("fp32, lora", f"{LORA} in fp32"),
+        ("fp16, lora", f"{LORA} in fp16"),
+        ("stored fp16", "trainer in fp16"),
+        ("stored fp16, fp32", "trainer in fp16"),
+        ("vllm's own", "trainer in fp16"),
+    ],
+)
+def test_each_pair_of_dtypes(one_rank: Any, job: str, sent: str) -> None:
+    if not ROUNDS and "lora" not in job and "stored" not in job:
+        sent = "trainer in fp32"  # verl itself sends what the trainer stores
+    assert one_rank[job]["is"] == [sent]
+
+
+def test_auto_is_told_and_left(one_rank: Any) -> None:
+    job = one_rank["auto"]
+    assert job["verls"]
+    told = [one for one in job["said"] if "dtype=auto" in one]
+    assert [one.count("Write actor_rollout_ref.rollout.dtype=float16") for one in told] == (
+        [1] if ROUNDS else []
+    )
+
+
+def test_the_torchtitan_engine(launch: Ranks) -> None:
+    for found in launch("titan", **both(), bf16=on("bfloat16")):
+        assert found["off"]["is"] == found["bf16"]["is"] == ["trainer in bf16"]
+        assert found["bf16"]["verls"]
+        assert found["on"]["is"] == ["trainer in fp16"]
+        assert found["on"]["operators"] == found["off"]["operators"]
+        assert found["on"]["eager"] == found["off"]["eager"] == 0
+
+
+@pytest.mark.skipif(
+    Version("0.9.1") <= VERL, reason="0.9.1 gathers experts in a stream like others"
+)
+def test_torchtitans_expert_parallelism_is_told_and_left(launch: Ranks) -> None:
+    (found,) = launch("titan", world=1, **both(ep=True))
+    assert found["off"]["said"] == []
+    (message,) = found["on"]["said"]
+    assert "the weights reach the rollout rounded to bf16" in message
+    assert "under expert parallelism" in message
+    assert found["on"]["verls"]
+    assert found["on"]["is"] == found["off"]["is"] == ["trainer in bf16"]
+
+
+def test_mooncakes_wire(launch: Ranks) -> None:
+    jobs = {**both(), "bf16": on("bfloat16"), "fp32": on("float32")}
+    own = on("float16", written="BF16")
+    (found,) = launch("mooncake", world=1, **jobs, written=own)
+    assert found["off"]["is"] == found["bf16"]["is"] == ["trainer in bf16"]
+    assert found["on"]["is"] == ["trainer in fp16"]
+    assert found["fp32"]["is"] == ["trainer in fp32"]
+    assert found["on"]["said"] == found["bf16"]["said"] == []
+    (message,) = found["written"]["said"]
+    assert "engine_kwargs.mooncake.rollout_dtype=bfloat16" in message
+    assert "rollout.dtype=float16" in message
+
+
+def test_kimis_wire(launch: Ranks) -> None:
+    (found,) = launch("kimi", world=1, **both(), bf16=on("bfloat16"))
+    assert [found[job]["is"] for job in ("off", "on", "bf16")] == [
+        ["trainer in bf16"],
+        ["trainer in fp16"],
+        ["trainer in bf16"],
+    ]
+
+
+@pytest.mark.skipif(Version("0.9") > VERL, reason="delta_sharded is from 0.9")
+def test_deltas_of_the_fsdp_engine_beside_sglang(launch: Ranks) -> None:
+    for found in launch("shards", **both(), bf16=on("bfloat16")):
+        for job, dtype in (("off", "bf16"), ("on", "fp16"), ("bf16", "bf16")):
+            assert found[job]["seed"] == found[job]["is"] == [f"trainer in {dtype}"]
+            assert found[job]["said"] == []
+            assert found[job]["operators"] == found["off"]["operators"]
+        assert found["on"]["dtypes"] == ["float16"]
+        assert found["off"]["dtypes"] == found["bf16"]["dtypes"] == ["bfloat16"]
+
+
+@pytest.mark.skipif(Version("0.9") > VERL, reason="delta_sharded is from 0.9")
+def test_the_delta_checkpoint_engine(launch: Ranks) -> None:
+    """verl has no GPU's packages here, so each start fails later: only ours is looked at."""
+    jobs = {f"{one}, bf16": on("bfloat16", engine=one) for one in ("vllm", "sglang")}
+    jobs.update({one: on("float16", engine=one) for one in ("vllm", "sglang")})
+    other = on("float16", engine="sglang", strategy="torchtitan")
+    (found,) = launch("delta", world=1, **jobs, titan=other)
+    (strict,) = launch("delta", world=1, titan={**other, "strict": True})
+    for job in ("vllm, bf16", "sglang, bf16", "sglang"):
+        assert found[job]["said"] == []
+        assert "UnsupportedPrecisionError" not in found[job]["error"]
+    (told,) = found["titan"]["said"]
+    assert "rollout.dtype=float16: with actor.strategy=torchtitan verl sends every weight" in told
+    assert "UnsupportedPrecisionError" not in found["titan"]["error"]
+    assert strict["titan"]["error"] == f"UnsupportedPrecisionError: {told}"
+    refused = "UnsupportedPrecisionError: verl" in found["vllm"]["error"]
+    assert refused is (Version("0.9.1") <= VERL)
+    assert ("takes no other dtype than bfloat16" in found["vllm"]["error"]) is refused
+
+
+def test_ray_finds_the_worker_as_it_was(launch: Ranks) -> None:
+    (found,) = launch("registered", world=1, off={"on": False}, on={"on": True})
+    assert found["on"] == found["off"]
