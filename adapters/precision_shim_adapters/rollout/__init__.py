@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from precision_shim.precision.agreement import AUTO, FP8, Engine
 
+from .model_type import model_type
 from .names import engine_name
 from .planning import problems_of
 from .telling import FEATURE, follows, settle
@@ -20,6 +21,7 @@ __all__ = [
     "Engine",
     "engine_name",
     "follows",
+    "model_type",
     "problems_of",
     "settle",
 ]
