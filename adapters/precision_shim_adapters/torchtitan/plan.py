@@ -22,7 +22,7 @@ from precision_shim.planning.shapes import Model, Weight
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import ShardedModel, scaling
-from ..rollout import problems_of
+from ..rollout import FEATURE, problems_of
 from . import names, sides
 from .places import PRETRAINING, RL, ROLLOUT
 from .scaled import BECAUSE
@@ -55,7 +55,7 @@ def plan_job(job: Job) -> Request:
     config = load(job)
     trainer = getattr(config, "trainer", config)  # in RL the trainer's config is nested
     follows = trainer is not config and job.settings["rollout"] == "follow"
-    if follows and job.in_force(sides.FEATURE, ROLLOUT):
+    if follows and job.in_force(FEATURE, ROLLOUT):
         with sides.marked(type(config.generator)):
             config = load(job)
         trainer = config.trainer
@@ -165,7 +165,7 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
 
 def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     """Whether trainer and generator agree: as the controller says it."""
-    on = job.in_force(sides.FEATURE, ROLLOUT)
+    on = job.in_force(FEATURE, ROLLOUT)
     if on:
         try:
             sides.generator_dtype_name(config.generator.model_dtype)
