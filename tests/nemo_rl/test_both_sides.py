@@ -401,7 +401,7 @@ def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(
 
 
 def planned(capsys: pytest.CaptureFixture[str], path: Path, *given: str) -> dict[str, Any]:
-    command = ("uv", "run", "examples/run_grpo.py", "--config", str(path), *given)
+    command = ("uv", "run", "examples/nemo_rl/run_grpo.py", "--config", str(path), *given)
     with pytest.raises(SystemExit) as end:
         main(["plan", "--json", "--parameters", "600M", "--", *command])
     said = capsys.readouterr()
