@@ -56,7 +56,7 @@ def plan_job(job: Job) -> Request:
     trainer = getattr(config, "trainer", config)  # in RL the trainer's config is nested
     follows = trainer is not config and job.settings["rollout"] == "follow"
     if follows and job.in_force(FEATURE, ROLLOUT):
-        with sides.marked(type(config.generator)):
+        with sides.marked():
             config = load(job)
         trainer = config.trainer
     subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")

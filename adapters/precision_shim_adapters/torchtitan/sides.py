@@ -145,15 +145,13 @@ def _word(arguments: Sequence[str], option: str) -> str:
 
 
 @contextmanager
-def marked(kind: Any) -> Iterator[None]:
-    """Mark, for the plan, what the seams mark in the job.
-
-    Args:
-        kind: the class of the generator's config.
-    """
+def marked() -> Iterator[None]:
+    """Mark, for the plan, what the seams mark in the job."""
     from torchtitan.config import ConfigManager
+    from torchtitan.experiments.rl.actors.generator import VLLMGenerator
 
-    defaults, load = kind.__init__.__kwdefaults__, ConfigManager._load_config
+    defaults: dict[str, Any] = VLLMGenerator.Config.__init__.__kwdefaults__
+    load = ConfigManager._load_config
     before = defaults["model_dtype"]
 
     def load_config(self: Any, args: Any) -> Any:
