@@ -6,6 +6,7 @@ The case is ``policy`` or ``pretrain``. Options of a launch:
     overflows: those of them in which rank ``on_rank`` (default: the last) has an overflow.
     load, save: whether it loads a checkpoint before, and saves one after.
     dtype, experts, chunks, layers, training, parallelism, checkpoint: as in ``cpu``.
+    push, generator: whether it sends its weights at the end, and in which dtype.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def _train(launch: Launch, given: dict[str, Any]) -> dict[str, Any]:
         **given.get("checkpoint", {}),
     }
     build = cpu.policy_trainer if launch.case == "policy" else cpu.pretrainer
+    if "generator" in given:
+        changes["generator_dtype"] = given["generator"]
     trainer = build(launch.folder, given.get("dtype", "float16"), **changes)
     _sum_over_gloo(trainer)
     if load and launch.case != "policy":  # the RL trainer loads within its __init__
@@ -89,6 +92,8 @@ def _train(launch: Launch, given: dict[str, Any]) -> dict[str, Any]:
     values = cpu.values(trainer)
     found["values"] = {name: _digest(one) for name, one in values.items()}
     found["finite"] = all(bool(one.isfinite().all()) for one in values.values())
+    if given.get("push"):
+        found |= _pushed(trainer, given["generator"])
     found["state"] = {
         name: value
         for name, value in trainer.state_dict().items()
@@ -106,6 +111,27 @@ def _train(launch: Launch, given: dict[str, Any]) -> dict[str, Any]:
             scaler.counter.in_row,
         ]
     return found
+
+
+def _pushed(trainer: Any, dtype: str) -> dict[str, Any]:
+    """This rank's share of the weights that the trainer sends, and its own, rounded once."""
+    from types import SimpleNamespace
+
+    import torch
+    from torchtitan.experiments.rl.actors import trainer as module
+
+    sent: dict[str, Any] = {}
+
+    async def put_state_dict(state_dict: Any, key: str, **options: Any) -> None:
+        sent.update(state_dict)
+
+    module.ts = SimpleNamespace(put_state_dict=put_state_dict)
+    cpu.endpoint(trainer, "push_model_state_dict")
+    held = {name: one.to(getattr(torch, dtype)) for name, one in trainer.model.state_dict().items()}
+    return {
+        "pushed": {name: _digest(cpu.local(one)) for name, one in sent.items()},
+        "rounded": {name: _digest(cpu.local(one)) for name, one in held.items()},
+    }
 
 
 def _digest(tensor: Any) -> str:

@@ -41,7 +41,7 @@ def test_every_spelling_becomes_torchtitans_own(
 def test_a_torch_dtype_becomes_torchtitans_name(torchtitan: None, shim: Any, own: str) -> None:
     from torchtitan.config import TrainingConfig
 
-    from precision_shim_adapters.torchtitan.names import generator_dtype_name
+    from precision_shim_adapters.torchtitan.sides import generator_dtype_name
 
     shim()
     dtype: Any = getattr(torch, own)

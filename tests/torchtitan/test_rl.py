@@ -180,7 +180,7 @@ def test_decisions(policy: Any, shim: Any) -> None:
     said = decisions()
     assert "policy: grouped experts in bfloat16" in said
     assert "policy: varlen attention in float16" in said
-    assert "policy: the generator computes in bfloat16, the trainer in float16" in said
+    assert "rollout: bf16 beside the policy's fp16" in said
     assert any("loss scaling from 4096" in one for one in said)
 
 

@@ -23,7 +23,7 @@ from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as backend
 from ..frameworks import NEMO_RL
-from . import audit, dtensor, megatron
+from . import audit, dtensor, megatron, sides
 
 ADAPTER = Adapter.of(
     NEMO_RL,
@@ -38,7 +38,8 @@ ADAPTER = Adapter.of(
         "dtensor v2 metrics": "DTensor v2 (metrics)",
         "dtensor value": "DTensor v2 value workers",
         "dtensor value metrics": "DTensor v2 value workers (metrics)",
+        sides.GROUP: "driver (both sides)",
     },
-    seams=collect(dtensor, backend.SEAMS, megatron, audit),
+    seams=collect(dtensor, backend.SEAMS, megatron, sides, audit),
 )
 """NeMo-RL's adapter; of several seams on one target the first is the innermost."""

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import version_of
-from precision_shim.errors import PlanError
+from precision_shim.errors import DtypeError, PlanError
 from precision_shim.planning.command import Job
-from precision_shim.planning.record import STATES, WEIGHTS, Decided
+from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import is_router
 from precision_shim.planning.values import no_adapters, number_of, said
@@ -27,7 +27,8 @@ from ..fp16.plan import ShardedModel, scaling
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
-from . import dtensor, legality, megatron
+from ..rollout import FEATURE, problems_of
+from . import dtensor, legality, megatron, sides
 from .dtensor import FRAMEWORK
 
 _ROLES = {"policy": "policy", "value": "value", "teacher": "teacher"}
@@ -48,13 +49,32 @@ def plan_job(job: Job) -> Request:
         )
     world = _gpus(config)
     models = tuple(_models(job, config, world))
+    problems, notes = _both_sides(job, config)
     return Request(
         FRAMEWORK,
         version_of(FRAMEWORK, ("nemo_rl",)),
         world,
         models,
         megatron=any(isinstance(one, MegatronModel) for one in models),
+        problems=tuple(problems),
+        notes=tuple(notes),
     )
+
+
+def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+    """Whether policy, rollout and teacher agree: as the driver says it."""
+    try:
+        generation = config["policy"].get("generation")
+        if generation:
+            sides.coerce_names(generation)
+        found = sides.read_sides(config)
+    except DtypeError as error:
+        return [Problem.of(error, "rollout", error.key)], []
+    if found is None:
+        return [], []
+    on = job.in_force(FEATURE, sides.GROUP)
+    others, kind = found.others, found.kind
+    return problems_of(_where(), found.trainer, others, job.settings, on=on, model_type=kind)
 
 
 def _where() -> str:

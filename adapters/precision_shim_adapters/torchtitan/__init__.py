@@ -23,16 +23,17 @@ from __future__ import annotations
 from precision_shim.adapting import Adapter, collect
 
 from ..frameworks import TORCHTITAN
-from . import attention, audit, checkpoints, names, pretraining, rl, scaled
+from . import attention, audit, checkpoints, names, pretraining, rl, scaled, sides
 from .places import (
     ATTENTION,
+    COMMAND_LINE,
     FORGE,
-    GENERATOR,
     METRICS,
     NAMES,
     PRETRAINING,
     RL,
     RL_METRICS,
+    ROLLOUT,
     TORCHFT,
 )
 
@@ -45,10 +46,11 @@ ADAPTER = Adapter.of(
         METRICS: "pre-training and SFT (metrics)",
         ATTENTION: "varlen attention",
         NAMES: "config and command line",
-        GENERATOR: "generator's config",
+        ROLLOUT: "RL trainer and generator",
+        COMMAND_LINE: "command line (what you wrote)",
         TORCHFT: "TorchFT's trainer",
         FORGE: "Forge's engine",
     },
-    seams=collect(names, attention, scaled, checkpoints, rl, pretraining, audit),
+    seams=collect(names, sides, attention, scaled, checkpoints, rl, pretraining, audit),
 )
 """torchtitan's adapter; of several seams on one target the first is the innermost."""

@@ -1,8 +1,8 @@
-"""Dtype names: replace every spelling by torchtitan's own before torchtitan reads it.
+"""Dtype names of training: replace every spelling by torchtitan's own before torchtitan reads it.
 
-torchtitan compares names, looks them up in a dict of three, and passes them to vLLM. So the shim
-replaces a name when torchtitan builds a config, and again when a trainer or a generator gets the
-config, since other code may assign a name in between.
+torchtitan compares names, and looks them up in a dict of three. So the shim replaces a name when
+torchtitan builds a config, and again when a trainer gets the config, since other code may assign a
+name in between. ``sides`` has the generator's name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from precision_shim.precision.dtypes import CANONICAL, parse_dtype
 from precision_shim.precision.names import ALIASES
 
 from .places import (
-    GENERATOR,
-    GENERATORS,
     NAMES,
     OWN_NAMES,
     POLICY,
@@ -82,36 +80,6 @@ def coerce_training(training: Any) -> None:
     refuse_float16_states(training)
 
 
-def coerce_generator(config: Any) -> None:
-    """Replace the dtype name in a generator's config by torchtitan's own, except vLLM's ``auto``.
-
-    Raises:
-        DtypeError: the name is unknown.
-    """
-    value = config.model_dtype
-    if value == "":  # the generator takes the trainer's dtype
-        return
-    automatic = isinstance(value, str) and value.strip().lower() == "auto"
-    own = "auto" if automatic else own_name(value, "generator.model_dtype")
-    if own is not value:
-        config.model_dtype = own
-
-
-def generator_dtype_name(value: Any) -> Any:
-    """torchtitan's own name of the generator's dtype, in which the trainer sends the weights.
-
-    Raises:
-        DtypeError: the name is unknown, or is ``auto``, so that vLLM would choose the dtype.
-    """
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        raise DtypeError(
-            f"{versioned('torchtitan')}: generator.model_dtype={value!r}: vLLM chooses the dtype "
-            "in another process, and the trainer has to know it to send the weights in it; "
-            f"allowed here: {_allowed()}. Write the dtype that vLLM is to generate in."
-        )
-    return value if value == "" else own_name(value, "generator.model_dtype")
-
-
 # -- where a config is built -------------------------------------------------------------------
 
 
@@ -127,21 +95,6 @@ def build_training(call: Call, dtype: Any, mixed_precision_param: Any) -> None:
     """Build a ``TrainingConfig`` with torchtitan's own names."""
     call.proceed()
     coerce_training(call.instance)
-
-
-@seam(
-    f"{GENERATORS}.Config.__init__",
-    FEATURE,
-    group=GENERATOR,
-    why="the driver's config goes on to the trainer and to vLLM",
-    upstream=_UPSTREAM,
-    delete_when=_DELETE,
-    optional=True,
-)
-def build_generator_config(call: Call, model_dtype: Any) -> None:
-    """Build a generator's config with torchtitan's own names."""
-    call.proceed()
-    coerce_generator(call.instance)
 
 
 @seam(
@@ -179,7 +132,7 @@ def any_name() -> Iterator[None]:
         annotations.update(before)
 
 
-# -- where a trainer or a generator gets its config --------------------------------------------
+# -- where a trainer gets its config -----------------------------------------------------------
 
 
 @seam(
@@ -191,26 +144,9 @@ def any_name() -> Iterator[None]:
     delete_when=_DELETE,
     optional=True,
 )
-def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> Any:
+def build_policy_trainer(call: Call, config: Any) -> Any:
     """Replace the dtype names in an RL trainer's config by torchtitan's own."""
     coerce_training(config.training)
-    if "generator_dtype" in call.arguments:
-        call.arguments["generator_dtype"] = generator_dtype_name(generator_dtype)
-    return call.proceed()
-
-
-@seam(
-    f"{GENERATORS}.__init__",
-    FEATURE,
-    group=GENERATOR,
-    why="a name that was assigned after the config was built, before vLLM sees it",
-    upstream=_UPSTREAM,
-    delete_when=_DELETE,
-    optional=True,
-)
-def build_generator(call: Call, config: Any) -> Any:
-    """Replace the dtype name in a generator's config by torchtitan's own."""
-    coerce_generator(config)
     return call.proceed()
 
 

@@ -22,8 +22,9 @@ from precision_shim.planning.shapes import Model, Weight
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16.plan import ShardedModel, scaling
-from . import names
-from .places import PRETRAINING, RL
+from ..rollout import FEATURE, problems_of
+from . import names, sides
+from .places import PRETRAINING, RL, ROLLOUT
 from .scaled import BECAUSE
 
 _KEYS = {
@@ -53,6 +54,11 @@ def plan_job(job: Job) -> Request:
     """
     config = load(job)
     trainer = getattr(config, "trainer", config)  # in RL the trainer's config is nested
+    follows = trainer is not config and job.settings["rollout"] == "follow"
+    if follows and job.in_force(FEATURE, ROLLOUT):
+        with sides.marked():
+            config = load(job)
+        trainer = config.trainer
     subject, prefix = ("policy", "trainer.") if trainer is not config else ("model", "")
     group = PRETRAINING if trainer is config else RL
     parallel, training = trainer.parallelism, trainer.training
@@ -69,6 +75,10 @@ def plan_job(job: Job) -> Request:
         return Request("torchtitan", version, world, (), problems=tuple(found))
     world, shards = _world(job, parallel)
     found = [*_apart(subject, prefix, parallel, world), *_dtypes(job, subject, config, trainer)]
+    notes: list[str] = []
+    if trainer is not config and not any(one.code == "dtype" for one in found):
+        problems, notes = _both_sides(job, config)
+        found += problems
     if any(one.code == "dtype" for one in found):
         return Request("torchtitan", version, world, (), problems=tuple(found))
     model = _model(job, config)
@@ -90,7 +100,9 @@ def plan_job(job: Job) -> Request:
         gathers=1 if parallel.fsdp_reshard_after_forward == "never" else 2,
         keys={name: prefix + key for name, key in _KEYS.items()},
     )
-    return Request("torchtitan", version, world, (asked,), problems=tuple(found))
+    return Request(
+        "torchtitan", version, world, (asked,), problems=tuple(found), notes=tuple(notes)
+    )
 
 
 def _where() -> str:
@@ -145,13 +157,26 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
         return
     try:
         names.coerce_training(trainer.training)
-        if trainer is not config:
-            names.generator_dtype_name(config.generator.model_dtype)
     except DtypeError as error:
-        found = re.search(r"(training|generator)\.\w+(?==)", str(error))
+        found = re.search(r"training\.\w+(?==)", str(error))
         key = error.key or (found.group() if found else "training.dtype")
-        within = trainer is not config and key.startswith("training")
-        yield Problem.of(error, subject, f"trainer.{key}" if within else key)
+        yield Problem.of(error, subject, key if trainer is config else f"trainer.{key}")
+
+
+def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
+    """Whether trainer and generator agree: as the controller says it."""
+    on = job.in_force(FEATURE, ROLLOUT)
+    if on:
+        try:
+            sides.generator_dtype_name(config.generator.model_dtype)
+            sides.coerce_generator(config.generator)
+        except DtypeError as error:
+            return [Problem.of(error, "rollout", error.key)], []
+    found = sides.engines(config.trainer.training, config.generator.model_dtype)
+    if found is None:
+        return [], []
+    trainer, rollout = found
+    return problems_of(_where(), trainer, [rollout], job.settings, on=on)
 
 
 def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Problem]:

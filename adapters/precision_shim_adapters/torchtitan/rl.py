@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, in_force, seam
-from precision_shim.precision.dtypes import parse_dtype
 
 from ..fp16 import FEATURE, ScaledTraining
 from ..fp16.stepping import has_gradients
@@ -21,13 +20,12 @@ from .endpoints import UNSCALES, remade
 from .places import (
     FRAMEWORK,
     ON_RL,
-    OWN_NAMES,
     POLICY,
     RL,
     SCALED,
     computes_in_float16,
 )
-from .scaled import leave, make, note_generator, ready, scale_innermost
+from .scaled import leave, make, ready, scale_innermost
 
 _NORM = "trainer/grad_norm/mean"
 
@@ -80,12 +78,12 @@ def _overridden(trainer: Any, name: str) -> list[str]:
 
 @seam(
     f"{POLICY}.__init__",
-    why="the optimizers exist, and the generator's dtype is known",
+    why="the optimizers exist",
     optional=True,
     **SCALED,
     **ON_RL,
 )
-def build_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
+def build_trainer(call: Call, config: Any) -> None:
     """Build a trainer; complete its scaled training once its optimizers exist."""
     call.proceed()
     training = ScaledTraining.of(call.instance)
@@ -95,9 +93,6 @@ def build_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
             leave(type(call.instance).__name__, own, "call PolicyTrainer's in it")
         return
     ready(training, call.instance)
-    generated = parse_dtype(str(generator_dtype))
-    if generated is not None and generated is not torch.float16:
-        note_generator(training.subject, OWN_NAMES.get(generated, str(generated)))
 
 
 @seam(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from precision_shim.adapting import Call, current_settings, decide, seam, versioned, warn
+from precision_shim.adapting import Call, current_settings, seam, versioned, warn
 from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.scaling import LossScaler
 
@@ -151,14 +151,3 @@ def init_optim_state(call: Call, optim: Any) -> Any:
         elif count is not None:
             state["step"] = 0
     return result
-
-
-def note_generator(subject: str, generated: str) -> None:
-    """Report a generator that computes in another dtype than its float16 trainer."""
-    decide(
-        FRAMEWORK,
-        subject,
-        FEATURE,
-        f"the generator computes in {generated}, the trainer in float16",
-        "generator.model_dtype says so; their log probabilities differ by the rounding of both",
-    )

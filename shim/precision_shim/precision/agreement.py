@@ -103,7 +103,8 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
     if refuses_fp16(trainer.computes, other.subject, model_type):
         remedy = ""
     if dtype == AUTO:
-        chosen, reason = f"the checkpoint's dtype beside {whose}", "bf16 if the checkpoint is fp32"
+        chosen = f"the checkpoint's dtype beside {whose}"
+        reason = "for an fp32 checkpoint vLLM takes bf16, SGLang fp16"
     else:
         chosen, reason = f"{dtype} beside {whose}", _harm(other.subject, half=half)
     return Verdict(other, False, half, chosen, f"{source}: {reason}", remedy)

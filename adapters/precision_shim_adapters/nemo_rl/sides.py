@@ -1,0 +1,184 @@
+"""Both sides of a NeMo-RL job: what the policy, the rollout and a teacher compute in.
+
+In NeMo-RL's YAML files ``policy.generation.vllm_cfg.precision`` is ``${policy.precision}``, so the
+rollout follows by itself. In the config that arrives, an interpolated value looks like a written
+one; so each value counts as the user's, and only SGLang's dtype can be missing. The reference model
+is the policy itself with other weights. Megatron's own rollout (``backend: megatron``) and the
+teachers of ``on_policy_distillation`` take the policy's config.
+
+``setup`` runs in the driver, before it asks Ray for workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from precision_shim.adapting import Call, seam, versioned
+from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.dtypes import name_of
+
+from ..rollout import AUTO, FEATURE, FP8, Engine, engine_name, settle
+from ..rollout.model_type import model_type
+from .dtensor import FRAMEWORK
+from .legality import DTYPES
+
+GROUP = "rollout"
+PLACE = "policy.generation"
+_DELETE = "NeMo-RL compares the dtypes of its engines, and accepts aliases of dtype names"
+_SECTIONS = {"vllm": ("vllm_cfg", "precision"), "sglang": ("sglang_cfg", "dtype")}
+"""Where the config of each kind of rollout has its dtype."""
+_CANONICAL = {name: short for short, name in ENGINE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The engines of a job.
+
+    Attributes:
+        trainer: the policy.
+        others: the rollout, and the teacher if there is one.
+        kind: the model's type if vLLM generates; see ``model_type``.
+    """
+
+    trainer: Engine
+    others: tuple[Engine, ...]
+    kind: str = ""
+
+
+# -- names --------------------------------------------------------------------------------------
+
+
+def coerce_names(generation: Any, place: str = PLACE) -> None:
+    """Replace the dtype name in a generation config by the one that vLLM and SGLang take.
+
+    It writes into the config, as NeMo-RL's own ``configure_generation_config`` does.
+
+    Args:
+        generation: the config.
+        place: the config's key.
+
+    Raises:
+        DtypeError: the name is unknown, or vLLM would get two dtypes.
+    """
+    name, field = _SECTIONS.get(str(generation.get("backend")), ("", ""))
+    section = generation.get(name) or {}
+    where = versioned(FRAMEWORK)
+    if section.get(field) is not None:
+        also = (AUTO, FP8) if name == "vllm_cfg" else (AUTO,)
+        section[field] = engine_name(section[field], f"{place}.{name}.{field}", where, also)
+    extra = (generation.get("vllm_kwargs") or {}).get("dtype") if name == "vllm_cfg" else None
+    if extra is not None:
+        key = f"{place}.vllm_kwargs.dtype"
+        raise DtypeError(
+            f"{where}: {key}={extra!r}: NeMo-RL passes vllm_cfg.precision to vLLM as the dtype, "
+            "and fails in the rollout's worker where vllm_kwargs has another one; allowed: "
+            f"{place}.vllm_cfg.precision alone. Write the dtype there, and leave {key} out.",
+            key=key,
+        )
+
+
+@seam(
+    "nemo_rl.models.generation:configure_generation_config",
+    FEATURE,
+    group=GROUP,
+    why="every driver completes its generation config here; another spelling of a dtype ends vLLM "
+    "and SGLang in an actor",
+    delete_when=_DELETE,
+    relies_on=("vllm_cfg", "backend"),
+)
+def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
+    """Complete a generation config with a dtype name that the engine takes.
+
+    Raises:
+        DtypeError: the name is unknown, or vLLM would get two dtypes.
+    """
+    coerce_names(config, "generation" if is_eval else PLACE)
+    return call.proceed()
+
+
+# -- the engines of a job -----------------------------------------------------------------------
+
+
+def read_sides(config: Any) -> Sides | None:
+    """The engines of a job; ``None`` without a rollout, or where a name is left to NeMo-RL.
+
+    Args:
+        config: NeMo-RL's ``MasterConfig``: a mapping, or from 0.7 an object.
+
+    Raises:
+        DtypeError: the rollout's name is unknown.
+    """
+    policy = _part(config, "policy")
+    dtype = DTYPES.get(policy.get("precision"))
+    generation = policy.get("generation")
+    if dtype is None or not isinstance(generation, Mapping) or _part(config, "teachers"):
+        return None
+    trainer = Engine("policy", name_of(dtype), "policy.precision")
+    others = (*_rollout(generation, trainer), *_teacher(_part(config, "teacher")))
+    kind = model_type(str(policy.get("model_name") or ""))
+    return Sides(trainer, others, kind if generation.get("backend") == "vllm" else "")
+
+
+def _part(config: Any, name: str) -> Any:
+    found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return found or {}
+
+
+def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]:
+    backend = str(generation.get("backend"))
+    if backend == "megatron":
+        because = f"{PLACE}.backend is 'megatron', which computes in {trainer.key}"
+        yield Engine("rollout", trainer.computes, trainer.key, because=because)
+        return
+    name, field = _SECTIONS.get(backend, ("", ""))
+    if not name:
+        return
+    key, value = f"{PLACE}.{name}.{field}", (generation.get(name) or {}).get(field)
+    if value is None:
+        if name == "sglang_cfg" and name in generation:  # SGLang gets only what is there
+            yield Engine("rollout", AUTO, key, written=False, because=f"{key} is left out")
+        return
+    read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
+    because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16" if read == FP8 else ""
+    yield Engine("rollout", _CANONICAL.get(read, read), key, because=because)
+
+
+def _teacher(section: Mapping[str, Any]) -> Iterator[Engine]:
+    dtype = DTYPES.get(section.get("precision", ""))
+    if dtype is not None:
+        yield Engine("teacher", name_of(dtype), "teacher.precision")
+
+
+@seam(
+    feature=FEATURE,
+    group=GROUP,
+    at=[
+        {"target": "nemo_rl.algorithms.grpo:setup"},
+        {"target": "nemo_rl.algorithms.distillation:setup", "optional": True},
+        {"target": "nemo_rl.algorithms.ppo:setup", "optional": True},
+    ],
+    why="the driver, before it asks Ray for a worker: policy, rollout and teacher have keys of "
+    "their own",
+    delete_when=_DELETE,
+    relies_on=("policy", "generation"),
+)
+def compare_engines(call: Call, master_config: Any) -> Any:
+    """Say whether policy, rollout and teacher agree.
+
+    Raises:
+        DtypeError: the rollout's name is unknown.
+        UnsupportedPrecisionError: in strict mode, a float16 policy's engines disagree with it.
+    """
+    found = read_sides(master_config)
+    if found is not None:
+        generation = _part(master_config, "policy")["generation"]
+
+        def write(engine: Engine, name: str) -> None:
+            section, field = engine.key.removeprefix(f"{PLACE}.").split(".")
+            generation[section][field] = name
+
+        settle(versioned(FRAMEWORK), found.trainer, found.others, write, found.kind)
+    return call.proceed()

@@ -1,0 +1,289 @@
+"""Both sides of an RL job: the dtype that the trainer computes in, and the generator's.
+
+torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver: it has
+the whole config before it starts the processes of the trainer and of the generators. The trainer
+sends its weights in the generator's dtype, rounded once, so it needs the name as well.
+
+vLLM gets torchtitan's own model, of no ``model_type`` that vLLM refuses in float16.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from precision_shim.adapting import Call, current_settings, decide, seam, versioned
+from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import compare
+from precision_shim.precision.dtypes import name_of, parse_dtype
+
+from ..rollout import AUTO, FEATURE, Engine, engine_name, settle
+from .places import COMMAND_LINE, FRAMEWORK, GENERATORS, POLICY, ROLLOUT
+
+KEY = "generator.model_dtype"
+TRAINER_KEY = "trainer.training.mixed_precision_param"
+
+_DELETE = "torchtitan compares the two dtypes, and accepts aliases of dtype names"
+_MODULES = (
+    "torchtitan.models.{}.config_registry",
+    "torchtitan.experiments.{}.config_registry",
+    "torchtitan.experiments.rl.examples.{}.config_registry",
+    "{}.config_registry",
+    "{}",
+)
+"""Where torchtitan looks for the module of ``--module``, in its order."""
+
+_UNWRITTEN: dict[str, str] = {}
+"""Maps a dtype's name to an equal string that the shim made; see ``unwritten``."""
+
+
+# -- names --------------------------------------------------------------------------------------
+
+
+def coerce_generator(config: Any) -> None:
+    """Replace the dtype name in a generator's config by the one that vLLM and torchtitan take.
+
+    Raises:
+        DtypeError: the name is unknown.
+    """
+    value = config.model_dtype
+    name = _name(value, (AUTO,))
+    if name != value:  # an equal name stays the same object: see ``unwritten``
+        config.model_dtype = name
+
+
+def generator_dtype_name(value: Any) -> Any:
+    """torchtitan's own name of the generator's dtype, in which the trainer sends the weights.
+
+    Raises:
+        DtypeError: the name is unknown, or is ``auto``, so that vLLM would choose the dtype.
+    """
+    if isinstance(value, str) and value.strip().lower() == AUTO:
+        raise DtypeError(
+            f"{versioned(FRAMEWORK)}: {KEY}={value!r}: vLLM chooses the dtype in another process, "
+            "and the trainer has to know it to send the weights in it; allowed here: "
+            "float16/fp16/half, bfloat16/bf16, float32/fp32/float. Write the dtype that vLLM is to "
+            "generate in.",
+            key=KEY,
+        )
+    return _name(value, ())
+
+
+def _name(value: Any, also: Sequence[str]) -> Any:
+    if value is None or value == "":  # the trainer sends the weights in its own dtype
+        return value
+    return engine_name(value, KEY, versioned(FRAMEWORK), also)
+
+
+# -- what the user wrote ------------------------------------------------------------------------
+
+
+def unwritten(name: str) -> str:
+    """A string equal to a dtype's name that marks a value that the user did not write.
+
+    It is an object of its own: an equal name that the user writes, on the command line or in
+    Python, is another object. tyro and ``dataclasses.replace`` pass the object on.
+    """
+    return _UNWRITTEN.setdefault(name, name[:1] + name[1:])
+
+
+def is_written(value: object) -> bool:
+    """Whether the user wrote a value, as far as that can be told."""
+    return not (isinstance(value, str) and _UNWRITTEN.get(value) is value)
+
+
+def mark_released(config: Any, arguments: Sequence[str]) -> None:
+    """Mark the generator's dtype if it is from a config function of torchtitan's, as released.
+
+    Args:
+        config: what the config function returned, before the command line changes it.
+        arguments: the job's arguments, with ``--module`` and ``--config``.
+    """
+    generator = getattr(config, "generator", None)
+    value = getattr(generator, "model_dtype", None)
+    if generator is not None and isinstance(value, str) and value and _is_released(arguments):
+        generator.model_dtype = unwritten(value)
+
+
+def _is_released(arguments: Sequence[str]) -> bool:
+    """Whether the config function is in a file that is as torchtitan's wheel has it."""
+    name = _word(arguments, "--module").strip()
+    found = (sys.modules.get(one.format(name)) for one in _MODULES if name)
+    module = next((one for one in found if one is not None), None)
+    function = getattr(module, _word(arguments, "--config"), None)
+    try:
+        path = Path(inspect.getfile(inspect.unwrap(function))).resolve()  # type: ignore[arg-type]
+        digest = hashlib.sha256(path.read_bytes()).digest()
+        files = importlib.metadata.files(FRAMEWORK) or ()
+    except (TypeError, OSError, importlib.metadata.PackageNotFoundError):
+        return False
+    text = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    return any(
+        one.hash is not None
+        and one.hash.value == text
+        and path == Path(str(one.locate())).resolve()
+        for one in files
+        if one.name == path.name
+    )
+
+
+def _word(arguments: Sequence[str], option: str) -> str:
+    """The value of an option; the last one counts, as torchtitan reads it."""
+    found, words = "", iter(arguments)
+    for word in words:
+        head, equals, value = word.partition("=")
+        if head == option:
+            found = value if equals else next(words, "")
+    return found
+
+
+@contextmanager
+def marked() -> Iterator[None]:
+    """Mark, for the plan, what the seams mark in the job."""
+    from torchtitan.config import ConfigManager
+    from torchtitan.experiments.rl.actors.generator import VLLMGenerator
+
+    defaults: dict[str, Any] = VLLMGenerator.Config.__init__.__kwdefaults__
+    load = ConfigManager._load_config
+    before = defaults["model_dtype"]
+
+    def load_config(self: Any, args: Any) -> Any:
+        found = load(self, args)
+        mark_released(found[0], args)
+        return found
+
+    defaults["model_dtype"] = unwritten(before)
+    ConfigManager._load_config = load_config
+    try:
+        yield
+    finally:
+        defaults["model_dtype"] = before
+        ConfigManager._load_config = load
+
+
+# -- the engines of a job -----------------------------------------------------------------------
+
+
+def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
+    """The trainer and the generator; ``None`` where a dtype is left to torchtitan.
+
+    Args:
+        training: the trainer's ``TrainingConfig``.
+        model_dtype: the generator's dtype, one of torchtitan's names.
+    """
+    computes = parse_dtype(str(training.mixed_precision_param))
+    generates = parse_dtype(str(model_dtype))
+    if computes is None or generates is None:
+        return None
+    return (
+        Engine("policy", name_of(computes), TRAINER_KEY),
+        Engine("rollout", name_of(generates), KEY, is_written(model_dtype)),
+    )
+
+
+@seam(
+    f"{GENERATORS}.Config.__init__",
+    FEATURE,
+    group=ROLLOUT,
+    why="the driver's config goes on to the trainer and to vLLM",
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_generator_config(call: Call, model_dtype: Any) -> None:
+    """Build a generator's config with a name that vLLM and torchtitan take."""
+    call.proceed()
+    config = call.instance
+    if "model_dtype" not in call.arguments and isinstance(config.model_dtype, str):
+        config.model_dtype = unwritten(config.model_dtype)
+    coerce_generator(config)
+
+
+@seam(
+    f"{GENERATORS}.__init__",
+    FEATURE,
+    group=ROLLOUT,
+    why="a name that was assigned after the config was built, before vLLM sees it",
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_generator(call: Call, config: Any) -> Any:
+    """Replace the dtype name in a generator's config by one that vLLM takes."""
+    coerce_generator(config)
+    return call.proceed()
+
+
+@seam(
+    "torchtitan.experiments.rl.controller:Controller.__init__",
+    FEATURE,
+    group=ROLLOUT,
+    why="the driver, before it starts a process of the trainer or of a generator",
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_controller(call: Call, config: Any) -> Any:
+    """Say whether trainer and generator agree; write the generator's dtype if that was asked for.
+
+    Raises:
+        DtypeError: the generator's dtype is unknown, or ``auto``.
+        UnsupportedPrecisionError: in strict mode, a float16 trainer's generator has another dtype.
+    """
+    generator = config.generator
+    generator_dtype_name(generator.model_dtype)
+    coerce_generator(generator)
+    found = engines(config.trainer.training, generator.model_dtype)
+    if found is not None:
+        trainer, rollout = found
+
+        def write(engine: Engine, name: str) -> None:
+            generator.model_dtype = name
+
+        settle(versioned(FRAMEWORK), trainer, [rollout], write)
+    return call.proceed()
+
+
+@seam(
+    f"{POLICY}.__init__",
+    FEATURE,
+    group=ROLLOUT,
+    why="the trainer looks the generator's name up in a dict that knows three, and other drivers "
+    "than Controller start trainers",
+    delete_when=_DELETE,
+    optional=True,
+)
+def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
+    """Replace the name in which the trainer sends its weights, and report both dtypes.
+
+    The driver warns; here a warning would come from every rank.
+    """
+    name = generator_dtype_name(generator_dtype)
+    if "generator_dtype" in call.arguments:
+        call.arguments["generator_dtype"] = name
+    call.proceed()
+    found = engines(config.training, name)
+    if found is not None:
+        verdict = compare(*found)
+        decide(FRAMEWORK, "rollout", FEATURE, verdict.chosen, verdict.because)
+
+
+@seam(
+    "torchtitan.config.manager:ConfigManager._load_config",
+    FEATURE,
+    group=COMMAND_LINE,
+    why="what the config function returned, before the command line changes it",
+    delete_when="torchtitan marks the values that the user wrote",
+    relies_on=("--module", "--config"),
+    optional=True,
+)
+def load_config(call: Call, args: Any) -> Any:
+    """Under ``PRECISION_SHIM_ROLLOUT=follow``, mark what torchtitan's own config function wrote."""
+    found = call.proceed()
+    if current_settings()["rollout"] == "follow":
+        mark_released(found[0], args)
+    return found

@@ -1,0 +1,501 @@
+"""Both sides of a NeMo-RL job: what the driver says, what the rollout gets, what the plan says.
+
+The configs are those of NeMo-RL's checkout, and go through its own loader, its own
+``configure_generation_config`` and its own ``setup``, up to the first worker.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+import precision_shim
+from precision_shim.cli import main
+from precision_shim.errors import (
+    DtypeError,
+    PrecisionShimWarning,
+    UnsupportedPrecisionError,
+)
+
+from . import test_pages as pages
+from .support import NEMO_RL
+from .test_pages import checkout  # noqa: F401
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+PAIRS = [(policy, rollout) for policy in DTYPES for rollout in DTYPES]
+LOST = [("fp16", "bf16"), ("fp16", "fp32")]
+GRPO = "examples/configs/grpo_math_1B.yaml"
+SGLANG = "examples/configs/grpo_math_1B_sglang.yaml"
+KEY = "policy.generation.vllm_cfg.precision"
+FOLLOW = {"rollout": "follow"}
+KINDS = ("v1", "v2")
+needs_sglang = pytest.mark.skipif(Version("0.6") > NEMO_RL, reason="NeMo-RL has SGLang from 0.6 on")
+needs_ppo = pytest.mark.skipif(Version("0.7") > NEMO_RL, reason="NeMo-RL has PPO from 0.7 on")
+
+
+class StopError(Exception):
+    """The set-up has begun."""
+
+
+class Rollout(pages.Anything):
+    """Keeps the config from which NeMo-RL would start the rollout's workers."""
+
+    config: Any = None
+
+    def __init__(self, *args: object, **more: Any) -> None:
+        found = more.get("config") or more.get("sglang_cfg")
+        if isinstance(found, dict) and "backend" in found:  # of what pages.Anything stands for
+            Rollout.config = found
+
+
+@functools.cache
+def _read(folder: Path, path: str, words: tuple[str, ...]) -> Any:
+    job = replace(pages.JOBS[0], settings=("--config", path, *words))
+    return pages.loaded(job, folder)
+
+
+def read(folder: Path, path: str, *words: str) -> Any:
+    return copy.deepcopy(_read(folder, path, words))
+
+
+def set_up(config: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    """Run NeMo-RL's set-up to the first worker; returns the config of the rollout's workers."""
+    from nemo_rl.algorithms import grpo
+
+    monkeypatch.setattr(pages, "Anything", Rollout)
+    if hasattr(grpo, "SGLangGeneration"):
+        monkeypatch.setattr(grpo, "SGLangGeneration", Rollout)
+    pages.set_up(config, monkeypatch, folder)
+    found: dict[str, Any] = Rollout.config
+    return found
+
+
+def decisions() -> list[tuple[str, str, str]]:
+    return [
+        (one.subject, one.chosen, one.because)
+        for one in precision_shim.status().decisions
+        if (one.framework, one.feature) == ("nemo-rl", "rollout-agreement")
+    ]
+
+
+def watched(act: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a function returns, and what the shim warned of meanwhile."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = act()
+    ours = (one for one in caught if issubclass(one.category, PrecisionShimWarning))
+    return found, [str(one.message) for one in ours]
+
+
+def chosen(policy: str, other: str) -> str:
+    return f"{other}, as the policy" if policy == other else f"{other} beside the policy's {policy}"
+
+
+def words(policy: str, rollout: str) -> tuple[str, ...]:
+    """The policy takes three names alone; the rollout gets one that only the shim takes."""
+    return (f"policy.precision={DTYPES[policy]}", f"{KEY}={rollout}")
+
+
+# -- what is said, and what the rollout gets ---------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, FOLLOW], ids=["tell", "follow"])
+@pytest.mark.parametrize(("policy", "rollout"), PAIRS)
+def test_the_driver_tells(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    policy: str,
+    rollout: str,
+    settings: dict[str, str],
+) -> None:
+    """A value that is there counts as the user's: it stays under ``follow`` as well."""
+    config = read(checkout, GRPO, *words(policy, rollout))
+    shim(settings=settings)
+    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
+    assert [one[:2] for one in decisions()] == [("rollout", chosen(policy, rollout))]
+    assert given["vllm_cfg"]["precision"] == DTYPES[rollout]
+    assert len(told) == ((policy, rollout) in LOST)
+    for text in told:
+        assert text.startswith("nemo-rl 0.")
+        assert f": the policy computes in fp16 (policy.precision), the rollout in {rollout}" in text
+        assert f"Write {KEY}=float16" in text
+
+
+@pytest.mark.parametrize("policy", DTYPES)
+def test_the_rollout_follows_by_itself(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    policy: str,
+) -> None:
+    """NeMo-RL interpolates."""
+    config = read(checkout, GRPO, f"policy.precision={DTYPES[policy]}")
+    shim(strict=True)
+    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
+    assert (given["vllm_cfg"]["precision"], told) == (DTYPES[policy], [])
+    assert decisions() == [("rollout", chosen(policy, policy), KEY)]
+
+
+@pytest.mark.parametrize(("policy", "rollout"), PAIRS)
+def test_strict(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    policy: str,
+    rollout: str,
+) -> None:
+    """Before a worker is started, and before a file is written."""
+    config = read(checkout, GRPO, *words(policy, rollout))
+    shim(strict=True)
+    Rollout.config = None
+    if (policy, rollout) in LOST:
+        with pytest.raises(UnsupportedPrecisionError, match=r"vllm_cfg\.precision=float16"):
+            set_up(config, monkeypatch, tmp_path)
+        assert Rollout.config is None
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert set_up(config, monkeypatch, tmp_path)["vllm_cfg"]["precision"] == DTYPES[rollout]
+    assert [one[:2] for one in decisions()] == [("rollout", chosen(policy, rollout))]
+
+
+def test_off_nothing_is_said_and_no_name_is_changed(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    config = read(checkout, GRPO, *words("fp16", "bf16"))
+    shim(features="-rollout-agreement", settings=FOLLOW)
+    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
+    assert (given["vllm_cfg"]["precision"], told, decisions()) == ("bf16", [], [])
+
+
+@pytest.mark.parametrize("policy", DTYPES)
+@pytest.mark.parametrize("rollout", ["auto", "FP8"])
+def test_what_is_no_dtype_stays(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    policy: str,
+    rollout: str,
+) -> None:
+    config = read(
+        checkout,
+        GRPO,
+        *words(policy, rollout),
+        "loss_fn.use_importance_sampling_correction=true",  # NeMo-RL wants it beside fp8
+    )
+    shim()
+    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
+    assert given["vllm_cfg"]["precision"] == rollout.lower()
+    ((subject, chose, because),) = decisions()
+    what = "fp8" if rollout == "FP8" else "the checkpoint's dtype"
+    assert (subject, chose) == ("rollout", f"{what} beside the policy's {policy}")
+    if rollout == "FP8":
+        assert "beside which NeMo-RL gives vLLM bfloat16: its weights are rounded" in because
+    assert bool(told) == (policy == "fp16" and rollout == "auto")
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+def generation(precision: object, **more: Any) -> dict[str, Any]:
+    return {
+        "backend": "vllm",
+        "stop_token_ids": None,
+        "stop_strings": None,
+        "vllm_cfg": {"precision": precision},
+        **more,
+    }
+
+
+def complete(config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    from nemo_rl.models import generation as module
+
+    tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+    found: dict[str, Any] = module.configure_generation_config(config, tokenizer, **more)
+    return found
+
+
+SPELLINGS = {"FP16": "float16", "half": "float16", "torch.bfloat16": "bfloat16", "Float": "float32"}
+
+
+@pytest.mark.parametrize("is_eval", [False, True])
+def test_names(shim: Any, is_eval: bool) -> None:
+    for name in SPELLINGS:
+        assert complete(generation(name), is_eval=is_eval)["vllm_cfg"]["precision"] == name
+    shim()
+    for name, own in SPELLINGS.items():
+        assert complete(generation(name), is_eval=is_eval)["vllm_cfg"]["precision"] == own
+    assert "precision" not in complete({**generation(None), "vllm_cfg": {}})["vllm_cfg"]
+
+
+@pytest.mark.parametrize("name", ["fp17", "float64", "int8", 3])
+def test_a_wrong_name(shim: Any, name: object) -> None:
+    shim()
+    for is_eval, key in ((False, KEY), (True, "generation.vllm_cfg.precision")):
+        with pytest.raises(DtypeError) as raised:
+            complete(generation(name), is_eval=is_eval)
+        text = str(raised.value)
+        assert text.startswith("nemo-rl 0.")
+        assert f": {key}={name!r} is no dtype that a rollout engine computes in" in text
+        assert "auto, fp8. Correct" in text
+
+
+def test_a_second_dtype_for_vllm(shim: Any) -> None:
+    """NeMo-RL makes one dict of both, which is a TypeError in an actor."""
+    shim()
+    with pytest.raises(DtypeError, match=r"generation\.vllm_kwargs\.dtype='half': NeMo-RL passes"):
+        complete(generation("bf16", vllm_kwargs={"dtype": "half"}))
+    assert complete(generation("bf16", vllm_kwargs={"seed": 1}))
+
+
+# -- SGLang ------------------------------------------------------------------------------------
+
+
+def without_dtype(config: Any) -> Any:
+    pages.policy_of(config)["generation"]["sglang_cfg"].pop("dtype", None)
+    return config
+
+
+@needs_sglang
+@pytest.mark.parametrize("rollout", [*DTYPES, ""])
+@pytest.mark.parametrize("settings", [{}, FOLLOW], ids=["tell", "follow"])
+def test_sglang_follows_where_the_key_is_left_out(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    rollout: str,
+    settings: dict[str, str],
+) -> None:
+    key = "policy.generation.sglang_cfg.dtype"
+    config = read(checkout, SGLANG, "policy.precision=float16", f"{key}={rollout or 'auto'}")
+    if not rollout:
+        without_dtype(config)
+    shim(settings=settings)
+    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
+    ((subject, chose, because),) = decisions()
+    assert subject == "rollout"
+    if rollout:
+        assert (given["sglang_cfg"]["dtype"], chose) == (DTYPES[rollout], chosen("fp16", rollout))
+    elif settings:
+        assert (chose, because) == (chosen("fp16", "fp16"), "PRECISION_SHIM_ROLLOUT=follow")
+        assert given["sglang_cfg"]["dtype"] == "float16"
+    else:
+        assert chose == "the checkpoint's dtype beside the policy's fp16"
+        assert because.startswith(f"{key} is left out: ")
+        assert "dtype" not in given["sglang_cfg"]
+    assert bool(told) == (rollout in ("bf16", "fp32") or not (rollout or settings))
+
+
+# -- other loops -------------------------------------------------------------------------------
+
+
+def begin(module_name: str, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a loop's own set-up up to its first call."""
+    module = importlib.import_module(f"nemo_rl.algorithms.{module_name}")
+
+    def stop(*args: object) -> None:
+        raise StopError
+
+    monkeypatch.setattr(module, "set_seed", stop)
+    given = [config, None, [{}], [{}]]
+    with pytest.raises(StopError):
+        module.setup(*given)
+
+
+def plain(folder: Path, path: str, *overrides: str, into: str = "") -> Any:
+    """A config by NeMo-RL's own loader, of a loop's own class."""
+    from nemo_rl.utils import config as loader
+    from omegaconf import OmegaConf
+
+    register = getattr(loader, "register_omegaconf_resolvers", None)
+    if register is not None:
+        register()
+    else:
+        OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
+    config = loader.parse_hydra_overrides(loader.load_config(folder / path), list(overrides))
+    found = OmegaConf.to_container(config, resolve=True)
+    if Version("0.7") > NEMO_RL:
+        return found
+    return importlib.import_module(f"nemo_rl.algorithms.{into}").MasterConfig(**found)
+
+
+@pytest.mark.parametrize("teacher", DTYPES)
+@pytest.mark.parametrize("policy", DTYPES)
+def test_a_teacher(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    teacher: str,
+) -> None:
+    path = "examples/configs/distillation_math.yaml"
+    given = (f"policy.precision={DTYPES[policy]}", f"teacher.precision={DTYPES[teacher]}")
+    config = plain(checkout, path, *given, into="distillation")
+    shim()
+    _, told = watched(lambda: begin("distillation", config, monkeypatch))
+    assert [one[:2] for one in decisions()] == [
+        ("rollout", chosen(policy, policy)),
+        ("teacher", chosen(policy, teacher)),
+    ]
+    assert len(told) == ((policy, teacher) in LOST)
+    for text in told:
+        assert "the two round differently, which adds to the KL term" in text
+        assert "Write teacher.precision=float16" in text
+
+
+@needs_ppo
+def test_ppo(checkout: Path, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    path = "examples/configs/ppo_math_1B.yaml"
+    config = plain(checkout, path, *words("fp16", "bfloat16"), into="ppo")
+    shim()
+    _, told = watched(lambda: begin("ppo", config, monkeypatch))
+    assert [one[:2] for one in decisions()] == [("rollout", chosen("fp16", "bf16"))]
+    assert len(told) == 1
+
+
+def test_a_rollout_of_megatrons_computes_as_the_policy(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = read(checkout, GRPO, "policy.precision=float16", "policy.generation.backend=megatron")
+    shim(strict=True)
+    begin("grpo", config, monkeypatch)
+    ((subject, chose, because),) = decisions()
+    assert (subject, chose) == ("rollout", "fp16, as the policy")
+    assert because.startswith("policy.generation.backend is 'megatron'")
+
+
+def test_a_name_that_nemo_rl_does_not_take_is_left_to_it(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = read(checkout, GRPO, "policy.precision=fp16", f"{KEY}=bfloat16")
+    shim(strict=True)
+    begin("grpo", config, monkeypatch)
+    assert decisions() == []
+
+
+# -- the plan ----------------------------------------------------------------------------------
+
+
+def planned(capsys: pytest.CaptureFixture[str], path: Path, *given: str) -> dict[str, Any]:
+    command = ("uv", "run", "examples/nemo_rl/run_grpo.py", "--config", str(path), *given)
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--json", "--parameters", "600M", "--", *command])
+    said = capsys.readouterr()
+    assert end.value.code in (0, 1), said.err
+    found: dict[str, Any] = json.loads(said.out)
+    return found
+
+
+def of_plan(found: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What the plan says of the two sides: problems, and notes."""
+    ours = [one for one in found["problems"] if one["code"] == "rollout-dtype"]
+    notes = [one for one in found["notes"] if "rollout-agreement" in one]
+    return [f"{one['message']}. {one['remedy']}" for one in ours], notes
+
+
+@pytest.mark.parametrize("rollout", [*DTYPES, "auto", "fp8"])
+@pytest.mark.parametrize("policy", DTYPES)
+def test_the_plan_says_what_the_driver_says(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    rollout: str,
+) -> None:
+    given = words(policy, rollout)
+    problems, notes = of_plan(planned(capsys, checkout / GRPO, *given))
+    config = read(checkout, GRPO, *given)
+    shim()
+    pages.policy_of(config)["generation"] = complete(pages.policy_of(config)["generation"])
+    _, told = watched(lambda: begin("grpo", config, monkeypatch))
+    assert problems == told
+    assert notes == [f"{one[0]}: rollout-agreement: {one[1]} ({one[2]})" for one in decisions()]
+
+
+@needs_sglang
+@pytest.mark.parametrize("rollout", ["tell", "follow"])
+def test_the_plan_of_sglang_without_the_key(
+    checkout: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rollout: str,
+) -> None:
+    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", rollout)
+    given = ("policy.precision=float16", "~policy.generation.sglang_cfg.dtype")
+    problems, (note,) = of_plan(planned(capsys, checkout / SGLANG, *given))
+    follows = rollout == "follow"
+    assert bool(problems) is not follows
+    assert ("PRECISION_SHIM_ROLLOUT=follow" in note) is follows
+
+
+def test_the_plan_and_a_wrong_name(
+    checkout: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (problem,) = planned(capsys, checkout / GRPO, f"{KEY}=fp17")["problems"]
+    assert (problem["code"], problem["key"]) == ("dtype", KEY)
+
+
+# -- the weights -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_rounded_once(
+    worker: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
+) -> None:
+    """To ``policy.precision``, from the fp32 parameters, with the shim as without it."""
+    from .support import batch, loss_for, parameters
+
+    def sent(made: Any) -> dict[str, torch.Tensor]:
+        from nemo_rl.models.policy import utils
+
+        found: dict[str, torch.Tensor] = {}
+
+        def keep(params_generator: Any, **more: Any) -> None:
+            found.update((name, one.clone()) for name, one in params_generator)
+
+        monkeypatch.setattr(utils, "stream_weights_via_ipc_zmq_impl", keep)
+        made.zmq_socket = None
+        made.stream_weights_via_ipc_zmq(buffer_size_bytes=2**20)
+        return found
+
+    shim()
+    with worker(kind, dtype) as made:
+        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # the weights are no checkpoint's
+        ours, held = sent(made), parameters(made)
+        precision_shim.uninstall()
+        theirs = sent(made)
+    assert held.keys() <= ours.keys() == theirs.keys()
+    for name, one in ours.items():
+        assert torch.equal(one, theirs[name])
+        assert one.dtype is getattr(torch, dtype)
+        if name in held:
+            assert held[name].dtype is torch.float32
+            assert torch.equal(one, held[name].to(one.dtype)), name
+    assert len(held) > 10

@@ -1,0 +1,394 @@
+"""Both sides of an RL job: what the driver says, what vLLM would get, what the plan says of it.
+
+The configs go through torchtitan's own manager, its own ``Controller``, and its own
+``setup_async`` and ``VLLMGenerator``, up to the arguments of vLLM's engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.cli import main
+from precision_shim.errors import (
+    DtypeError,
+    PrecisionShimWarning,
+    UnsupportedPrecisionError,
+)
+
+from ..rank_server import Ranks
+from . import cpu
+from .test_pages import importable  # noqa: F401
+
+RECIPE = ("--module", "alphabet_sort", "--config", "rl_grpo_qwen3_0_6b_varlen")
+QUIET = ("--metrics.no-enable-wandb",)
+TRAINER, GENERATOR = "--trainer.training.mixed_precision_param", "--generator.model_dtype"
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+PAIRS = [(trainer, generator) for trainer in DTYPES for generator in DTYPES]
+LOST = [("fp16", "bf16"), ("fp16", "fp32")]
+FOLLOW = {"rollout": "follow"}
+
+
+class StopError(Exception):
+    """The next thing would be an engine, or an actor's process."""
+
+
+class Anything:
+    """What the driver makes beside the engines."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **more: []
+
+    def build(self, **more: Any) -> Anything:
+        return self
+
+
+class Mesh:
+    """Where Monarch would start the processes; keeps what it would start there."""
+
+    def __init__(self) -> None:
+        self.spawned: dict[str, Any] = {}
+
+    def spawn(self, name: str, kind: Any, *args: Any, **more: Any) -> Any:
+        self.spawned[name] = (kind, args, more)
+        return Anything()
+
+
+def parse(*words: str, recipe: tuple[str, ...] = RECIPE) -> Any:
+    from torchtitan.config import ConfigManager
+
+    return ConfigManager().parse_args([*recipe, *QUIET, *words])
+
+
+def control(config: Any) -> Any:
+    """The driver's controller, by its own ``__init__``."""
+    config.renderer, config.rollouter, config.metrics = Anything(), Anything(), Anything()
+    return config.build()
+
+
+def arguments(controller: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """The dtype in which the trainer sends the weights, and the dtype of vLLM's engine."""
+    from torchtitan.experiments.rl import controller as module
+    from torchtitan.experiments.rl.actors import generator as generators
+
+    async def nothing(*args: Any) -> None:
+        pass
+
+    async def stop(*args: Any, **more: Any) -> None:
+        raise StopError
+
+    router = SimpleNamespace(spawn_procs=lambda **more: Mesh())
+    monkeypatch.setattr(module, "this_host", lambda: router)
+    monkeypatch.setattr(module, "setup_torch_elastic_env_async", nothing)
+    monkeypatch.setattr(
+        module, "ts", SimpleNamespace(initialize=stop, LocalRankStrategy=lambda: None)
+    )
+    mesh = Mesh()
+    with pytest.raises(StopError):
+        asyncio.run(controller.setup_async(trainer_mesh=mesh, generator_meshes=[mesh]))
+    (_, _, to_trainer), (kind, given, more) = mesh.spawned["trainer"], mesh.spawned["generator"]
+    engine: dict[str, Any] = {}
+
+    def engine_args(**kwargs: Any) -> None:
+        engine.update(kwargs)
+        raise StopError
+
+    monkeypatch.setattr(generators, "EngineArgs", engine_args)
+    monkeypatch.setattr(generators, "register_to_vllm", nothing_sync)
+    monkeypatch.setattr(generators, "AttentionConfig", Anything)
+    monkeypatch.setattr(generators, "AttentionBackendEnum", Anything())
+    monkeypatch.setattr(generators, "has_cuda_capability", lambda *version: True)
+    monkeypatch.setattr(generators.VLLMCudagraphConfig, "get_vllm_compilation_config", nothing_sync)
+    with pytest.raises(StopError):
+        kind(*given, **more)
+    return to_trainer["generator_dtype"], engine["dtype"]
+
+
+def nothing_sync(*args: Any, **more: Any) -> None:
+    pass
+
+
+def decisions() -> list[tuple[str, str]]:
+    return [
+        (one.chosen, one.because)
+        for one in precision_shim.status().decisions
+        if (one.framework, one.subject, one.feature)
+        == ("torchtitan", "rollout", "rollout-agreement")
+    ]
+
+
+def watched(act: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a function returns, and what the shim warned of meanwhile."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = act()
+    ours = (one for one in caught if issubclass(one.category, PrecisionShimWarning))
+    return found, [str(one.message) for one in ours]
+
+
+def chosen(trainer: str, generator: str) -> str:
+    same = trainer == generator
+    return f"{generator}, as the policy" if same else f"{generator} beside the policy's {trainer}"
+
+
+# -- what is said, and what the engine gets ----------------------------------------------------
+
+
+@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+def test_the_driver_tells(
+    shim: Any, monkeypatch: pytest.MonkeyPatch, trainer: str, generator: str
+) -> None:
+    shim()
+    config = parse(f"{TRAINER}={trainer}", f"{GENERATOR}={generator}")
+    controller, told = watched(lambda: control(config))
+    assert [one for one, _ in decisions()] == [chosen(trainer, generator)]
+    assert len(told) == ((trainer, generator) in LOST)
+    for text in told:
+        assert text.startswith("torchtitan 0.3.0: the policy computes in fp16 (trainer.training.")
+        assert f"the rollout in {generator} (generator.model_dtype: " in text
+        assert "Write generator.model_dtype=float16" in text
+    own = DTYPES[generator]
+    assert arguments(controller, monkeypatch) == (own, own)
+
+
+@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+def test_strict(shim: Any, trainer: str, generator: str) -> None:
+    shim(strict=True)
+    config = parse(f"{TRAINER}={trainer}", f"{GENERATOR}={generator}")
+    if (trainer, generator) in LOST:
+        with pytest.raises(UnsupportedPrecisionError, match=r"generator\.model_dtype=float16"):
+            control(config)
+    else:
+        control(config)
+    assert [one for one, _ in decisions()] == [chosen(trainer, generator)]
+
+
+def test_off_nothing_is_said(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shim(features="-rollout-agreement", settings=FOLLOW)
+    config = parse(f"{TRAINER}=float16")
+    controller, told = watched(lambda: control(config))
+    assert told == decisions() == []
+    assert arguments(controller, monkeypatch) == ("bfloat16", "bfloat16")
+
+
+# -- follow ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer", DTYPES)
+def test_the_generator_follows_where_the_command_line_says_nothing(
+    shim: Any, monkeypatch: pytest.MonkeyPatch, trainer: str
+) -> None:
+    shim(settings=FOLLOW)
+    config = parse(f"{TRAINER}={trainer}")
+    controller, told = watched(lambda: control(config))
+    assert told == []
+    because = "generator.model_dtype" if trainer == "bf16" else "PRECISION_SHIM_ROLLOUT=follow"
+    assert decisions() == [(chosen(trainer, trainer), because)]
+    assert arguments(controller, monkeypatch) == (DTYPES[trainer], DTYPES[trainer])
+
+
+@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+def test_what_the_command_line_says_stays(shim: Any, trainer: str, generator: str) -> None:
+    """Also where it says what torchtitan's config function has; in both of tyro's spellings."""
+    shim(settings=FOLLOW)
+    option = GENERATOR if trainer == "fp16" else "--generator.model-dtype"
+    config = parse(f"{TRAINER}={trainer}", option, DTYPES[generator])
+    _, told = watched(lambda: control(config))
+    assert len(told) == ((trainer, generator) in LOST)
+    assert config.generator.model_dtype == DTYPES[generator]
+    assert [one for one, _ in decisions()] == [chosen(trainer, generator)]
+
+
+OWN = """
+from torchtitan.experiments.rl.actors.generator import VLLMGenerator
+from torchtitan.experiments.rl.examples.alphabet_sort.config_registry import (
+    rl_grpo_qwen3_0_6b_varlen,
+)
+
+def shipped():
+    return rl_grpo_qwen3_0_6b_varlen()
+
+def left_out():
+    config = rl_grpo_qwen3_0_6b_varlen()
+    config.generator = VLLMGenerator.Config()
+    return config
+
+def written():
+    config = rl_grpo_qwen3_0_6b_varlen()
+    config.generator = VLLMGenerator.Config(model_dtype="bfloat16")
+    return config
+
+def assigned():
+    config = left_out()
+    config.generator.model_dtype = "bfloat16"
+    return config
+"""
+FOLLOWS = {"shipped": True, "left_out": True, "written": False, "assigned": False}
+"""``shipped`` is torchtitan's own function, which this module imports."""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = OWN.replace("def shipped():\n    return rl_grpo_qwen3_0_6b_varlen()", "")
+    (tmp_path / "my_job.py").write_text(f"{text}\nshipped = rl_grpo_qwen3_0_6b_varlen\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "my_job", raising=False)
+
+
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_a_config_function_of_the_users(own: None, shim: Any, name: str) -> None:
+    shim(settings=FOLLOW)
+    config = parse(f"{TRAINER}=float16", recipe=("--module", "my_job", "--config", name))
+    _, told = watched(lambda: control(config))
+    assert config.generator.model_dtype == ("float16" if FOLLOWS[name] else "bfloat16")
+    assert bool(told) is not FOLLOWS[name]
+
+
+def test_a_value_that_is_assigned_after_the_command_line_stays(shim: Any) -> None:
+    shim(settings=FOLLOW)
+    config = parse(f"{TRAINER}=float16")
+    config.generator.model_dtype = "bfloat16"
+    _, told = watched(lambda: control(config))
+    assert (len(told), config.generator.model_dtype) == (1, "bfloat16")
+
+
+def test_a_changed_file_of_torchtitans_is_the_users(
+    shim: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from precision_shim_adapters.torchtitan import sides
+
+    changed = SimpleNamespace(sha256=lambda data: sides.hashlib.new("sha256", data + b"#"))
+    shim(settings=FOLLOW)
+    monkeypatch.setattr(sides, "hashlib", SimpleNamespace(new=sides.hashlib.new, **vars(changed)))
+    config = parse(f"{TRAINER}=float16")
+    _, told = watched(lambda: control(config))
+    assert (len(told), config.generator.model_dtype) == (1, "bfloat16")
+
+
+# -- the plan ----------------------------------------------------------------------------------
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    command = ("python", "-m", "torchtitan.experiments.rl.train", *words)
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--json", "--parameters", "600M", "--", *command])
+    said = capsys.readouterr()
+    assert end.value.code in (0, 1), said.err
+    found: dict[str, Any] = json.loads(said.out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("trainer", "generator", "rollout"),
+    [
+        *((*pair, "tell") for pair in PAIRS),
+        *((trainer, "", how) for trainer in DTYPES for how in ("tell", "follow")),
+    ],
+)
+def test_the_plan_says_what_the_driver_says(
+    shim: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: str,
+    generator: str,
+    rollout: str,
+) -> None:
+    words = [f"{TRAINER}={trainer}"] + ([f"{GENERATOR}={generator}"] if generator else [])
+    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", rollout)
+    found = planned(capsys, *RECIPE, *words)
+    shim()
+    config = parse(*words)
+    _, told = watched(lambda: control(config))
+    problems = [f"{one['message']}. {one['remedy']}" for one in found["problems"]]
+    assert problems == told
+    assert all(one["code"] == "rollout-dtype" for one in found["problems"])
+    ((chose, because),) = decisions()
+    notes = [one for one in found["notes"] if "rollout-agreement" in one]
+    assert notes == [f"rollout: rollout-agreement: {chose} ({because})"]
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["in a shell", "in a shell with the shim on"])
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_the_plan_knows_what_the_user_wrote(
+    own: None,
+    shim: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    on: bool,
+) -> None:
+    monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
+    if on:
+        shim()
+    found = planned(capsys, "--module", "my_job", "--config", name, f"{TRAINER}=half")
+    assert [one["code"] for one in found["problems"]] == ["rollout-dtype"] * (not FOLLOWS[name])
+
+
+@pytest.mark.parametrize("name", ["fp17", "auto", "fp8"])
+def test_a_wrong_name(shim: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Before an actor starts, and in the plan; ``auto`` passes where no trainer needs it."""
+    (problem,) = planned(capsys, *RECIPE, f"{GENERATOR}={name}")["problems"]
+    assert (problem["code"], problem["key"]) == ("dtype", "generator.model_dtype")
+    shim()
+    with pytest.raises((DtypeError, SystemExit)) as raised:
+        control(parse(f"{GENERATOR}={name}"))
+    said = str(raised.value) + capsys.readouterr().err
+    assert "generator.model_dtype" in said
+    assert repr(name) in said
+
+
+# -- the weights -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+def test_the_weights_are_rounded_once(
+    policy: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, trainer: str, generator: str
+) -> None:
+    """To the generator's dtype, from the fp32 parameters; buffers are not rounded."""
+    from torchtitan.experiments.rl.actors import trainer as module
+
+    pushed: dict[str, Any] = {}
+
+    async def put_state_dict(state_dict: Any, key: str, **options: Any) -> None:
+        pushed.update(state_dict)
+
+    monkeypatch.setattr(module, "ts", SimpleNamespace(put_state_dict=put_state_dict))
+    shim()
+    made = policy(DTYPES[trainer], generator_dtype=DTYPES[generator])
+    assert [one for one, _ in decisions()] == [chosen(trainer, generator)]
+    held, dtype = made.model.state_dict(), getattr(torch, DTYPES[generator])
+    buffers = {name for name, _ in made.model.named_buffers()}
+    for turn in ("with the shim", "without it"):
+        cpu.endpoint(made, "push_model_state_dict")
+        assert pushed.keys() == held.keys()
+        for name, one in held.items():
+            whole = any(name.endswith(ends) for ends in buffers)
+            assert whole or one.dtype is torch.float32
+            expected = cpu.local(one if whole else one.to(dtype))
+            sent = cpu.local(pushed[name])
+            assert sent.dtype is expected.dtype
+            assert torch.equal(sent, expected), (name, turn)
+        precision_shim.uninstall()
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_two_ranks_send_the_same_with_the_shim_and_without(ranks: Ranks, dtype: str) -> None:
+    """And a step between, so that the parameters are no checkpoint's."""
+    options: dict[str, Any] = {"dtype": "float32", "generator": dtype, "first": 0, "last": 1}
+    ours, theirs = (ranks("policy", push=True, on=on, **options) for on in (True, False))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["pushed"] == other["pushed"] == mine["rounded"]
+        assert len(mine["pushed"]) > 10
+    assert ours[0]["pushed"] != ours[1]["pushed"]
