@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from .fused_adam import DEFAULT_VERSION, FusedAdam, FusedSGD, fused_adam_for
+from .fused_adam import FusedAdam, FusedSGD, fused_adam_for
+from .releases import DEFAULT_VERSION
 
 __all__ = ["StandIn", "real_transformer_engine", "stand_in_transformer_engine"]
 
