@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from precision_shim.process import session as _session
+from precision_shim.process import versions as _versions
 from precision_shim.process.registry import entries
 from precision_shim.process.settings import FEATURES, resolve
 from precision_shim.reporting import text as _status_text
@@ -46,7 +46,7 @@ Column = dict[tuple[str, str], str]
 def column(framework: str) -> tuple[str, Column]:
     """The installed version, and what its column has to say."""
     entry = entries(third_party=False)[framework]
-    one, _ = foresee(entry, resolve(environ={}), _session.version_of)
+    one, _ = foresee(entry, resolve(environ={}), _versions.version_of)
     assert one.version is not None, f"{framework} is not installed here"
     found = {
         # A seam without a path serves all of them.

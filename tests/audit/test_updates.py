@@ -18,7 +18,7 @@ from precision_shim.errors import AuditError, PrecisionShimWarning, SettingsErro
 from precision_shim.scaling import LossScaler
 from precision_shim.testing import FusedAdam
 from precision_shim.updates import lost, meters, sampling
-from precision_shim.updates.watch import Meter
+from precision_shim.updates.measuring import Meter
 
 from .updates_reference import Reference, hold
 

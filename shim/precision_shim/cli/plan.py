@@ -122,7 +122,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     from ..planning.request import Rules
     from ..process import registry as _registry
     from ..process import settings as _settings
-    from ..process.session import version_of
+    from ..process.versions import version_of
     from ..seams._wrapper import resolve
 
     entries = _registry.entries()
@@ -158,7 +158,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
 
 
 def _version(distribution: str, package: str) -> str | None:
-    from ..process.session import version_of
+    from ..process.versions import version_of
 
     return version_of(distribution, (package,))
 

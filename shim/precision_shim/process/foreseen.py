@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from ..errors import SeamError
-from . import session as _session
+from ..reporting.record import SeamStatus
+from ..seams import Adapter, check
 from .in_force import in_force, refused_groups
 from .registry import entries
 from .settings import Settings
+from .versions import tell_missed
 
-__all__ = ["Foreseen"]
+__all__ = ["Foreseen", "preview"]
 
 
 class Foreseen:
@@ -38,4 +42,23 @@ class Foreseen:
             adapter = entries()[framework].load()
         except SeamError:
             return None
-        return refused_groups(_session.preview(adapter, self.settings))
+        return refused_groups(preview(adapter, self.settings))
+
+
+def preview(
+    adapter: Adapter,
+    settings: Settings,
+    versions: Callable[[str, Iterable[str]], str | None] | None = None,
+) -> tuple[SeamStatus, ...]:
+    """What the engine would do with an adapter's seams, read from the current ``Source`` alone.
+
+    Args:
+        adapter: the adapter.
+        settings: what the user asks for.
+        versions: returns a distribution's version in that source; ``None`` for ``version_of``.
+    """
+
+    def missed(adapter: Adapter) -> Callable[[str], str]:
+        return tell_missed(adapter, versions)
+
+    return check(adapter, settings.features, settings, missed).foretold()

@@ -6,17 +6,14 @@ Data goes one way: settings -> engine -> adapter -> rules -> decision -> status.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..auditing import kept
 from ..errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
 from ..reporting import journal as _journal
 from ..reporting.record import FrameworkStatus, SeamStatus, Status
-from ..seams import Adapter, Engine, check
-from ..seams._source import find_spec
-from ..upstream.trees import stated_version
+from ..seams import Adapter, Engine
 from . import carriers
 from . import forks as _forks
 from . import settings as _settings
@@ -25,8 +22,9 @@ from .finders import Watcher
 from .framework import Framework
 from .in_force import asked_for
 from .in_force import in_force as _by_settings
-from .registry import entries, is_tested, shared
+from .registry import entries, is_tested
 from .settings import PREFIX, Settings
+from .versions import describe, standing, tell_missed, version_of
 
 _lock = _forks.Lock()
 
@@ -52,8 +50,8 @@ class _Session:
             settings=settings,
             strict=settings.strict,
             on_fault=_fault if fault is None else _said_already,
-            describe=_describe,
-            missed=_missed,
+            describe=describe,
+            missed=tell_missed,
         )
         self.sleeper = Watcher(self._wake, before=True)
 
@@ -326,45 +324,6 @@ def current_settings() -> Settings:
     return _settings.resolve(environ={}) if session is None else session.settings
 
 
-def preview(
-    adapter: Adapter,
-    settings: Settings,
-    versions: Callable[[str, Iterable[str]], str | None] | None = None,
-) -> tuple[SeamStatus, ...]:
-    """What the engine would do with an adapter's seams, read from the current ``Source`` alone.
-
-    Args:
-        adapter: the adapter.
-        settings: what the user asks for.
-        versions: returns a distribution's version in that source; ``None`` for ``version_of``.
-    """
-
-    def missed(adapter: Adapter) -> Callable[[str], str]:
-        return _missed(adapter, versions or version_of)
-
-    return check(adapter, settings.features, settings, missed).foretold()
-
-
-def _missed(
-    adapter: Adapter,
-    versions: Callable[[str, Iterable[str]], str | None] | None = None,
-) -> Callable[[str], str]:
-    """See ``precision_shim.seams._plan.Missed``."""
-    from ..upstream import symbols as _symbols
-
-    known = _symbols.missed(adapter, versions or version_of)
-
-    def told(target: str) -> str:
-        try:
-            return known(target)
-        except (
-            Exception
-        ):  # a damaged record must not break the framework's import; status() says it
-            return ""
-
-    return told
-
-
 def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatus:
     adapter = session.awake.get(name)
     known = adapter or entry  # a third party's entry does not know its distribution
@@ -388,74 +347,12 @@ def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatu
     return FrameworkStatus(version, _summary(seams), seams, reason, tested)
 
 
-def standing(
-    adapter: Adapter,
-    version: str,
-    versions: Callable[[str, Iterable[str]], str | None],
-    *,
-    closely: bool = False,
-) -> tuple[bool, str]:
-    """Whether a version is tested, and how the code here differs from the recorded versions.
-
-    Args:
-        adapter: the framework's adapter.
-        version: the framework's version.
-        versions: returns the version of a distribution of a backend, as ``version_of`` does.
-        closely: compare the code with the record also where the version is recorded.
-    """
-    from ..upstream import symbols as _symbols
-
-    beneath = {name: versions(name, (package,)) for package, name in shared().items()}
-    tested = is_tested(version, adapter.tested)
-    told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
-    told += _symbols.likeness(adapter, version, beneath)
-    told += _symbols.differing(adapter, version, beneath) if closely else []
-    return tested, "; ".join(told)
-
-
 def _summary(seams: Iterable[SeamStatus]) -> str:
     states = {seam.state for seam in seams}
     for state in ("wrapped", "refused", "pending", "native", "off"):
         if state in states:
             return state
     return "absent"
-
-
-def version_of(distribution: str, packages: Iterable[str]) -> str | None:
-    """Version of the package that this process would import, without importing it.
-
-    Read from the distribution's metadata; for a checkout, whose metadata is absent or another
-    copy's, from its own source. ``"unknown"`` where neither has a version, ``None`` where neither
-    metadata nor package is found.
-    """
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import distribution as installed
-
-    try:
-        known = installed(distribution)
-    except PackageNotFoundError:
-        known = None
-    told = None if known is None else known.version
-    for package in packages:
-        try:
-            spec = find_spec(package)
-        except Exception:  # another package's finder may do anything
-            continue
-        if spec is None:
-            continue
-        folders = [Path(one).resolve() for one in spec.submodule_search_locations or ()]
-        if known is not None:
-            own = Path(str(known.locate_file(package.replace(".", "/")))).resolve()
-            if own in folders or not folders:
-                return told
-        stated = (stated_version(distribution, package, folder) for folder in folders)
-        return next(filter(None, stated), None) or told or "unknown"
-    return told
-
-
-def _describe(adapter: Adapter) -> str:
-    found = version_of(adapter.distribution, adapter.packages)
-    return f"{adapter.framework} {found or '(not installed)'}"
 
 
 def _fault(framework: str, error: PrecisionShimError) -> None:
@@ -520,9 +417,7 @@ __all__ = [
     "current_settings",
     "in_force",
     "install",
-    "preview",
     "start",
     "status",
     "uninstall",
-    "version_of",
 ]

@@ -261,7 +261,7 @@ def missed(
 
     Args:
         adapter: the adapter whose symbols may be missing.
-        versions: returns a distribution's version, as ``_session.version_of`` does.
+        versions: returns a distribution's version, as ``versions.version_of`` does.
     """
     packages = {name: (package,) for package, name in shared().items()}
 

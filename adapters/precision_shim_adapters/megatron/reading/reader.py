@@ -21,10 +21,10 @@ from precision_shim.auditing.reading import (
     Reading,
     Wanted,
     gradients_of,
-    read_inner,
     tensors_of,
     unique,
 )
+from precision_shim.auditing.torch_reader import read_inner
 from precision_shim.precision.dtypes import parse_dtype
 
 _BUCKET = (
