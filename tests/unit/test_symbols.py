@@ -9,7 +9,7 @@ import pytest
 
 from precision_shim.seams import Adapter, Seam
 from precision_shim.upstream import symbols as _symbols
-from precision_shim.upstream.symbols import add, compare, read, seen_in, versions_of, write
+from precision_shim.upstream.symbols import add, compare, read_symbols, seen_in, versions_of, write
 
 
 def made(*versions):
@@ -60,7 +60,7 @@ def test_the_file_does_not_depend_on_the_order_of_recording(tmp_path):
         write(made(*versions), tmp_path / "symbols.json")
         written.add((tmp_path / "symbols.json").read_text())
     assert len(written) == 1
-    assert read(tmp_path / "symbols.json") == json.loads(written.pop())
+    assert read_symbols(tmp_path / "symbols.json") == json.loads(written.pop())
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_version_that_nobody_tells_is_the_recorded_one_that_is_equal(digests, 
 def test_a_file_that_is_no_record_is_an_error(text, tmp_path):
     (tmp_path / "symbols.json").write_text(text)
     with pytest.raises(ValueError, match=r"symbols\.json|Expecting"):
-        read(tmp_path / "symbols.json")
+        read_symbols(tmp_path / "symbols.json")
 
 
 def test_the_shipped_record_is_as_the_command_writes_it(tmp_path):

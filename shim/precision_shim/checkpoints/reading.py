@@ -37,7 +37,7 @@ from .pickles import Made, is_small
 from .tensors import Archive, Tensor
 from .units import Unit, read_unit
 
-__all__ = ["read"]
+__all__ = ["read_parts"]
 
 _RECORD_KEY = "precision_shim_scaler"
 _RECORD = 1 << 10
@@ -46,7 +46,7 @@ _SAMPLE = 64 << 20
 """Limit of bytes of a component whose values are read; a smaller component is read whole."""
 
 
-def read(path: str | Path, framework: str | None = None) -> list[Part]:
+def read_parts(path: str | Path, framework: str | None = None) -> list[Part]:
     """Read a checkpoint's models.
 
     Raises:

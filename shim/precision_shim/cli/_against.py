@@ -81,7 +81,7 @@ def _record(asked: argparse.Namespace) -> int:
     _startup.stop()
     file = Path(asked.record)
     try:
-        record = _symbols.read(file)
+        record = _symbols.read_symbols(file)
     except (OSError, ValueError) as error:
         return _fail(f"{file} cannot be read: {error}. Name a new file, or repair it.")
     added: dict[str, int] = {}

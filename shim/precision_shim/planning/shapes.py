@@ -85,7 +85,7 @@ class Model:
         return self.number(*EXPERT_COUNTS)
 
 
-def read(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
+def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
     """Read a model's directory.
 
     Args:

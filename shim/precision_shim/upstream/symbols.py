@@ -24,7 +24,7 @@ Record = dict[str, dict[str, dict[str, list[str]]]]
 """Distribution to target to digest to versions."""
 
 
-def read(path: Path = FILE) -> Record:
+def read_symbols(path: Path = FILE) -> Record:
     """The record in a file; empty where there is no file.
 
     Raises:
@@ -41,7 +41,7 @@ def read(path: Path = FILE) -> Record:
 @lru_cache(maxsize=1)
 def shipped() -> Record:
     """The record that this package ships."""
-    return read()
+    return read_symbols()
 
 
 def write(record: Record, path: Path) -> None:

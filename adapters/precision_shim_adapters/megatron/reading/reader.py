@@ -50,7 +50,7 @@ REMEDIES = {
 """Remedies, by problem code, where the tensors contradict the OptimizerConfig."""
 
 
-def read(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
+def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
     """Read Megatron's optimizers.
 
     Args:
