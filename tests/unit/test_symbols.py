@@ -9,7 +9,14 @@ import pytest
 
 from precision_shim.seams import Adapter, Seam
 from precision_shim.upstream import symbols as _symbols
-from precision_shim.upstream.symbols import add, compare, read_symbols, seen_in, versions_of, write
+from precision_shim.upstream.symbols import (
+    add,
+    compare,
+    find_versions,
+    read_symbols,
+    versions_of,
+    write,
+)
 
 
 def made(*versions):
@@ -34,8 +41,8 @@ def test_versions_are_kept_by_digest_the_oldest_first(tmp_path):
         }
     }
     assert versions_of(record, "toy") == ["0.9.0", "0.10.0"]
-    assert seen_in(record, "toy", "b", "2") == ["0.10.0"]
-    assert seen_in(record, "toy", "b", "3") == seen_in(record, "other", "b", "2") == []
+    assert find_versions(record, "toy", "b", "2") == ["0.10.0"]
+    assert find_versions(record, "toy", "b", "3") == find_versions(record, "other", "b", "2") == []
 
 
 def test_what_is_recorded_again_is_replaced():

@@ -54,12 +54,12 @@ def own_name(value: Any, key: str) -> Any:
     if name is None:
         raise DtypeError(
             f"{versioned('torchtitan')}: {key}={value!r} names no dtype that torchtitan computes "
-            f"in; allowed: {_allowed()}, in any case, also with the prefix 'torch.'. Correct {key}."
+            f"in; allowed: {_names()}, in any case, also with the prefix 'torch.'. Correct {key}."
         )
     return name
 
 
-def _allowed() -> str:
+def _names() -> str:
     spellings: dict[str, list[str]] = {name: [] for name in OWN_NAMES.values()}
     for name in (*CANONICAL, *ALIASES):
         own = OWN_NAMES.get(parse_dtype(name))  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def generator_dtype_name(value: Any) -> Any:
         raise DtypeError(
             f"{versioned('torchtitan')}: generator.model_dtype={value!r}: vLLM chooses the dtype "
             "in another process, and the trainer has to know it to send the weights in it; "
-            f"allowed here: {_allowed()}. Write the dtype that vLLM is to generate in."
+            f"allowed here: {_names()}. Write the dtype that vLLM is to generate in."
         )
     return value if value == "" else own_name(value, "generator.model_dtype")
 

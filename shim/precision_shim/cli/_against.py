@@ -306,7 +306,7 @@ def _change(
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
     found = digest_of(new.found.node)
-    as_in = _symbols.seen_in(_symbols.shipped(), distribution, target, found)
+    as_in = _symbols.find_versions(_symbols.shipped(), distribution, target, found)
     if not basis:
         return SymbolChange(target, "new", as_in)
     if basis == found:

@@ -235,7 +235,7 @@ def _directory(name: object) -> Path:
         path = path.parent
     if os.path.isfile(path / "config.json"):
         return path
-    cached = _cached(text)
+    cached = _find_in_cache(text)
     if cached is not None:
         return cached
     raise PlanError(
@@ -246,7 +246,7 @@ def _directory(name: object) -> Path:
     )
 
 
-def _cached(name: str) -> Path | None:
+def _find_in_cache(name: str) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 

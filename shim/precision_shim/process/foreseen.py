@@ -32,11 +32,11 @@ class Foreseen:
 
     def _is_refused(self, framework: str, feature: str, group: str) -> bool:
         if framework not in self._groups:
-            self._groups[framework] = self._refused_of(framework)
+            self._groups[framework] = self._read_refused(framework)
         refused = self._groups[framework]
         return refused is None or (feature, group) in refused
 
-    def _refused_of(self, framework: str) -> frozenset[tuple[str, str]] | None:
+    def _read_refused(self, framework: str) -> frozenset[tuple[str, str]] | None:
         """The refused groups; ``None`` for all, where the adapter cannot be loaded."""
         try:
             adapter = entries()[framework].load()

@@ -24,7 +24,7 @@ from .in_force import asked_for
 from .in_force import in_force as _by_settings
 from .registry import entries, is_tested
 from .settings import PREFIX, Settings
-from .versions import describe, standing, tell_missed, version_of
+from .versions import describe, judge_version, tell_missed, version_of
 
 _lock = _forks.Lock()
 
@@ -42,14 +42,14 @@ class _Session:
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
         self.standing: dict[str, tuple[bool, str]] = {}
-        """Results of ``standing`` by framework, kept because ``standing`` reads source."""
+        """Results of ``judge_version`` by framework, kept because it reads source."""
         self.exported: dict[str, tuple[str | None, str]] = {}
         """Variable to its value before ``install()`` and the exported value."""
         self.engine = Engine(
             features=settings.features,
             settings=settings,
             strict=settings.strict,
-            on_fault=_fault if fault is None else _said_already,
+            on_fault=_fault if fault is None else _say_nothing,
             describe=describe,
             missed=tell_missed,
         )
@@ -62,7 +62,7 @@ class _Session:
         if self.fault is None:
             for package in carriers.PACKAGES:
                 carriers.enter(package)
-        for entry in self.wanted():
+        for entry in self.asked_frameworks():
             if _current is not self:
                 return  # the child of a fork during an adapter's import
             if any(package in sys.modules for package in entry.packages):
@@ -73,11 +73,11 @@ class _Session:
     def wants(self, framework: str) -> bool:
         return asked_for(self.settings, framework)
 
-    def wanted(self) -> list[Framework]:
+    def asked_frameworks(self) -> list[Framework]:
         return [one for name, one in self.known.items() if self.wants(name)]
 
     def _wake(self, package: str) -> None:
-        for entry in self.wanted():
+        for entry in self.asked_frameworks():
             if package in entry.packages:
                 self.wake(entry)
 
@@ -339,7 +339,7 @@ def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatu
     seams = session.engine.report(name)
     if name not in session.standing:
         try:
-            session.standing[name] = standing(adapter, version, version_of)
+            session.standing[name] = judge_version(adapter, version, version_of)
         except Exception as error:  # a damaged record must not end install()
             told = f"its symbols could not be compared with the record: {error!r}"
             session.standing[name] = is_tested(version, adapter.tested), told
@@ -368,7 +368,7 @@ def _report(text: str) -> None:
         _journal.say(text)
 
 
-def _said_already(framework: str, error: PrecisionShimError) -> None:
+def _say_nothing(framework: str, error: PrecisionShimError) -> None:
     """Do nothing: the automatic start has reported this fault."""
 
 

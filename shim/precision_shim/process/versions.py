@@ -10,7 +10,7 @@ from ..seams._source import find_spec
 from ..upstream.trees import stated_version
 from .registry import is_tested, shared
 
-__all__ = ["describe", "standing", "tell_missed", "version_of"]
+__all__ = ["describe", "judge_version", "tell_missed", "version_of"]
 
 
 def version_of(distribution: str, packages: Iterable[str]) -> str | None:
@@ -51,7 +51,7 @@ def describe(adapter: Adapter) -> str:
     return f"{adapter.framework} {found or '(not installed)'}"
 
 
-def standing(
+def judge_version(
     adapter: Adapter,
     version: str,
     versions: Callable[[str, Iterable[str]], str | None],
@@ -72,7 +72,7 @@ def standing(
     tested = is_tested(version, adapter.tested)
     told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
     told += _symbols.likeness(adapter, version, beneath)
-    told += _symbols.differing(adapter, version, beneath) if closely else []
+    told += _symbols.describe_differences(adapter, version, beneath) if closely else []
     return tested, "; ".join(told)
 
 

@@ -121,7 +121,7 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
         raise RuntimeError("a stand-in for TransformerEngine is already in force")
     real = real_transformer_engine()
     if real is not None and version in (None, real[0]):
-        stand_in = StandIn(real[0], _checked_by(real[1], real[0]), "transformer_engine")
+        stand_in = StandIn(real[0], _check_with(real[1], real[0]), "transformer_engine")
     else:
         version = DEFAULT_VERSION if version is None else version
         stand_in = StandIn(version, fused_adam_for(version), "stand-in")
@@ -156,7 +156,7 @@ def _leaf(stand_in: StandIn) -> types.ModuleType:
     return leaf
 
 
-def _checked_by(real_adam: type[Any], version: str) -> type[FusedAdam]:
+def _check_with(real_adam: type[Any], version: str) -> type[FusedAdam]:
     """The stand-in for ``version``, whose constructor calls the real constructor first."""
     base = fused_adam_for(version)
     real_init: Callable[..., None] = real_adam.__init__

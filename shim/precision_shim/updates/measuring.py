@@ -201,7 +201,7 @@ class Meter:
         tensors: list[tuple[torch.Tensor, Taken]],
         copy: torch.dtype | None,
     ) -> _Before:
-        sampled = self._sampled(optimizer, group, tensors)
+        sampled = self._read_sample(optimizer, group, tensors)
         ideal = self._rule.ideal(optimizer, group, sampled)
         has_second = ideal.exp_avg_sq is not None
         return _Before(
@@ -222,7 +222,7 @@ class Meter:
         except IndexError:  # a group or a parameter that was added after attach()
             return None
 
-    def _sampled(
+    def _read_sample(
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule

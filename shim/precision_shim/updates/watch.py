@@ -127,7 +127,7 @@ def attach(
 def _copies(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> Copies:
     by_tensor = {id(one.stepped): one for one in reading.owned}
     in_model = {p.dtype for p in (*reading.trainable, *_parameters(model))} & set(SIXTEEN_BIT)
-    otherwise = next(iter(in_model)) if len(in_model) == 1 else _computed_in(model)
+    otherwise = next(iter(in_model)) if len(in_model) == 1 else _compute_dtype(model)
     return [
         [_copy_of(by_tensor.get(id(p)), otherwise) for p in group["params"]]
         for group in stepper.param_groups
@@ -149,7 +149,7 @@ def _parameters(model: Any) -> list[torch.Tensor]:
     return [p for chunk in _chunks(model) for p in chunk.parameters() if p.requires_grad]
 
 
-def _computed_in(model: Any) -> torch.dtype:
+def _compute_dtype(model: Any) -> torch.dtype:
     """FSDP's 16-bit compute dtype; where it has none, bf16, which rollout engines use."""
     for module in (module for chunk in _chunks(model) for module in chunk.modules()):
         state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for it

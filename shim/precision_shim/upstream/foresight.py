@@ -9,7 +9,7 @@ from ..process.foreseen import preview
 from ..process.framework import Framework
 from ..process.in_force import asked_for
 from ..process.settings import PREFIX, Settings
-from ..process.versions import standing
+from ..process.versions import judge_version
 from ..reporting.record import FrameworkStatus, SeamStatus
 
 __all__ = ["foresee", "inapplicable"]
@@ -46,7 +46,7 @@ def foresee(
         seams = preview(adapter, settings, versions)
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
-    tested, reason = standing(adapter, version, versions, closely=True)
+    tested, reason = judge_version(adapter, version, versions, closely=True)
     # A refusal that an adapter declares is no fault of this machine: the seam refuses when used.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:

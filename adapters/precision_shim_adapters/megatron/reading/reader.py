@@ -91,7 +91,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
         reading.other += tensors_of(reading.scaler)
     config = getattr(optimizer, "config", None)
     if config is not None:
-        reading.wanted = wanted(partial(_field, config))
+        reading.wanted = read_wanted(partial(_field, config))
     if inner is None:  # a stub over a frozen model
         return reading
     pairs = list(_pairs(optimizer, inner))
@@ -213,7 +213,7 @@ def _field(config: Any, name: str) -> Any:
     return getattr(config, name, None)
 
 
-def wanted(field: Callable[[str], Any]) -> Wanted:
+def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """What the current fields of an OptimizerConfig say about the tensors' dtypes.
 
     Args:
