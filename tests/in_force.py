@@ -13,6 +13,7 @@ import precision_shim
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.planning.command import Job
 from precision_shim.process import session as _session
+from precision_shim.process import versions as _versions
 from precision_shim.process.registry import entries
 from precision_shim.upstream import foresight as _foresight
 
@@ -47,7 +48,7 @@ def answers(framework: str, pair: Pair) -> dict[str, bool]:
         worker = _session.in_force(framework, *pair)
     finally:
         precision_shim.uninstall()
-    found, _ = _foresight.foresee(entries()[framework], settings, _session.version_of)
+    found, _ = _foresight.foresee(entries()[framework], settings, _versions.version_of)
     doctor = found.state != "off" and not any(
         one.state == "refused" and not one.refusal
         for one in found.seams

@@ -48,8 +48,8 @@ from typing import Any
 from unittest import mock
 
 from precision_shim.errors import SeamError
-from precision_shim.process import session as _session
 from precision_shim.process import settings as _settings
+from precision_shim.process import versions as _versions
 from precision_shim.process.registry import entries
 from precision_shim.seams import Adapter, Seam, Symbol, _source, check, look
 from precision_shim.seams._call import prepare, through
@@ -630,7 +630,9 @@ class Trial:
         known = dict(_source._described)
         with looking_at(self.sources):
             try:
-                return check(self.adapter, self.settings.features, self.settings, _session._missed)
+                return check(
+                    self.adapter, self.settings.features, self.settings, _versions.tell_missed
+                )
             finally:
                 if changed:  # a look keeps what it saw last
                     _source._described.clear()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from precision_shim.process import session as _session
+from precision_shim.process import versions as _versions
 from precision_shim.process.registry import entries
 from precision_shim.process.settings import FEATURES, resolve
 from precision_shim.reporting import text as _status_text
@@ -46,7 +46,7 @@ Column = dict[tuple[str, str], str]
 def column(framework: str) -> tuple[str, Column]:
     """The installed version, and what its column has to say."""
     entry = entries(third_party=False)[framework]
-    one, _ = foresee(entry, resolve(environ={}), _session.version_of)
+    one, _ = foresee(entry, resolve(environ={}), _versions.version_of)
     assert one.version is not None, f"{framework} is not installed here"
     found = {
         # A seam without a path serves all of them.
@@ -62,12 +62,12 @@ def hold(framework: str) -> None:
     tested = entries(third_party=False)[framework].load().tested
     if version not in tested:
         pytest.skip(f"{framework} {version} is no tested version, and has no column")
-    assert read(PAGE.read_text(encoding="utf-8"), framework).get(version) == found, (
+    assert read_columns(PAGE.read_text(encoding="utf-8"), framework).get(version) == found, (
         "docs/versions.md is not current: python -m tests.versions_in_docs FOLDER"
     )
 
 
-def read(page: str, framework: str) -> dict[str, Column]:
+def read_columns(page: str, framework: str) -> dict[str, Column]:
     """The columns of one framework's table."""
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -130,7 +130,7 @@ def main() -> int:
         made.setdefault(framework, {})[version] = found
     page = PAGE.read_text(encoding="utf-8")
     for framework, columns in made.items():
-        page = written(page, framework, read(page, framework) | columns)
+        page = written(page, framework, read_columns(page, framework) | columns)
     PAGE.write_text(page, encoding="utf-8")
     return missing
 

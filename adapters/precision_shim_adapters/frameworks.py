@@ -50,8 +50,8 @@ MEGATRON = Backend(
         "megatron.bridge": "megatron-bridge",
         "nemo_automodel": "nemo-automodel",
     },
-    audit_readers={"megatron": "precision_shim_adapters.megatron.reading.reader:read"},
-    checkpoint_readers={"megatron": "precision_shim_adapters.megatron_checkpoints:read"},
+    audit_readers={"megatron": "precision_shim_adapters.megatron.reading.reader:read_optimizers"},
+    checkpoint_readers={"megatron": "precision_shim_adapters.megatron_checkpoints:fill_part"},
 )
 BACKENDS = (MEGATRON,)
 

@@ -49,7 +49,7 @@ def is_master(key: str) -> bool:
     return _MASTER.search(key) is not None
 
 
-def read(unit: Unit, part: Part) -> None:
+def fill_part(unit: Unit, part: Part) -> None:
     """Read the contents of a distributed checkpoint of Megatron's into a part."""
     for key, one in unit.tensors.items():
         part.add(_component_of(key), one)

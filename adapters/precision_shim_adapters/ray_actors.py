@@ -57,11 +57,11 @@ def put_in_front(mixin: type, actor_class: Any) -> Any:
     namespace = {name: getattr(worker, name) for name in ("__module__", "__qualname__", "__doc__")}
     for name, method in vars(mixin).items():
         if inspect.isfunction(method) and hasattr(worker, name):
-            namespace[name] = _looking_like(getattr(worker, name), method)
+            namespace[name] = _imitate(getattr(worker, name), method)
     return make_again(actor_class, type(worker)(worker.__name__, (mixin, worker), namespace))
 
 
-def _looking_like(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+def _imitate(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function that calls ``method`` with the signature, name and doc of ``beneath``."""
 
     # The function must read no global of this module: Ray pickles the class by value, and would

@@ -66,7 +66,7 @@ _VERDICTS = {True: "holds", False: "**does not hold**", None: "not judged"}
 # -- reading ---------------------------------------------------------------------------------
 
 
-def read(paths: Sequence[Path]) -> list[dict[str, Any]]:
+def read_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """The runs of some files.
 
     Raises:
@@ -252,7 +252,7 @@ def write(paths: Sequence[Path], target: Path) -> None:
     Raises:
         ValueError: a dry run for the page of the docs, or a file that is none.
     """
-    runs = read(paths)
+    runs = read_runs(paths)
     if target.resolve() == PAGE and any(values["dry_run"] for values in runs):
         raise ValueError("a dry run proves nothing about a GPU: name another page with --page")
     plots = draw(merged(runs))

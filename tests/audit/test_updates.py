@@ -18,7 +18,7 @@ from precision_shim.errors import AuditError, PrecisionShimWarning, SettingsErro
 from precision_shim.scaling import LossScaler
 from precision_shim.testing import FusedAdam
 from precision_shim.updates import lost, meters, sampling
-from precision_shim.updates.watch import Meter
+from precision_shim.updates.measuring import Meter
 
 from .updates_reference import Reference, hold
 
@@ -171,7 +171,7 @@ def test_the_other_rules_against_their_optimizers_in_fp64() -> None:
             model(torch.randn(8, 16, dtype=FP64)).square().mean().backward()
             tensors = [(p, Taken(None, p.numel())) for p in model.parameters()]
             before = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
-            ideal = rule.ideal(optimizer, group, meter._sampled(optimizer, group, tensors))
+            ideal = rule.ideal(optimizer, group, meter._read_sample(optimizer, group, tensors))
             optimizer.step()
             after = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
             torch.testing.assert_close(after - before, ideal.update, rtol=1e-9, atol=1e-12)

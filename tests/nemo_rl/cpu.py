@@ -101,7 +101,7 @@ def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> No
     import torch.distributed.device_mesh as meshes
     from torch.amp import autocast_mode
 
-    from precision_shim.testing.megatron_cpu import _patched, cuda_means_cpu
+    from precision_shim.testing.megatron_cpu import _patch, cuda_means_cpu
 
     stack.enter_context(config_modules_pickle())
     make_group, make_mesh = dist.init_process_group, meshes.init_device_mesh
@@ -142,7 +142,7 @@ def _answer_for_gpus(stack: contextlib.ExitStack, init_method: str | None) -> No
             },
         ),
     ):
-        stack.enter_context(_patched(owner, values))
+        stack.enter_context(_patch(owner, values))
 
 
 def _one_gpu() -> list[int]:
@@ -195,9 +195,9 @@ def config_modules_pickle() -> Iterator[None]:
     """
     from torch.utils._config_module import ConfigModule
 
-    from precision_shim.testing.megatron_cpu import _patched
+    from precision_shim.testing.megatron_cpu import _patch
 
-    with _patched(ConfigModule, {"__reduce_ex__": _config_module_by_name}):
+    with _patch(ConfigModule, {"__reduce_ex__": _config_module_by_name}):
         yield
 
 

@@ -14,7 +14,7 @@ from precision_shim.cli import main
 from precision_shim.cli import plan as plan_command
 from precision_shim.errors import PlanError
 from precision_shim.planning import plot, shapes
-from precision_shim.planning.command import Job, Options, file_of, read
+from precision_shim.planning.command import Job, Options, file_of, read_launch_line
 from precision_shim.planning.record import Plan
 from precision_shim.planning.request import Request, Rules, make
 from precision_shim.planning.search import search
@@ -42,7 +42,7 @@ class Toy:
 
 
 def job(words: list[str], **options: Any) -> Job:
-    found = read(words, [Toy()], SETTINGS, Options(**options))
+    found = read_launch_line(words, [Toy()], SETTINGS, Options(**options))
     # What would be in force is asked of an adapter, and the toy has none.
     return replace(found, framework="verl")
 
@@ -81,7 +81,7 @@ LINE = ["python", "-m", "toytrainer.main", "a=1"]
 def test_the_entry_point_names_the_framework(
     line: str, target: str, arguments: tuple[str, ...]
 ) -> None:
-    found = read(line.split(), [Toy()], SETTINGS, Options())
+    found = read_launch_line(line.split(), [Toy()], SETTINGS, Options())
     assert (found.framework, found.target, found.arguments) == ("toy", target, arguments)
 
 
@@ -123,7 +123,7 @@ def test_headers_are_read_and_experts_counted_together(tmp_path: Path) -> None:
         tmp_path / "model-2.safetensors",
         {"model.embed_tokens.weight": (10, 2), "lm_head.weight": (10, 2), "x.inv_freq": (3,)},
     )
-    found = shapes.read(tmp_path)
+    found = shapes.read_model(tmp_path)
     assert [(one.name, one.shape, one.repeated) for one in found.weights] == [
         ("model.layers.0.mlp.experts.*.up_proj.weight", (4, 2), 64),
         ("model.embed_tokens.weight", (10, 2), 1),
@@ -141,11 +141,11 @@ def test_what_transformers_drops_or_ties_is_not_counted_twice(tmp_path: Path) ->
         "mtp.fc.weight": (4, 2),
     }
     write(tmp_path / "model.safetensors", {**kept, **further})
-    found = shapes.read(tmp_path)
+    found = shapes.read_model(tmp_path)
     assert [one.name for one in found.weights] == list(kept)
     assert found.tied  # the config says nothing, and there is no output layer
     write(tmp_path / "model.safetensors", {**kept, "lm_head.weight": (10, 2)})
-    assert not shapes.read(tmp_path).tied
+    assert not shapes.read_model(tmp_path).tied
 
 
 def test_files_that_are_not_all_here_are_not_counted(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_files_that_are_not_all_here_are_not_counted(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     write(tmp_path / "model-1.safetensors", {"a.weight": (10, 2)})
     with pytest.raises(PlanError, match="transformers cannot"):
-        shapes.read(tmp_path)
+        shapes.read_model(tmp_path)
     write(tmp_path / "model-2.safetensors", {"b.weight": (10, 2)})
-    assert shapes.read(tmp_path).parameters == 40
+    assert shapes.read_model(tmp_path).parameters == 40
 
 
 def test_experts_that_are_no_number_are_none() -> None:
@@ -182,7 +182,7 @@ def test_what_cannot_be_read_is_named(
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(PlanError, match=expected) as found:
-        shapes.read(tmp_path)
+        shapes.read_model(tmp_path)
     assert str(tmp_path / name) in str(found.value)
 
 
@@ -203,17 +203,17 @@ def test_a_model_that_is_not_here_has_a_remedy(tmp_path: Path) -> None:
 # -- text, JSON and pictures -------------------------------------------------------------------
 
 
-def plan(*models: Any) -> Plan:
+def plan_models(*models: Any) -> Plan:
     return make(job(LINE), request(*(models or (asked(),))), RULES)
 
 
 def test_the_table_says_what_fits_and_what_does_not() -> None:
-    text = render(plan(), 13.0)
+    text = render(plan_models(), 13.0)
     assert text.startswith("plan of toy 1.0, 64 GPUs, TransformerEngine 2.14")
     assert "12.57" in text
     assert "0.43" in text
     assert "activations" in text
-    over = render(plan(), 12.0)
+    over = render(plan_models(), 12.0)
     assert "0.57 over" in over
     assert all(len(line) <= 110 for line in text.splitlines())
 
@@ -223,7 +223,7 @@ def test_stages_that_are_alike_stand_together() -> None:
 
 
 def test_json_has_all_keys() -> None:
-    values = json.loads(json.dumps(plan().to_dict()))
+    values = json.loads(json.dumps(plan_models().to_dict()))
     assert {"framework", "version", "transformer_engine", "megatron_core"} <= values.keys()
     assert {"world_size", "problems", "models"} <= values.keys()
     (model,) = values["models"]
@@ -242,10 +242,10 @@ def test_json_has_all_keys() -> None:
 def test_a_picture(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"plan{suffix}"
-    plot.draw(plan(), path, 80.0)
+    plot.draw(plan_models(), path, 80.0)
     assert path.stat().st_size > 1000
     with pytest.raises(PlanError, match=r"\.svg or \.png"):
-        plot.draw(plan(), tmp_path / "plan.pdf")
+        plot.draw(plan_models(), tmp_path / "plan.pdf")
 
 
 # -- the search --------------------------------------------------------------------------------
@@ -304,15 +304,15 @@ def test_models_on_other_gpus_are_not_added() -> None:
 
 
 def test_models_are_together_unless_the_framework_moves_them() -> None:
-    one = plan().peak()
-    both = plan(asked(), asked())
+    one = plan_models().peak()
+    both = plan_models(asked(), asked())
     assert both.peak() == 2 * one
     everything = ("params", "frozen", "master", "exp_avg", "exp_avg_sq")
     away = replace(asked(), parked={"offload": everything})
-    apart = plan(asked(), away)
+    apart = plan_models(asked(), away)
     assert apart.models[1].stays == {"before": 0, "after": 0}
     assert apart.peak() == 2 * one  # the other's step, and this one beside it
-    assert plan(away, away).peak() == one
+    assert plan_models(away, away).peak() == one
     assert "offload: between the phases of a step the host holds" in apart.models[1].notes[-1]
     assert "all models" in render(both, 20.0)
 
@@ -377,12 +377,12 @@ def test_a_group_of_no_gpu_on_dtensor_is_named(group: str) -> None:
 
 def test_fsdp_is_planned_too() -> None:
     model = shapes.of_size("8B")
-    made = plan(ShardedModel("policy", model, 64, "fp32"))
+    made = plan_models(ShardedModel("policy", model, 64, "fp32"))
     (stage,) = made.models[0].after
     assert stage.totals["bytes"] == 8 * 10**9 * 16 // 64
-    on_host = plan(ShardedModel("policy", model, 64, "fp32", offload=True))
+    on_host = plan_models(ShardedModel("policy", model, 64, "fp32", offload=True))
     assert on_host.models[0].after[0].totals["gpu"] == 0
-    found = plan(ShardedModel("policy", model, 64, "fp32", shards=7))
+    found = plan_models(ShardedModel("policy", model, 64, "fp32", shards=7))
     assert {one.code for one in found.problems} == {"world-size"}
     assert found.models == ()
 
@@ -394,7 +394,7 @@ def test_an_optimizer_whose_states_are_not_known_is_refused() -> None:
         asked(optimizer="muon"),
     ):
         with pytest.raises(PlanError, match=r"[Mm]uon.*upper bound"):
-            plan(one)
+            plan_models(one)
 
 
 # -- what goes wrong in the plan itself --------------------------------------------------------

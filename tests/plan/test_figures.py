@@ -20,7 +20,7 @@ from precision_shim.planning.record import ModelPlan, Stage
 from precision_shim.process.settings import resolve
 from precision_shim_adapters.megatron.deciding.legality import NEWEST
 from precision_shim_adapters.megatron.deciding.wishes import Wishes
-from precision_shim_adapters.megatron.planning.cheaper import changed
+from precision_shim_adapters.megatron.planning.cheaper import change
 from precision_shim_adapters.megatron.planning.decided import support_of
 from precision_shim_adapters.megatron.planning.layout import (
     count,
@@ -64,7 +64,7 @@ def test_the_figures_of_qwen3_30b_a3b() -> None:
     shipped = planned(qwen3(asked={"use_precision_aware_optimizer": True}, bucket_in_fp32=False))
     low = {"main_grads_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     follows = planned(
-        changed(
+        change(
             qwen3(bucket_in_fp32=False),
             use_precision_aware_optimizer=True,
             adam_beta2=0.95,

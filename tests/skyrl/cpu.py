@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from precision_shim.testing.megatron_cpu import _CudaMeansCpu, _patched, cuda_means_cpu
+from precision_shim.testing.megatron_cpu import _CudaMeansCpu, _patch, cuda_means_cpu
 
 from ..megatron_bridge import import_megatron_bridge
 
@@ -167,9 +167,9 @@ def skyrl_on_cpu() -> Iterator[None]:
     own = meshes if hasattr(fsdp_utils, "init_device_mesh") else {}
     with (
         cuda_means_cpu(),
-        _patched(torch, {"autocast": Autocast}),
-        _patched(device_mesh, meshes),
-        _patched(fsdp_utils, own),
+        _patch(torch, {"autocast": Autocast}),
+        _patch(device_mesh, meshes),
+        _patch(fsdp_utils, own),
     ):
         yield
 
@@ -214,7 +214,7 @@ def make_worker(kind: type[Any], cfg: Any, *, rank: int = 0, world_size: int = 1
     # It would take over the logging of the whole process, as is right in an actor.
     logging = {"configure_ray_worker_logging": lambda: None}
     try:
-        with _patched(module, logging):
+        with _patch(module, logging):
             return kind(
                 cfg=cfg,
                 world_size=world_size,

@@ -140,7 +140,7 @@ TWO_GROUPS = """
 import precision_shim_adapters.skyrl.processes as processes
 
 found = {"renewed": look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))}
-processes._renewed = lambda actor_class: actor_class
+processes._renew = lambda actor_class: actor_class
 found["as it was"] = look(PPORayActorGroup(config.trainer, 1, 1, PolicyWorker))
 print("FOUND", json.dumps(found))
 """

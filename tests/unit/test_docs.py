@@ -80,7 +80,7 @@ PASSED_ON = {
     "precision_shim/process/settings.py": "the error of a value, behind the argument that has it",
     "precision_shim/adapting.py": "what an adapter gives it, and the errors of settings",
     "precision_shim/auditing/watching.py": "the audit's problems, which docs/audit.md has",
-    "precision_shim/updates/watch.py": "notes of lost updates: docs/lost-updates.md has them",
+    "precision_shim/updates/measuring.py": "notes of lost updates: docs/lost-updates.md has them",
     "precision_shim/checkpoints/checking.py": "the first of the files that are damaged",
     "precision_shim/checkpoints/finding.py": "what stands at a path instead of a checkpoint",
     "precision_shim/checkpoints/tensors.py": "what a reader found damaged",

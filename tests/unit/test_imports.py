@@ -31,9 +31,9 @@ FIELDS = (
 """Of Megatron's OptimizerConfig and DDP's config."""
 
 OF_FUSED_ADAM = {
-    ("precision_shim.auditing.reading", "exp_avg_dtype"),
-    ("precision_shim.auditing.reading", "exp_avg_sq_dtype"),
-    ("precision_shim.auditing.reading", "store_param_remainders"),
+    ("precision_shim.auditing.torch_reader", "exp_avg_dtype"),
+    ("precision_shim.auditing.torch_reader", "exp_avg_sq_dtype"),
+    ("precision_shim.auditing.torch_reader", "store_param_remainders"),
     ("precision_shim.precision.remainders", "store_param_remainders"),
     ("precision_shim.updates.rules", "store_param_remainders"),
 }

@@ -9,7 +9,14 @@ import pytest
 
 from precision_shim.seams import Adapter, Seam
 from precision_shim.upstream import symbols as _symbols
-from precision_shim.upstream.symbols import add, compare, read, seen_in, versions_of, write
+from precision_shim.upstream.symbols import (
+    add,
+    compare,
+    find_versions,
+    read_symbols,
+    versions_of,
+    write,
+)
 
 
 def made(*versions):
@@ -34,8 +41,8 @@ def test_versions_are_kept_by_digest_the_oldest_first(tmp_path):
         }
     }
     assert versions_of(record, "toy") == ["0.9.0", "0.10.0"]
-    assert seen_in(record, "toy", "b", "2") == ["0.10.0"]
-    assert seen_in(record, "toy", "b", "3") == seen_in(record, "other", "b", "2") == []
+    assert find_versions(record, "toy", "b", "2") == ["0.10.0"]
+    assert find_versions(record, "toy", "b", "3") == find_versions(record, "other", "b", "2") == []
 
 
 def test_what_is_recorded_again_is_replaced():
@@ -60,7 +67,7 @@ def test_the_file_does_not_depend_on_the_order_of_recording(tmp_path):
         write(made(*versions), tmp_path / "symbols.json")
         written.add((tmp_path / "symbols.json").read_text())
     assert len(written) == 1
-    assert read(tmp_path / "symbols.json") == json.loads(written.pop())
+    assert read_symbols(tmp_path / "symbols.json") == json.loads(written.pop())
 
 
 @pytest.mark.parametrize(
@@ -146,7 +153,7 @@ def test_a_version_that_nobody_tells_is_the_recorded_one_that_is_equal(digests, 
 def test_a_file_that_is_no_record_is_an_error(text, tmp_path):
     (tmp_path / "symbols.json").write_text(text)
     with pytest.raises(ValueError, match=r"symbols\.json|Expecting"):
-        read(tmp_path / "symbols.json")
+        read_symbols(tmp_path / "symbols.json")
 
 
 def test_the_shipped_record_is_as_the_command_writes_it(tmp_path):

@@ -173,24 +173,24 @@ def test_a_pickled_config_in_another_process(
 
     with shim(on=True):
         made = job(through=elsewhere).optimizer.config
-        assert checkpoint.added_by_shim(made)
+        assert checkpoint.is_added_by_shim(made)
 
 
 @pytest.mark.parametrize("by", COPIES)
 def test_a_users_own_config_stays_the_users(fused_adam: str, by: str) -> None:
-    from precision_shim_adapters.megatron.resuming.checkpoint import added_by_shim
+    from precision_shim_adapters.megatron.resuming.checkpoint import is_added_by_shim
 
     with shim(on=True, policy="as-configured"):
         made = job(use_precision_aware_optimizer=True, through=COPIES[by]).optimizer.config
         assert made.use_precision_aware_optimizer
-        assert not added_by_shim(made)
+        assert not is_added_by_shim(made)
 
 
 def test_the_mark_is_nothing_that_a_config_shows(fused_adam: str) -> None:
     from megatron.core.optimizer import OptimizerConfig
 
     from precision_shim_adapters.megatron.resuming.checkpoint import (
-        added_by_shim,
+        is_added_by_shim,
         note_precision_aware,
     )
 
@@ -201,8 +201,8 @@ def test_the_mark_is_nothing_that_a_config_shows(fused_adam: str) -> None:
 
     config, plain = made(), made()
     note_precision_aware(config, by_user=False)
-    assert added_by_shim(config)
-    assert not added_by_shim(plain)
+    assert is_added_by_shim(config)
+    assert not is_added_by_shim(plain)
     assert config == plain
     assert repr(config) == repr(plain)
     assert dataclasses.asdict(config) == dataclasses.asdict(plain)

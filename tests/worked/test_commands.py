@@ -34,13 +34,13 @@ def resume(part, here):
     return Outcome(EXACT, f"{part.subject}: thirdfsdp reads every dtype")
 
 
-def plan(job):
+def plan_job(job):
     model = Model((Weight("weight", (4, 4)),))
     asked = ShardedModel("learner", model, 2, "fp32")
     return Request("thirdfsdp", "1.0", 2, (asked,), notes=("by thirdfsdp's own plan",))
 
 
-def read(chunks, optimizers):
+def read_optimizers(chunks, optimizers):
     return [Reading("thirdfsdp", "model", type(one).__name__) for one in optimizers]
 
 
@@ -54,11 +54,11 @@ ADAPTER = replace(
     framework="thirdfsdp",
     distribution="thirdfsdp",
     packages=("thirdfsdp",),
-    plan="thirdfsdp_shim:plan",
+    plan="thirdfsdp_shim:plan_job",
     checkpoints=Checkpoints(
         steps=r"round-(\\d+)", models=("learner",), resuming={"dcp": "thirdfsdp_shim:resume"}
     ),
-    audit_readers={"thirdfsdp": "thirdfsdp_shim:read"},
+    audit_readers={"thirdfsdp": "thirdfsdp_shim:read_optimizers"},
     checkpoint_readers={"dcp": "thirdfsdp_shim:take"},
 )
 """

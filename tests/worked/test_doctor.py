@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from precision_shim.process import registry as _registry
-from precision_shim.process import session as _session
 from precision_shim.process import settings as _settings
+from precision_shim.process import versions as _versions
 from precision_shim.process.framework import Framework
 from precision_shim.upstream import symbols as _symbols
 from precision_shim.upstream.foresight import foresee
@@ -56,7 +56,7 @@ def thirdtron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Framework:
 
 
 def test_symbols_that_nobody_recorded_are_not_new(thirdtron: Framework) -> None:
-    found, problems = foresee(thirdtron, _settings.resolve(environ={}), _session.version_of)
+    found, problems = foresee(thirdtron, _settings.resolve(environ={}), _versions.version_of)
     assert problems == []
     assert OWN in [seam.target for seam in found.seams]
     assert found.reason == ""
@@ -70,7 +70,7 @@ def test_a_recorded_symbol_that_differs_is_said(
     monkeypatch.setattr(
         _symbols, "digest", lambda target: "another" if target == changed else own(target)
     )
-    found, _ = foresee(thirdtron, _settings.resolve(environ={}), _session.version_of)
+    found, _ = foresee(thirdtron, _settings.resolve(environ={}), _versions.version_of)
     assert "is not what was recorded" in found.reason
     assert "changed: MixedPrecisionOptimizer.step" in found.reason
     assert "new" not in found.reason

@@ -17,7 +17,7 @@ from precision_shim.checkpoints.layout import (
     halves,
 )
 from precision_shim.precision.dtypes import parse_dtype
-from precision_shim.precision.scaler_record import taken_over
+from precision_shim.precision.scaler_record import choose_values
 
 from .settings import settings_for
 from .training import FEATURE
@@ -79,5 +79,5 @@ def _scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | 
         if here.settings.strict:
             return Outcome(REFUSED, why)
         return Outcome(FRESH, f"{why}: the scale begins anew")
-    _, _, lines = taken_over(scaler.saved, settings_for(shim=here.settings), scaler.where)
+    _, _, lines = choose_values(scaler.saved, settings_for(shim=here.settings), scaler.where)
     return Outcome(FRESH, f"the loss scaler goes on otherwise: {lines[0]}") if lines else None

@@ -23,7 +23,7 @@ from .acting import ddp, masters, optimizer, overflow
 from .acting.build import Build, building, current_build, expect_reference
 from .acting.masters import reload_masters
 from .acting.optimizer import Settled, check, settle, with_fields
-from .acting.overflow import answer_skips, answered, dynamic_scalers, metrics, skipping
+from .acting.overflow import answer_skips, answer_step, dynamic_scalers, metrics, skipping
 from .deciding.wishes import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALING, Wishes
 from .reading import audit
 from .resuming import checkpoint, offloaded, states
@@ -52,7 +52,7 @@ __all__ = [
     "Settled",
     "Wishes",
     "answer_skips",
-    "answered",
+    "answer_step",
     "building",
     "check",
     "current_build",

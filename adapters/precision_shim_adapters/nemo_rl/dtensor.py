@@ -190,7 +190,7 @@ def configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {ours: values[key] for ours, key in SETTINGS.items() if key in values}
 
 
-def _training(instance: Any) -> ScaledTraining | None:
+def _training_of(instance: Any) -> ScaledTraining | None:
     """A worker's scaled training, if the feature is in force in this process."""
     found = ScaledTraining.of(instance)
     if found is None or not in_force(FRAMEWORK, FEATURE, group_at(instance)):
@@ -204,7 +204,7 @@ def _training(instance: Any) -> ScaledTraining | None:
 @seam(at=_at_method("train"), why=INHERITED, **_FP16)
 def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
     """Train on global batches, each with a scaled loss and a step that the scaler may skip."""
-    training = _training(call.instance)
+    training = _training_of(call.instance)
     if training is None:
         return call.proceed()
     with _outermost(call.instance, "train") as outermost:
@@ -288,7 +288,7 @@ def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Save a checkpoint, and write the scaler's state where NeMo-RL saves the optimizer's."""
     with _outermost(call.instance, "save") as outermost:
         result = call.proceed()
-        training = _training(call.instance)
+        training = _training_of(call.instance)
         if outermost and optimizer_path and training is not None:
             files = None if _saves_later(call.instance) else _files(optimizer_path, written=True)
             training.save(optimizer_path, files)
@@ -300,7 +300,7 @@ def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
     """Load a checkpoint, and restore the scaler where NeMo-RL restores the optimizer."""
     with _outermost(call.instance, "load") as outermost:
         result = call.proceed()
-        training = _training(call.instance)
+        training = _training_of(call.instance)
         if outermost and optimizer_path and training is not None:
             training.restore(optimizer_path, _files(optimizer_path))
         return result

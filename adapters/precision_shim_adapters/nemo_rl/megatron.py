@@ -101,7 +101,7 @@ reference."""
 @seam(at=[{"target": one, "only_if": (one,)} for one in INLINE], **_BUILD)
 def worker_build_inline(call: Call, policy_cfg: Any, load_optimizer: Any, cfg: Any) -> Any:
     """Announce that a worker of 0.4 or 0.5 builds its model, and its optimizer if it trains."""
-    return _built(call, policy_cfg, cfg.ddp, "policy", bool(load_optimizer))
+    return _build_model(call, policy_cfg, cfg.ddp, "policy", bool(load_optimizer))
 
 
 @seam(
@@ -120,10 +120,10 @@ def worker_build(
     """Announce that a worker builds its model, and its optimizer if it is no teacher's."""
     # Only the value worker passes these hooks, which add the value head.
     subject = "value" if additional_pre_wrap_hooks else "policy"
-    return _built(call, policy_cfg, megatron_cfg.ddp, subject, bool(load_optimizer))
+    return _build_model(call, policy_cfg, megatron_cfg.ddp, subject, bool(load_optimizer))
 
 
-def _built(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, trains: bool) -> Any:
+def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, trains: bool) -> Any:
     fsdp = bool(getattr(ddp_config, "use_megatron_fsdp", False))
     # Up to 0.5 the worker builds the reference model in ``__init__``, which Ray pickles by value:
     # no seam reaches it, but its DDP gets the policy's DDP config.

@@ -23,7 +23,7 @@ _CLIP_V2 = "nemo_automodel.components.training.utils"
 _AUXILIARY = "nemo_automodel.components.moe.megatron.moe_utils"
 
 
-def _overflowed() -> torch.nn.Linear:
+def _make_overflowed() -> torch.nn.Linear:
     """A layer whose gradients are all infinite."""
     layer = torch.nn.Linear(2, 2)
     for parameter in layer.parameters():
@@ -89,7 +89,9 @@ def norm_v1() -> Answer:
 
     with megatron_on_cpu(), model_parallel():
         group = torch.distributed.group.WORLD
-        found = get_grad_norm(list(_overflowed().parameters()), dp_cp_group=group, tp_group=group)
+        found = get_grad_norm(
+            list(_make_overflowed().parameters()), dp_cp_group=group, tp_group=group
+        )
     return Answer(float("inf"), found)
 
 
@@ -105,7 +107,7 @@ def norm_v2() -> Answer:
 
     if not hasattr(utils, "scale_grads_and_clip_grad_norm"):  # until 0.4 in another module
         return Answer("elsewhere", "elsewhere")
-    found = utils.scale_grads_and_clip_grad_norm(1.0, [_overflowed()], foreach=False)
+    found = utils.scale_grads_and_clip_grad_norm(1.0, [_make_overflowed()], foreach=False)
     return Answer(float("inf"), float(found))
 
 

@@ -17,10 +17,10 @@ _SECOND = ("model", "optim")
 
 def megatron(part: Part, here: Here) -> Outcome:
     """The outcome on Megatron; ``here.config`` has fields of ``megatron_cfg.optimizer``."""
-    fields = megatrons.assumed(part, here)
+    fields = megatrons.assume_fields(part, here)
     ddp = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
     config = {
-        "precision": name_of(megatrons.declared(part)),
+        "precision": name_of(megatrons.find_params_dtype(part)),
         "megatron_cfg": {"optimizer": fields, "distributed_data_parallel_config": ddp},
     }
     wishes = read_wishes(config, part.subject or "policy", False, True)

@@ -53,7 +53,7 @@ def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
 # -- reading SkyRL's config -------------------------------------------------------------------
 
 
-def _asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
+def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> dict[str, Any]:
     """The OptimizerConfig fields from the user's ``optimizer_config_kwargs`` and ``adam_betas``.
 
     Args:
@@ -75,7 +75,7 @@ def _asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) -> di
 
 def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
     """A direct caller's wishes; SkyRL sets bf16 itself, and the caller's fp16 wins over it."""
-    asked = _asked(optim_config, kwargs, None)
+    asked = _read_asked(optim_config, kwargs, None)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
     return Wishes(
         where=f"{versioned('skyrl')}, {KWARGS}",
@@ -115,7 +115,7 @@ def of_config(
     bucket = None
     if bucket_is_written(ddp_config):
         bucket = bool(ddp_config[BUCKET] if by_mapping else getattr(ddp_config, BUCKET))
-    asked = _asked(optim_config, kwargs, written_kwargs(config.megatron_config))
+    asked = _read_asked(optim_config, kwargs, written_kwargs(config.megatron_config))
     blockers = []
     if adapters:
         blockers.append("SkyRL's store of LoRA adapters copies the optimizer's own fp32 masters")

@@ -20,7 +20,7 @@ import wrapt
 from precision_shim.adapting import Call, seam
 
 from ..fp16.stepping import steps_through
-from ..megatron import SCALING, answered, metrics, skipping
+from ..megatron import SCALING, answer_step, metrics, skipping
 from .megatron import TRAIN, WORKER
 
 _TINKERS_NORM = "skyrl.ai/grad_norm"
@@ -46,7 +46,7 @@ BASE = f"{TRAIN}.workers.worker"
 )
 def step(call: Call, optimizer: Any) -> Any:
     """Return NaN as the grad norm of a skipped step of a policy worker, and log the skip."""
-    with skipping(succeeds=False), _counted(optimizer):
+    with skipping(succeeds=False), _count_steps(optimizer):
         grad_norm = call.proceed()
     if isinstance(grad_norm, float) and math.isnan(grad_norm):
         figures = metrics(optimizer)
@@ -60,13 +60,13 @@ def step(call: Call, optimizer: Any) -> Any:
     return grad_norm
 
 
-def _counted(optimizer: Any) -> AbstractContextManager[None]:
+def _count_steps(optimizer: Any) -> AbstractContextManager[None]:
     """Count steps where SkyRL replaces the optimizer's step, for multi-token prediction heads."""
     if "step" not in vars(optimizer):
         return nullcontext()
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        return answered(optimizer, lambda: optimizer.step(*args, **kwargs))
+        return answer_step(optimizer, lambda: optimizer.step(*args, **kwargs))
 
     return steps_through(step, optimizer)
 
@@ -174,10 +174,10 @@ class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """A Megatron-Bridge whose conversion tasks show fp16 weights as bf16, which has equal size."""
 
     def get_conversion_tasks(self, *args: Any, **kwargs: Any) -> Any:
-        return [_resized(task) for task in self.__wrapped__.get_conversion_tasks(*args, **kwargs)]
+        return [_resize(task) for task in self.__wrapped__.get_conversion_tasks(*args, **kwargs)]
 
 
-def _resized(task: Any) -> Any:
+def _resize(task: Any) -> Any:
     weight = getattr(task, "param_weight", None)
     if weight is None or weight.dtype is not torch.float16:
         return task

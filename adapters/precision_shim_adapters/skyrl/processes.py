@@ -47,11 +47,11 @@ def renew_actor_class(call: Call) -> Any:
     the unpatched methods and pickles them by value, because their names now refer to the patched
     ones: workers would run the unpatched methods even where the shim patched their own modules.
     """
-    call.instance.ray_actor_type = _renewed(call.instance.ray_actor_type)
+    call.instance.ray_actor_type = _renew(call.instance.ray_actor_type)
     return call.proceed()
 
 
-def _renewed(actor_class: Any) -> Any:
+def _renew(actor_class: Any) -> Any:
     plain = plain_class(actor_class)
     # ``plain`` is None where this is not an actor class yet, or another kind of class.
     return actor_class if plain is None else make_again(actor_class, plain)

@@ -14,13 +14,13 @@ from .fsdp import GROUP
 
 def megatron(part: Part, here: Here) -> Outcome:
     """The outcome on Megatron; ``here.config`` has fields of ``optimizer_config_kwargs``."""
-    fields = megatrons.assumed(part, here)
+    fields = megatrons.assume_fields(part, here)
     bucket = fields.pop(megatrons.BUCKET, None)
     wishes = Wishes(
         where=f"skyrl, {KWARGS}",
         subject=part.subject or "policy",
         asked=fields,
-        declared=megatrons.declared(part),
+        declared=megatrons.find_params_dtype(part),
         bucket_in_fp32=None if bucket is None else bool(bucket),
     )
     return megatrons.foretell("skyrl", part, here, wishes, mends_offload=True)

@@ -10,7 +10,7 @@ from precision_shim.auditing.watching import watch
 from precision_shim.updates import meters
 
 from ..fp16 import ScaledTraining
-from .endpoints import remade
+from .endpoints import remake
 from .places import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, RL_METRICS, TRAINER
 
 FEATURE = "audit"
@@ -97,7 +97,7 @@ def report_from_endpoint(endpoint: Any) -> Any:
             output.metrics.update(found)
         return output
 
-    return remade(endpoint, step)
+    return remake(endpoint, step)
 
 
 @seam(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from precision_shim.adapting import Call, seam
 from precision_shim.checkpoints.metadata import NAME as METADATA
-from precision_shim.checkpoints.metadata import stored
+from precision_shim.checkpoints.metadata import read_entries
 from precision_shim.errors import CheckpointUnreadableError, ScalerCheckpointError
 
 from ..fp16 import ScaledTraining
@@ -92,7 +92,7 @@ def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
     file_name = os.path.join(checkpoint, METADATA)
     try:
         with _open_metadata(checkpoint) as file:
-            found = stored(file, file_name).get(f"{STATE}.{KEY}")
+            found = read_entries(file, file_name).get(f"{STATE}.{KEY}")
     except CheckpointUnreadableError as error:
         raise ScalerCheckpointError(
             f"{error} Whether it has a loss scaler's state cannot be told. {_ANOTHER}"

@@ -15,7 +15,7 @@ UNSCALES = "_precision_shim_unscales"
 """The attribute that marks an endpoint whose step unscales its trainer's gradients."""
 
 
-def remade(
+def remake(
     endpoint: Any, act: Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]], **marks: Any
 ) -> Any:
     """Make an endpoint of the same name that calls ``act``.

@@ -52,12 +52,12 @@ def own_name(value: Any, key: str) -> Any:
     if name is None:
         raise DtypeError(
             f"{versioned('torchtitan')}: {key}={value!r} names no dtype that torchtitan computes "
-            f"in; allowed: {_allowed()}, in any case, also with the prefix 'torch.'. Correct {key}."
+            f"in; allowed: {_names()}, in any case, also with the prefix 'torch.'. Correct {key}."
         )
     return name
 
 
-def _allowed() -> str:
+def _names() -> str:
     spellings: dict[str, list[str]] = {name: [] for name in OWN_NAMES.values()}
     for name in (*CANONICAL, *ALIASES):
         own = OWN_NAMES.get(parse_dtype(name))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from precision_shim.adapting import Call, in_force, seam
 
 from ..fp16 import FEATURE, ScaledTraining
 from ..fp16.stepping import has_gradients
-from .endpoints import UNSCALES, remade
+from .endpoints import UNSCALES, remake
 from .places import (
     FRAMEWORK,
     ON_RL,
@@ -65,10 +65,10 @@ def _own_endpoints(trainer: Any) -> list[str]:
     would be divided by the scale in the shim's step.
     """
     own = [] if hasattr(type(trainer).optim_step, UNSCALES) else ["optim_step"]
-    return own + _overridden(trainer, "forward_backward")
+    return own + _list_overridden(trainer, "forward_backward")
 
 
-def _overridden(trainer: Any, name: str) -> list[str]:
+def _list_overridden(trainer: Any, name: str) -> list[str]:
     from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 
     kinds = (type(trainer), PolicyTrainer)
@@ -88,7 +88,7 @@ def build_trainer(call: Call, config: Any) -> None:
     call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:
-        own = _overridden(call.instance, "_build_model")
+        own = _list_overridden(call.instance, "_build_model")
         if own and computes_in_float16(config.training) and not _own_endpoints(call.instance):
             leave(type(call.instance).__name__, own, "call PolicyTrainer's in it")
         return
@@ -131,4 +131,4 @@ def make_endpoint(endpoint: Any) -> Any:
         metrics.update(training.metrics("trainer/"))
         return output
 
-    return remade(endpoint, step, **{UNSCALES: True})
+    return remake(endpoint, step, **{UNSCALES: True})

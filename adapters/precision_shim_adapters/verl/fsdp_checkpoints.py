@@ -57,7 +57,7 @@ _OF_MANAGER: dict[str, Any] = {
 @seam(f"{_MANAGER}.save_checkpoint", **_OF_MANAGER)
 def save(call: Call, local_path: Any) -> Any:
     """Write the scaler's state beside the checkpoint of an engine or a legacy worker."""
-    manager, training = _kept(call.instance)
+    manager, training = _find_manager(call.instance)
     contents = manager.checkpoint_save_contents
     result = call.proceed()
     if training is not None and _goes_with(manager, local_path, training, contents):
@@ -69,7 +69,7 @@ def save(call: Call, local_path: Any) -> Any:
 @seam(f"{_MANAGER}.load_checkpoint", **_OF_MANAGER)
 def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
     """Restore the scaler from the file beside the checkpoint of an engine or a legacy worker."""
-    manager, training = _kept(call.instance)
+    manager, training = _find_manager(call.instance)
     result = call.proceed()
     contents = manager.checkpoint_load_contents
     if training is not None and _goes_with(manager, local_path, training, contents):
@@ -79,7 +79,7 @@ def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
     return result
 
 
-def _kept(instance: Any) -> tuple[Any, ScaledTraining | None]:
+def _find_manager(instance: Any) -> tuple[Any, ScaledTraining | None]:
     """The checkpoint manager, and the training whose scaler goes with its checkpoints."""
     manager = getattr(instance, "checkpoint_manager", None)
     if manager is not None:

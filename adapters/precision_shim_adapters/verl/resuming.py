@@ -13,14 +13,14 @@ from .megatron import read_wishes
 
 def megatron(part: Part, here: Here) -> Outcome:
     """The outcome on Megatron; ``here.config`` has fields of ``override_optimizer_config``."""
-    fields = megatrons.assumed(part, here)
+    fields = megatrons.assume_fields(part, here)
     fields.pop(WORKERS, None)
     bucket = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
     wishes = read_wishes(
         {"override_optimizer_config": fields},
         bucket,
         subject=part.subject or "actor",
-        declared=megatrons.declared(part),
+        declared=megatrons.find_params_dtype(part),
     )
     return megatrons.foretell("verl", part, here, wishes)
 

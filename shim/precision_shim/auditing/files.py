@@ -65,7 +65,7 @@ def number(path: Path, audit: Audit) -> str:
     return name.removeprefix(stem(audit)).removeprefix("-")
 
 
-def read(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Audit | str]]:
+def read_audits(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Audit | str]]:
     """Read the audits in a directory, by file name; for an invalid file, yield the reason.
 
     Raises:

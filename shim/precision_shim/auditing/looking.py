@@ -14,7 +14,8 @@ from ..updates import meters
 from . import rules
 from .counting import Measured, component_of, measure
 from .ranks import shown, signature, unlike
-from .reading import Reading, read
+from .readers import read_optimizers
+from .reading import Reading
 from .record import COMPONENTS, OF_MODEL, Audit, AuditPart, Finding
 
 
@@ -82,7 +83,7 @@ def look(
         )
     try:
         named = rules.parse_expected(expected)
-        readings = read(model, optimizer, scaler, whole=whole)
+        readings = read_optimizers(model, optimizer, scaler, whole=whole)
         measured, host = measure(readings)
         parts = [_part(*one) for one in zip(readings, measured, strict=True)]
         where = where_of(framework, readings[0].framework)

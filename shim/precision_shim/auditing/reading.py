@@ -1,24 +1,17 @@
-"""Reads an optimizer and its model: the live tensors, and what the optimizer's config says.
+"""What a reader says about an optimizer: the records, and helpers that find tensors in objects.
 
-A reader turns optimizers into ``Reading`` objects. The reader in this module knows torch's
-optimizers, DTensors and FSDP. ``registry.audit_readers`` has the readers of other optimizers, by
-the top-level package of the optimizer's class; the audit of such an optimizer imports its reader.
+A reader turns optimizers into ``Reading`` objects. ``readers`` chooses the reader.
 
 Nothing here starts an operation on a tensor: it reads sizes, dtypes, devices and storages only.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
-from ..errors import AuditError
-from ..process.registry import audit_readers
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -32,11 +25,6 @@ _INNER = (
     "_columnwise_scale_inv",
 )
 """Attributes in which TransformerEngine's quantized tensors keep the tensors that they wrap."""
-
-_NO_HELPERS = ("builtins", "collections", "functools", "torch")
-
-_MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
-"""Names of the dimensions of a device mesh that divide the model and not the data."""
 
 
 @dataclass(frozen=True)
@@ -217,278 +205,6 @@ class Reading:
             by_tensor = getattr(self.foretold, component, None)
             found = {by_tensor(one.stepped) for one in waiting} if by_tensor else set()
         return {one for one in found if one is not None}
-
-
-# -- which reader --------------------------------------------------------------------------------
-
-
-def read(model: Any, optimizer: Any, scaler: Any = None, *, whole: bool = True) -> list[Reading]:
-    """Read a model and its optimizers.
-
-    Args:
-        model: a module, a list of modules, or ``None``.
-        optimizer: an optimizer, a list of them, or ``None`` for a model alone.
-        scaler: loss scaler of torch's optimizers.
-        whole: whether ``optimizer`` has all of the model's optimizers.
-
-    Raises:
-        AuditError: no reader knows the model or the optimizer.
-    """
-    chunks = _chunks(model)
-    optimizers = unique(_each(optimizer))
-    if scaler is not None and not hasattr(scaler, "__dict__"):  # a number, such as the scale
-        raise AuditError(
-            f"audit(scaler=...): {_kind(scaler)} is no loss scaler; allowed: an object such as "
-            "torch.amp.GradScaler(), or None."
-        )
-    if not optimizers and not chunks:
-        raise AuditError(
-            "audit(None, None): there is nothing to read. Pass a module, an optimizer, or both."
-        )
-    groups: dict[str, list[Any]] = {}
-    for one in optimizers:
-        groups.setdefault(_reader(one), []).append(one)
-    readings: list[Reading] = []
-    for place, several in groups.items():
-        if place:
-            module, _, name = place.partition(":")
-            readings += getattr(importlib.import_module(module), name)(chunks, several)
-        else:
-            readings += _read_torch(chunks, several, scaler)
-    if not readings:
-        readings = [Reading("torch", "model", "none")]
-    if whole or readings[0].name != "experts":  # else the dense optimizer's audit has the rest
-        _give_the_rest(chunks, readings, whole)
-    seen: dict[str, int] = {}
-    for reading in readings:
-        seen[reading.name] = seen.get(reading.name, 0) + 1
-        if seen[reading.name] > 1:
-            reading.name += f" {seen[reading.name]}"
-    return readings
-
-
-def _chunks(model: Any) -> list[torch.nn.Module]:
-    if model is None:
-        return []
-    chunks = list(model) if isinstance(model, (list, tuple, torch.nn.ModuleList)) else [model]
-    for one in chunks:
-        if not isinstance(one, torch.nn.Module):
-            raise AuditError(
-                f"audit(model=...): {_kind(one)} is no module; allowed: a torch.nn.Module, a list "
-                "of them (Megatron's model chunks), or None."
-            )
-    return chunks
-
-
-def _each(optimizer: Any) -> Iterator[Any]:
-    """The optimizers in a list, in a chain or in a container, one by one."""
-    if optimizer is None:
-        return
-    if isinstance(optimizer, (list, tuple)):
-        for one in optimizer:
-            yield from _each(one)
-        return
-    for name in ("chained_optimizers", "optimizers"):
-        inside = getattr(optimizer, name, None)
-        if isinstance(inside, (list, tuple)):
-            yield from _each(inside)
-            return
-    if not isinstance(optimizer, torch.optim.Optimizer) and not _reader(optimizer):
-        raise AuditError(
-            f"audit(optimizer=...): {_kind(optimizer)} is no optimizer that can be read; allowed: "
-            "a torch.optim.Optimizer, an optimizer of "
-            f"{', '.join(sorted(audit_readers()))} (chained or single), or a list of these."
-        )
-    yield optimizer
-
-
-def _reader(optimizer: Any) -> str:
-    """``module:function`` of an optimizer's reader; empty for the reader of torch's."""
-    packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return ""  # even if the class is from a package that has a reader
-    for third_party in (False, True):  # load third parties' adapters only if none of ours fits
-        known = audit_readers(third_party=third_party)
-        for one in packages:
-            if one in known:
-                return known[one]
-    return ""
-
-
-def _kind(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
-def _give_the_rest(
-    chunks: Sequence[torch.nn.Module], readings: Sequence[Reading], whole: bool
-) -> None:
-    """Give the first reading the parameters and tensors of the model that no reading has.
-
-    Without ``whole`` trainable parameters are left out: another optimizer may train them.
-    """
-    taken = {id(one) for each in readings for one in (*each.trainable, *each.frozen)}
-    gathered = _shards_beneath(chunks)
-    first = readings[0]
-    for parameter in unique(p for chunk in chunks for p in chunk.parameters()):
-        if id(parameter) in taken:
-            continue
-        if id(parameter) in gathered:  # FSDP's temporary copy; its shard is the parameter
-            first.also_params.append(parameter)
-            continue
-        if not parameter.requires_grad:
-            first.frozen.append(parameter)
-        elif whole:
-            first.trainable.append(parameter)
-            first.gradients += gradients_of(parameter)
-    first.other += _other_tensors(chunks)
-
-
-def _other_tensors(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Buffers of the modules, and tensor attributes of the modules and their helper objects."""
-    found: list[torch.Tensor] = []
-    helpers: dict[int, Any] = {}
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        attributes = vars(module)
-        for value in (*attributes["_buffers"].values(), *attributes.values()):
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif type(value).__module__ not in _NO_HELPERS and hasattr(value, "__dict__"):
-                helpers[id(value)] = value
-    for one in helpers.values():
-        if not isinstance(one, (torch.nn.Module, type)) and isinstance(vars(one), dict):
-            found += tensors_of(one)
-    return found
-
-
-# -- torch's optimizers --------------------------------------------------------------------------
-
-
-def _read_torch(
-    chunks: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: Any
-) -> list[Reading]:
-    in_model = {id(p) for chunk in chunks for p in chunk.parameters()}
-    in_model |= {id(shard) for shard in _shards_beneath(chunks).values()}
-    readings = []
-    for optimizer in optimizers:
-        params = unique(p for group in optimizer.param_groups for p in group["params"])
-        reading = Reading("torch", "model", type(optimizer).__name__, scaler=scaler)
-        for p in params:
-            # A tensor that the optimizer steps and the model lacks is a master.
-            is_master = bool(chunks) and id(p) not in in_model
-            used = p.grad is not None or optimizer.state.get(p)
-            if not (p.requires_grad or is_master or used):
-                # Frozen, but passed to the optimizer, as verl does with LoRA.
-                reading.frozen.append(p)
-                continue
-            owned = Owned(p.dtype, p, (p,) if is_master else ())
-            owned.take(optimizer.state.get(p, {}))
-            reading.owned.append(owned)
-            if not is_master:
-                reading.trainable.append(p)
-        meshes = [p for p in params if any(one.is_shard() for one in getattr(p, "placements", ()))]
-        reading.sharded = reading.params_sharded = bool(meshes)
-        reading.data_parallel_size = _data_parallel_size(chunks, meshes or params)
-        reading.gradients = [grad for p in params for grad in gradients_of(p)]
-        read_inner(reading, optimizer)
-        reading.copies_later = reading.foretold.exp_avg is not None
-        readings.append(reading)
-    if readings and scaler is not None:
-        readings[0].other += tensors_of(scaler)
-    return readings
-
-
-def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
-    """Add an optimizer's betas, scales, own tensors and announced dtypes to a reading."""
-    reading.steppers.append(optimizer)
-    groups = [group for group in optimizer.param_groups if group.get("params")]
-    reading.betas = tuple(
-        dict.fromkeys(
-            tuple(float(one) for one in group["betas"])
-            for group in groups
-            if isinstance(group.get("betas"), (tuple, list))
-            and not any(isinstance(one, torch.Tensor) for one in group["betas"])
-        )
-    )
-    reading.other += [
-        value
-        for scales in getattr(optimizer, "_scales", {}).values()
-        for value in scales.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    # Tensors among its attributes, such as an overflow flag, and in its groups, such as an lr.
-    reading.other += tensors_of(optimizer)
-    reading.other += [
-        one for group in groups for one in group.values() if isinstance(one, torch.Tensor)
-    ]
-    reading.foretold = foretold(optimizer)
-    reading.stateless = isinstance(optimizer, torch.optim.SGD) and not any(
-        group.get("momentum") for group in groups
-    )
-
-
-def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
-    """What an optimizer says about the states that its first step will make.
-
-    TransformerEngine's FusedAdam has their dtypes as attributes; torch's Adam makes its states in
-    the dtypes of the parameters.
-    """
-    kinds = vars(optimizer)
-    if isinstance(kinds.get("exp_avg_dtype"), torch.dtype):
-        master = None
-        if kinds.get("master_weights"):
-            whole = kinds.get("master_weight_dtype", torch.float32)
-            remainders = bool(kinds.get("store_param_remainders"))
-
-            def master(dtype: torch.dtype) -> torch.dtype | None:
-                return torch.int16 if remainders and dtype is torch.bfloat16 else whole
-
-        return Foretold(
-            lambda _: kinds["exp_avg_dtype"], lambda _: kinds.get("exp_avg_sq_dtype"), master
-        )
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        return Foretold(lambda tensor: tensor.dtype, lambda tensor: tensor.dtype)
-    return Foretold()
-
-
-def _data_parallel_size(
-    chunks: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]
-) -> int:
-    mesh = next((one.device_mesh for one in parameters if hasattr(one, "device_mesh")), None)
-    if mesh is not None:
-        names = mesh.mesh_dim_names or (None,) * mesh.ndim
-        size = 1
-        for dimension, name in enumerate(names):
-            if name not in _MODEL_PARALLEL:
-                size *= mesh.size(dimension)
-        return size
-    groups = (vars(one).get("process_group") for one in chunks)  # torch's DDP, FSDP1
-    group = next((one for one in groups if one is not None), None)
-    return int(group.size()) if group is not None else 1
-
-
-def _shards_beneath(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Tensor]:
-    """Map the ``id`` of each gathered FSDP2 parameter to the shard that FSDP2 gathered it from.
-
-    After a forward pass without backward the root module keeps its parameters gathered, and its
-    ``parameters()`` are the gathered ones. torch has no public name for the shards: if torch
-    changes the private names, this finds none.
-    """
-    found: dict[int, torch.Tensor] = {}
-    if "torch.distributed.fsdp" not in sys.modules:
-        return found
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        state = getattr(module, "_get_fsdp_state", None)
-        state = state() if callable(state) else None
-        groups = getattr(state, "_fsdp_param_groups", None) or [
-            getattr(state, "_fsdp_param_group", None)
-        ]
-        for group in groups:
-            for one in getattr(group, "fsdp_params", ()):
-                whole = getattr(one, "_unsharded_param", None)
-                shard = getattr(one, "sharded_param", None)
-                if whole is not None and shard is not None:
-                    found[id(whole)] = shard
-    return found
 
 
 # -- tensors -------------------------------------------------------------------------------------

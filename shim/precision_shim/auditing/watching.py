@@ -13,10 +13,11 @@ from ..errors import InconsistentPrecisionError
 from ..process.session import current_settings
 from ..reporting import journal as _journal
 from ..updates import lost
-from ..updates import watch as updates
+from ..updates.measuring import Meter, tell
+from ..updates.watch import attach
 from . import files, kept
 from .looking import look
-from .reading import read
+from .readers import read_optimizers
 from .record import Audit, Finding
 
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -145,8 +146,8 @@ class _Watcher:
         framework, subject = self._names
         model = [one for ref in self._model if (one := ref()) is not None] or None
         try:
-            for one in read(model, self._optimizer(), whole=False):
-                updates.attach(
+            for one in read_optimizers(model, self._optimizer(), whole=False):
+                attach(
                     one,
                     every,
                     model=model,
@@ -157,7 +158,7 @@ class _Watcher:
         except Exception as error:  # a meter must not end a training
             self._tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
 
-    def take_figures(self, meter: updates.Meter) -> None:
+    def take_figures(self, meter: Meter) -> None:
         """Put new figures into the kept audit; announce the first figures."""
         figures, audit = meter.figures, kept.of(self._number)
         if figures is None or audit is None:
@@ -206,4 +207,4 @@ class _Watcher:
 
     @staticmethod
     def _tell(text: str) -> None:
-        updates.tell(text)
+        tell(text)

@@ -183,7 +183,7 @@ def check(part: Part, most: int | None = MOST) -> Checked:
             held = [(0, sizes[path])] if part.scaler.state == "whole" else []
         known = path.parent in folders and _KNOWN.fullmatch(path.name)
         ours = path in archives or bool(known) or path.name == FILE_NAME
-        found.append(File(path, sizes[path], _merged(held), _merged(unread), ours))
+        found.append(File(path, sizes[path], _merge(held), _merge(unread), ours))
     if damaged:
         others = f"{len(damaged) - 1} more " + ("file is" if len(damaged) == 2 else "files are")
         more = f"; {others} damaged" if damaged[1:] else ""
@@ -200,7 +200,7 @@ def _paths(part: Part) -> list[Path]:
     return sorted(one for one in found if one.is_file())
 
 
-def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Spans without overlaps: the directory of a damaged zip file may name the same bytes twice."""
     merged: list[Span] = []
     for start, end in sorted(spans):

@@ -20,6 +20,7 @@ from ..process import settings as _settings
 from ..process.foreseen import Foreseen
 from ..process.registry import backends, checkpoints, entries, records
 from ..process.settings import Settings
+from ..process.versions import version_of
 from .layout import FAILS, NOT_HERE, Outcome, Part
 
 _BENEATH = {
@@ -84,7 +85,7 @@ class Here:
             name
             for name, row in checkpoints().items()
             if kind in row.resuming
-            and _session.version_of(known[name].distribution, known[name].packages) is not None
+            and version_of(known[name].distribution, known[name].packages) is not None
         ]
         return found[0] if len(found) == 1 else ""
 
@@ -94,7 +95,7 @@ class Here:
         found = {}
         named = {entry.distribution: entry.packages} if entry else {}
         for name, packages in {**named, **_BENEATH}.items():
-            version = _session.version_of(name, packages)
+            version = version_of(name, packages)
             if version is not None:
                 found[name] = version
         return found
@@ -110,7 +111,7 @@ def foretell(part: Part, here: Here) -> Outcome:
     if find_spec("torch") is None:
         return Outcome(NOT_HERE, "torch is not installed here")
     entry = records()[part.framework]
-    version = _session.version_of(entry.distribution, entry.packages)
+    version = version_of(entry.distribution, entry.packages)
     if version is None:
         return Outcome(NOT_HERE, f"{part.framework} is not installed here")
     place = row.resuming.get(part.kind)

@@ -13,7 +13,7 @@ from ..errors import CheckpointUnreadableError
 from .pickles import Made, Name, read_pickle
 from .tensors import dtype_name
 
-__all__ = ["NAME", "Stored", "stored"]
+__all__ = ["NAME", "Stored", "read_entries"]
 
 NAME = ".metadata"
 """The file's name in a checkpoint's directory."""
@@ -34,7 +34,7 @@ class Stored:
     shape: tuple[int, ...] = ()
 
 
-def stored(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
+def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
     """Read what a checkpoint has under each of its keys.
 
     Args:
@@ -50,7 +50,7 @@ def stored(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
             f"{where}: a pickle, but not the metadata of a distributed checkpoint."
         )
     try:
-        return {key: _stored(one) for key, one in metadata.get("state_dict_metadata").items()}
+        return {key: _read_entry(one) for key, one in metadata.get("state_dict_metadata").items()}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointUnreadableError(
             f"{where}: the metadata of a distributed checkpoint in a form that is not known "
@@ -58,7 +58,7 @@ def stored(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
         ) from None
 
 
-def _stored(one: Made) -> Stored:
+def _read_entry(one: Made) -> Stored:
     if one.kind != f"{_METADATA}.TensorStorageMetadata":
         return Stored(None)
     state = one.get("properties").state

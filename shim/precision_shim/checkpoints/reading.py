@@ -37,7 +37,7 @@ from .pickles import Made, is_small
 from .tensors import Archive, Tensor
 from .units import Unit, read_unit
 
-__all__ = ["read"]
+__all__ = ["read_parts"]
 
 _RECORD_KEY = "precision_shim_scaler"
 _RECORD = 1 << 10
@@ -46,7 +46,7 @@ _SAMPLE = 64 << 20
 """Limit of bytes of a component whose values are read; a smaller component is read whole."""
 
 
-def read(path: str | Path, framework: str | None = None) -> list[Part]:
+def read_parts(path: str | Path, framework: str | None = None) -> list[Part]:
     """Read a checkpoint's models.
 
     Raises:
@@ -141,10 +141,10 @@ def _judge_file(file: Path) -> Scaler:
     except (OSError, UnicodeDecodeError) as error:
         return Scaler("damaged", str(file), f"it cannot be read ({error})")
     judged = _judge(partial(parse, text, str(file)), str(file))
-    return _held_against(judged, files_beneath(file.parent))
+    return _check_save(judged, files_beneath(file.parent))
 
 
-def _held_against(judged: Scaler, files: Mapping[str, str | Path]) -> Scaler:
+def _check_save(judged: Scaler, files: Mapping[str, str | Path]) -> Scaler:
     """Check that a valid record is from the save that wrote the files, by their fingerprints."""
     if judged.saved is None or judged.saved.files is None:
         return judged
@@ -187,7 +187,7 @@ def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
         # Compare each record with its own rank's files: those that it names and that exist.
         beside = files_beneath(archive.path.parent)
         named = one.saved.files or {}
-        held = _held_against(one, {name: beside[name] for name in named if name in beside})
+        held = _check_save(one, {name: beside[name] for name in named if name in beside})
         if held.state != "whole":
             return held
     return judged[0]

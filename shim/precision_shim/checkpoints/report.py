@@ -21,7 +21,7 @@ from .layout import (
     Outcome,
     Part,
 )
-from .reading import read
+from .reading import read_parts
 
 __all__ = ["Examined", "examine"]
 
@@ -145,7 +145,7 @@ def examine(
         CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.
     """
     found = []
-    for part in read(path, framework):
+    for part in read_parts(path, framework):
         with saying_how_to_go_on(Path(path)):
             checked = check(part, most)
         if not part.framework:

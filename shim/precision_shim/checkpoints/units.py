@@ -312,7 +312,7 @@ def _read_safetensors(unit: Unit) -> None:
     there = {path.name: path for path in sorted(unit.path.glob("*.safetensors"))}
     for path in there.values():
         unit.tensors.update(_read_header(path))
-    wanted = _indexed(unit.path / "model.safetensors.index.json")
+    wanted = _read_index(unit.path / "model.safetensors.index.json")
     for name in there:
         match = _OF_SEVERAL.fullmatch(name)
         if match and "shard-" not in match["before"]:  # each rank writes its own shards
@@ -326,7 +326,7 @@ def _read_safetensors(unit: Unit) -> None:
         raise CheckpointUnreadableError(f"{unit.path / lacking[0]}: it is missing.")
 
 
-def _indexed(path: Path) -> set[str]:
+def _read_index(path: Path) -> set[str]:
     """The files that an index names.
 
     Raises:

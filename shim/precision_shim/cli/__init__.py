@@ -63,9 +63,9 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        return super().parse_known_args(self._joined(args or ()), namespace)
+        return super().parse_known_args(self._join(args or ()), namespace)
 
-    def _joined(self, words: Sequence[str]) -> list[str]:
+    def _join(self, words: Sequence[str]) -> list[str]:
         joined: list[str] = []
         rest = iter(words)
         for word in rest:

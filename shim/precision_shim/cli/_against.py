@@ -16,9 +16,9 @@ from typing import Any
 
 from ..errors import PrecisionShimError, SourceError
 from ..process import registry as _registry
-from ..process import session as _session
 from ..process import settings as _settings
 from ..process import startup as _startup
+from ..process import versions as _installed
 from ..process.framework import Framework
 from ..process.settings import Settings
 from ..reporting import text as _status_text
@@ -81,12 +81,12 @@ def _record(asked: argparse.Namespace) -> int:
     _startup.stop()
     file = Path(asked.record)
     try:
-        record = _symbols.read(file)
+        record = _symbols.read_symbols(file)
     except (OSError, ValueError) as error:
         return _fail(f"{file} cannot be read: {error}. Name a new file, or repair it.")
     added: dict[str, int] = {}
     for entry in _registry.entries(third_party=False).values():
-        if _session.version_of(entry.distribution, entry.packages) is not None:
+        if _installed.version_of(entry.distribution, entry.packages) is not None:
             for name, version, digests in installed_digests(entry.load()):
                 _symbols.add(record, name, version, digests)
                 added[f"{name} {version}"] = sum(map(bool, digests.values()))
@@ -108,7 +108,7 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
     """
     packages = {name: (package,) for package, name in _registry.shared().items()}
     for name, targets in _symbols.targets_by_distribution(adapter).items():
-        version = _session.version_of(name, packages.get(name, adapter.packages))
+        version = _installed.version_of(name, packages.get(name, adapter.packages))
         if version not in (None, "unknown"):
             yield name, str(version), {one: digest(one) for one in targets}
 
@@ -222,7 +222,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
             entry
             for entry in asked
             if framework is not None
-            or _session.version_of(entry.distribution, entry.packages) is not None
+            or _installed.version_of(entry.distribution, entry.packages) is not None
         ]
     judged = [one for entry in held if (one := _judge(entry, tree)).holds]
     if not judged:
@@ -258,7 +258,7 @@ def _judge(entry: Framework, tree: Tree) -> Report:
             continue
         holds[distribution] = versions(distribution, (package,)) or "unknown"
         old = {one: _sight(one) for one in targets}
-        installed = _session.version_of(distribution, (package,))
+        installed = _installed.version_of(distribution, (package,))
         basis = {one: digest_of(seen.found.node) for one, seen in old.items() if seen.found}
         against[distribution] = f"{installed}, installed here"
         if installed is None:
@@ -274,9 +274,9 @@ def _judge(entry: Framework, tree: Tree) -> Report:
 
 
 def _here(entry: Framework, settings: Settings) -> FrameworkStatus | None:
-    if _session.version_of(entry.distribution, entry.packages) is None:
+    if _installed.version_of(entry.distribution, entry.packages) is None:
         return None
-    return foresee(entry, settings, _session.version_of)[0]
+    return foresee(entry, settings, _installed.version_of)[0]
 
 
 def _targets(adapter: Adapter) -> dict[str, list[str]]:
@@ -306,7 +306,7 @@ def _change(
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
     found = digest_of(new.found.node)
-    as_in = _symbols.seen_in(_symbols.shipped(), distribution, target, found)
+    as_in = _symbols.find_versions(_symbols.shipped(), distribution, target, found)
     if not basis:
         return SymbolChange(target, "new", as_in)
     if basis == found:
@@ -329,7 +329,7 @@ def _versions(tree: Tree) -> Callable[[str, Iterable[str]], str | None]:
         for package in named:
             if tree.has(package):
                 return tree.version_of(distribution, package)
-        return None if tree.complete else _session.version_of(distribution, named)
+        return None if tree.complete else _installed.version_of(distribution, named)
 
     return version_of
 

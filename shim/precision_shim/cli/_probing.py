@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ..process import registry as _registry
-from ..process import session as _session
 from ..process import startup as _startup
+from ..process import versions as _versions
 from ..process.settings import PREFIX
 from ..reporting.text import fold
 from ..upstream.probes import probes_in, run
@@ -71,7 +71,7 @@ def probing(asked: argparse.Namespace) -> int:
     _startup.stop()
     told: dict[str, dict[str, Any]] = {}
     for name, entry in _registry.entries().items():
-        version = _session.version_of(entry.distribution, entry.packages)
+        version = _versions.version_of(entry.distribution, entry.packages)
         if version is None or asked.framework not in (None, name):
             continue
         modules = entry.load().probes

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     directory = arguments.directory
     try:
-        found = list(files.read(directory))
+        found = list(files.read_audits(directory))
     except OSError as error:
         print(f"{directory}: cannot be read: {error.strerror or error}", file=sys.stderr)
         return 2

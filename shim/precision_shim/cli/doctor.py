@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..errors import SettingsError
 from ..process import registry as _registry
-from ..process import session as _session
 from ..process import settings as _settings
 from ..process import startup as _startup
+from ..process import versions as _versions
 from ..process.framework import Framework
 from ..process.settings import PREFIX, TABLE, Settings
 from ..reporting import text as _status_text
@@ -189,7 +189,7 @@ def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
 
 
 def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
-    version = _session.version_of(name, packages)
+    version = _versions.version_of(name, packages)
     found: dict[str, Any] = {"version": version}
     if version is not None and name == "wrapt":
         found["c_extension"] = _in_child(_WRAPT)
@@ -206,11 +206,11 @@ def _framework(
     frameworks: dict[str, FrameworkStatus],
 ) -> dict[str, Any]:
     if settings is None:
-        version = _session.version_of(entry.distribution, entry.packages)
+        version = _versions.version_of(entry.distribution, entry.packages)
         state, reason = ("absent", "") if version is None else ("refused", _NO_SETTINGS)
         one = FrameworkStatus(version, state, reason=reason)
     else:
-        one, told = foresee(entry, settings, _session.version_of)
+        one, told = foresee(entry, settings, _versions.version_of)
         problems += told
     frameworks[entry.framework] = one
     return {

@@ -122,21 +122,21 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     from ..planning.request import Rules
     from ..process import registry as _registry
     from ..process import settings as _settings
-    from ..process.session import version_of
+    from ..process.versions import version_of
     from ..seams._wrapper import resolve
 
     entries = _registry.entries()
     options = command.Options(
         asked.model, asked.parameters, asked.transformer_engine, asked.megatron_core
     )
-    job = command.read(
+    job = command.read_launch_line(
         words, entries.values(), _settings.resolve(known_frameworks=entries), options
     )
     if job.environ:
         settings = _settings.resolve(
             known_frameworks=entries, environ={**os.environ, **job.environ}
         )
-        job = command.read(words, entries.values(), settings, options)
+        job = command.read_launch_line(words, entries.values(), settings, options)
     entry = entries[job.framework]
     if not entry.plan:  # a third party's: its entry point has only a name
         entry = entry.as_said()
@@ -158,7 +158,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
 
 
 def _version(distribution: str, package: str) -> str | None:
-    from ..process.session import version_of
+    from ..process.versions import version_of
 
     return version_of(distribution, (package,))
 

@@ -89,7 +89,7 @@ class Job:
         if self.options.parameters:
             return shapes.of_size(self.options.parameters)
         directory = Path(self.options.model) if self.options.model else directory_of(name)
-        return shapes.read(directory, overrides)
+        return shapes.read_model(directory, overrides)
 
     def in_force(self, feature: str, group: str) -> bool:
         """Whether a feature would be in force in the job, with one of its groups of seams."""
@@ -119,7 +119,9 @@ class Job:
         return None
 
 
-def read(words: Sequence[str], known: Iterable[Known], settings: Settings, options: Options) -> Job:
+def read_launch_line(
+    words: Sequence[str], known: Iterable[Known], settings: Settings, options: Options
+) -> Job:
     """Find the framework in a launch line.
 
     Args:
@@ -233,7 +235,7 @@ def directory_of(name: object) -> Path:
         path = path.parent
     if os.path.isfile(path / "config.json"):
         return path
-    cached = _cached(text)
+    cached = _find_in_cache(text)
     if cached is not None:
         return cached
     raise PlanError(
@@ -244,7 +246,7 @@ def directory_of(name: object) -> Path:
     )
 
 
-def _cached(name: str) -> Path | None:
+def _find_in_cache(name: str) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 

@@ -85,7 +85,7 @@ def part(name: str, share: Share, precision: Precision, optimizer: str) -> Part:
         dtype = getattr(precision, component)
         held[component] = _held(share, share.trainable, dtype, share.states_sharded)
     if precision.offloaded:
-        held = _offloaded(share, precision, held)
+        held = _offload(share, precision, held)
     owned = mean(share.trainable, share.group) if share.states_sharded else share.trainable
     return Part(
         name,
@@ -120,7 +120,7 @@ def _at_step(share: Share, precision: Precision) -> dict[str, Held]:
     return {key: one for key, one in found.items() if one.group_bytes}
 
 
-def _offloaded(share: Share, precision: Precision, held: dict[str, Held]) -> dict[str, Held]:
+def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[str, Held]:
     """Put a share of the states into the host's memory, together with copies of the gradients.
 
     Megatron's HybridDeviceOptimizer steps fp32 copies of parameters and gradients on the host: 16

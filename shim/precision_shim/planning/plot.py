@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import PlanError
 from .record import COMPONENTS, Plan, Stage
-from .text import GB, grouped, spans
+from .text import GB, group_stages, spans
 
 _COLOURS = {
     "params": "#4c72b0",
@@ -61,7 +61,7 @@ def draw(plan: Plan, path: Path, memory: float | None = None) -> None:
 def _bars(plan: Plan) -> list[tuple[str, Mapping[str, float]]]:
     found: list[tuple[str, Mapping[str, float]]] = []
     for model in plan.models:
-        for numbers, before, after in grouped(model):
+        for numbers, before, after in group_stages(model):
             where = f"\nstage {spans(numbers)}" if len(model.after) > 1 else ""
             for side, stage in (("without", before), ("with", after)):
                 found.append((f"{model.subject}{where}\n{side}", _heights(stage)))

@@ -126,11 +126,11 @@ def make(job: Job, request: Request, rules: Rules) -> Plan:
         request.world_size,
         tuple(_unique(problems)),
         tuple(models),
-        (*request.notes, *_assumed(request, rules), NOT_COUNTED),
+        (*request.notes, *_list_assumptions(request, rules), NOT_COUNTED),
     )
 
 
-def _assumed(request: Request, rules: Rules) -> list[str]:
+def _list_assumptions(request: Request, rules: Rules) -> list[str]:
     if not request.megatron or rules.transformer_engine is not None:
         return []
     return [

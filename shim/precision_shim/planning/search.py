@@ -9,7 +9,7 @@ from itertools import product
 from .command import Job
 from .record import Plan
 from .request import Plannable, Request, Rules, Variant, make
-from .text import folded
+from .text import fold
 
 _MOST_DOUBLINGS = 20
 
@@ -57,13 +57,13 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
 
 def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[Variant]]:
     """The unchanged models, then combinations of their variants, the cheapest last."""
-    choices = [[Variant("", (), one), *_ordered(one, job, rules)] for one in request.models]
+    choices = [[Variant("", (), one), *_order_variants(one, job, rules)] for one in request.models]
     ranks = [range(len(one)) for one in choices]
     for numbers in sorted(product(*ranks), key=lambda one: (max(one, default=0), sum(one))):
         yield [one[number] for one, number in zip(choices, numbers, strict=True)]
 
 
-def _ordered(model: Plannable, job: Job, rules: Rules) -> Sequence[Variant]:
+def _order_variants(model: Plannable, job: Job, rules: Rules) -> Sequence[Variant]:
     return model.variants(job, rules)
 
 
@@ -112,7 +112,7 @@ def render(found: Found, memory: float, request: Request) -> str:
         lines = [
             f"search: it fits {gigabytes:g} GB with these lines",
             *(f"    {line}" for line in found.lines),
-            *folded(f"which give up {found.gives_up}"),
+            *fold(f"which give up {found.gives_up}"),
         ]
     if found.fewest is not None:
         lines.append(f"  the smallest number of GPUs found: {found.fewest}")

@@ -85,7 +85,7 @@ class Model:
         return self.number(*EXPERT_COUNTS)
 
 
-def read(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
+def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
     """Read a model's directory.
 
     Args:
@@ -224,9 +224,11 @@ def from_config(config: Mapping[str, Any], where: str) -> Model:
     text = text_config(config)
     experts = max((_whole(text.get(key)) for key in EXPERT_COUNTS), default=0)
     few = min(fewest_experts(text), experts) if experts else 0
-    weights, tied = _built(_with_experts(config, few) if few < experts else dict(config), where)
+    weights, tied = _build_on_meta(
+        _with_experts(config, few) if few < experts else dict(config), where
+    )
     if few < experts:
-        weights = [_repeated(one, few, experts) for one in weights]
+        weights = [_repeat(one, few, experts) for one in weights]
     return Model(tuple(weights), text, f"{where}, built on the meta device", tied)
 
 
@@ -243,7 +245,7 @@ def _with_experts(config: Mapping[str, Any], few: int) -> dict[str, Any]:
     }
 
 
-def _repeated(weight: Weight, few: int, experts: int) -> Weight:
+def _repeat(weight: Weight, few: int, experts: int) -> Weight:
     """The parameter, changed from a model with few experts to the model with all."""
     shape = weight.shape
     if ".experts." in weight.name and shape and shape[0] == few and "*" not in weight.name:
@@ -263,7 +265,7 @@ def is_router(name: str) -> bool:
     return bool(_ROUTER.search(name))
 
 
-def _built(config: dict[str, Any], where: str) -> tuple[list[Weight], bool]:
+def _build_on_meta(config: dict[str, Any], where: str) -> tuple[list[Weight], bool]:
     """Names and shapes of a model on the meta device, and whether its output layer is tied."""
     try:
         import torch

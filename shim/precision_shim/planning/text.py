@@ -28,10 +28,10 @@ def render(plan: Plan, memory: float | None = None) -> str:
         lines = ["illegal"]
         for one in plan.problems:
             subject = f"{one.subject}: " if one.subject else ""
-            lines += folded(f"{subject}{one.key}: {one.message}. {one.remedy}".strip())
+            lines += fold(f"{subject}{one.key}: {one.message}. {one.remedy}".strip())
         blocks.append("\n".join(lines))
     if plan.notes:
-        blocks.append("\n".join(line for note in plan.notes for line in folded(f"note: {note}")))
+        blocks.append("\n".join(line for note in plan.notes for line in fold(f"note: {note}")))
     return "\n\n".join(blocks)
 
 
@@ -50,17 +50,17 @@ def _together(plan: Plan, memory: float | None) -> list[str]:
     words = [f"{side} {gigabytes(plan.peak(key))}" for side, key in _SIDES]
     apart = len({one.place for one in plan.models}) > 1
     where = " on the same GPUs" if apart else ""
-    lines = folded(
+    lines = fold(
         f"at most at a time, one model at its step and of the others{where} what stays: "
         f"{', '.join(words)} GB"
     )
     if memory is not None:
         left = [memory - plan.peak(key) / GB for _, key in _SIDES]
-        lines += folded(f"left of {memory:g}: {', '.join(map(_left, left))}")
+        lines += fold(f"left of {memory:g}: {', '.join(map(_format_left, left))}")
     return ["all models", *lines]
 
 
-def _left(number: float) -> str:
+def _format_left(number: float) -> str:
     return f"{number:.2f}" if number >= 0 else f"{-number:.2f} over"
 
 
@@ -103,7 +103,7 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
         reduces = f", gradients are reduced in {model.reduces}" if model.reduces else ""
         lines += [f"  computes in {model.computes}{reduces}"]
     rows: list[Sequence[str]] = [_TITLES]
-    for numbers, before, after in grouped(model):
+    for numbers, before, after in group_stages(model):
         rows += _stage(numbers, before, after, len(model.after), memory)
     lines += _table(rows)
     sent = {
@@ -112,15 +112,15 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
     }
     if any(number for one in model.traffic.values() for number in one.values()):
         words = f"without the shim: {sent['before']}; with it: {sent['after']}"
-        lines += folded(f"GB that a GPU sends in a step: {words}")
+        lines += fold(f"GB that a GPU sends in a step: {words}")
     for one in model.decisions:
-        lines += folded(f"{one.feature}: {one.chosen} ({one.because})")
+        lines += fold(f"{one.feature}: {one.chosen} ({one.because})")
     for note in model.notes:
-        lines += folded(f"note: {note}")
+        lines += fold(f"note: {note}")
     return lines
 
 
-def grouped(model: ModelPlan) -> list[tuple[list[int], Stage, Stage]]:
+def group_stages(model: ModelPlan) -> list[tuple[list[int], Stage, Stage]]:
     """Group the pipeline stages whose tables are equal; the first stage stands for its group."""
     found: dict[str, tuple[list[int], Stage, Stage]] = {}
     for before, after in zip(model.before, model.after, strict=True):
@@ -146,7 +146,7 @@ def _stage(
         host = (gigabytes(first["host"]), gigabytes(second["host"]))
         rows.append(("in the host's memory", "", host[0], "", host[1]))
     if memory is not None:
-        words = [_left(memory - one["peak"] / GB) for one in (first, second)]
+        words = [_format_left(memory - one["peak"] / GB) for one in (first, second)]
         rows.append((f"left of {memory:g}", "", words[0], "", words[1]))
     return rows
 
@@ -192,7 +192,7 @@ def _table(rows: Iterable[Sequence[str]]) -> list[str]:
     ]
 
 
-def folded(text: str) -> list[str]:
+def fold(text: str) -> list[str]:
     """A text wrapped to ``_WIDTH`` columns, indented."""
     return textwrap.wrap(
         text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False

@@ -167,7 +167,7 @@ def parse_bytes(content: bytes, where: str) -> object:
     return parse(text.decode(errors="replace"), where)
 
 
-def taken_over(
+def choose_values(
     saved: ScalerRecord, mine: ScalerSettings, where: str
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
     """The values to restore a scaler to: the record's, except those that this process's user set.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from ..errors import SeamError
-from . import session as _session
+from ..reporting.record import SeamStatus
+from ..seams import Adapter, check
 from .in_force import in_force, refused_groups
 from .registry import entries
 from .settings import Settings
+from .versions import tell_missed
 
-__all__ = ["Foreseen"]
+__all__ = ["Foreseen", "preview"]
 
 
 class Foreseen:
@@ -28,14 +32,33 @@ class Foreseen:
 
     def _is_refused(self, framework: str, feature: str, group: str) -> bool:
         if framework not in self._groups:
-            self._groups[framework] = self._refused_of(framework)
+            self._groups[framework] = self._read_refused(framework)
         refused = self._groups[framework]
         return refused is None or (feature, group) in refused
 
-    def _refused_of(self, framework: str) -> frozenset[tuple[str, str]] | None:
+    def _read_refused(self, framework: str) -> frozenset[tuple[str, str]] | None:
         """The refused groups; ``None`` for all, where the adapter cannot be loaded."""
         try:
             adapter = entries()[framework].load()
         except SeamError:
             return None
-        return refused_groups(_session.preview(adapter, self.settings))
+        return refused_groups(preview(adapter, self.settings))
+
+
+def preview(
+    adapter: Adapter,
+    settings: Settings,
+    versions: Callable[[str, Iterable[str]], str | None] | None = None,
+) -> tuple[SeamStatus, ...]:
+    """What the engine would do with an adapter's seams, read from the current ``Source`` alone.
+
+    Args:
+        adapter: the adapter.
+        settings: what the user asks for.
+        versions: returns a distribution's version in that source; ``None`` for ``version_of``.
+    """
+
+    def missed(adapter: Adapter) -> Callable[[str], str]:
+        return tell_missed(adapter, versions)
+
+    return check(adapter, settings.features, settings, missed).foretold()

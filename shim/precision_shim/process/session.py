@@ -6,17 +6,14 @@ Data goes one way: settings -> engine -> adapter -> rules -> decision -> status.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..auditing import kept
 from ..errors import PrecisionShimError, PrecisionShimWarning, SeamError, SettingsError
 from ..reporting import journal as _journal
 from ..reporting.record import FrameworkStatus, SeamStatus, Status
-from ..seams import Adapter, Engine, check
-from ..seams._source import find_spec
-from ..upstream.trees import stated_version
+from ..seams import Adapter, Engine
 from . import carriers
 from . import forks as _forks
 from . import settings as _settings
@@ -25,8 +22,9 @@ from .finders import Watcher
 from .framework import Framework
 from .in_force import asked_for
 from .in_force import in_force as _by_settings
-from .registry import entries, is_tested, shared
+from .registry import entries, is_tested
 from .settings import PREFIX, Settings
+from .versions import describe, judge_version, tell_missed, version_of
 
 _lock = _forks.Lock()
 
@@ -44,16 +42,16 @@ class _Session:
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
         self.standing: dict[str, tuple[bool, str]] = {}
-        """Results of ``standing`` by framework, kept because ``standing`` reads source."""
+        """Results of ``judge_version`` by framework, kept because it reads source."""
         self.exported: dict[str, tuple[str | None, str]] = {}
         """Variable to its value before ``install()`` and the exported value."""
         self.engine = Engine(
             features=settings.features,
             settings=settings,
             strict=settings.strict,
-            on_fault=_fault if fault is None else _said_already,
-            describe=_describe,
-            missed=_missed,
+            on_fault=_fault if fault is None else _say_nothing,
+            describe=describe,
+            missed=tell_missed,
         )
         self.sleeper = Watcher(self._wake, before=True)
 
@@ -64,7 +62,7 @@ class _Session:
         if self.fault is None:
             for package in carriers.PACKAGES:
                 carriers.enter(package)
-        for entry in self.wanted():
+        for entry in self.asked_frameworks():
             if _current is not self:
                 return  # the child of a fork during an adapter's import
             if any(package in sys.modules for package in entry.packages):
@@ -75,11 +73,11 @@ class _Session:
     def wants(self, framework: str) -> bool:
         return asked_for(self.settings, framework)
 
-    def wanted(self) -> list[Framework]:
+    def asked_frameworks(self) -> list[Framework]:
         return [one for name, one in self.known.items() if self.wants(name)]
 
     def _wake(self, package: str) -> None:
-        for entry in self.wanted():
+        for entry in self.asked_frameworks():
             if package in entry.packages:
                 self.wake(entry)
 
@@ -326,45 +324,6 @@ def current_settings() -> Settings:
     return _settings.resolve(environ={}) if session is None else session.settings
 
 
-def preview(
-    adapter: Adapter,
-    settings: Settings,
-    versions: Callable[[str, Iterable[str]], str | None] | None = None,
-) -> tuple[SeamStatus, ...]:
-    """What the engine would do with an adapter's seams, read from the current ``Source`` alone.
-
-    Args:
-        adapter: the adapter.
-        settings: what the user asks for.
-        versions: returns a distribution's version in that source; ``None`` for ``version_of``.
-    """
-
-    def missed(adapter: Adapter) -> Callable[[str], str]:
-        return _missed(adapter, versions or version_of)
-
-    return check(adapter, settings.features, settings, missed).foretold()
-
-
-def _missed(
-    adapter: Adapter,
-    versions: Callable[[str, Iterable[str]], str | None] | None = None,
-) -> Callable[[str], str]:
-    """See ``precision_shim.seams._plan.Missed``."""
-    from ..upstream import symbols as _symbols
-
-    known = _symbols.missed(adapter, versions or version_of)
-
-    def told(target: str) -> str:
-        try:
-            return known(target)
-        except (
-            Exception
-        ):  # a damaged record must not break the framework's import; status() says it
-            return ""
-
-    return told
-
-
 def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatus:
     adapter = session.awake.get(name)
     known = adapter or entry  # a third party's entry does not know its distribution
@@ -380,37 +339,12 @@ def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatu
     seams = session.engine.report(name)
     if name not in session.standing:
         try:
-            session.standing[name] = standing(adapter, version, version_of)
+            session.standing[name] = judge_version(adapter, version, version_of)
         except Exception as error:  # a damaged record must not end install()
             told = f"its symbols could not be compared with the record: {error!r}"
             session.standing[name] = is_tested(version, adapter.tested), told
     tested, reason = session.standing[name]
     return FrameworkStatus(version, _summary(seams), seams, reason, tested)
-
-
-def standing(
-    adapter: Adapter,
-    version: str,
-    versions: Callable[[str, Iterable[str]], str | None],
-    *,
-    closely: bool = False,
-) -> tuple[bool, str]:
-    """Whether a version is tested, and how the code here differs from the recorded versions.
-
-    Args:
-        adapter: the framework's adapter.
-        version: the framework's version.
-        versions: returns the version of a distribution of a backend, as ``version_of`` does.
-        closely: compare the code with the record also where the version is recorded.
-    """
-    from ..upstream import symbols as _symbols
-
-    beneath = {name: versions(name, (package,)) for package, name in shared().items()}
-    tested = is_tested(version, adapter.tested)
-    told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
-    told += _symbols.likeness(adapter, version, beneath)
-    told += _symbols.differing(adapter, version, beneath) if closely else []
-    return tested, "; ".join(told)
 
 
 def _summary(seams: Iterable[SeamStatus]) -> str:
@@ -419,43 +353,6 @@ def _summary(seams: Iterable[SeamStatus]) -> str:
         if state in states:
             return state
     return "absent"
-
-
-def version_of(distribution: str, packages: Iterable[str]) -> str | None:
-    """Version of the package that this process would import, without importing it.
-
-    Read from the distribution's metadata; for a checkout, whose metadata is absent or another
-    copy's, from its own source. ``"unknown"`` where neither has a version, ``None`` where neither
-    metadata nor package is found.
-    """
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import distribution as installed
-
-    try:
-        known = installed(distribution)
-    except PackageNotFoundError:
-        known = None
-    told = None if known is None else known.version
-    for package in packages:
-        try:
-            spec = find_spec(package)
-        except Exception:  # another package's finder may do anything
-            continue
-        if spec is None:
-            continue
-        folders = [Path(one).resolve() for one in spec.submodule_search_locations or ()]
-        if known is not None:
-            own = Path(str(known.locate_file(package.replace(".", "/")))).resolve()
-            if own in folders or not folders:
-                return told
-        stated = (stated_version(distribution, package, folder) for folder in folders)
-        return next(filter(None, stated), None) or told or "unknown"
-    return told
-
-
-def _describe(adapter: Adapter) -> str:
-    found = version_of(adapter.distribution, adapter.packages)
-    return f"{adapter.framework} {found or '(not installed)'}"
 
 
 def _fault(framework: str, error: PrecisionShimError) -> None:
@@ -471,7 +368,7 @@ def _report(text: str) -> None:
         _journal.say(text)
 
 
-def _said_already(framework: str, error: PrecisionShimError) -> None:
+def _say_nothing(framework: str, error: PrecisionShimError) -> None:
     """Do nothing: the automatic start has reported this fault."""
 
 
@@ -520,9 +417,7 @@ __all__ = [
     "current_settings",
     "in_force",
     "install",
-    "preview",
     "start",
     "status",
     "uninstall",
-    "version_of",
 ]

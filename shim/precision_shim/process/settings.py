@@ -211,7 +211,7 @@ def _nearest(name: str, known: Iterable[str]) -> list[str]:
     return [rest[one] for one in (get_close_matches(word, rest, n=1) or begun)[:1]]
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
+def _suggest(name: str, known: Iterable[str]) -> str:
     near = _nearest(name, known)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -238,7 +238,7 @@ def parse_features(
         taken, bare = name.startswith("-"), name.lstrip("-")
         if bare not in FEATURES:
             raise SettingsError(
-                f"{variable}: unknown feature {bare!r}{_meant(bare, FEATURES)}; allowed: "
+                f"{variable}: unknown feature {bare!r}{_suggest(bare, FEATURES)}; allowed: "
                 f"{', '.join(FEATURES)}, each also with a leading '-' to take it away from all. "
                 "Correct the list or unset it for all."
             )
@@ -288,7 +288,7 @@ def resolve(
     unknown = sorted(set(arguments) - set(TABLE))
     if unknown:
         raise SettingsError(
-            f"{where['settings']}: unknown setting {unknown[0]!r}{_meant(unknown[0], TABLE)}; "
+            f"{where['settings']}: unknown setting {unknown[0]!r}{_suggest(unknown[0], TABLE)}; "
             f"allowed: {', '.join(TABLE)}. Correct the name or leave it out."
         )
     values: dict[str, Any] = {}
@@ -321,7 +321,7 @@ def resolve(
         if known and name not in known:
             source = where["frameworks"] if frameworks is not None else f"{PREFIX}_FRAMEWORKS"
             raise SettingsError(
-                f"{source}: unknown framework {name!r}{_meant(name, known)}; allowed: "
+                f"{source}: unknown framework {name!r}{_suggest(name, known)}; allowed: "
                 f"{', '.join(sorted(known))}. Correct the list or unset it for all."
             )
     if frameworks is not None and named:

@@ -45,8 +45,8 @@ def init() -> None:
                     f"{'/'.join(ON)} (on), strict, {'/'.join(OFF)} (off), or unset"
                 )
                 return
-            watcher = Watcher(_seen, before=True)
-            watcher.watch(_wanted())
+            watcher = Watcher(_wake, before=True)
+            watcher.watch(_wake_words())
             _waiting = watcher
     except Exception as error:
         say(f"not installed: {error!r}")
@@ -88,7 +88,7 @@ def _first() -> "Any":
     return next((one for one in sys.meta_path if type(one).__name__ == FIRST), None)
 
 
-def _wanted() -> "set[str]":
+def _wake_words() -> "set[str]":
     from . import carriers, registry
 
     names = registry.packages()
@@ -101,7 +101,7 @@ def _wanted() -> "set[str]":
     return names | {"torch", *carriers.PACKAGES}
 
 
-def _seen(package: str) -> None:
+def _wake(package: str) -> None:
     try:
         from . import carriers
 

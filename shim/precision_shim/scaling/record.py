@@ -22,11 +22,11 @@ from ..precision.scaler_record import (
     ScalerRecord,
     ScalerSettings,
     bad_record,
+    choose_values,
     digest_of,
     parse,
     parse_bytes,
     read_record,
-    taken_over,
 )
 from .scaler import LossScaler
 
@@ -133,7 +133,7 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
     """
     saved = read_record(record, where)
     mine = scaler.settings if isinstance(scaler, LossScaler) else ScalerSettings()
-    values, tracker, lines = taken_over(saved, mine, where)
+    values, tracker, lines = choose_values(saved, mine, where)
     scaler.load_state_dict({"scale": saved.scale, "_growth_tracker": tracker, **values})
     if isinstance(scaler, LossScaler):
         scaler.counter.steps = saved.steps

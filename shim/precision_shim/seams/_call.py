@@ -205,13 +205,13 @@ def through(function: Callable[..., Any], binding: Binding) -> Through:
         for name, default in wanted:
             values[name] = given.get(name, default)
             if values[name] is REQUIRED:
-                return _lacking(function, call, name)
+                return _raise_lacking(function, call, name)
         return function(call, **values)
 
     return named
 
 
-def _lacking(function: Callable[..., Any], call: Call, name: str) -> Any:
+def _raise_lacking(function: Callable[..., Any], call: Call, name: str) -> Any:
     # The caller left out a required argument: let the symbol raise its own TypeError.
     call._wrapped(*call._args, **call._kwargs)
     raise TypeError(

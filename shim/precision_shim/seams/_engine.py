@@ -76,7 +76,7 @@ class Engine:
         self._refused: set[Group] = set()
         self._sites = Sites()
         self._effects: dict[str, tuple[str, ...]] = {}
-        self._watcher = Watcher(self._imported)
+        self._watcher = Watcher(self._on_import)
         self._live = True
 
     # -- adding ---------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Engine:
                 __import__(module)
             with _lock:
                 if self._live and _loaded(module) is not None:
-                    self._arrived(module)
+                    self._on_arrival(module)
                     self._sites.reach_copies()
 
     def _expect(self, modules: set[str], effects: Iterable[str]) -> None:
@@ -130,14 +130,14 @@ class Engine:
         self._watcher.watch(modules)
         for module in modules:
             if _loaded(module) is not None:
-                self._arrived(module)
+                self._on_arrival(module)
 
-    def _imported(self, module: str) -> None:
+    def _on_import(self, module: str) -> None:
         with _lock:
             if self._live:
                 _lock.patched = getattr(sys.modules.get(module), "__spec__", None), get_ident()
                 self._forget(module)
-                self._arrived(module)
+                self._on_arrival(module)
                 self._sites.reach_copies()
 
     def _forget(self, module: str) -> None:
@@ -149,7 +149,7 @@ class Engine:
                 if placed and row.seam.module == module and row.group not in self._refused:
                     row.state = "pending"
 
-    def _arrived(self, module: str) -> None:
+    def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
             # Trip-wires first: they are the innermost layers, and needed if patching fails here.
@@ -159,9 +159,9 @@ class Engine:
             if framework is None:
                 return
             done.add(framework)
-            self._arrived_for(framework, module)
+            self._on_arrival_in(framework, module)
 
-    def _arrived_for(self, framework: str, module: str) -> None:
+    def _on_arrival_in(self, framework: str, module: str) -> None:
         known = self._known[framework]
         if not known.checked and any(
             row.seam.module == module and row.state != "off" for row in known.rows
@@ -208,7 +208,7 @@ class Engine:
         seam = row.seam
         try:
             parent, _, raw = locate(seam.target)
-            function = _standing(seam, raw, inspect.isclass(parent), row.symbol)
+            function = _bind(seam, raw, inspect.isclass(parent), row.symbol)
             site = self._sites.at(seam.target)
             owner = f"precision_shim:{adapter.framework}"
             self._sites.put(site, Layer(seam.wrapper, function, owner, {row.group}, seam.replaces))
@@ -301,7 +301,7 @@ def _loaded(module: str) -> Any:
     return None if getattr(spec, "_initializing", False) else found
 
 
-def _standing(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
+def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
     """The function to put at a symbol: the wrapper, bound to the imported symbol's parameters."""
     assert seam.wrapper is not None  # check() leaves no record of a native feature pending
     if seam.replaces:  # the symbol need not be callable: some frameworks build on objects

@@ -129,7 +129,7 @@ def check(
     """
     had = missed(adapter)
     rows = unchecked(adapter, features)
-    rows += tuple(_moved_away(adapter, features, rows, had))
+    rows += tuple(_find_moved(adapter, features, rows, had))
     problems: dict[Group, list[str]] = {}
     for row in rows:
         problem = _judge(row, settings) if row.state == "pending" else ""
@@ -144,7 +144,7 @@ def check(
     return Plan(adapter, rows, refused)
 
 
-def _moved_away(
+def _find_moved(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
     """Seams that ``only_if`` or ``unless`` leaves out while their symbol is gone from all places.

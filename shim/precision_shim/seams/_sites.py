@@ -131,7 +131,7 @@ class Sites:
                 setattr(site.parent, site.name, site.raw)
             elif not site.stale:
                 left.append(f"{site.target} was changed by someone else since and is left as it is")
-            for names, name in map(_named, site.aliases):
+            for names, name in map(_resolve_alias, site.aliases):
                 if names.get(name) is site.top:
                     names[name] = site.original
             site.layers.clear()
@@ -163,7 +163,7 @@ class Sites:
         unreached = []
         for alias in aliases:
             site.aliases.add(alias)
-            names, attribute = _named(alias)
+            names, attribute = _resolve_alias(alias)
             if attribute not in names or names[attribute] is site.top:
                 continue
             _, held = self._displaced.get(id(names[attribute]), (None, None))
@@ -180,7 +180,7 @@ class Sites:
         Call it once for all changed sites: it goes through every name of every module. It skips
         old values that nobody holds any more.
         """
-        gone = {key: self._displaced[key] for key in _held(self._displaced)}
+        gone = {key: self._displaced[key] for key in _find_held(self._displaced)}
         if gone:
             _sweep(
                 {
@@ -204,7 +204,7 @@ def locate(target: str) -> tuple[Any, str, Any]:
     return parent, name, raw
 
 
-def _held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
+def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
     """The ids of those objects that something besides these tuples holds.
 
     Nearly always there are none, and no search is needed.
@@ -227,7 +227,7 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
                 names[name] = gone[id(value)][1]
 
 
-def _named(alias: str) -> tuple[dict[str, Any], str]:
+def _resolve_alias(alias: str) -> tuple[dict[str, Any], str]:
     """The namespace of an alias's module (empty if not imported), and the alias's own name."""
     module, _, name = alias.partition(":")
     return _contents(sys.modules.get(module)), name

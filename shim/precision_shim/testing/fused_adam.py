@@ -24,20 +24,26 @@ Source of every rule: the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14,
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterable
-from copy import deepcopy
-from itertools import chain
 from typing import Any
 
 import torch
 
 from ..precision.remainders import join_master, split_master
+from .releases import (
+    DEFAULT_VERSION,
+    EMPTY_GROUPS_COUNT_SINCE,
+    OLDEST_VERSION,
+    PARAM_REMAINDERS_SINCE,
+    at_least,
+    check_state_dtypes,
+    refuse_capturable,
+    release_of,
+)
+from .states import StoredStates
 
 __all__ = [
-    "DEFAULT_VERSION",
-    "OLDEST_VERSION",
     "FusedAdam",
     "FusedSGD",
     "fused_adam_for",
@@ -45,26 +51,8 @@ __all__ = [
     "split_master",
 ]
 
-DEFAULT_VERSION = "2.11.0"
-"""The TransformerEngine release that :class:`FusedAdam` itself behaves like."""
 
-OLDEST_VERSION = "1.13.0"
-"""The oldest release that :func:`fused_adam_for` knows."""
-
-_PARAM_REMAINDERS_SINCE = (2, 1)
-_BF16_MOMENTS_SINCE = (2, 3)
-_CAPTURABLE_BF16_SINCE = (2, 14)
-_EMPTY_GROUPS_COUNT_SINCE = (2, 19)
-
-_FP8 = torch.float8_e4m3fn
-_LARGEST_SCALED = {
-    # Half of fp16's largest number; the largest finite number of e4m3.
-    torch.float16: torch.finfo(torch.float16).max / 2.0,
-    torch.uint8: torch.finfo(_FP8).max,
-}
-
-
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(StoredStates):
     """Adam with configurable state dtypes, as in TransformerEngine 2.11, on any device.
 
     The module's docstring says what is the same as in TransformerEngine and what is not.
@@ -133,19 +121,23 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedAdam (stand-in): AMSGrad is not supported.")
-        self._check_state_dtypes(
-            master_weight_dtype if master_weights else None, exp_avg_dtype, exp_avg_sq_dtype
+        check_state_dtypes(
+            self.te_version,
+            master_weight_dtype if master_weights else None,
+            exp_avg_dtype,
+            exp_avg_sq_dtype,
         )
         remainders = (
             store_param_remainders and master_weights and master_weight_dtype == torch.float32
         )
         if capturable:
-            self._refuse_capturable(
+            refuse_capturable(
+                self.te_version,
                 master_weight_dtype if master_weights else None,
                 exp_avg_dtype,
                 exp_avg_sq_dtype,
-                store_param_remainders,
-                remainders,
+                asked_remainders=store_param_remainders,
+                remainders=remainders,
             )
 
         defaults = {
@@ -171,73 +163,13 @@ class FusedAdam(torch.optim.Optimizer):
         self.store_param_remainders = remainders
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self.set_grad_none = set_grad_none
-        if set_grad_none is not None and self._has_remainders():
+        if set_grad_none is not None and at_least(self.te_version, PARAM_REMAINDERS_SINCE):
             warnings.warn(
                 "FusedAdam (stand-in): set_grad_none is deprecated, "
                 "use zero_grad(set_to_none=...).",
                 DeprecationWarning,
                 stacklevel=2,
             )
-
-    # -- legality ------------------------------------------------------------------------
-
-    @classmethod
-    def _at_least(cls, release: tuple[int, int]) -> bool:
-        return _release(cls.te_version) >= release
-
-    @classmethod
-    def _has_remainders(cls) -> bool:
-        return cls._at_least(_PARAM_REMAINDERS_SINCE)
-
-    @classmethod
-    def _check_state_dtypes(
-        cls,
-        master: torch.dtype | None,
-        exp_avg: torch.dtype,
-        exp_avg_sq: torch.dtype,
-    ) -> None:
-        if master not in (None, torch.float32, torch.float16):
-            raise RuntimeError(
-                f"FusedAdam (stand-in {cls.te_version}): master weights must be fp32 or fp16, "
-                f"got {master}."
-            )
-        legal = [torch.float32, torch.float16, torch.uint8]
-        if cls._at_least(_BF16_MOMENTS_SINCE):
-            legal.append(torch.bfloat16)
-        for name, dtype in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-            if dtype not in legal:
-                raise RuntimeError(
-                    f"FusedAdam (stand-in {cls.te_version}): {name} must be one of "
-                    f"{', '.join(map(str, legal))}, got {dtype!r}."
-                )
-
-    @classmethod
-    def _refuse_capturable(
-        cls,
-        master: torch.dtype | None,
-        exp_avg: torch.dtype,
-        exp_avg_sq: torch.dtype,
-        asked_remainders: bool,
-        remainders: bool,
-    ) -> None:
-        where = f"FusedAdam (stand-in {cls.te_version}): capturable"
-        if master not in (None, torch.float32):
-            raise RuntimeError(f"{where} takes only fp32 master weights, got {master}.")
-        both_bf16 = exp_avg == exp_avg_sq == torch.bfloat16
-        both_fp32 = exp_avg == exp_avg_sq == torch.float32
-        newer = cls._at_least(_CAPTURABLE_BF16_SINCE)
-        if not both_fp32 and not (newer and both_bf16):
-            allowed = "both fp32 or both bf16" if newer else "fp32"
-            raise RuntimeError(
-                f"{where} wants moments that are {allowed}, got {exp_avg} and {exp_avg_sq}."
-            )
-        # Up to 2.13 the flag itself is refused, from 2.14 only a flag that has an effect.
-        if remainders if newer else asked_remainders:
-            raise RuntimeError(f"{where} does not go with store_param_remainders.")
-        raise NotImplementedError(
-            f"{where}=True is legal in TransformerEngine {cls.te_version} but needs CUDA graphs; "
-            "this stand-in runs without them. Use capturable=False, or the real FusedAdam."
-        )
 
     # -- gradients -----------------------------------------------------------------------
 
@@ -271,194 +203,6 @@ class FusedAdam(torch.optim.Optimizer):
             else:
                 param.decoupled_grad.zero_()  # type: ignore[attr-defined]
 
-    def _all_params(self) -> Iterable[torch.Tensor]:
-        return chain.from_iterable(group["params"] for group in self.param_groups)
-
-    # -- state ---------------------------------------------------------------------------
-
-    def _keeps_remainder(self, param: torch.Tensor, state_name: str) -> bool:
-        return (
-            self.store_param_remainders
-            and state_name == "master_param"
-            and param.dtype == torch.bfloat16
-        )
-
-    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """One state of ``param`` as fp32, with its scale applied.
-
-        Returns an fp32 state itself, not a copy. Returns a remainder as its int16 tensor,
-        **not** as the master, for which there is :func:`join_master`.
-
-        Args:
-            param: a parameter of this optimizer.
-            state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
-
-        Returns:
-            fp32 (int16 for a remainder), of the parameter's shape.
-
-        Raises:
-            KeyError: the state does not exist.
-            AssertionError: the stored tensor has another dtype than the constructor asked for.
-        """
-        stored = self.state[param][state_name]
-        dtype = self.name_to_dtype_map[state_name]
-        if self._keeps_remainder(param, state_name):
-            assert stored.dtype == torch.int16, stored.dtype
-            return stored  # type: ignore[no-any-return]
-        assert stored.dtype == dtype, (state_name, stored.dtype, dtype)
-        if dtype == torch.float32:
-            return stored  # type: ignore[no-any-return]
-        if dtype == torch.bfloat16:
-            return stored.float()  # type: ignore[no-any-return]
-        if dtype == torch.uint8:
-            stored = stored.view(_FP8)
-        return stored.float().mul_(self._scales[param][state_name])  # type: ignore[no-any-return]
-
-    def set_scaled_state(
-        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
-    ) -> None:
-        """Store one state of ``param``, scaled and rounded to the dtype of the state.
-
-        As in TransformerEngine, storing an fp16 state scales ``unscaled_state`` **in place**.
-
-        Args:
-            param: a parameter of this optimizer.
-            state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
-            unscaled_state: fp32, the parameter's shape; int16 where a remainder is kept.
-
-        Raises:
-            AssertionError: ``unscaled_state`` has another dtype.
-        """
-        remainder = self._keeps_remainder(param, state_name)
-        expected = torch.int16 if remainder else torch.float32
-        assert unscaled_state.dtype == expected, (state_name, unscaled_state.dtype, expected)
-        state = self.state[param]
-        if state_name not in state:
-            self._initialize_state(param, state_name, False, remainder)
-        if self.name_to_dtype_map[state_name] == torch.float32:
-            state[state_name].copy_(unscaled_state)
-        else:
-            scale = self._scales[param][state_name]
-            self._apply_scale(state_name, unscaled_state, state[state_name], scale)
-
-    def _apply_scale(
-        self,
-        state_name: str,
-        unscaled_state: torch.Tensor,
-        scaled_state: torch.Tensor,
-        scale: torch.Tensor,
-    ) -> None:
-        assert unscaled_state.dtype == torch.float32, unscaled_state.dtype
-        dtype = self.name_to_dtype_map[state_name]
-        assert scaled_state.dtype == dtype, (state_name, scaled_state.dtype, dtype)
-        if dtype == torch.bfloat16:
-            scaled_state.copy_(unscaled_state)
-            return
-        unscaled_state = unscaled_state.to(scaled_state.device)
-        lowest, highest = torch.aminmax(unscaled_state)
-        scale.copy_(torch.maximum(-lowest, highest) / _LARGEST_SCALED[dtype])
-        # A tensor of zeros has the scale 0: TransformerEngine guards this division for fp16 only.
-        inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
-        if dtype == torch.float16:
-            scaled_state.copy_(unscaled_state.mul_(inverse))
-        else:
-            scaled_state.view(_FP8).copy_((unscaled_state * inverse).to(_FP8))
-
-    def _initialize_state(
-        self,
-        param: torch.Tensor,
-        state_name: str,
-        zero_buffer: bool,
-        store_param_remainders: bool = False,
-    ) -> None:
-        dtype = self.name_to_dtype_map[state_name]
-        if store_param_remainders:
-            data = torch.zeros(param.shape, dtype=torch.int16, device=param.device)
-        else:
-            data = torch.empty(param.shape, dtype=dtype, device=param.device)
-        if zero_buffer:
-            data.zero_()
-        self.state[param][state_name] = data
-        if dtype != torch.float32:
-            self._scales.setdefault(param, {})[state_name] = torch.ones(
-                [1], dtype=torch.float32, device=param.device
-            )
-
-    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
-        """Make the states of ``param``: moments of zero, the master equal to the parameter.
-
-        Up to TransformerEngine 2.0 the method has no second argument.
-
-        Args:
-            param: a parameter of this optimizer.
-            store_param_remainders: keep a remainder in place of the master.
-        """
-        self._initialize_state(param, "exp_avg", zero_buffer=True)
-        self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
-        if not self.master_weights:
-            return
-        self._initialize_state(
-            param,
-            "master_param",
-            zero_buffer=False,
-            store_param_remainders=store_param_remainders,
-        )
-        if not store_param_remainders:
-            self.set_scaled_state(param, "master_param", param.detach().clone().float())
-
-    # -- checkpoints ---------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's state dict with every state as fp32, except int16 remainders.
-
-        Returns:
-            ``{"state": {index: {name: tensor}}, "param_groups": [...]}``. fp32 states are
-            the live tensors.
-        """
-        state_dict = super().state_dict()
-        by_index = self._params_by_index(state_dict)
-        for index, state in state_dict["state"].items():
-            if index in by_index:
-                param = by_index[index]
-                state_dict["state"][index] = {
-                    name: self.get_unscaled_state(param, name) for name in state
-                }
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and states; each state is rounded to the dtype that this optimizer keeps.
-
-        Each state that this optimizer does not keep as a remainder is first cast to fp32,
-        **whatever its dtype**: an int16 remainder from another optimizer becomes a master of
-        whole numbers, without an error. An fp32 master that this optimizer would keep as a
-        remainder raises an AssertionError. Both are as in TransformerEngine.
-
-        Args:
-            state_dict: what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: the groups do not match.
-            AssertionError: this optimizer keeps a remainder, and the loaded state is not int16.
-        """
-        super().load_state_dict(state_dict)
-        by_index = self._params_by_index(state_dict)
-        for index, state in state_dict["state"].items():
-            if index not in by_index:
-                continue
-            param = by_index[index]
-            # torch has just cast the states to the parameter's dtype: discard those.
-            self.state[param] = {}
-            for name, value in state.items():
-                if value is None:
-                    continue
-                remainder = self._keeps_remainder(param, name)
-                self.set_scaled_state(param, name, value if remainder else value.float())
-
-    def _params_by_index(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-        saved = deepcopy(state_dict["param_groups"])
-        indices = chain.from_iterable(group["params"] for group in saved)
-        return dict(zip(indices, self._all_params(), strict=False))
-
     # -- the step ------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -484,7 +228,7 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if group["params"] or self._at_least(_EMPTY_GROUPS_COUNT_SINCE):
+            if group["params"] or at_least(self.te_version, EMPTY_GROUPS_COUNT_SINCE):
                 group["step"] = group.get("step", 0) + 1
             if group["params"]:
                 self._step_group(group)
@@ -580,13 +324,6 @@ class FusedAdam(torch.optim.Optimizer):
         value.sub_(update.mul_(lr))
 
 
-def _release(version: str) -> tuple[int, int]:
-    found = re.match(r"v?(\d+)\.(\d+)", version)
-    if found is None:
-        raise ValueError(f"not a TransformerEngine version: {version!r}")
-    return int(found[1]), int(found[2])
-
-
 def _as_fp32(number: Any) -> float:
     return float(torch.tensor(float(number), dtype=torch.float32))
 
@@ -665,14 +402,14 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
     Raises:
         ValueError: not a version, or one before 1.13.
     """
-    release = _release(version)
-    if release < _release(OLDEST_VERSION):
+    release = release_of(version)
+    if release < release_of(OLDEST_VERSION):
         raise ValueError(
             f"no stand-in for TransformerEngine {version}: known from {OLDEST_VERSION} on"
         )
     if version == DEFAULT_VERSION:
         return FusedAdam
-    base = FusedAdam if release >= _PARAM_REMAINDERS_SINCE else _FusedAdamWithoutRemainders
+    base = FusedAdam if release >= PARAM_REMAINDERS_SINCE else _FusedAdamWithoutRemainders
     return type("FusedAdam", (base,), {"te_version": version, "__doc__": base.__doc__})
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..auditing.counting import is_sharded, measure
-from ..auditing.reading import read
+from ..auditing.readers import read_optimizers
 from ..auditing.record import COMPONENTS, OF_MODEL, PER_PARAMETER
 
 __all__ = ["MeasuredBytes", "Part", "measure_bytes"]
@@ -130,7 +130,7 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     Returns:
         :class:`MeasuredBytes` for this rank.
     """
-    readings = read(model_chunks, optimizer)
+    readings = read_optimizers(model_chunks, optimizer)
     measured, _ = measure(readings)
     trainable = sum(one.parameters for one in readings)
     owned = sum(one.owned_parameters for one in readings)

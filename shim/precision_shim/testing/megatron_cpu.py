@@ -171,12 +171,12 @@ def cuda_means_cpu() -> Iterator[None]:
     """
     answers = _torch_cuda_answers()
     nvtx = {"range_push": _nothing(), "range_pop": _nothing()}
-    with _patched(torch.cuda, answers), _patched(torch.cuda.nvtx, nvtx), _CudaMeansCpu():
+    with _patch(torch.cuda, answers), _patch(torch.cuda.nvtx, nvtx), _CudaMeansCpu():
         yield
 
 
 @contextmanager
-def _patched(owner: Any, values: dict[str, Any]) -> Iterator[None]:
+def _patch(owner: Any, values: dict[str, Any]) -> Iterator[None]:
     missing = object()
     before = {name: vars(owner).get(name, missing) for name in values}
     try:
@@ -218,11 +218,11 @@ def megatron_on_cpu() -> Iterator[None]:
     tracker = megatron_random.CudaRNGStatesTracker
     with contextlib.ExitStack() as stack:
         stack.enter_context(cuda_means_cpu())
-        stack.enter_context(_patched(tracker, {"add": remember, "fork": fork}))
+        stack.enter_context(_patch(tracker, {"add": remember, "fork": fork}))
         if not hasattr(moe_utils, "te_general_gemm"):
             # The router compares te_general_gemm with None, but without TransformerEngine the
             # name may not exist at all (megatron-core 0.16.1).
-            stack.enter_context(_patched(moe_utils, {"te_general_gemm": None}))
+            stack.enter_context(_patch(moe_utils, {"te_general_gemm": None}))
         # Compiling Megatron's small functions for a CPU takes longer than training.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

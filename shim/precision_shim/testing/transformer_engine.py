@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from .fused_adam import DEFAULT_VERSION, FusedAdam, FusedSGD, fused_adam_for
+from .fused_adam import FusedAdam, FusedSGD, fused_adam_for
+from .releases import DEFAULT_VERSION
 
 __all__ = ["StandIn", "real_transformer_engine", "stand_in_transformer_engine"]
 
@@ -120,7 +121,7 @@ def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]
         raise RuntimeError("a stand-in for TransformerEngine is already in force")
     real = real_transformer_engine()
     if real is not None and version in (None, real[0]):
-        stand_in = StandIn(real[0], _checked_by(real[1], real[0]), "transformer_engine")
+        stand_in = StandIn(real[0], _check_with(real[1], real[0]), "transformer_engine")
     else:
         version = DEFAULT_VERSION if version is None else version
         stand_in = StandIn(version, fused_adam_for(version), "stand-in")
@@ -155,7 +156,7 @@ def _leaf(stand_in: StandIn) -> types.ModuleType:
     return leaf
 
 
-def _checked_by(real_adam: type[Any], version: str) -> type[FusedAdam]:
+def _check_with(real_adam: type[Any], version: str) -> type[FusedAdam]:
     """The stand-in for ``version``, whose constructor calls the real constructor first."""
     base = fused_adam_for(version)
     real_init: Callable[..., None] = real_adam.__init__

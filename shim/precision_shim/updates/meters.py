@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import lost
 
 if TYPE_CHECKING:
-    from .watch import Meter
+    from .measuring import Meter
 
 _meters: weakref.WeakKeyDictionary[Any, Meter] = weakref.WeakKeyDictionary()
 """The meters, by the torch optimizer that each one watches."""

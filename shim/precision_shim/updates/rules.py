@@ -127,9 +127,9 @@ class Rule:
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], sampled: Sampled
     ) -> Ideal:
         """What the coming step does to a sample without rounding."""
-        return self._ideal(sampled, group, self._decoupled(optimizer, group))
+        return self._ideal(sampled, group, self._is_decoupled(optimizer, group))
 
-    def _decoupled(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    def _is_decoupled(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
         if self._fused:
             return bool(optimizer.adam_w_mode)  # type: ignore[attr-defined]
         return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))

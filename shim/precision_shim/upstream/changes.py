@@ -31,10 +31,10 @@ def _code(found: Definition) -> list[str]:
                 inside.update(range(one.lineno + 1, one.end_lineno + 1))
     indent = len(lines[first - 1]) - len(lines[first - 1].lstrip())
     numbers = range(first, (node.end_lineno or first) + 1)
-    return list(_kept(lines, numbers, left_out, inside, indent))
+    return list(_code_lines(lines, numbers, left_out, inside, indent))
 
 
-def _kept(
+def _code_lines(
     lines: list[str], numbers: range, left_out: set[int], inside: set[int], indent: int
 ) -> Iterator[str]:
     """The lines except docstrings, empty lines and comments; lines inside a string are code."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ..errors import PrecisionShimError
-from ..process import session as _session
+from ..process.foreseen import preview
 from ..process.framework import Framework
 from ..process.in_force import asked_for
 from ..process.settings import PREFIX, Settings
+from ..process.versions import judge_version
 from ..reporting.record import FrameworkStatus, SeamStatus
 
 __all__ = ["foresee", "inapplicable"]
@@ -30,7 +31,7 @@ def foresee(
     Args:
         entry: the framework.
         settings: what the user asks for.
-        versions: returns a distribution's version in that source; ``_session.version_of`` does so
+        versions: returns a distribution's version in that source; ``versions.version_of`` does so
             for the installed packages.
     """
     name, version = entry.framework, versions(entry.distribution, entry.packages)
@@ -42,10 +43,10 @@ def foresee(
         return FrameworkStatus(None, "absent"), [problem] if asked_by_name else []
     try:
         adapter = entry.load()
-        seams = _session.preview(adapter, settings, versions)
+        seams = preview(adapter, settings, versions)
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
-    tested, reason = _session.standing(adapter, version, versions, closely=True)
+    tested, reason = judge_version(adapter, version, versions, closely=True)
     # A refusal that an adapter declares is no fault of this machine: the seam refuses when used.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:

@@ -24,7 +24,7 @@ Record = dict[str, dict[str, dict[str, list[str]]]]
 """Distribution to target to digest to versions."""
 
 
-def read(path: Path = FILE) -> Record:
+def read_symbols(path: Path = FILE) -> Record:
     """The record in a file; empty where there is no file.
 
     Raises:
@@ -41,7 +41,7 @@ def read(path: Path = FILE) -> Record:
 @lru_cache(maxsize=1)
 def shipped() -> Record:
     """The record that this package ships."""
-    return read()
+    return read_symbols()
 
 
 def write(record: Record, path: Path) -> None:
@@ -81,7 +81,7 @@ def add(record: Record, distribution: str, version: str, digests: Mapping[str, s
         del record[distribution]
 
 
-def seen_in(record: Record, distribution: str, target: str, found: str) -> list[str]:
+def find_versions(record: Record, distribution: str, target: str, found: str) -> list[str]:
     """The versions in which a symbol has the digest ``found``, the oldest first."""
     return list(record.get(distribution, {}).get(target, {}).get(found, ()))
 
@@ -215,7 +215,7 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
         known = versions_of(shipped(), distribution)
         if here is None or not known or plain(here) in known:
             continue
-        digests = _recorded(distribution, targets)
+        digests = _digests_here(distribution, targets)
         if not digests:
             continue
         found = compare(shipped(), distribution, digests)
@@ -223,13 +223,15 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
     return told
 
 
-def differing(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
+def describe_differences(
+    adapter: Adapter, version: str, installed: Mapping[str, str | None]
+) -> list[str]:
     """Sentences on recorded versions whose code here differs from the record, as in a fork."""
     told = []
     for distribution, targets in targets_by_distribution(adapter).items():
         here = version if distribution == adapter.distribution else installed.get(distribution)
         if here is not None and plain(here) in versions_of(shipped(), distribution):
-            digests = _recorded(distribution, targets)
+            digests = _digests_here(distribution, targets)
             found = compare(shipped(), distribution, digests, plain(here))
             if digests and not found.same:
                 told.append(f"{distribution} {here} is not what was recorded: {found}")
@@ -239,11 +241,11 @@ def differing(adapter: Adapter, version: str, installed: Mapping[str, str | None
 def same_as(adapter: Adapter, distribution: str) -> str:
     """The recorded version whose symbols equal all those here; ``""`` if there is none."""
     targets = targets_by_distribution(adapter).get(distribution, ())
-    found = compare(shipped(), distribution, _recorded(distribution, targets))
+    found = compare(shipped(), distribution, _digests_here(distribution, targets))
     return found.version if found.same else ""
 
 
-def _recorded(distribution: str, targets: Iterable[str]) -> dict[str, str]:
+def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
     """The digests here of recorded targets; a third party's targets may all be unrecorded."""
     known = shipped().get(distribution, {})
     return {one: digest(one) for one in targets if one in known}
@@ -261,7 +263,7 @@ def missed(
 
     Args:
         adapter: the adapter whose symbols may be missing.
-        versions: returns a distribution's version, as ``_session.version_of`` does.
+        versions: returns a distribution's version, as ``versions.version_of`` does.
     """
     packages = {name: (package,) for package, name in shared().items()}
 

@@ -125,7 +125,7 @@ class Tree:
     def version_of(self, distribution: str, package: str) -> str:
         """A distribution's version from its metadata, else its source, else ``"unknown"``."""
         known = self._metadata.get(_normal(distribution))
-        return known or next(_written(self._files, distribution, package), None) or "unknown"
+        return known or next(_find_written(self._files, distribution, package), None) or "unknown"
 
     def _place(self, module: str) -> str | None:
         """Path of a module's file; ``""`` for a package without a file, ``None`` for no module."""
@@ -215,12 +215,12 @@ def stated_version(distribution: str, package: str, folder: Path) -> str | None:
     """
     root = folder.parents[package.count(".")]
     try:
-        return next(_written(_Folder(root), distribution, package), None)
+        return next(_find_written(_Folder(root), distribution, package), None)
     except OSError:
         return None
 
 
-def _written(files: _Files, distribution: str, package: str) -> Iterator[str]:
+def _find_written(files: _Files, distribution: str, package: str) -> Iterator[str]:
     base = package.replace(".", "/")
     for file in (f"{base}/version/version", f"{base}/VERSION", f"{base}/version.txt"):
         if files.is_file(file):
@@ -228,16 +228,16 @@ def _written(files: _Files, distribution: str, package: str) -> Iterator[str]:
     for name in _VERSION_FILES:
         if files.is_file(f"{base}/{name}"):
             try:
-                yield from _assigned(ast.parse(decode_source(files.read(f"{base}/{name}"))))
+                yield from _find_assigned(ast.parse(decode_source(files.read(f"{base}/{name}"))))
             except (SyntaxError, ValueError):
                 continue
     for folder in ("", "../"):
         if files.is_file(f"{folder}pyproject.toml"):
             text = files.read(f"{folder}pyproject.toml").decode("utf-8", "replace")
-            yield from _declared(text, distribution, files, folder)
+            yield from _find_declared(text, distribution, files, folder)
 
 
-def _declared(text: str, distribution: str, files: _Files, folder: str) -> Iterator[str]:
+def _find_declared(text: str, distribution: str, files: _Files, folder: str) -> Iterator[str]:
     """The version in a distribution's own ``pyproject.toml``, or in the file that it names."""
 
     def written(section: str, key: str) -> str:
@@ -256,7 +256,7 @@ def _declared(text: str, distribution: str, files: _Files, folder: str) -> Itera
         yield files.read(folder + file).decode("utf-8", "replace").strip()
 
 
-def _assigned(tree: ast.Module) -> Iterator[str]:
+def _find_assigned(tree: ast.Module) -> Iterator[str]:
     """The version that a module assigns, as a string or as numbers (NVIDIA's ``MAJOR``, ...)."""
     found = {
         target.id: line.value.value

@@ -13,7 +13,7 @@ import yaml
 from packaging.version import Version
 
 import precision_shim
-from precision_shim.planning.command import Options, read
+from precision_shim.planning.command import Options, read_launch_line
 from precision_shim.precision.dtypes import name_of
 from precision_shim.process import registry as _registry
 from precision_shim.process.settings import resolve
@@ -74,7 +74,7 @@ def words_of(drawn: Drawn, file: Path) -> list[str]:
 def policy_of(drawn: Drawn, file: Path) -> dict[str, Any]:
     """The policy's section, by NeMo-RL's own loader."""
     entries = _registry.entries().values()
-    job = read(words_of(drawn, file), entries, resolve(environ={}), Options())
+    job = read_launch_line(words_of(drawn, file), entries, resolve(environ={}), Options())
     return dict(load(job)["policy"])
 
 

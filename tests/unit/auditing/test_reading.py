@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import precision_shim
-from precision_shim.auditing import reading
+from precision_shim.auditing import readers, torch_reader
 from precision_shim.auditing.reading import Foretold, Owned, Reading, plain, unique
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -106,8 +106,8 @@ def test_what_other_optimizers_train_is_left_to_their_audits() -> None:
     one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
     other.bias.requires_grad_(False)
     optimizer = torch.optim.AdamW(one.parameters())
-    (whole,) = reading.read([one, other], optimizer)
-    (part,) = reading.read([one, other], optimizer, whole=False)
+    (whole,) = readers.read_optimizers([one, other], optimizer)
+    (part,) = readers.read_optimizers([one, other], optimizer, whole=False)
     assert (whole.parameters, part.parameters) == (20 + 8, 20)
     assert len(whole.frozen) == len(part.frozen) == 1
 
@@ -120,7 +120,7 @@ def test_tensors_that_belong_to_no_parameter() -> None:
     model = torch.nn.BatchNorm1d(2)
     model.helper, model.kept = Helper(), torch.ones(7)
     scaler = Helper()
-    (found,) = reading.read(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
+    (found,) = readers.read_optimizers(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
     # The module's, each once or more; each storage is counted once.
     sizes = sorted(one.numel() for one in unique(found.other))
     assert sizes == sorted([2, 2, 1, 3, 7, 3])
@@ -170,7 +170,7 @@ def test_a_state_goes_where_it_belongs() -> None:
 )
 def test_what_transformer_engines_adam_says_of_its_states(fields: Any, masters: Any) -> None:
     optimizer: Any = SimpleNamespace(exp_avg_dtype=BF16, exp_avg_sq_dtype=torch.uint8, **fields)
-    told = reading.foretold(optimizer)
+    told = torch_reader.foretold(optimizer)
     assert told.exp_avg is not None
     assert told.exp_avg_sq is not None
     assert told.exp_avg(torch.zeros(1)) is BF16
@@ -212,19 +212,19 @@ def test_a_model_is_divided_along_some_dimensions_and_data_along_others(
     mesh: Mesh, size: int
 ) -> None:
     one: Any = SimpleNamespace(device_mesh=mesh)
-    assert reading._data_parallel_size([], [torch.zeros(1), one]) == size
+    assert torch_reader._data_parallel_size([], [torch.zeros(1), one]) == size
 
 
 def test_the_group_of_a_wrapped_module() -> None:
     group = SimpleNamespace(size=lambda: 4)
     first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    assert reading._data_parallel_size([first, second], []) == 1
+    assert torch_reader._data_parallel_size([first, second], []) == 1
     second.process_group = group
-    assert reading._data_parallel_size([first, second], [torch.zeros(1)]) == 4
+    assert torch_reader._data_parallel_size([first, second], [torch.zeros(1)]) == 4
 
 
 def test_a_reader_that_is_named_twice_is_told_apart() -> None:
     models = [torch.nn.Linear(2, 2) for _ in range(3)]
     optimizers = [torch.optim.AdamW(one.parameters()) for one in models]
-    found = reading.read(models, optimizers)
+    found = readers.read_optimizers(models, optimizers)
     assert [one.name for one in found] == ["model", "model 2", "model 3"]

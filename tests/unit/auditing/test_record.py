@@ -81,7 +81,7 @@ def test_the_file_of_an_audit(audit: Audit, tmp_path: Path) -> None:
     assert path == tmp_path / "new" / "stem.rank3.audit.json"
     assert path.stat().st_mode & 0o777 == 0o644
     assert [path] == list(path.parent.iterdir())
-    assert list(files.read(path.parent)) == [(path, one)]
+    assert list(files.read_audits(path.parent)) == [(path, one)]
 
 
 def test_what_ranks_say_for_people() -> None:

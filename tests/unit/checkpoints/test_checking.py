@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from precision_shim.checkpoints.checking import check
-from precision_shim.checkpoints.reading import read
+from precision_shim.checkpoints.reading import read_parts
 from precision_shim.checkpoints.tensors import check_archive
 from precision_shim.errors import CheckpointUnreadableError
 
@@ -69,7 +69,7 @@ def test_an_archive_within_a_file(tmp_path: Path) -> None:
 def test_an_archive_without_checksums(tmp_path: Path, no_checksums: None) -> None:
     """torch can be told to write none; nothing is damaged, and nothing is checked."""
     folder = of_ranks(tmp_path / "saved")
-    (part,) = read(folder)
+    (part,) = read_parts(folder)
     assert part.dtypes("params") == {"fp32": 24}
     found = check(part)
     assert (found.bytes("checked"), found.bytes("not_read")) == (0, 0)
@@ -88,7 +88,7 @@ def test_a_record_that_is_gone(tmp_path: Path) -> None:
 def test_every_byte_is_in_one_state(tmp_path: Path, kind: str) -> None:
     folder = KINDS[kind](tmp_path / "saved")
     (folder / "notes.txt").write_text("of the user's")
-    (part,) = read(folder)
+    (part,) = read_parts(folder)
     for most in (None, 0, 3000):
         found = check(part, most)
         assert found.size == sum(one.stat().st_size for one in folder.iterdir())
@@ -103,7 +103,7 @@ def test_every_byte_is_in_one_state(tmp_path: Path, kind: str) -> None:
 def test_the_small_files_come_first(tmp_path: Path) -> None:
     folder = of_ranks(tmp_path / "saved", 1)
     torch.save({"weight": torch.zeros(100_000)}, folder / "model_world_size_1_rank_0.pt")
-    (part,) = read(folder)
+    (part,) = read_parts(folder)
     found = {one.path.name: one for one in check(part, 50_000).files}
     assert found["model_world_size_1_rank_0.pt"].bytes("checked") == 0
     assert found["optim_world_size_1_rank_0.pt"].bytes("checked") > 0

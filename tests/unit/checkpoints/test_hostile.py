@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from precision_shim.checkpoints.pickles import Persistent, read_pickle
-from precision_shim.checkpoints.reading import read
+from precision_shim.checkpoints.reading import read_parts
 from precision_shim.errors import CheckpointUnreadableError
 
 from .test_reading import Harm, one_sentence, run
@@ -197,7 +197,7 @@ def test_a_record_that_grows(tmp_path: Path) -> None:
     record = {"kind": "precision_shim.loss_scaler", "format": 1, "state": Shared(60).tree}
     content = {"client_state": {"precision_shim_scaler": record}}
     torch.save(content, folder / "extra_state_world_size_1_rank_0.pt")
-    (part,) = read(folder)
+    (part,) = read_parts(folder)
     assert part.scaler.state == "damaged"
 
 
@@ -212,7 +212,7 @@ def test_megatrons_scaler(tmp_path: Path, states: dict[str, Any], text: str) -> 
     folder = megatrons(tmp_path / "saved")
     scaler = {"scale": 2.0, "growth_tracker": 0, "hysteresis_tracker": 1, **states}
     torch.save({"optimizer": {"grad_scaler": scaler}}, folder / "common.pt")
-    (part,) = read(folder)
+    (part,) = read_parts(folder)
     assert (part.scaler.state, text in part.scaler.text) == ("damaged", True)
 
 

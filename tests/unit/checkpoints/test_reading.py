@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision_shim.checkpoints.pickles import read_pickle
-from precision_shim.checkpoints.reading import read
+from precision_shim.checkpoints.reading import read_parts
 from precision_shim.cli import main
 from precision_shim.cli.checkpoint import _config
 from precision_shim.scaling import FILE_NAME, save
@@ -67,7 +67,7 @@ def test_what_is_shared_stays_shared() -> None:
 
 
 def test_a_distributed_checkpoint(tmp_path: Path) -> None:
-    (part,) = read(distributed(tmp_path / "saved"))
+    (part,) = read_parts(distributed(tmp_path / "saved"))
     assert (part.kind, part.masters, part.scaler.state) == ("dcp", "none", "none")
     assert part.dtypes("params") == {"bf16": ELEMENTS}
     assert part.bytes("params") == 2 * ELEMENTS
@@ -76,7 +76,7 @@ def test_a_distributed_checkpoint(tmp_path: Path) -> None:
 
 
 def test_moments_that_were_bf16_are_told_by_their_values(tmp_path: Path) -> None:
-    (part,) = read(distributed(tmp_path / "saved", **state(torch.bfloat16)))
+    (part,) = read_parts(distributed(tmp_path / "saved", **state(torch.bfloat16)))
     assert part.moments == {"exp_avg": ("bf16",), "exp_avg_sq": ()}
 
 
@@ -96,7 +96,7 @@ def test_masters_are_told_by_dtype_and_values(
     tmp_path: Path, master: torch.Tensor, told: str
 ) -> None:
     key = "optimizer.state.param.other.weight"
-    (part,) = read(megatrons(tmp_path / "saved", **{key: master}))
+    (part,) = read_parts(megatrons(tmp_path / "saved", **{key: master}))
     assert part.masters == told
     assert part.facts["sharding"] == "fully_reshardable"
 
@@ -106,14 +106,14 @@ def test_the_common_state_of_megatron(tmp_path: Path, within: bool) -> None:
     """Until megatron-core 0.18 a file of its own, later an object like any other."""
     folder = megatrons(tmp_path / "saved", within=within)
     assert (folder / "common.pt").exists() != within
-    (part,) = read(folder)
+    (part,) = read_parts(folder)
     assert part.facts["sharding"] == "fully_reshardable"
     assert part.scaler.state == "whole"
     assert "scale 512" in part.scaler.text
 
 
 def test_files_of_ranks(tmp_path: Path) -> None:
-    (part,) = read(of_ranks(tmp_path / "saved"))
+    (part,) = read_parts(of_ranks(tmp_path / "saved"))
     assert part.kind == "shards"
     assert part.units[0].world_size == 2
     assert part.dtypes("params") == part.dtypes("exp_avg") == {"fp32": 2 * 12}
@@ -134,18 +134,18 @@ def test_dtensors_count_once(tmp_path: Path) -> None:
         torch.save({"weight": shard}, folder / "model_world_size_1_rank_0.pt")
     finally:
         torch.distributed.destroy_process_group()
-    (part,) = read(folder)
+    (part,) = read_parts(folder)
     assert part.dtypes("params") == {"fp32": 32}
     assert not part.held.get("other")
 
 
 def test_safetensors(tmp_path: Path) -> None:
-    (part,) = read(safetensors(tmp_path / "saved"))
+    (part,) = read_parts(safetensors(tmp_path / "saved"))
     assert part.dtypes("params") == {"bf16": ELEMENTS, "fp32": 4}
 
 
 def test_a_record_in_a_tensor(tmp_path: Path) -> None:
-    (part,) = read(with_record(tmp_path / "saved"))
+    (part,) = read_parts(with_record(tmp_path / "saved"))
     assert part.scaler.state == "whole"
 
 
@@ -156,7 +156,7 @@ def test_a_record_in_a_file(tmp_path: Path, damage: tuple[str, str] | None) -> N
     assert file.name == FILE_NAME
     if damage:
         file.write_text(file.read_text().replace(*damage))
-    (part,) = read(folder)
+    (part,) = read_parts(folder)
     assert part.scaler.state == ("damaged" if damage else "whole")
 
 
@@ -164,13 +164,13 @@ def test_the_models_of_the_last_step(tmp_path: Path) -> None:
     for step in (2, 10):
         for model in ("actor", "critic"):
             of_ranks(tmp_path / f"global_step_{step}" / model, 1)
-    parts = read(tmp_path)
+    parts = read_parts(tmp_path)
     assert [(one.framework, one.subject) for one in parts] == [
         ("verl", "actor"),
         ("verl", "critic"),
     ]
     assert {one.path.parent.name for one in parts} == {"global_step_10"}
-    (one,) = read(tmp_path / "global_step_2" / "critic")
+    (one,) = read_parts(tmp_path / "global_step_2" / "critic")
     assert (one.framework, one.subject) == ("verl", "critic")
 
 
@@ -186,7 +186,7 @@ def test_the_models_of_the_last_step(tmp_path: Path) -> None:
 def test_whose_it_is(tmp_path: Path, names: tuple[str, ...], framework: str) -> None:
     distributed(tmp_path.joinpath(*names))
     for depth in range(1, len(names) + 1):
-        (part,) = read(tmp_path.joinpath(*names[:depth]))
+        (part,) = read_parts(tmp_path.joinpath(*names[:depth]))
         assert part.framework == framework
 
 

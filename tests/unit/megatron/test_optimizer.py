@@ -26,7 +26,7 @@ def aware(result):
     return result.chosen.startswith("precision-aware optimizer: ")
 
 
-def plan(dtype=BF16, *, asked=None, policy="follow-model", model=None, **fields):
+def plan_for(dtype=BF16, *, asked=None, policy="follow-model", model=None, **fields):
     fields.setdefault("support", te(2, 11))
     return plan_optimizer(
         OptimizerRequest(
@@ -75,34 +75,34 @@ TABLE = [
 
 @pytest.mark.parametrize(("name", "policy", "beta2", "states"), TABLE)
 def test_the_dispatch_table(name, policy, beta2, states):
-    result = plan(DTYPES[name], policy=policy, asked={"adam_beta2": beta2})
+    result = plan_for(DTYPES[name], policy=policy, asked={"adam_beta2": beta2})
     assert result.adds == {**FLAGS[name], **states}
     assert aware(result) is states.get(PAO, False)
     assert result.main_grads is states.get("main_grads_dtype", FP32)
 
 
 def test_megatrons_default_beta2_is_guarded():
-    assert plan(policy="guarded").adds["exp_avg_sq_dtype"] is FP32
+    assert plan_for(policy="guarded").adds["exp_avg_sq_dtype"] is FP32
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_declared_dtype_holds_where_no_parameter_is_known(name):
-    known = plan(DTYPES[name])
-    unknown = plan(declared=DTYPES[name], model=TrainableDtypes())
+    known = plan_for(DTYPES[name])
+    unknown = plan_for(declared=DTYPES[name], model=TrainableDtypes())
     assert unknown.adds == known.adds
 
 
 def test_the_parameters_win_over_the_declared_dtype():
-    assert plan(FP32, declared=BF16).adds == FLAGS["fp32"]
-    assert plan(FP16, declared=BF16).adds == plan(FP16).adds
+    assert plan_for(FP32, declared=BF16).adds == FLAGS["fp32"]
+    assert plan_for(FP16, declared=BF16).adds == plan_for(FP16).adds
 
 
 def test_nothing_is_known_and_nothing_added():
-    assert plan(declared=None, model=TrainableDtypes()).adds == {}
+    assert plan_for(declared=None, model=TrainableDtypes()).adds == {}
 
 
 def test_a_dtype_without_a_rule_adds_nothing():
-    result = plan(torch.float64)
+    result = plan_for(torch.float64)
     assert result.adds == {}
     assert "float64" in result.because
 
@@ -116,7 +116,7 @@ def test_a_dtype_without_a_rule_adds_nothing():
     ],
 )
 def test_that_a_dtype_has_no_rule_is_said_of_those_alone(fields, said):
-    assert ("no rule for that dtype" in plan(**fields).because) is said
+    assert ("no rule for that dtype" in plan_for(**fields).because) is said
 
 
 # -- models of several kinds ----------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_that_a_dtype_has_no_rule_is_said_of_those_alone(fields, said):
 @pytest.mark.parametrize("policy", ["follow-model", "guarded", "as-configured"])
 def test_mixed_dtypes_keep_fp32_states_and_give_the_counts(declared, policy):
     model = TrainableDtypes({BF16: 1234, FP32: 56})
-    result = plan(model=model, declared=DTYPES[declared], policy=policy)
+    result = plan_for(model=model, declared=DTYPES[declared], policy=policy)
     assert result.adds == FLAGS[declared]
     assert result.main_grads is FP32
     assert not aware(result)
@@ -137,19 +137,19 @@ def test_mixed_dtypes_keep_fp32_states_and_give_the_counts(declared, policy):
 @pytest.mark.parametrize("native", [True, False])
 def test_mixed_dtypes_turn_a_native_precision_aware_optimizer_off(native):
     mixed = TrainableDtypes({BF16: 3, FP32: 4})
-    result = plan(model=mixed, declared=BF16, native={PAO: native})
+    result = plan_for(model=mixed, declared=BF16, native={PAO: native})
     assert result.adds == {**FLAGS["bf16"], **({PAO: False} if native else {})}
     assert not aware(result)
 
 
 @pytest.mark.parametrize("declared", [None, torch.float64])
 def test_mixed_dtypes_whose_declared_one_has_no_row_get_nothing(declared):
-    result = plan(model=TrainableDtypes({BF16: 3, FP32: 4}), declared=declared)
+    result = plan_for(model=TrainableDtypes({BF16: 3, FP32: 4}), declared=declared)
     assert result.adds == {}
 
 
 def test_fp8_parameters_get_nothing():
-    result = plan(model=TrainableDtypes({BF16: 100}, fp8=True))
+    result = plan_for(model=TrainableDtypes({BF16: 100}, fp8=True))
     assert result.adds == {}
     assert "fp8" in result.because
 
@@ -172,17 +172,17 @@ def test_fp8_parameters_get_nothing():
 )
 def test_the_guards_threshold(beta2, decays):
     assert second_moment_can_decay(beta2) is decays
-    guarded = plan(policy="guarded", asked={"adam_beta2": beta2})
+    guarded = plan_for(policy="guarded", asked={"adam_beta2": beta2})
     assert guarded.adds["exp_avg_sq_dtype"] is (BF16 if decays else FP32)
     assert ("2^-8" in guarded.because) is not decays
     assert guarded.warnings == ()
-    followed = plan(policy="follow-model", asked={"adam_beta2": beta2})
+    followed = plan_for(policy="follow-model", asked={"adam_beta2": beta2})
     assert followed.adds["exp_avg_sq_dtype"] is BF16
     assert len(followed.warnings) == (0 if decays else 1)
 
 
 def test_the_guards_warning_carries_its_reason_and_the_ways_out():
-    (warning,) = plan(asked={"adam_beta2": 0.999}).warnings
+    (warning,) = plan_for(asked={"adam_beta2": 0.999}).warnings
     for part in ("0.999", "2^-8", "exp_avg_sq", "0.99", "PRECISION_SHIM_OPTIMIZER_STATES=auto"):
         assert part in warning
 
@@ -190,7 +190,7 @@ def test_the_guards_warning_carries_its_reason_and_the_ways_out():
 @pytest.mark.parametrize("policy", ["follow-model", "guarded"])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_a_second_moment_that_the_user_chose_is_not_guarded(policy, dtype):
-    result = plan(policy=policy, asked={"exp_avg_sq_dtype": dtype, "adam_beta2": 0.999})
+    result = plan_for(policy=policy, asked={"exp_avg_sq_dtype": dtype, "adam_beta2": 0.999})
     assert merged(result, {"exp_avg_sq_dtype": dtype})["exp_avg_sq_dtype"] is dtype
     assert result.warnings == ()
     assert "2^-8" not in result.because
@@ -259,7 +259,7 @@ OBSTACLES = {
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize(("fields", "reason"), OBSTACLES.values(), ids=OBSTACLES)
 def test_every_obstacle_withdraws_everything_and_says_why(name, policy, fields, reason):
-    result = plan(DTYPES[name], policy=policy, **fields)
+    result = plan_for(DTYPES[name], policy=policy, **fields)
     kept = dict(FLAGS[name])
     if name == "fp16":
         kept |= {"initial_loss_scale": 32768, "min_loss_scale": 1}
@@ -280,11 +280,11 @@ def test_every_obstacle_withdraws_everything_and_says_why(name, policy, fields, 
 def test_remainders_that_the_user_wrote_rule_out_what_cannot_stand_beside_them(
     dtype, asked, reason
 ):
-    result = plan(dtype, asked={"store_param_remainders": True, **asked})
+    result = plan_for(dtype, asked={"store_param_remainders": True, **asked})
     assert result.adds[PAO] is False
     assert reason in result.because
-    assert aware(plan(dtype, asked={"store_param_remainders": False, **asked}))
-    assert aware(plan(BF16, asked={"store_param_remainders": True}))
+    assert aware(plan_for(dtype, asked={"store_param_remainders": False, **asked}))
+    assert aware(plan_for(BF16, asked={"store_param_remainders": True}))
 
 
 @pytest.mark.parametrize(("version", "blocked"), [((2, 1), True), ((2, 0), False)])
@@ -292,32 +292,32 @@ def test_remainders_rule_out_fp16_from_the_release_that_has_them(version, blocke
     """Of a model whose parameters are not known yet, too."""
     asked = {"store_param_remainders": True}
     for model in (TrainableDtypes({FP16: 1}), TrainableDtypes()):
-        result = plan(FP16, model=model, support=te(*version), asked=asked)
+        result = plan_for(FP16, model=model, support=te(*version), asked=asked)
         assert ("takes bf16 parameters, they are fp16" in result.because) is blocked
         assert aware(result) is not blocked
 
 
 @pytest.mark.parametrize("asked", [{PAO: True}, {}])
 def test_what_the_user_asked_for_is_not_said_to_be_withdrawn(asked):
-    result = plan(asked=asked, optimizer="muon")
+    result = plan_for(asked=asked, optimizer="muon")
     assert ("cannot run" in result.because) is not bool(asked)
 
 
 def test_states_that_the_user_asked_for_are_not_taken_the_native_optimizer_away():
     native = {PAO: True, "store_param_remainders": False}
     asked = {"exp_avg_dtype": BF16, "optimizer_cpu_offload": True}
-    result = plan(FP16, asked=asked, native=native)
+    result = plan_for(FP16, asked=asked, native=native)
     assert merged(result, asked, native)[PAO] is True
 
 
 def test_moments_that_an_offloaded_optimizer_ignores_are_told():
     """Megatron's HybridDeviceOptimizer; the bucket is real."""
     asked = {PAO: True, "optimizer_cpu_offload": True, "main_grads_dtype": BF16}
-    quiet = plan(asked=asked)
+    quiet = plan_for(asked=asked)
     assert quiet.chosen.endswith("main grads bf16, exp_avg fp32, exp_avg_sq fp32")
     assert quiet.warnings == ()
     for spelled in (BF16, "bfloat16"):
-        told = plan(asked={**asked, "exp_avg_dtype": spelled})
+        told = plan_for(asked={**asked, "exp_avg_dtype": spelled})
         assert told.chosen == quiet.chosen
         assert told.main_grads is BF16
         (warning,) = told.warnings
@@ -328,39 +328,39 @@ def test_moments_that_an_offloaded_optimizer_ignores_are_told():
 @pytest.mark.parametrize("spelled", [FP32, "fp32", "torch.float32"])
 def test_states_that_the_user_wants_in_fp32_are_no_reason_to_keep_it(spelled):
     native = {PAO: True, "store_param_remainders": False}
-    result = plan(FP16, asked={"exp_avg_dtype": spelled}, native=native, optimizer="sgd")
+    result = plan_for(FP16, asked={"exp_avg_dtype": spelled}, native=native, optimizer="sgd")
     assert result.adds[PAO] is False
 
 
 def test_all_obstacles_are_named():
-    result = plan(optimizer="sgd", distributed=False, support=FusedAdamSupport())
+    result = plan_for(optimizer="sgd", distributed=False, support=FusedAdamSupport())
     for part in ("'sgd'", "distributed", "TransformerEngine"):
         assert part in result.because
 
 
 def test_the_fp8_recipe_that_fused_adam_supports_is_no_obstacle():
-    assert aware(plan(asked={"fp8_recipe": "delayed"}))
-    assert aware(plan(asked={"fp8_recipe": None}))
+    assert aware(plan_for(asked={"fp8_recipe": "delayed"}))
+    assert aware(plan_for(asked={"fp8_recipe": None}))
 
 
 @pytest.mark.parametrize("version", [(1, 13), (2, 1), (2, 2, 1)])
 def test_a_transformer_engine_without_bf16_moments_withdraws_the_bf16_row_only(version):
-    result = plan(BF16, support=te(*version))
+    result = plan_for(BF16, support=te(*version))
     assert result.adds == {**FLAGS["bf16"], PAO: False}
     assert "2.3" in result.because
-    assert plan(FP16, support=te(*version)).adds == {**FLAGS["fp16"], **FP16_STATES}
+    assert plan_for(FP16, support=te(*version)).adds == {**FLAGS["fp16"], **FP16_STATES}
 
 
 @pytest.mark.parametrize("version", [(2, 3), (2, 11), (2, 14), (2, 20)])
 def test_a_newer_transformer_engine_gets_the_bf16_row(version):
-    assert plan(support=te(*version)).adds == {**FLAGS["bf16"], **BF16_STATES}
+    assert plan_for(support=te(*version)).adds == {**FLAGS["bf16"], **BF16_STATES}
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_a_native_precision_aware_optimizer_that_cannot_run_is_turned_off_by_name(name):
     # verl's own fp16 branch sets it without asking whether it can run.
     native = {PAO: True, "store_param_remainders": False}
-    result = plan(DTYPES[name], native=native, support=FusedAdamSupport())
+    result = plan_for(DTYPES[name], native=native, support=FusedAdamSupport())
     assert merged(result, {}, native)[PAO] is False
     assert not aware(result)
 
@@ -370,7 +370,7 @@ def test_a_native_precision_aware_optimizer_that_cannot_run_is_turned_off_by_nam
 
 @pytest.mark.parametrize("written", [True, False])
 def test_main_grads_stay_fp32_where_the_bucket_does(written):
-    result = plan(aligned=False, fp32_bucket_written=written, asked={"adam_beta2": 0.95})
+    result = plan_for(aligned=False, fp32_bucket_written=written, asked={"adam_beta2": 0.95})
     assert result.adds == {**FLAGS["bf16"], **BF16_STATES, "main_grads_dtype": FP32}
     assert result.main_grads is FP32
     assert aware(result)
@@ -387,7 +387,7 @@ def test_main_grads_stay_fp32_where_the_bucket_does(written):
 
 def test_main_grads_that_the_user_wrote_are_not_explained_by_the_bucket():
     asked = {"main_grads_dtype": BF16, "adam_beta2": 0.95}
-    result = plan(aligned=False, fp32_bucket_written=True, asked=asked)
+    result = plan_for(aligned=False, fp32_bucket_written=True, asked=asked)
     assert result.main_grads is BF16
     assert "main grads stay fp32" not in result.because
     assert result.bucket_warning == ""
@@ -395,19 +395,19 @@ def test_main_grads_that_the_user_wrote_are_not_explained_by_the_bucket():
 
 def test_an_fp32_bucket_is_nothing_to_warn_of_without_the_precision_aware_optimizer():
     asked = {PAO: False}
-    assert plan(aligned=False, fp32_bucket_written=True, asked=asked).bucket_warning == ""
-    fp16 = plan(FP16, aligned=False, fp32_bucket_written=True)
+    assert plan_for(aligned=False, fp32_bucket_written=True, asked=asked).bucket_warning == ""
+    fp16 = plan_for(FP16, aligned=False, fp32_bucket_written=True)
     assert "main_grads_dtype" not in fp16.adds
     assert fp16.bucket_warning == ""
 
 
 def test_whole_masters_where_checkpoints_hold_none():
-    result = plan(whole_masters=False, asked={"adam_beta2": 0.95})
+    result = plan_for(whole_masters=False, asked={"adam_beta2": 0.95})
     assert result.adds == {**FLAGS["bf16"], **BF16_STATES, "store_param_remainders": False}
     told = "whole fp32 masters: checkpoints could not be read without the shim otherwise"
     assert told in result.because
     # fp16 has whole masters anyway.
-    fp16 = plan(FP16, whole_masters=False)
+    fp16 = plan_for(FP16, whole_masters=False)
     assert fp16.adds == {**FLAGS["fp16"], **FP16_STATES}
     assert told not in fp16.because
 
@@ -424,7 +424,7 @@ def test_whole_masters_where_checkpoints_hold_none():
     ],
 )
 def test_under_cuda_graphs_both_moments_are_what_capturable_takes(version, policy, moments):
-    result = plan(
+    result = plan_for(
         policy=policy,
         support=te(*version),
         asked={"optimizer_cuda_graph": True, "adam_beta2": 0.999},
@@ -438,17 +438,17 @@ def test_under_cuda_graphs_both_moments_are_what_capturable_takes(version, polic
 @pytest.mark.parametrize("key", ["exp_avg_dtype", "exp_avg_sq_dtype"])
 def test_under_cuda_graphs_the_users_moment_counts_as_one_of_both(key):
     asked = {"optimizer_cuda_graph": True, "adam_beta2": 0.95, key: FP32}
-    result = plan(support=te(2, 14), asked=asked)
+    result = plan_for(support=te(2, 14), asked=asked)
     assert result.adds["exp_avg_dtype"] is result.adds["exp_avg_sq_dtype"] is FP32
     assert "moments stay fp32: optimizer_cuda_graph takes" in result.because
 
 
 def test_cuda_graphs_off_restrict_nothing():
-    assert "store_param_remainders" not in plan(asked={"optimizer_cuda_graph": False}).adds
+    assert "store_param_remainders" not in plan_for(asked={"optimizer_cuda_graph": False}).adds
 
 
 def test_cuda_graphs_do_not_turn_the_fp16_row_around():
-    result = plan(FP16, asked={"optimizer_cuda_graph": True})
+    result = plan_for(FP16, asked={"optimizer_cuda_graph": True})
     assert result.adds == {**FLAGS["fp16"], **FP16_STATES}
 
 
@@ -463,7 +463,7 @@ def merged(result, asked, native=None):
 @pytest.mark.parametrize("policy", ["follow-model", "guarded"])
 def test_turning_the_precision_aware_optimizer_off_withdraws_everything(policy):
     for dtype in (BF16, FP16):
-        result = plan(dtype, policy=policy, asked={PAO: False, "adam_beta2": 0.95})
+        result = plan_for(dtype, policy=policy, asked={PAO: False, "adam_beta2": 0.95})
         assert not {"main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"} & set(result.adds)
         assert not aware(result)
         assert result.main_grads is FP32
@@ -473,7 +473,7 @@ def test_turning_the_precision_aware_optimizer_off_withdraws_everything(policy):
 @pytest.mark.parametrize(("fields", "reason"), OBSTACLES.values(), ids=OBSTACLES)
 def test_asking_for_the_precision_aware_optimizer_goes_through_as_asked(fields, reason):
     asked = {**fields.get("asked", {}), PAO: True}
-    result = plan(BF16, **{**fields, "asked": asked})
+    result = plan_for(BF16, **{**fields, "asked": asked})
     assert aware(result)
     assert merged(result, asked)[PAO] is True
     # And nothing of ours is put on top of what cannot run.
@@ -482,35 +482,35 @@ def test_asking_for_the_precision_aware_optimizer_goes_through_as_asked(fields, 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_users_main_grads_are_the_plans(dtype):
-    result = plan(asked={"main_grads_dtype": dtype})
+    result = plan_for(asked={"main_grads_dtype": dtype})
     assert result.main_grads is dtype
     assert result.adds["exp_avg_dtype"] is BF16
 
 
 def test_main_grads_count_only_with_the_precision_aware_optimizer():
-    assert plan(FP32, asked={"main_grads_dtype": BF16}).main_grads is FP32
-    assert plan(FP32, asked={"main_grads_dtype": BF16, PAO: True}).main_grads is BF16
+    assert plan_for(FP32, asked={"main_grads_dtype": BF16}).main_grads is FP32
+    assert plan_for(FP32, asked={"main_grads_dtype": BF16, PAO: True}).main_grads is BF16
 
 
 @pytest.mark.parametrize("text", ["bf16", "torch.bfloat16", " BFloat16 "])
 def test_main_grads_that_are_not_coerced_yet_are_understood(text):
     # The dtype-coercion feature may be off; the bucket must follow all the same.
-    assert plan(asked={"main_grads_dtype": text}).main_grads is BF16
+    assert plan_for(asked={"main_grads_dtype": text}).main_grads is BF16
 
 
 def test_main_grads_that_are_no_dtype_are_left_to_the_message_that_refuses_them():
-    assert plan(asked={PAO: True, "main_grads_dtype": "bf17"}).main_grads is FP32
+    assert plan_for(asked={PAO: True, "main_grads_dtype": "bf17"}).main_grads is FP32
 
 
 def test_what_is_the_users_is_said():
-    because = plan(asked={"exp_avg_dtype": FP16}).because
+    because = plan_for(asked={"exp_avg_dtype": FP16}).because
     assert "exp_avg_dtype is the user's" in because
     assert "exp_avg_sq_dtype is" not in because
-    assert "the user's" not in plan(asked={"exp_avg_dtype": BF16}).because
+    assert "the user's" not in plan_for(asked={"exp_avg_dtype": BF16}).because
 
 
 def test_the_choice_in_words_is_the_result_with_the_users_wishes():
-    result = plan(asked={"exp_avg_dtype": FP8, "main_grads_dtype": FP32})
+    result = plan_for(asked={"exp_avg_dtype": FP8, "main_grads_dtype": FP32})
     assert "main grads fp32" in result.chosen
     assert "exp_avg fp8" in result.chosen
     assert "exp_avg_sq bf16" in result.chosen
@@ -518,7 +518,7 @@ def test_the_choice_in_words_is_the_result_with_the_users_wishes():
 
 def test_the_users_beta2_may_be_a_string():
     # YAML reads 1e-3 as a string; a beta2 that no one coerced must not break the plan.
-    assert plan(policy="guarded", asked={"adam_beta2": "0.95"}).adds["exp_avg_sq_dtype"] is BF16
+    assert plan_for(policy="guarded", asked={"adam_beta2": "0.95"}).adds["exp_avg_sq_dtype"] is BF16
 
 
 # -- properties -----------------------------------------------------------------------------------

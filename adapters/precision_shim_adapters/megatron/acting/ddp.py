@@ -36,7 +36,7 @@ _told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
 compared with it: written by ``build_ddp``, read by ``optimizer.check``."""
 
 
-def told_of(chunk: Any) -> torch.dtype | None:
+def find_noted_dtype(chunk: Any) -> torch.dtype | None:
     """The main grads dtype that ``build_ddp`` compared with a bucket dtype of the user's."""
     return _told.get(chunk)
 

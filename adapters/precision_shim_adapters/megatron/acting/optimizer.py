@@ -49,7 +49,7 @@ from ..deciding.wishes import (
 )
 from ..resuming.checkpoint import note_precision_aware
 from .build import Build, current_build, megatron_label
-from .ddp import told_of
+from .ddp import find_noted_dtype
 
 CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__"
 
@@ -298,7 +298,7 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
     main_grads, params = _dtype(config.main_grads_dtype), _dtype(config.params_dtype)
     if not config.use_precision_aware_optimizer:
         main_grads = torch.float32
-    told = [told_of(chunk) for chunk in chunks]
+    told = [find_noted_dtype(chunk) for chunk in chunks]
     problems = []
     if buckets and buckets != {main_grads}:
         note_told(config, "main-grads-dtype")

@@ -35,7 +35,7 @@ import torch
 from precision_shim.adapting import Call, current_settings, decide, seam, warn
 from precision_shim.scaling import SkipCounter
 
-from ..deciding.scaler import factors_set, told
+from ..deciding.scaler import describe_scaler, factors_set
 from ..deciding.wishes import GROUP, SCALING
 from .build import current_build, megatron_label
 
@@ -54,15 +54,15 @@ def dynamic_scalers(optimizer: Any) -> list[Any]:
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    scalers = (getattr(one, "grad_scaler", None) for one in _unchained(optimizer))
+    scalers = (getattr(one, "grad_scaler", None) for one in _unchain(optimizer))
     return [scaler for scaler in scalers if isinstance(scaler, DynamicGradScaler)]
 
 
-def _unchained(optimizer: Any) -> list[Any]:
+def _unchain(optimizer: Any) -> list[Any]:
     """The optimizers in a chain, or the optimizer itself if it is no chain."""
     if not hasattr(optimizer, "chained_optimizers"):
         return [optimizer]
-    return [one for inner in optimizer.chained_optimizers for one in _unchained(inner)]
+    return [one for inner in optimizer.chained_optimizers for one in _unchain(inner)]
 
 
 _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.WeakKeyDictionary()
@@ -101,10 +101,10 @@ class Account:
 
 
 _succeeds: ContextVar[bool | None] = ContextVar("precision_shim_skip_succeeds", default=None)
-"""The success flag to return for a skipped step: written by ``skipping``, read by ``answered``."""
+"""The success flag of a skipped step: written by ``skipping``, read by ``answer_step``."""
 
 _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
-"""Maps an optimizer to its account: written by ``answered`` and ``answer_skips``, read by
+"""Maps an optimizer to its account: written by ``answer_step`` and ``answer_skips``, read by
 ``metrics``."""
 
 
@@ -150,10 +150,10 @@ def answer_a_skip(call: Call) -> Any:
     Raises:
         LossScaleError: too many steps in a row were skipped.
     """
-    return answered(call.instance, call.proceed)
+    return answer_step(call.instance, call.proceed)
 
 
-def answered(optimizer: Any, step: Callable[[], Any]) -> Any:
+def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     """Run Megatron's step; for a skipped step return what ``skipping`` or ``answer_skips`` set.
 
     For a framework that replaces the optimizer's step by its own.
@@ -186,7 +186,7 @@ def _make_states(optimizer: Any) -> None:
     Megatron cannot save without states: a job whose first steps are all skipped would end at its
     first checkpoint. (With torch's Adam in place of FusedAdam, Megatron cannot load its own save.)
     """
-    for one in _unchained(optimizer):
+    for one in _unchain(optimizer):
         inner = getattr(one, "optimizer", None)
         make = getattr(inner, "initialize_state", None)  # FusedAdam's, which its step calls
         if inner is None or make is None or inner.state:
@@ -295,6 +295,6 @@ def take_settings(
         build.framework if build is not None else "megatron",
         build.wishes.subject if build is not None else "direct caller",
         SCALING,
-        *told(initial_scale, growth_interval, factors, taken),
+        *describe_scaler(initial_scale, growth_interval, factors, taken),
     )
     return call.proceed()

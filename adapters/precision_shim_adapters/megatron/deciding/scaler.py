@@ -55,7 +55,7 @@ def factors_set(settings: Settings) -> dict[str, float]:
     return {name: settings[name] for name in FACTORS if settings.is_set(name)}
 
 
-def told(
+def describe_scaler(
     first: float, interval: float, factors: Mapping[str, float], ours: Mapping[str, float]
 ) -> tuple[str, str]:
     """The text and the reason of the decision about a loss scaler.
@@ -92,6 +92,6 @@ def foreseen(
     if made.get("loss_scale"):
         return None
     ours = factors_set(settings)
-    return told(
+    return describe_scaler(
         float(made["initial_loss_scale"]), float(made["loss_scale_window"]), {**_OWN, **ours}, ours
     )

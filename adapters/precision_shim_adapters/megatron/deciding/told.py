@@ -30,7 +30,7 @@ def note_told(config: Any, *codes: str) -> None:
     known.update(codes)
 
 
-def told_about(config: Any) -> frozenset[str]:
+def find_noted_codes(config: Any) -> frozenset[str]:
     """The codes that were noted for an OptimizerConfig."""
     reference, known = _told.get(id(config), (None, set()))
     return frozenset(known) if reference is not None and reference() is config else frozenset()

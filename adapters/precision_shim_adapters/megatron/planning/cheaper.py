@@ -87,7 +87,7 @@ def variants(
         }
         if not _makes_sense(asked, fields, support):
             continue
-        other = changed(asked, **fields)
+        other = change(asked, **fields)
         try:
             made = side(other, with_shim(settings, support, holds))
         except DtypeError:
@@ -118,7 +118,7 @@ def _line(asked: Asked, field: str, value: object) -> str:
     return f"{asked.prefix}{key}={text}"
 
 
-def changed(asked: _Model, **fields: Any) -> _Model:
+def change(asked: _Model, **fields: Any) -> _Model:
     """The same model with other fields of the optimizer's config, as if the user wrote them."""
     bucket = fields.pop("grad_reduce_in_fp32", asked.wishes.bucket_in_fp32)
     written = {**asked.wishes.asked, **fields}

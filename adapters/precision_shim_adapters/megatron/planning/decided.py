@@ -159,7 +159,7 @@ def precision(asked: Asked, one: Side, support: FusedAdamSupport) -> Precision:
     fields.update(bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype)
     if (support.version or ()) < REMAINDERS_SINCE:
         fields["store_param_remainders"] = False
-    wanted = reader.wanted(fields.get)
+    wanted = reader.read_wanted(fields.get)
     aware = bool(fields.get(PRECISION_AWARE))
     bucket = torch.float32 if one.bucket.grad_reduce_in_fp32 else dtype
     master = wanted.masters.get(dtype)
@@ -183,13 +183,15 @@ def precision(asked: Asked, one: Side, support: FusedAdamSupport) -> Precision:
         exp_avg=name_of(moments["exp_avg"]),
         exp_avg_sq=name_of(moments["exp_avg_sq"]),
         copies=dtype is not torch.float32 and bucket is not torch.float32 and not aware,
-        unpacks=_unpacked(moments, support) if aware else (),
+        unpacks=_find_unpacked(moments, support) if aware else (),
         offloaded=min(max(offloaded, 0.0), 1.0),
         offload_keeps_master=not aware,
     )
 
 
-def _unpacked(moments: Mapping[str, torch.dtype], support: FusedAdamSupport) -> tuple[str, ...]:
+def _find_unpacked(
+    moments: Mapping[str, torch.dtype], support: FusedAdamSupport
+) -> tuple[str, ...]:
     """Moments that FusedAdam casts to fp32 for its kernel, all parameters of a group at once."""
     if set(moments.values()) == {torch.bfloat16}:
         version = support.version

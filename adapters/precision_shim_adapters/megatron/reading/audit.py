@@ -16,8 +16,8 @@ from precision_shim.auditing.record import Finding
 from precision_shim.auditing.watching import watch
 
 from ..acting.build import Build, current_build
-from ..acting.ddp import told_of
-from ..deciding.told import told_about
+from ..acting.ddp import find_noted_dtype
+from ..deciding.told import find_noted_codes
 from ..deciding.wishes import AUDIT, Wishes
 
 FEATURE = AUDIT
@@ -57,7 +57,7 @@ def look_at(call: Call) -> Any:
         inner=getattr(optimizer, "optimizer", None),
         model=chunks,
         by_user=_by_user(wishes, chunks),
-        told=lambda problem: problem.code in told_about(config),
+        told=lambda problem: problem.code in find_noted_codes(config),
     )
     return result
 
@@ -74,7 +74,7 @@ def _by_user(wishes: Wishes | None, chunks: list[Any]) -> Callable[[Finding], bo
     """Make a function that tells whether the user wrote the setting that a problem is about."""
     codes = set()
     bucket = wishes is not None and wishes.bucket_in_fp32 is not None
-    if bucket or any(told_of(chunk) is not None for chunk in chunks):
+    if bucket or any(find_noted_dtype(chunk) is not None for chunk in chunks):
         codes.add("main-grads-dtype")
     if wishes is not None and not _FLAGS.isdisjoint(wishes.asked):
         codes |= _OF_FLAGS

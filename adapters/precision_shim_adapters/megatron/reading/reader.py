@@ -21,10 +21,10 @@ from precision_shim.auditing.reading import (
     Reading,
     Wanted,
     gradients_of,
-    read_inner,
     tensors_of,
     unique,
 )
+from precision_shim.auditing.torch_reader import read_inner
 from precision_shim.precision.dtypes import parse_dtype
 
 _BUCKET = (
@@ -50,7 +50,7 @@ REMEDIES = {
 """Remedies, by problem code, where the tensors contradict the OptimizerConfig."""
 
 
-def read(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
+def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> list[Reading]:
     """Read Megatron's optimizers.
 
     Args:
@@ -91,7 +91,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
         reading.other += tensors_of(reading.scaler)
     config = getattr(optimizer, "config", None)
     if config is not None:
-        reading.wanted = wanted(partial(_field, config))
+        reading.wanted = read_wanted(partial(_field, config))
     if inner is None:  # a stub over a frozen model
         return reading
     pairs = list(_pairs(optimizer, inner))
@@ -213,7 +213,7 @@ def _field(config: Any, name: str) -> Any:
     return getattr(config, name, None)
 
 
-def wanted(field: Callable[[str], Any]) -> Wanted:
+def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """What the current fields of an OptimizerConfig say about the tensors' dtypes.
 
     Args:

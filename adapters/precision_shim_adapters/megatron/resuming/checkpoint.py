@@ -32,7 +32,7 @@ import torch
 
 from precision_shim.adapting import Call, current_settings, seam, version_of, warn
 from precision_shim.checkpoints.metadata import NAME as METADATA
-from precision_shim.checkpoints.metadata import stored as stored_tensors
+from precision_shim.checkpoints.metadata import read_entries
 from precision_shim.errors import CheckpointLayoutError, CheckpointUnreadableError
 from precision_shim.precision.continuing import how_read
 from precision_shim.precision.dtypes import name_of, parse_dtype
@@ -116,7 +116,7 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
             setattr(config, name, own)
 
 
-def added_by_shim(config: Any) -> bool:
+def is_added_by_shim(config: Any) -> bool:
     """Whether the shim alone made an OptimizerConfig, or the config it copies, precision-aware."""
     values = (getattr(config, name, None) for name in _OWN)
     return hasattr(config, _ADDED) or any(
@@ -185,7 +185,7 @@ def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype
     return None
 
 
-def _keyed_as_unpatched(optimizer: Any, state: Any) -> Any:
+def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
     """Change a sharded state's keys in place to those of the same job without the shim."""
     dtype_of = _unpatched_grad_dtype(optimizer)
     if dtype_of is None:
@@ -220,7 +220,7 @@ def _keyed_as_unpatched(optimizer: Any, state: Any) -> Any:
 )
 def name_bucket_of_unpatched(call: Call) -> Any:
     """Write the keys that the same job has without the shim."""
-    return _keyed_as_unpatched(call.instance, call.proceed())
+    return _rekey_as_unpatched(call.instance, call.proceed())
 
 
 @checkpoint_seam(
@@ -244,11 +244,11 @@ def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     A save keeps remainders that the user configured. A load asks for whole fp32 master weights,
     which ``compare_layouts`` then compares with the checkpoint.
     """
-    by_user = not added_by_shim(call.instance.config)
+    by_user = not is_added_by_shim(call.instance.config)
     written = as_they_are.set(by_user and not is_loading)
     read = into_place.set(is_loading)
     try:
-        return _keyed_as_unpatched(call.instance, call.proceed())
+        return _rekey_as_unpatched(call.instance, call.proceed())
     finally:
         as_they_are.reset(written)
         into_place.reset(read)
@@ -360,7 +360,7 @@ def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
 
         return {key: one.dtype for key, one in load_tensors_metadata(directory).items()}
     with path.open("rb") as file:
-        found = stored_tensors(file, str(path))
+        found = read_entries(file, str(path))
     return {
         key: parse_dtype(one.dtype) or getattr(torch, one.dtype)
         for key, one in found.items()

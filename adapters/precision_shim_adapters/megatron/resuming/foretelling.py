@@ -83,7 +83,7 @@ class Live:
     asked_aware: bool = False
 
 
-def assumed(part: Part, here: Here) -> dict[str, Any]:
+def assume_fields(part: Part, here: Here) -> dict[str, Any]:
     """The fields of the job's own config, or, without a config, those that the file implies."""
     fields = dict(here.config or {})
     if here.config is None and part.masters in (REMAINDERS, NUMBERS):
@@ -97,7 +97,7 @@ def assumed(part: Part, here: Here) -> dict[str, Any]:
     return {**fields, **here.instead}
 
 
-def declared(part: Part) -> torch.dtype:
+def find_params_dtype(part: Part) -> torch.dtype:
     """The parameters' dtype; bf16 where the file does not show it."""
     return parse_dtype(part.params_dtype or "") or torch.bfloat16
 
@@ -135,7 +135,7 @@ def foretell(
     shimmed = holds(DISPATCH, STATES)
     states = (
         _cannot_count(part, live, counting, mends_offload)
-        or (None if counting else _left_out(part, live, mends_offload))
+        or (None if counting else _judge_left_out(part, live, mends_offload))
         or (_with_shim(part, live) if shimmed else _without(part, live))
     )
     if not states.exact:
@@ -144,7 +144,7 @@ def foretell(
 
 
 def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
-    dtype = declared(part)
+    dtype = find_params_dtype(part)
     now = what_is_in_force(here.settings, holds)
     planned = plan_wishes(wishes, TrainableDtypes({dtype: 1}), now)
     fields = {**planned.added, **planned.asked}
@@ -190,7 +190,7 @@ def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcom
     return Outcome(MISREAD, lacking) if uncounted else None
 
 
-def _left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
+def _judge_left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
     """Loaded states that do not reach the inner optimizers without the seams of ``offloaded``."""
     sharding = part.facts.get("sharding")
     if live.on_host is None:

@@ -1,0 +1,161 @@
+"""Chooses the reader of each optimizer that ``audit`` is given, and reads the model beneath them.
+
+``registry.audit_readers`` has the readers, by the top-level package of the optimizer's class; the
+audit of such an optimizer imports its reader. ``torch_reader`` reads torch's own optimizers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import AuditError
+from ..process.registry import audit_readers
+from .reading import Reading, gradients_of, tensors_of, unique
+from .torch_reader import read_torch, shards_by_gathered
+
+_NO_HELPERS = ("builtins", "collections", "functools", "torch")
+"""Modules whose objects hold no tensors of a model."""
+
+
+def read_optimizers(
+    model: Any, optimizer: Any, scaler: Any = None, *, whole: bool = True
+) -> list[Reading]:
+    """Read a model and its optimizers.
+
+    Args:
+        model: a module, a list of modules, or ``None``.
+        optimizer: an optimizer, a list of them, or ``None`` for a model alone.
+        scaler: loss scaler of torch's optimizers.
+        whole: whether ``optimizer`` has all of the model's optimizers.
+
+    Raises:
+        AuditError: no reader knows the model or the optimizer.
+    """
+    chunks = _chunks(model)
+    optimizers = unique(_each(optimizer))
+    if scaler is not None and not hasattr(scaler, "__dict__"):  # a number, such as the scale
+        raise AuditError(
+            f"audit(scaler=...): {_kind(scaler)} is no loss scaler; allowed: an object such as "
+            "torch.amp.GradScaler(), or None."
+        )
+    if not optimizers and not chunks:
+        raise AuditError(
+            "audit(None, None): there is nothing to read. Pass a module, an optimizer, or both."
+        )
+    groups: dict[str, list[Any]] = {}
+    for one in optimizers:
+        groups.setdefault(_reader(one), []).append(one)
+    readings: list[Reading] = []
+    for place, several in groups.items():
+        if place:
+            module, _, name = place.partition(":")
+            readings += getattr(importlib.import_module(module), name)(chunks, several)
+        else:
+            readings += read_torch(chunks, several, scaler)
+    if not readings:
+        readings = [Reading("torch", "model", "none")]
+    if whole or readings[0].name != "experts":  # else the dense optimizer's audit has the rest
+        _give_the_rest(chunks, readings, whole)
+    seen: dict[str, int] = {}
+    for reading in readings:
+        seen[reading.name] = seen.get(reading.name, 0) + 1
+        if seen[reading.name] > 1:
+            reading.name += f" {seen[reading.name]}"
+    return readings
+
+
+def _chunks(model: Any) -> list[torch.nn.Module]:
+    if model is None:
+        return []
+    chunks = list(model) if isinstance(model, (list, tuple, torch.nn.ModuleList)) else [model]
+    for one in chunks:
+        if not isinstance(one, torch.nn.Module):
+            raise AuditError(
+                f"audit(model=...): {_kind(one)} is no module; allowed: a torch.nn.Module, a list "
+                "of them (Megatron's model chunks), or None."
+            )
+    return chunks
+
+
+def _each(optimizer: Any) -> Iterator[Any]:
+    """The optimizers in a list, in a chain or in a container, one by one."""
+    if optimizer is None:
+        return
+    if isinstance(optimizer, (list, tuple)):
+        for one in optimizer:
+            yield from _each(one)
+        return
+    for name in ("chained_optimizers", "optimizers"):
+        inside = getattr(optimizer, name, None)
+        if isinstance(inside, (list, tuple)):
+            yield from _each(inside)
+            return
+    if not isinstance(optimizer, torch.optim.Optimizer) and not _reader(optimizer):
+        raise AuditError(
+            f"audit(optimizer=...): {_kind(optimizer)} is no optimizer that can be read; allowed: "
+            "a torch.optim.Optimizer, an optimizer of "
+            f"{', '.join(sorted(audit_readers()))} (chained or single), or a list of these."
+        )
+    yield optimizer
+
+
+def _reader(optimizer: Any) -> str:
+    """``module:function`` of an optimizer's reader; empty for the reader of torch's."""
+    packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return ""  # even if the class is from a package that has a reader
+    for third_party in (False, True):  # load third parties' adapters only if none of ours fits
+        known = audit_readers(third_party=third_party)
+        for one in packages:
+            if one in known:
+                return known[one]
+    return ""
+
+
+def _kind(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def _give_the_rest(
+    chunks: Sequence[torch.nn.Module], readings: Sequence[Reading], whole: bool
+) -> None:
+    """Give the first reading the parameters and tensors of the model that no reading has.
+
+    Without ``whole`` trainable parameters are left out: another optimizer may train them.
+    """
+    taken = {id(one) for each in readings for one in (*each.trainable, *each.frozen)}
+    gathered = shards_by_gathered(chunks)
+    first = readings[0]
+    for parameter in unique(p for chunk in chunks for p in chunk.parameters()):
+        if id(parameter) in taken:
+            continue
+        if id(parameter) in gathered:  # FSDP's temporary copy; its shard is the parameter
+            first.also_params.append(parameter)
+            continue
+        if not parameter.requires_grad:
+            first.frozen.append(parameter)
+        elif whole:
+            first.trainable.append(parameter)
+            first.gradients += gradients_of(parameter)
+    first.other += _other_tensors(chunks)
+
+
+def _other_tensors(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Buffers of the modules, and tensor attributes of the modules and their helper objects."""
+    found: list[torch.Tensor] = []
+    helpers: dict[int, Any] = {}
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        attributes = vars(module)
+        for value in (*attributes["_buffers"].values(), *attributes.values()):
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif type(value).__module__ not in _NO_HELPERS and hasattr(value, "__dict__"):
+                helpers[id(value)] = value
+    for one in helpers.values():
+        if not isinstance(one, (torch.nn.Module, type)) and isinstance(vars(one), dict):
+            found += tensors_of(one)
+    return found

@@ -1,0 +1,152 @@
+"""How the audit reads torch's optimizers, DTensors and FSDP.
+
+Nothing here starts an operation on a tensor: it reads sizes, dtypes, devices and storages only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .reading import Foretold, Owned, Reading, gradients_of, tensors_of, unique
+
+_MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
+"""Names of the dimensions of a device mesh that divide the model and not the data."""
+
+
+def read_torch(
+    chunks: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], scaler: Any
+) -> list[Reading]:
+    """Read torch's optimizers.
+
+    Args:
+        chunks: the model's modules; may be empty.
+        optimizers: single optimizers.
+        scaler: the loss scaler, or ``None``.
+    """
+    in_model = {id(p) for chunk in chunks for p in chunk.parameters()}
+    in_model |= {id(shard) for shard in shards_by_gathered(chunks).values()}
+    readings = []
+    for optimizer in optimizers:
+        params = unique(p for group in optimizer.param_groups for p in group["params"])
+        reading = Reading("torch", "model", type(optimizer).__name__, scaler=scaler)
+        for p in params:
+            # A tensor that the optimizer steps and the model lacks is a master.
+            is_master = bool(chunks) and id(p) not in in_model
+            used = p.grad is not None or optimizer.state.get(p)
+            if not (p.requires_grad or is_master or used):
+                # Frozen, but passed to the optimizer, as verl does with LoRA.
+                reading.frozen.append(p)
+                continue
+            owned = Owned(p.dtype, p, (p,) if is_master else ())
+            owned.take(optimizer.state.get(p, {}))
+            reading.owned.append(owned)
+            if not is_master:
+                reading.trainable.append(p)
+        meshes = [p for p in params if any(one.is_shard() for one in getattr(p, "placements", ()))]
+        reading.sharded = reading.params_sharded = bool(meshes)
+        reading.data_parallel_size = _data_parallel_size(chunks, meshes or params)
+        reading.gradients = [grad for p in params for grad in gradients_of(p)]
+        read_inner(reading, optimizer)
+        reading.copies_later = reading.foretold.exp_avg is not None
+        readings.append(reading)
+    if readings and scaler is not None:
+        readings[0].other += tensors_of(scaler)
+    return readings
+
+
+def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
+    """Add an optimizer's betas, scales, own tensors and announced dtypes to a reading."""
+    reading.steppers.append(optimizer)
+    groups = [group for group in optimizer.param_groups if group.get("params")]
+    reading.betas = tuple(
+        dict.fromkeys(
+            tuple(float(one) for one in group["betas"])
+            for group in groups
+            if isinstance(group.get("betas"), (tuple, list))
+            and not any(isinstance(one, torch.Tensor) for one in group["betas"])
+        )
+    )
+    reading.other += [
+        value
+        for scales in getattr(optimizer, "_scales", {}).values()
+        for value in scales.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    # Tensors among its attributes, such as an overflow flag, and in its groups, such as an lr.
+    reading.other += tensors_of(optimizer)
+    reading.other += [
+        one for group in groups for one in group.values() if isinstance(one, torch.Tensor)
+    ]
+    reading.foretold = foretold(optimizer)
+    reading.stateless = isinstance(optimizer, torch.optim.SGD) and not any(
+        group.get("momentum") for group in groups
+    )
+
+
+def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
+    """What an optimizer says about the states that its first step will make.
+
+    TransformerEngine's FusedAdam has their dtypes as attributes; torch's Adam makes its states in
+    the dtypes of the parameters.
+    """
+    kinds = vars(optimizer)
+    if isinstance(kinds.get("exp_avg_dtype"), torch.dtype):
+        master = None
+        if kinds.get("master_weights"):
+            whole = kinds.get("master_weight_dtype", torch.float32)
+            remainders = bool(kinds.get("store_param_remainders"))
+
+            def master(dtype: torch.dtype) -> torch.dtype | None:
+                return torch.int16 if remainders and dtype is torch.bfloat16 else whole
+
+        return Foretold(
+            lambda _: kinds["exp_avg_dtype"], lambda _: kinds.get("exp_avg_sq_dtype"), master
+        )
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return Foretold(lambda tensor: tensor.dtype, lambda tensor: tensor.dtype)
+    return Foretold()
+
+
+def _data_parallel_size(
+    chunks: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]
+) -> int:
+    mesh = next((one.device_mesh for one in parameters if hasattr(one, "device_mesh")), None)
+    if mesh is not None:
+        names = mesh.mesh_dim_names or (None,) * mesh.ndim
+        size = 1
+        for dimension, name in enumerate(names):
+            if name not in _MODEL_PARALLEL:
+                size *= mesh.size(dimension)
+        return size
+    groups = (vars(one).get("process_group") for one in chunks)  # torch's DDP, FSDP1
+    group = next((one for one in groups if one is not None), None)
+    return int(group.size()) if group is not None else 1
+
+
+def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Tensor]:
+    """Map the ``id`` of each gathered FSDP2 parameter to the shard that FSDP2 gathered it from.
+
+    After a forward pass without backward the root module keeps its parameters gathered, and its
+    ``parameters()`` are the gathered ones. torch has no public name for the shards: if torch
+    changes the private names, this finds none.
+    """
+    found: dict[int, torch.Tensor] = {}
+    if "torch.distributed.fsdp" not in sys.modules:
+        return found
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        state = getattr(module, "_get_fsdp_state", None)
+        state = state() if callable(state) else None
+        groups = getattr(state, "_fsdp_param_groups", None) or [
+            getattr(state, "_fsdp_param_group", None)
+        ]
+        for group in groups:
+            for one in getattr(group, "fsdp_params", ()):
+                whole = getattr(one, "_unsharded_param", None)
+                shard = getattr(one, "sharded_param", None)
+                if whole is not None and shard is not None:
+                    found[id(whole)] = shard
+    return found

@@ -1,0 +1,95 @@
+"""Which version of a framework is installed, and how it differs from the recorded versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ..seams import Adapter
+from ..seams._source import find_spec
+from ..upstream.trees import stated_version
+from .registry import is_tested, shared
+
+__all__ = ["describe", "judge_version", "tell_missed", "version_of"]
+
+
+def version_of(distribution: str, packages: Iterable[str]) -> str | None:
+    """Version of the package that this process would import, without importing it.
+
+    Read from the distribution's metadata; for a checkout, whose metadata is absent or another
+    copy's, from its own source. ``"unknown"`` where neither has a version, ``None`` where neither
+    metadata nor package is found.
+    """
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import distribution as installed
+
+    try:
+        known = installed(distribution)
+    except PackageNotFoundError:
+        known = None
+    told = None if known is None else known.version
+    for package in packages:
+        try:
+            spec = find_spec(package)
+        except Exception:  # another package's finder may do anything
+            continue
+        if spec is None:
+            continue
+        folders = [Path(one).resolve() for one in spec.submodule_search_locations or ()]
+        if known is not None:
+            own = Path(str(known.locate_file(package.replace(".", "/")))).resolve()
+            if own in folders or not folders:
+                return told
+        stated = (stated_version(distribution, package, folder) for folder in folders)
+        return next(filter(None, stated), None) or told or "unknown"
+    return told
+
+
+def describe(adapter: Adapter) -> str:
+    """A framework's name and version, for messages."""
+    found = version_of(adapter.distribution, adapter.packages)
+    return f"{adapter.framework} {found or '(not installed)'}"
+
+
+def judge_version(
+    adapter: Adapter,
+    version: str,
+    versions: Callable[[str, Iterable[str]], str | None],
+    *,
+    closely: bool = False,
+) -> tuple[bool, str]:
+    """Whether a version is tested, and how the code here differs from the recorded versions.
+
+    Args:
+        adapter: the framework's adapter.
+        version: the framework's version.
+        versions: returns the version of a distribution of a backend, as ``version_of`` does.
+        closely: compare the code with the record also where the version is recorded.
+    """
+    from ..upstream import symbols as _symbols
+
+    beneath = {name: versions(name, (package,)) for package, name in shared().items()}
+    tested = is_tested(version, adapter.tested)
+    told = [] if tested else [f"not among the tested versions: {', '.join(adapter.tested)}"]
+    told += _symbols.likeness(adapter, version, beneath)
+    told += _symbols.describe_differences(adapter, version, beneath) if closely else []
+    return tested, "; ".join(told)
+
+
+def tell_missed(
+    adapter: Adapter,
+    versions: Callable[[str, Iterable[str]], str | None] | None = None,
+) -> Callable[[str], str]:
+    """What ``precision_shim.seams._plan.Missed`` is, told from the record of symbols."""
+    from ..upstream import symbols as _symbols
+
+    known = _symbols.missed(adapter, versions or version_of)
+
+    def tell(target: str) -> str:
+        try:
+            return known(target)
+        except Exception:
+            # A damaged record must not break the framework's import; status() says it.
+            return ""
+
+    return tell

@@ -1,0 +1,113 @@
+"""What each TransformerEngine release allows its ``FusedAdam``, as the stand-in needs it.
+
+Functions of a version, without an optimizer. The docstring of ``fused_adam`` has their source.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+DEFAULT_VERSION = "2.11.0"
+"""The TransformerEngine release that ``FusedAdam`` itself behaves like."""
+
+OLDEST_VERSION = "1.13.0"
+"""The oldest release that ``fused_adam_for`` knows."""
+
+PARAM_REMAINDERS_SINCE = (2, 1)
+EMPTY_GROUPS_COUNT_SINCE = (2, 19)
+_BF16_MOMENTS_SINCE = (2, 3)
+_CAPTURABLE_BF16_SINCE = (2, 14)
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Major and minor number of a version.
+
+    Raises:
+        ValueError: not a version.
+    """
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    if found is None:
+        raise ValueError(f"not a TransformerEngine version: {version!r}")
+    return int(found[1]), int(found[2])
+
+
+def at_least(version: str, release: tuple[int, int]) -> bool:
+    """Whether a version is of this release or a newer one."""
+    return release_of(version) >= release
+
+
+def check_state_dtypes(
+    version: str,
+    master: torch.dtype | None,
+    exp_avg: torch.dtype,
+    exp_avg_sq: torch.dtype,
+) -> None:
+    """Raise if this version does not take these dtypes for its states.
+
+    Args:
+        version: a TransformerEngine version.
+        master: dtype of the masters; ``None`` without masters.
+        exp_avg: dtype of the first moment.
+        exp_avg_sq: dtype of the second moment.
+
+    Raises:
+        RuntimeError: a dtype that this version does not take.
+    """
+    if master not in (None, torch.float32, torch.float16):
+        raise RuntimeError(
+            f"FusedAdam (stand-in {version}): master weights must be fp32 or fp16, got {master}."
+        )
+    legal = [torch.float32, torch.float16, torch.uint8]
+    if at_least(version, _BF16_MOMENTS_SINCE):
+        legal.append(torch.bfloat16)
+    for name, dtype in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        if dtype not in legal:
+            raise RuntimeError(
+                f"FusedAdam (stand-in {version}): {name} must be one of "
+                f"{', '.join(map(str, legal))}, got {dtype!r}."
+            )
+
+
+def refuse_capturable(
+    version: str,
+    master: torch.dtype | None,
+    exp_avg: torch.dtype,
+    exp_avg_sq: torch.dtype,
+    *,
+    asked_remainders: bool,
+    remainders: bool,
+) -> None:
+    """Raise for ``capturable=True``: as this version does, or because there are no CUDA graphs.
+
+    Args:
+        version: a TransformerEngine version.
+        master: dtype of the masters; ``None`` without masters.
+        exp_avg: dtype of the first moment.
+        exp_avg_sq: dtype of the second moment.
+        asked_remainders: whether ``store_param_remainders`` was passed.
+        remainders: whether it has an effect.
+
+    Raises:
+        RuntimeError: this version refuses the arguments.
+        NotImplementedError: the arguments are legal.
+    """
+    where = f"FusedAdam (stand-in {version}): capturable"
+    if master not in (None, torch.float32):
+        raise RuntimeError(f"{where} takes only fp32 master weights, got {master}.")
+    both_bf16 = exp_avg == exp_avg_sq == torch.bfloat16
+    both_fp32 = exp_avg == exp_avg_sq == torch.float32
+    newer = at_least(version, _CAPTURABLE_BF16_SINCE)
+    if not both_fp32 and not (newer and both_bf16):
+        allowed = "both fp32 or both bf16" if newer else "fp32"
+        raise RuntimeError(
+            f"{where} wants moments that are {allowed}, got {exp_avg} and {exp_avg_sq}."
+        )
+    # Up to 2.13 the flag itself is refused, from 2.14 only a flag that has an effect.
+    if remainders if newer else asked_remainders:
+        raise RuntimeError(f"{where} does not go with store_param_remainders.")
+    raise NotImplementedError(
+        f"{where}=True is legal in TransformerEngine {version} but needs CUDA graphs; "
+        "this stand-in runs without them. Use capturable=False, or the real FusedAdam."
+    )

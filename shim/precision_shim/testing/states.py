@@ -1,0 +1,221 @@
+"""How the stand-in for ``FusedAdam`` stores its states: dtypes, scales, remainders, state dicts.
+
+What it stands for, and the source of every rule, stand in ``fused_adam``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+
+_FP8 = torch.float8_e4m3fn
+_LARGEST_SCALED = {
+    # Half of fp16's largest number; the largest finite number of e4m3.
+    torch.float16: torch.finfo(torch.float16).max / 2.0,
+    torch.uint8: torch.finfo(_FP8).max,
+}
+
+
+class StoredStates(torch.optim.Optimizer):
+    """The states of ``FusedAdam``, without its step.
+
+    Attributes:
+        master_weights: whether 16-bit parameters have masters.
+        name_to_dtype_map: dtype of each state, by the state's name.
+        store_param_remainders: whether bf16 parameters have int16 remainders as masters.
+    """
+
+    master_weights: bool
+    name_to_dtype_map: dict[str, torch.dtype]
+    store_param_remainders: bool
+    _scales: dict[torch.Tensor, dict[str, torch.Tensor]]
+
+    def _all_params(self) -> Iterable[torch.Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _keeps_remainder(self, param: torch.Tensor, state_name: str) -> bool:
+        return (
+            self.store_param_remainders
+            and state_name == "master_param"
+            and param.dtype == torch.bfloat16
+        )
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        """One state of ``param`` as fp32, with its scale applied.
+
+        Returns an fp32 state itself, not a copy. Returns a remainder as its int16 tensor,
+        **not** as the master, for which there is :func:`join_master`.
+
+        Args:
+            param: a parameter of this optimizer.
+            state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
+
+        Returns:
+            fp32 (int16 for a remainder), of the parameter's shape.
+
+        Raises:
+            KeyError: the state does not exist.
+            AssertionError: the stored tensor has another dtype than the constructor asked for.
+        """
+        stored = self.state[param][state_name]
+        dtype = self.name_to_dtype_map[state_name]
+        if self._keeps_remainder(param, state_name):
+            assert stored.dtype == torch.int16, stored.dtype
+            return stored  # type: ignore[no-any-return]
+        assert stored.dtype == dtype, (state_name, stored.dtype, dtype)
+        if dtype == torch.float32:
+            return stored  # type: ignore[no-any-return]
+        if dtype == torch.bfloat16:
+            return stored.float()  # type: ignore[no-any-return]
+        if dtype == torch.uint8:
+            stored = stored.view(_FP8)
+        return stored.float().mul_(self._scales[param][state_name])  # type: ignore[no-any-return]
+
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
+        """Store one state of ``param``, scaled and rounded to the dtype of the state.
+
+        As in TransformerEngine, storing an fp16 state scales ``unscaled_state`` **in place**.
+
+        Args:
+            param: a parameter of this optimizer.
+            state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
+            unscaled_state: fp32, the parameter's shape; int16 where a remainder is kept.
+
+        Raises:
+            AssertionError: ``unscaled_state`` has another dtype.
+        """
+        remainder = self._keeps_remainder(param, state_name)
+        expected = torch.int16 if remainder else torch.float32
+        assert unscaled_state.dtype == expected, (state_name, unscaled_state.dtype, expected)
+        state = self.state[param]
+        if state_name not in state:
+            self._initialize_state(param, state_name, False, remainder)
+        if self.name_to_dtype_map[state_name] == torch.float32:
+            state[state_name].copy_(unscaled_state)
+        else:
+            scale = self._scales[param][state_name]
+            self._apply_scale(state_name, unscaled_state, state[state_name], scale)
+
+    def _apply_scale(
+        self,
+        state_name: str,
+        unscaled_state: torch.Tensor,
+        scaled_state: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> None:
+        assert unscaled_state.dtype == torch.float32, unscaled_state.dtype
+        dtype = self.name_to_dtype_map[state_name]
+        assert scaled_state.dtype == dtype, (state_name, scaled_state.dtype, dtype)
+        if dtype == torch.bfloat16:
+            scaled_state.copy_(unscaled_state)
+            return
+        unscaled_state = unscaled_state.to(scaled_state.device)
+        lowest, highest = torch.aminmax(unscaled_state)
+        scale.copy_(torch.maximum(-lowest, highest) / _LARGEST_SCALED[dtype])
+        # A tensor of zeros has the scale 0: TransformerEngine guards this division for fp16 only.
+        inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
+        if dtype == torch.float16:
+            scaled_state.copy_(unscaled_state.mul_(inverse))
+        else:
+            scaled_state.view(_FP8).copy_((unscaled_state * inverse).to(_FP8))
+
+    def _initialize_state(
+        self,
+        param: torch.Tensor,
+        state_name: str,
+        zero_buffer: bool,
+        store_param_remainders: bool = False,
+    ) -> None:
+        dtype = self.name_to_dtype_map[state_name]
+        if store_param_remainders:
+            data = torch.zeros(param.shape, dtype=torch.int16, device=param.device)
+        else:
+            data = torch.empty(param.shape, dtype=dtype, device=param.device)
+        if zero_buffer:
+            data.zero_()
+        self.state[param][state_name] = data
+        if dtype != torch.float32:
+            self._scales.setdefault(param, {})[state_name] = torch.ones(
+                [1], dtype=torch.float32, device=param.device
+            )
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
+        """Make the states of ``param``: moments of zero, the master equal to the parameter.
+
+        Up to TransformerEngine 2.0 the method has no second argument.
+
+        Args:
+            param: a parameter of this optimizer.
+            store_param_remainders: keep a remainder in place of the master.
+        """
+        self._initialize_state(param, "exp_avg", zero_buffer=True)
+        self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
+        if not self.master_weights:
+            return
+        self._initialize_state(
+            param,
+            "master_param",
+            zero_buffer=False,
+            store_param_remainders=store_param_remainders,
+        )
+        if not store_param_remainders:
+            self.set_scaled_state(param, "master_param", param.detach().clone().float())
+
+    # -- checkpoints ---------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state dict with every state as fp32, except int16 remainders.
+
+        Returns:
+            ``{"state": {index: {name: tensor}}, "param_groups": [...]}``. fp32 states are
+            the live tensors.
+        """
+        state_dict = super().state_dict()
+        by_index = self._params_by_index(state_dict)
+        for index, state in state_dict["state"].items():
+            if index in by_index:
+                param = by_index[index]
+                state_dict["state"][index] = {
+                    name: self.get_unscaled_state(param, name) for name in state
+                }
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load groups and states; each state is rounded to the dtype that this optimizer keeps.
+
+        Each state that this optimizer does not keep as a remainder is first cast to fp32,
+        **whatever its dtype**: an int16 remainder from another optimizer becomes a master of
+        whole numbers, without an error. An fp32 master that this optimizer would keep as a
+        remainder raises an AssertionError. Both are as in TransformerEngine.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: the groups do not match.
+            AssertionError: this optimizer keeps a remainder, and the loaded state is not int16.
+        """
+        super().load_state_dict(state_dict)
+        by_index = self._params_by_index(state_dict)
+        for index, state in state_dict["state"].items():
+            if index not in by_index:
+                continue
+            param = by_index[index]
+            # torch has just cast the states to the parameter's dtype: discard those.
+            self.state[param] = {}
+            for name, value in state.items():
+                if value is None:
+                    continue
+                remainder = self._keeps_remainder(param, name)
+                self.set_scaled_state(param, name, value if remainder else value.float())
+
+    def _params_by_index(self, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
+        saved = deepcopy(state_dict["param_groups"])
+        indices = chain.from_iterable(group["params"] for group in saved)
+        return dict(zip(indices, self._all_params(), strict=False))

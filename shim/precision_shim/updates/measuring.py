@@ -1,0 +1,404 @@
+"""Measures which of an optimizer's updates are rounded away, in hooks of its own step.
+
+Every so many steps the meter samples the stored numbers before and after the optimizer's step, and
+compares their change with what the optimizer's own formula gives in fp64. The counts go to the host
+by a copy that nothing waits for; the meter reads them at the beginning of a later step. The meter
+changes nothing that a step reads or writes, and draws nothing from torch's global generators.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import PrecisionShimWarning
+from ..precision.dtypes import name_of
+from ..reporting import journal as _journal
+from . import lost, meters
+from .lost import Count, Figures, Group
+from .rules import Rule, Sampled, Taken, UnknownRuleError
+from .sampling import MOST_ELEMENTS, Sample
+
+Copies = Sequence[Sequence["torch.dtype | None"]]
+"""For each parameter of each group the dtype of its copy for rollout engines."""
+
+
+@dataclass
+class _Before:
+    """Samples of some tensors of one group before a step, all on one device.
+
+    Attributes:
+        group: number of the group.
+        tensors: the parameters, each with its ``Taken``.
+        copy: dtype of the parameters' copies for rollout engines; ``None`` without copies.
+        updates: whether the update is not zero, for each element.
+        weights: the stored weights.
+        decays: whether the update makes the second moment smaller, for each element; ``None``
+            without a second moment.
+        exp_avg_sq: the stored second moment; ``None`` without one.
+        copies: the copies for rollout engines; ``None`` without copies.
+        lr: the step's learning rate.
+    """
+
+    group: int
+    tensors: list[tuple[torch.Tensor, Taken]]
+    copy: torch.dtype | None
+    updates: torch.Tensor
+    weights: torch.Tensor
+    decays: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None
+    copies: torch.Tensor | None
+    lr: Any
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What one vector of counts describes.
+
+    Attributes:
+        group: number of the group.
+        sampled: number of elements in the sample.
+        stored: how the weights are stored.
+        exp_avg_sq: dtype of the second moment; empty without one.
+        copy: dtype of the copies for rollout engines; empty without copies.
+    """
+
+    group: int
+    sampled: int
+    stored: str
+    exp_avg_sq: str
+    copy: str
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Counts on their way to the host.
+
+    Attributes:
+        step: number of the measured step.
+        arriving: for each device the tensor on the host, the event that the copy to it is
+            complete, and a description of each row.
+    """
+
+    step: int
+    arriving: list[tuple[torch.Tensor, Any, list[_Counted]]]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all counts have arrived; does not wait."""
+        return all(event is None or event.query() for _, event, _ in self.arriving)
+
+
+class Meter:
+    """Measures one torch optimizer's steps, in step hooks of that optimizer.
+
+    Args:
+        stepper: the optimizer.
+        every: number of steps from one measurement to the next.
+        names: framework and version, and the part's name, for messages.
+        copies: dtypes of the copies for rollout engines.
+        on_figures: called with the meter when there are new figures.
+
+    Attributes:
+        every: as above.
+        names: as above.
+        figures: the newest figures; ``None`` before the first.
+        unmeasured: why the meter does not measure; empty while it does.
+    """
+
+    def __init__(
+        self,
+        stepper: torch.optim.Optimizer,
+        every: int,
+        names: tuple[str, str],
+        copies: Copies,
+        on_figures: Callable[[Meter], None] | None = None,
+    ) -> None:
+        self.every, self.names = every, names
+        self.figures: Figures | None = None
+        self.unmeasured = ""
+        self._stepper = weakref.ref(stepper)
+        self._copies, self._on_figures = copies, on_figures
+        self._step = 0
+        self._sample: Sample | None = None
+        self._before: list[_Before] = []
+        self._pending: _Pending | None = None
+        self._warned: set[int] = set()
+        self._handles: list[Any] = []
+        try:
+            self._rule = Rule(stepper)
+        except UnknownRuleError as reason:
+            self._give_up(str(reason))
+            return
+        self._handles.append(stepper.register_step_pre_hook(self._look_before))
+        self._handles.append(stepper.register_step_post_hook(self._look_after))
+
+    @property
+    def measures(self) -> bool:
+        """Whether the meter measures steps."""
+        return not self.unmeasured
+
+    def remove(self) -> None:
+        """Take the hooks out. Never call it within a step: torch loops over the hooks there."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        stepper = self._stepper()
+        if stepper is not None and meters.of(stepper) is self:
+            meters.drop(stepper)
+
+    def _give_up(self, reason: str) -> None:
+        # The hooks stay registered: removing one here would break torch's loop over the hooks.
+        self.unmeasured = reason
+        self._before, self._pending, self._sample = [], None, None
+        tell(f"{', '.join(self.names)}: lost updates are not measured: {reason}")
+
+    # -- before the step ---------------------------------------------------------------------------
+
+    def _look_before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.unmeasured or torch.compiler.is_compiling() or _captures():
+            return
+        try:
+            self._read()
+            self._step += 1
+            self._before = []
+            if self._step % self.every == 0 and self._pending is None and _plain(args, kwargs):
+                with torch.no_grad():
+                    self._before = self._take(optimizer)
+        except Exception as error:  # a meter must not end a training
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _take(self, optimizer: torch.optim.Optimizer) -> list[_Before]:
+        groups = [group["params"] for group in optimizer.param_groups]
+        budget = MOST_ELEMENTS // max(1, meters.count())
+        if self._sample is None or not self._sample.fits(groups, budget):
+            self._sample = Sample(groups, budget)
+        found = []
+        for number, group in enumerate(optimizer.param_groups):
+            alike: dict[Any, list[tuple[torch.Tensor, Taken]]] = {}
+            for place, at in self._sample.taken[number].items():
+                parameter = group["params"][place]
+                if self._rule.gradient(optimizer, parameter) is None:
+                    continue
+                if parameter.dtype.is_floating_point:
+                    key = parameter.device, self._copy(number, place)
+                    alike.setdefault(key, []).append((parameter, at))
+            found += [
+                self._take_some(optimizer, number, group, tensors, copy)
+                for (_, copy), tensors in alike.items()
+            ]
+        return found
+
+    def _take_some(
+        self,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        group: Mapping[str, Any],
+        tensors: list[tuple[torch.Tensor, Taken]],
+        copy: torch.dtype | None,
+    ) -> _Before:
+        sampled = self._read_sample(optimizer, group, tensors)
+        ideal = self._rule.ideal(optimizer, group, sampled)
+        has_second = ideal.exp_avg_sq is not None
+        return _Before(
+            number,
+            tensors,
+            copy,
+            ideal.update != 0,
+            sampled.weights,
+            ideal.exp_avg_sq < 0 if ideal.exp_avg_sq is not None else None,
+            sampled.states["exp_avg_sq"] if has_second else None,
+            self._rollout(tensors, copy, sampled.weights),
+            group["lr"],
+        )
+
+    def _copy(self, group: int, place: int) -> torch.dtype | None:
+        try:
+            return self._copies[group][place]
+        except IndexError:  # a group or a parameter that was added after attach()
+            return None
+
+    def _read_sample(
+        self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
+    ) -> Sampled:
+        rule = self._rule
+        scale = getattr(optimizer, "grad_scale", None)  # GradScaler: a fused step unscales
+        gradients, steps = [], []
+        states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
+        for parameter, at in tensors:
+            gradient = rule.gradient(optimizer, parameter)
+            assert gradient is not None
+            taken = at(gradient)
+            gradients.append(taken if scale is None else taken / scale)
+            for name, some in states.items():
+                state = rule.state(optimizer, parameter, name, at)
+                some.append(torch.zeros_like(taken) if state is None else state)
+            steps.append(rule.steps(optimizer, group, parameter, at))
+        return Sampled(
+            self._weights(optimizer, tensors),
+            torch.cat(gradients),
+            {name: torch.cat(some) for name, some in states.items()},
+            torch.cat(steps),
+        )
+
+    def _weights(self, optimizer: Any, tensors: Sequence[tuple[Any, Taken]]) -> torch.Tensor:
+        return torch.cat([self._rule.weights(optimizer, p, at) for p, at in tensors])
+
+    @staticmethod
+    def _rollout(
+        tensors: Sequence[tuple[torch.Tensor, Taken]],
+        copy: torch.dtype | None,
+        weights: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """The copies for rollout engines: parameters of that dtype, or the rounded weights."""
+        if copy is None:
+            return None
+        if all(parameter.dtype is copy for parameter, _ in tensors):
+            return torch.cat([at.raw(parameter) for parameter, at in tensors])
+        return weights.to(copy)
+
+    # -- after it ----------------------------------------------------------------------------------
+
+    def _look_after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._before:
+            return
+        before, self._before = self._before, []
+        try:
+            with torch.no_grad():
+                self._pending = self._compare(optimizer, before)
+        except Exception as error:  # a meter must not end a training
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _compare(self, optimizer: torch.optim.Optimizer, before: list[_Before]) -> _Pending:
+        rows: dict[torch.device, tuple[list[torch.Tensor], list[_Counted]]] = {}
+        for one in before:
+            vectors, about = rows.setdefault(one.weights.device, ([], []))
+            vectors.append(self._count(optimizer, one))
+            about.append(self._describe(optimizer, one))
+        arriving = []
+        for device, (vectors, about) in rows.items():
+            counts = torch.stack(vectors)
+            event = None
+            if device.type != "cpu":
+                there = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
+                counts = there.copy_(counts, non_blocking=True)
+                module = getattr(torch, device.type)  # torch.cuda, or another device's module
+                event = module.Event()
+                event.record(module.current_stream(device))
+            arriving.append((counts, event, about))
+        return _Pending(self._step, arriving)
+
+    def _count(self, optimizer: Any, one: _Before) -> torch.Tensor:
+        weights = self._weights(optimizer, one.tensors)
+        none = torch.zeros((), dtype=torch.int64, device=weights.device)
+        decays = stuck = stale = none
+        if one.decays is not None:
+            second = [
+                state
+                for p, at in one.tensors
+                if (state := self._rule.state(optimizer, p, "exp_avg_sq", at)) is not None
+            ]
+            decays = one.decays.sum()
+            stuck = (one.decays & (torch.cat(second) == one.exp_avg_sq)).sum()
+        if one.copies is not None:
+            copies = self._rollout(one.tensors, one.copy, weights)
+            stale = (one.updates & (copies == one.copies)).sum()
+        lost_ones = (one.updates & (weights == one.weights)).sum()
+        counts = torch.stack([one.updates.sum(), lost_ones, decays, stuck, stale]).double()
+        overflow = getattr(optimizer, "found_inf", None)  # a fused step skips by this flag
+        if overflow is not None:
+            counts = counts * (overflow == 0)
+        return torch.cat([counts, counts.new_ones(1) * one.lr])
+
+    def _describe(self, optimizer: Any, one: _Before) -> _Counted:
+        parameters = [parameter for parameter, _ in one.tensors]
+        states = (optimizer.state.get(p, {}).get("exp_avg_sq") for p in parameters)
+        second = {state.dtype for state in states if state is not None}
+        return _Counted(
+            one.group,
+            sum(at.count for _, at in one.tensors),
+            _join(self._rule.stored(optimizer, p) for p in parameters),
+            _join(map(name_of, second)) if one.decays is not None else "",
+            name_of(one.copy) if one.copy is not None else "",
+        )
+
+    # -- a step later ------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        pending = self._pending
+        if pending is None or not pending.is_there:
+            return
+        self._pending = None
+        sizes = self._sample.sizes if self._sample is not None else []
+        rows: dict[int, list[tuple[list[float], _Counted]]] = {}
+        for counts, _, about in pending.arriving:
+            for numbers, one in zip(counts.tolist(), about, strict=True):
+                rows.setdefault(one.group, []).append((numbers, one))
+        groups = [_group(number, sizes[number], some) for number, some in sorted(rows.items())]
+        # A skipped step updates nothing: keep the figures of the step before.
+        moved = tuple(
+            one
+            for one in groups
+            if one.weights.updates or (one.exp_avg_sq is not None and one.exp_avg_sq.updates)
+        )
+        if not moved:
+            return
+        self.figures = Figures(pending.step, self.every, moved)
+        self._judge(self.figures)
+        if self._on_figures is not None:
+            self._on_figures(self)
+
+    def _judge(self, figures: Figures) -> None:
+        where, part = self.names
+        for group, (*_, message) in lost.findings(figures.to_dict(), part, where):
+            if group not in self._warned:
+                self._warned.add(group)
+                tell(message)
+
+
+def _captures() -> bool:
+    """Whether a CUDA graph is being captured; querying an event would end the capture."""
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
+
+
+def _plain(args: Any, kwargs: Any) -> bool:
+    """Whether the step got no closure and no scaler: both change the gradients in the step."""
+    given = (*args[1:], *kwargs.values())  # the optimizer comes first
+    return all(one is None for one in given)
+
+
+def _join(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(names)))
+
+
+def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counted]]) -> Group:
+    updates, missed, decays, stuck, stale = (
+        sum(int(numbers[column]) for numbers, _ in rows) for column in range(5)
+    )
+    second = _join(one.exp_avg_sq for _, one in rows if one.exp_avg_sq)
+    copied = [(numbers, one) for numbers, one in rows if one.copy]
+    copies = Count(
+        _join(one.copy for _, one in copied), sum(int(numbers[0]) for numbers, _ in copied), stale
+    )
+    return Group(
+        group=number,
+        lr=rows[0][0][-1],
+        elements=elements,
+        sampled=sum(one.sampled for _, one in rows),
+        weights=Count(_join(one.stored for _, one in rows), updates, missed),
+        exp_avg_sq=Count(second, decays, stuck) if second else None,
+        rollout=copies if copied else None,
+    )
+
+
+def tell(text: str) -> None:
+    """Warn; where the user has turned warnings into errors, only print the text."""
+    try:
+        _journal.warn(text, stacklevel=None)
+    except PrecisionShimWarning:
+        _journal.say(text)
