@@ -27,7 +27,8 @@ PARTS = ("message", "problem", "problems", "warnings", "bucket_warning")
 SETTINGS, DTYPES, STATES = "Settings, start and status", "Dtypes", "Optimizer states and buckets"
 SCALING, AUDIT, PLAN = "Loss scaling", "Audit and lost updates", "Plan"
 CHECKPOINTS, SEAMS, COMMANDS = "Checkpoints", "Adapters and seams", "Command line"
-HEADINGS = (SETTINGS, DTYPES, STATES, SCALING, AUDIT, CHECKPOINTS, PLAN, COMMANDS, SEAMS)
+SIDES = "Trainer and rollout"
+HEADINGS = (SETTINGS, DTYPES, STATES, SCALING, SIDES, AUDIT, CHECKPOINTS, PLAN, COMMANDS, SEAMS)
 """The headings in the docs, in their order."""
 OF_AN_ERROR = {
     "SettingsError": SETTINGS,
@@ -56,7 +57,13 @@ OF_A_TEXT = {
     "Megatron scales no loss then": SCALING,
     "its float16 training gets no loss scaling": SCALING,
     "precision_shim's audit under strict": AUDIT,
+    "weights reach the rollout rounded to bf16": SIDES,
     # warnings, and what the doctor tells
+    "the weights are rounded to … on the way": SIDES,
+    "checkpoint_engine.backend=delta_sharded": SIDES,
+    "dtype the engine takes is known only to the engine": SIDES,
+    "computes in … (…), the … in …": SIDES,
+    "and its weights go out in": SIDES,
     "start-up file is not active": SETTINGS,
     "_FRAMEWORKS names …, which is not installed": SETTINGS,
     "nothing to patch here": SETTINGS,

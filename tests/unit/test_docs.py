@@ -90,9 +90,13 @@ PASSED_ON = {
     "precision_shim_adapters/fp16/training.py": "the errors of the scaler's record",
     "precision_shim_adapters/megatron/acting/ddp.py": "a part that is listed",
     "precision_shim_adapters/megatron/acting/optimizer.py": "parts that are listed",
+    "precision_shim_adapters/rollout/telling.py": "parts that are listed",
+    "precision_shim_adapters/rollout/wire.py": "parts that are listed",
+    "precision_shim_adapters/skyrl/plan.py": "the error of SkyRL's loader",
     "precision_shim_adapters/torchtitan/checkpoints.py": "the error of rank 0, on the others",
     "precision_shim_adapters/verl/engines.py": "a part that is listed",
     "precision_shim_adapters/verl/fsdp.py": "parts that are listed",
+    "precision_shim_adapters/verl/sync.py": "a part that is listed",
 }
 """Files that pass on a message which is made elsewhere, and what they pass on."""
 

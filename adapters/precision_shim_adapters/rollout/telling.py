@@ -85,10 +85,11 @@ def settle(
 def message_of(where: str, trainer: Engine, verdict: Verdict) -> str:
     """What a user reads of a disagreement: what is there, why it matters, the line to write."""
     other = verdict.engine
-    return (
+    message = (
         f"{where}: the {trainer.subject} computes in {trainer.computes} ({trainer.key}), the "
         f"{other.subject} in {other.computes} ({verdict.because}). {_way_out(trainer, verdict)}"
     )
+    return message
 
 
 def _way_out(trainer: Engine, verdict: Verdict) -> str:

@@ -86,7 +86,8 @@ def wire_problems(where: str, wires: Sequence[Wire]) -> tuple[list[Problem], lis
 
 
 def _message(where: str, one: Wire) -> str:
-    return (
+    message = (
         f"{where}: the {one.subject} computes in {one.computes}, and its weights go out in "
         f"{one.sent} ({one.because}): each sync rounds every weight to {one.sent}"
     )
+    return message

@@ -23,6 +23,7 @@ def rollout(computes: str, *, written: bool = False) -> Engine:
 
 @pytest.fixture(autouse=True)
 def off() -> Iterator[None]:
+    precision_shim.uninstall()
     yield
     precision_shim.uninstall()
 
