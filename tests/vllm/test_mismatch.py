@@ -9,21 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from precision_shim.precision.agreement import Engine, compare
+
+PAIRS = [
+    (trainer, rollout)
+    for trainer in ("fp16", "bf16", "fp32")
+    for rollout in ("fp16", "bf16", "fp32")
+]
+
 
 @pytest.fixture(scope="module")
 def found(
-    both_sides: ModuleType, size: Any, model: Any, checkpoint: Path
+    both_sides: ModuleType, size: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Any]:
     """Mismatch by the dtypes of trainer and rollout."""
-    prompts, every = both_sides.random_prompts(size, seed=0), {}
-    for rollout in ("fp16", "bf16"):
-        name = both_sides.name_in_vllm(both_sides.DTYPES[rollout])
-        with both_sides.engine(checkpoint, name, size.prompt + size.new) as llm:
-            sampled = both_sides.sample(llm, prompts, size.new)
-        for trainer in ("fp16", "bf16"):
-            scored = both_sides.score(model, sampled, both_sides.DTYPES[trainer])
-            every[trainer, rollout] = both_sides.mismatch(scored, sampled.logprobs)
-    return every
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    return dict(both_sides.measure(size, 0, folder))
 
 
 def test_beside_an_fp16_trainer_a_bf16_rollout_keeps_the_mismatch(found: dict[Any, Any]) -> None:
@@ -32,9 +33,23 @@ def test_beside_an_fp16_trainer_a_bf16_rollout_keeps_the_mismatch(found: dict[An
     assert beside.mean > 4 * both.mean
 
 
-def test_an_fp16_trainer_alone_gains_nothing(found: dict[Any, Any]) -> None:
-    for pair in (("fp16", "bf16"), ("bf16", "fp16")):
-        assert found["bf16", "bf16"].k3 < 4 * found[pair].k3
+@pytest.mark.parametrize("pair", PAIRS)
+def test_one_side_in_bf16_is_enough(found: dict[Any, Any], pair: tuple[str, str]) -> None:
+    ours, both = found[pair].k3, found["fp16", "fp16"].k3
+    assert ours > 10 * both if "bf16" in pair else ours < 4 * both
+
+
+def test_over_a_bf16_wire_an_fp16_rollout_keeps_the_mismatch(
+    both_sides: ModuleType, found: dict[Any, Any]
+) -> None:
+    assert found["fp16", both_sides.WIRE].k3 > 10 * found["fp16", "fp16"].k3
+
+
+def test_the_shim_warns_where_an_fp16_trainer_keeps_the_mismatch(found: dict[Any, Any]) -> None:
+    trainer = Engine("actor", "fp16", "actor.dtype")
+    for name in ("fp16", "bf16"):
+        verdict = compare(trainer, Engine("rollout", name, "rollout.dtype"))
+        assert verdict.lost == (found["fp16", name].k3 > 10 * found["fp16", "fp16"].k3)
 
 
 def test_k3_and_mean_by_hand(both_sides: ModuleType) -> None:
