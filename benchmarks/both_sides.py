@@ -5,7 +5,7 @@
 
 The rollout is the real vLLM on a CPU, in this process; the trainer is transformers' model. Both
 have the same random weights, and the trainer computes the log probabilities of the tokens that the
-rollout sampled. Five minutes on two cores. Install tests/environments/vllm-0.30.0.txt with the
+rollout sampled. Four minutes on one core. Install tests/environments/vllm-0.30.0.txt with the
 overrides beside it; the first lines of that file say whose build of vLLM it is.
 """
 
@@ -275,6 +275,7 @@ def main() -> None:
     if arguments.write:
         with_table(PAGE.read_text(encoding="utf-8"), "")  # before minutes of work
     size = Size(**{one.name: getattr(arguments, one.name) for one in fields(Size)})
+    torch.set_num_threads(1)  # two wait for each other, and use three times the processor's time
     runs = []
     for seed in range(arguments.seeds):
         began = time.monotonic()
