@@ -35,7 +35,7 @@ from .test_pages import checkout  # noqa: F401
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 PAIRS = [(policy, rollout) for policy in DTYPES for rollout in DTYPES]
-LOST = [("fp16", "bf16"), ("fp16", "fp32")]
+LOST = [("fp16", "bf16")]
 GRPO = "examples/configs/grpo_math_1B.yaml"
 SGLANG = "examples/configs/grpo_math_1B_sglang.yaml"
 KEY = "policy.generation.vllm_cfg.precision"
@@ -303,7 +303,7 @@ def test_sglang_follows_where_the_key_is_left_out(
         assert chose == "the checkpoint's dtype beside the policy's fp16"
         assert because.startswith(f"{key} is left out: ")
         assert "dtype" not in given["sglang_cfg"]
-    assert bool(told) == (rollout in ("bf16", "fp32") or not (rollout or settings))
+    assert bool(told) == (rollout == "bf16" or not (rollout or settings))
 
 
 # -- other loops -------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def test_pairs_on_megatron(
     agrees = computes == policy
     chosen = f"{policy}, as the policy" if agrees else f"{computes} beside the policy's {policy}"
     assert told() == {"rollout": chosen}
-    lost = policy == "fp16" and not agrees
+    lost = (policy, computes) == ("fp16", "bf16")
     assert len(warnings_) == lost
     if lost:
         assert f"skyrl {SKYRL}: the policy computes in fp16 (" in warnings_[0]
@@ -187,7 +187,7 @@ def test_pairs_on_fsdp(
     assert (found["rollout"] == f"{really}, as the policy") == (computes == really)
     assert (found["ref"] == f"{really}, as the policy") == (reference == really)
     assert ("policy" in found) == (policy == "fp32")
-    lost = [one for one in (reference, computes) if really == "fp16" and one != "fp16"]
+    lost = [one for one in (reference, computes) if (really, one) == ("fp16", "bf16")]
     assert len(warnings_) == len(lost)
     mixed = config.trainer.ref.fsdp_config.mixed_precision
     assert (mixed is None) == (reference == "bf16")

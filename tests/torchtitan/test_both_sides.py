@@ -34,7 +34,7 @@ QUIET = ("--metrics.no-enable-wandb",)
 TRAINER, GENERATOR = "--trainer.training.mixed_precision_param", "--generator.model_dtype"
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 PAIRS = [(trainer, generator) for trainer in DTYPES for generator in DTYPES]
-LOST = [("fp16", "bf16"), ("fp16", "fp32")]
+LOST = [("fp16", "bf16")]
 FOLLOW = {"rollout": "follow"}
 
 

@@ -56,6 +56,10 @@ MANIFEST = {
     "python benchmarks/numerics.py --write": Held(
         f"{HERE}::test_numerics", "--write changes docs/; the tests compare what it would write"
     ),
+    "python benchmarks/both_sides.py --write": Held(
+        "tests/vllm/test_table.py",
+        "a whole table takes minutes; the tests write one of a tiny model",
+    ),
     # -- executed by other tests
     "export PRECISION_SHIM=1": Held(
         "tests/activation/test_processes.py::test_children_with_the_variable"

@@ -47,7 +47,7 @@ def test_over_a_bf16_wire_an_fp16_rollout_keeps_the_mismatch(
 
 def test_the_shim_warns_where_an_fp16_trainer_keeps_the_mismatch(found: dict[Any, Any]) -> None:
     trainer = Engine("actor", "fp16", "actor.dtype")
-    for name in ("fp16", "bf16"):
+    for name in ("fp16", "bf16", "fp32"):
         verdict = compare(trainer, Engine("rollout", name, "rollout.dtype"))
         assert verdict.lost == (found["fp16", name].k3 > 10 * found["fp16", "fp16"].k3)
 

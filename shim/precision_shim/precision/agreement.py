@@ -89,7 +89,8 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
             chosen=f"{dtype}, as the {trainer.subject}",
             because=source,
         )
-    half = trainer.computes == "fp16"
+    # Beside an fp32 engine the trainer's own rounding alone is left, as with fp16 on both sides.
+    lost = trainer.computes == "fp16" and dtype in ("bf16", AUTO)
     value = other.values.get(trainer.computes, "")
     remedy = f"{other.prefix}{other.key}={value}" if other.key and value else ""
     if dtype == FP8:
@@ -106,8 +107,8 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
         chosen = f"the checkpoint's dtype beside {whose}"
         reason = "for an fp32 checkpoint vLLM takes bf16, SGLang fp16"
     else:
-        chosen, reason = f"{dtype} beside {whose}", _harm(other.subject, half=half)
-    return Verdict(other, False, half, chosen, f"{source}: {reason}", remedy)
+        chosen, reason = f"{dtype} beside {whose}", _harm(other.subject, lost=lost)
+    return Verdict(other, False, lost, chosen, f"{source}: {reason}", remedy)
 
 
 def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:
@@ -127,8 +128,8 @@ def rounds(sent: str, computes: str) -> bool:
     return sent not in ("fp32", computes)
 
 
-def _harm(subject: str, *, half: bool) -> str:
-    kept = ", and the mismatch that fp16 removes stays" if half else ""
+def _harm(subject: str, *, lost: bool) -> str:
+    kept = ", and the mismatch that fp16 removes stays" if lost else ""
     if subject == "rollout":
         return f"the two round differently{kept}"
     return "the two round differently, which adds to the KL term"

@@ -44,7 +44,7 @@ def test_follow_writes_where_nobody_wrote(
     wrote: list[tuple[str, str]] = []
     asked = TRAINER[trainer], rollout(computes, written=written)
     follows = setting == "follow" and not written and computes not in (trainer, FP8)
-    lost = trainer == "fp16" and computes not in ("fp16", FP8) and not follows
+    lost = trainer == "fp16" and computes in ("bf16", AUTO) and not follows
 
     def act() -> None:
         settle(WHERE, asked[0], asked[1:], lambda one, name: wrote.append((one.key, name)))
