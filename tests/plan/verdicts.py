@@ -126,7 +126,9 @@ def of_plan(words: Sequence[str], drawn: Drawn, *options: str) -> Verdict:
     """
     from precision_shim.cli import main
 
-    front = [f"PRECISION_SHIM_{name.upper()}={value}" for name, value in drawn.settings.items()]
+    # A worker knows nothing of the rollout, with which the plan would find a problem.
+    front = ["PRECISION_SHIM_ROLLOUT=follow"]
+    front += [f"PRECISION_SHIM_{name.upper()}={value}" for name, value in drawn.settings.items()]
     out, err = io.StringIO(), io.StringIO()
     code: Any = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

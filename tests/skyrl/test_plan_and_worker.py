@@ -60,15 +60,7 @@ def words_of(drawn: Drawn) -> list[str]:
 
 
 def plan_of(strategy: str, *options: str) -> Callable[[Drawn], Verdict]:
-    # A policy's worker knows nothing of the rollout, with which the plan would find a problem.
-    follow = "PRECISION_SHIM_ROLLOUT=follow"
-    entry = (
-        follow,
-        "python3",
-        "-m",
-        "skyrl.train.entrypoints.main_base",
-        f"trainer.strategy={strategy}",
-    )
+    entry = ("python3", "-m", "skyrl.train.entrypoints.main_base", f"trainer.strategy={strategy}")
     gpus = ("trainer.placement.policy_num_gpus_per_node=1", "trainer.algorithm.use_kl_loss=false")
     return lambda one: of_plan([*entry, *gpus, *words_of(one)], one, *options)
 
