@@ -27,7 +27,8 @@ pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses 
 
 DTYPES = ("fp16", "bf16", "fp32")
 ENGINE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-ROLLOUT, FSDP = "actor_rollout_ref.rollout", "fsdp_config"
+ROLLOUT = "actor_rollout_ref.rollout"
+LINE = ("python3", "-m", "verl.trainer.main_ppo")
 LEGACY = Version("0.8") > VERL
 """0.7.1's default workers: they take the dtype of the matrix products from another key."""
 
@@ -82,7 +83,10 @@ def start(
     from verl.utils.config import omega_conf_to_dataclass
     from verl.utils.device import auto_set_device  # the patched one
 
-    words = [f"{ROLLOUT}.name=vllm", *words]
+    words = [
+        *([] if any("rollout.name" in one for one in words) else [f"{ROLLOUT}.name=vllm"]),
+        *words,
+    ]
     with composed(words, directory, name) as config, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", PrecisionShimWarning)
         auto_set_device(config)
@@ -217,6 +221,10 @@ def test_quantised_and_refused(tmp_path: Path) -> None:
     made = start([*words, f"{ROLLOUT}.quantization=fp8"])
     assert made.chosen == {"rollout": "fp8 beside the actor's fp16"}
     precision_shim.uninstall()
+    # Quantised to something else, its dtype is what the loss sees.
+    made = start([*words, f"{ROLLOUT}.quantization=torchao"])
+    assert len(made.told) == 1
+    precision_shim.uninstall()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2"}))
     words.append(f"actor_rollout_ref.model.path={tmp_path}")
     for setting, name in (("tell", "half"), ("follow", "")):
@@ -227,6 +235,60 @@ def test_quantised_and_refused(tmp_path: Path) -> None:
         assert "Train in bf16" in told
         assert made.rollout == ("float16" if name else "bfloat16")
         precision_shim.uninstall()
+    sglang = [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.dtype=half"]
+    assert start([*words, *sglang]).told == ()
+
+
+def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
+    made = start([*side("actor", "fp16"), f"{ROLLOUT}.dtype=null"])
+    assert made.rollout is None
+    assert made.chosen == {"rollout": "the checkpoint's dtype beside the actor's fp16"}
+    assert len(made.told) == 1
+
+
+@pytest.mark.skipif(not LEGACY, reason="from 0.8 the reference model has a dtype of its own")
+def test_the_legacy_reference_model_on_megatron_has_the_actors_dtype() -> None:
+    words = ["actor_rollout_ref.actor.megatron.dtype=float16", f"{ROLLOUT}.dtype=float16"]
+    words.append("actor_rollout_ref.actor.use_kl_loss=true")
+    made = start(words, name="ppo_megatron_trainer", strict=True)
+    assert made.chosen == {"ref": "fp16, as the actor", "rollout": "fp16, as the actor"}
+
+
+def test_an_engine_that_the_shim_does_not_know() -> None:
+    made = start(["actor_rollout_ref.actor.strategy=veomni"])
+    assert made.chosen == {"rollout": "not compared with the actor"}
+
+
+def test_programs_that_were_imported_before() -> None:
+    import verl.trainer.main_ppo as program
+
+    precision_shim.install(frameworks=["verl"])
+    with composed([*side("actor", "fp16"), f"{ROLLOUT}.name=vllm"]) as config:
+        with pytest.warns(PrecisionShimWarning, match="the actor computes in fp16"):
+            program.auto_set_device(config)
+
+
+@pytest.mark.skipif(Version("0.9.1") > VERL, reason="verl's receiver in vLLM came with 0.9.1")
+def test_delta_takes_no_fp16_and_the_driver_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*side("actor", "fp16"), f"{ROLLOUT}.dtype=float16", f"{ROLLOUT}.name=vllm"]
+    words.append(f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded")
+    with pytest.raises(UnsupportedPrecisionError, match="delta_sharded"):
+        start(words)
+    with pytest.raises(SystemExit):
+        main(["plan", "--json", "--parameters", "1B", "--", "PRECISION_SHIM=1", *LINE, *words])
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert (problem["code"], "delta_sharded" in problem["message"]) == ("rollout-dtype", True)
+
+
+@pytest.mark.skipif(Version("0.8") > VERL, reason="0.7.1 has no such program")
+def test_follow_in_the_fully_async_program() -> None:
+    import verl.experimental.fully_async_policy as package
+
+    place = Path(package.__file__).parent / "config"
+    made = start(
+        side("actor", "fp16"), place, "fully_async_ppo_trainer", settings={"rollout": "follow"}
+    )
+    assert made.rollout == "float16"
 
 
 def test_where_the_shim_does_not_act() -> None:
@@ -270,7 +332,7 @@ def test_the_plan_says_the_same(
     words += [f"{ROLLOUT}.dtype={rollout}"] if rollout else []
     words.append(f"{ROLLOUT}.name=vllm")
     made = start(words, settings={"rollout": setting})
-    line = ["python3", "-m", "verl.trainer.main_ppo", *words]
+    line = [*LINE, *words]
     front = [f"PRECISION_SHIM_ROLLOUT={setting}", "PRECISION_SHIM=1"]
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:

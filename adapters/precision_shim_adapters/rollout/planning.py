@@ -38,6 +38,6 @@ def problems_of(
         verdict = compare(trainer, one, model_type)
         notes.append(f"{one.subject}: {FEATURE}: {verdict.chosen} ({verdict.because})")
         if verdict.lost:
-            message, _, remedy = message_of(where, trainer, verdict).rpartition(". ")
+            message, remedy = message_of(where, trainer, verdict, settings["rollout"])
             problems.append(Problem("rollout-dtype", one.subject, one.key, message, remedy))
     return problems, notes

@@ -75,24 +75,39 @@ def settle(
         # A framework may check its config twice, and finds there what was written the first time.
         if (verdict.engine.subject, verdict.chosen) not in said:
             decide(framework, verdict.engine.subject, FEATURE, verdict.chosen, verdict.because)
-    lost = [message_of(where, trainer, verdict) for verdict in verdicts if verdict.lost]
+    lost = [
+        ". ".join(message_of(where, trainer, verdict, settings["rollout"]))
+        for verdict in verdicts
+        if verdict.lost
+    ]
     if lost and settings.strict:
         raise UnsupportedPrecisionError("\n".join(lost))
     for message in lost:
         warn(message)
 
 
-def message_of(where: str, trainer: Engine, verdict: Verdict) -> str:
-    """What a user reads of a disagreement: what is there, why it matters, the line to write."""
+def message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:
+    """What a user reads of a disagreement: what is there and why it matters; what to do.
+
+    Args:
+        where: framework and version.
+        trainer: the trained policy.
+        verdict: what became of it and another engine.
+        rollout: the value of the setting.
+    """
     other = verdict.engine
     message = (
         f"{where}: the {trainer.subject} computes in {trainer.computes} ({trainer.key}), the "
-        f"{other.subject} in {other.computes} ({verdict.because}). {_way_out(trainer, verdict)}"
+        f"{other.subject} in {other.computes} ({verdict.because})"
     )
-    return message
+    return message, _way_out(trainer, verdict, rollout)
 
 
-def _way_out(trainer: Engine, verdict: Verdict) -> str:
-    if verdict.remedy:
-        return f"Write {verdict.remedy}, or leave the key out and set {FOLLOWED}."
-    return f"Train in bf16 ({trainer.key}), and let the {verdict.engine.subject} compute in bf16."
+def _way_out(trainer: Engine, verdict: Verdict, rollout: object) -> str:
+    if not verdict.remedy:
+        subject = verdict.engine.subject
+        return f"Train in bf16 ({trainer.key}), and let the {subject} compute in bf16."
+    if rollout == "follow":
+        return f"Write {verdict.remedy}."
+    first = "leave the key out and " if verdict.engine.written else ""
+    return f"Write {verdict.remedy}, or {first}set {FOLLOWED}."

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from precision_shim.adapting import Call, seam, versioned
+from precision_shim.adapting import Call, current_settings, decide, seam, versioned
+from precision_shim.errors import UnsupportedPrecisionError
 
 from ..resolving import plain
 from ..rollout import FEATURE, Engine, engine_name, model_type, settle
-from . import sides
+from . import sides, sync
 
 GROUP = "rollout"
+_PROGRAMS = (
+    "verl.trainer.main_ppo",
+    "verl.trainer.main_ppo_v0",
+    "verl.trainer.main_ppo_sync",
+    "verl.experimental.fully_async_policy.fully_async_main",
+    "verl.experimental.one_step_off_policy.main_ppo",
+)
+"""verl's programs, which import the two functions by value."""
 _HYDRAS = ("hydra", "schema")
 """Hydra's own sources of configs."""
 
@@ -36,7 +45,8 @@ def name_dtype(call: Call) -> Any:
     """
     config, where = call.instance, versioned("verl")
     # The dataclass is frozen.
-    object.__setattr__(config, "dtype", engine_name(config.dtype, "rollout.dtype", where))
+    if config.dtype is not None:  # verl leaves a None out, and the engine chooses
+        object.__setattr__(config, "dtype", engine_name(config.dtype, "rollout.dtype", where))
     kwargs = {}
     for name, inner in (config.engine_kwargs or {}).items():
         value = inner.get("dtype") if hasattr(inner, "get") else None
@@ -52,8 +62,14 @@ def name_dtype(call: Call) -> Any:
     feature=FEATURE,
     group=GROUP,
     at=[
-        {"target": "verl.utils.device:auto_set_device"},
-        {"target": "verl.utils.config:validate_config"},
+        {
+            "target": "verl.utils.device:auto_set_device",
+            "aliases": tuple(f"{one}:auto_set_device" for one in _PROGRAMS),
+        },
+        {
+            "target": "verl.utils.config:validate_config",
+            "aliases": tuple(f"{one}:validate_config" for one in _PROGRAMS),
+        },
     ],
     why="the rollout's and the reference model's dtypes have defaults of their own",
     delete_when="verl compares them",
@@ -66,20 +82,32 @@ def compare_engines(call: Call, config: Any) -> Any:
         UnsupportedPrecisionError: in strict mode, an fp16 actor's engines disagree with it.
     """
     if hasattr(config, "get") and config.get("actor_rollout_ref") is not None:
-        found, written = plain(config), _written()
-        sides.check_names(found)
-        job = sides.read_sides(found, written)
-        if job is not None:
-            kind = model_type(job.model)
-            settle(versioned("verl"), job.trainer, job.others, _writer(config), kind)
+        _compare(config)
     return call.proceed()
 
 
+def _compare(config: Any) -> None:
+    found = plain(config, sides.KEYS)
+    sides.check_names(found)
+    job = sides.read_sides(found, _written())
+    if job is None:
+        return
+    if job.trainer is None:
+        decide("verl", "rollout", FEATURE, *sides.unknown_engine(job))
+        return
+    where, kind = versioned("verl"), model_type(job.model)
+    settle(where, job.trainer, job.others, _writer(config), kind)
+    refusal, fatal = sync.refuses_delta(found["actor_rollout_ref"]["rollout"], job.strategy)
+    if refusal and (fatal or current_settings().strict):
+        raise UnsupportedPrecisionError(refusal)
+
+
 def _writer(config: Any) -> Any:
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf, read_write
 
     def write(engine: Engine, name: str) -> None:
-        OmegaConf.update(config, engine.key, name, force_add=True)
+        with read_write(config):
+            OmegaConf.update(config, engine.key, name, force_add=True)
 
     return write
 
@@ -92,5 +120,5 @@ def _written() -> sides.Written:
         return sides.written_by((), own=False)
     hydra = HydraConfig.get()
     sources = [one for one in hydra.runtime.config_sources if one.provider not in _HYDRAS]
-    own = all(one.provider == "main" and sides.is_verls(one.path) for one in sources)
+    own = all(sides.is_verls(one.path) for one in sources)
     return sides.written_by(list(hydra.overrides.task), own=own)

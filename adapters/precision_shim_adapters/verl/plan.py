@@ -35,7 +35,7 @@ from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
 from ..rollout import FEATURE, model_type, problems_of
-from . import driver, fsdp, megatron, sections, sides
+from . import driver, fsdp, megatron, sections, sides, sync
 
 _ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
@@ -84,10 +84,20 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         return [Problem.of(error, "", error.key)], []
     if found is None:
         return [], []
+    if found.trainer is None:
+        return [], ["rollout: {}: {} ({})".format(FEATURE, *sides.unknown_engine(found))]
     on = job.in_force(FEATURE, driver.GROUP)
-    kind = model_type(found.model)
-    where = versioned("verl")
-    return problems_of(where, found.trainer, found.others, job.settings, on=on, model_type=kind)
+    kind, where = model_type(found.model), versioned("verl")
+    problems, notes = problems_of(
+        where, found.trainer, found.others, job.settings, on=on, model_type=kind
+    )
+    rollout = _of(_of(config, "actor_rollout_ref"), sides.ROLLOUT)
+    refusal, _ = sync.refuses_delta(rollout, found.strategy)
+    if refusal:
+        message, _, remedy = refusal.rpartition(". ")
+        key = f"{sides.ROLLOUT}.checkpoint_engine.backend"
+        problems.append(Problem("rollout-dtype", "rollout", key, message, remedy))
+    return problems, notes
 
 
 def _where() -> str:

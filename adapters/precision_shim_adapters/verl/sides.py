@@ -22,6 +22,30 @@ from . import fsdp
 ROLLOUT = "actor_rollout_ref.rollout"
 _MATRIX_PRODUCTS = "the dtype of verl's autocast, in which the matrix products run"
 
+_ENGINE = {
+    "strategy": True,
+    "use_kl_loss": True,
+    "fsdp_config": {"dtype": True, "mixed_precision": True},
+    "megatron": {"dtype": True},
+}
+_ROLLOUT = dict.fromkeys(
+    ("name", "dtype", "engine_kwargs", "quantization", "checkpoint_engine"), True
+)
+KEYS: Mapping[str, Any] = {
+    "trainer": {fsdp.WORKERS: True},
+    "algorithm": {"use_kl_in_reward": True},
+    "actor_rollout_ref": {
+        "actor": _ENGINE,
+        "ref": _ENGINE,
+        "rollout": _ROLLOUT,
+        "model": {"path": True, "lora": True, "lora_rank": True, "lora_adapter_path": True},
+    },
+    "distillation": {"enabled": True, "teacher_models": True},
+    "reward": {"reward_model": {"enable": True, "rollout": _ROLLOUT}},
+    "reward_model": {"enable": True, "rollout": _ROLLOUT},
+}
+"""What is read of a job's config."""
+
 Written = Callable[[str], bool]
 """Tells whether the user wrote a key of the config."""
 
@@ -31,18 +55,20 @@ class Sides:
     """The engines of a job.
 
     Attributes:
-        trainer: the actor.
+        trainer: the actor; ``None`` where the shim does not know what verl's engine computes in.
         others: the reference model, the rollout and the teachers, if the job has them.
-        model: path of the actor's model.
+        model: path of the model that vLLM loads; empty with another rollout engine.
+        strategy: the actor's ``strategy``.
     """
 
-    trainer: Engine
+    trainer: Engine | None
     others: tuple[Engine, ...]
     model: str = ""
+    strategy: str = ""
 
 
 def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
-    """The engines of a PPO job; ``None`` for a job without a rollout, or with another engine.
+    """The engines of a PPO job; ``None`` for a job without a rollout.
 
     Args:
         config: the job's config as plain data.
@@ -57,12 +83,18 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
         return None
     group = fsdp.group_of(_section(config, "trainer").get(fsdp.WORKERS))
     trainer = _of_role(actor, "actor", group, written)
-    if trainer is None:
-        return None
-    others = [*_reference(config, shared, group, written)]
+    others = [*_reference(config, shared, group, written, trainer)]
     others.append(_of_rollout(rollout, "rollout", ROLLOUT, written))
     others += _teachers(config, written)
-    return Sides(trainer, tuple(others), str(_section(shared, "model").get("path") or ""))
+    vllm = rollout.get("name") == "vllm"
+    path = str(_section(shared, "model").get("path") or "") if vllm else ""
+    return Sides(trainer, tuple(others), path, str(actor.get("strategy") or "fsdp"))
+
+
+def unknown_engine(job: Sides) -> tuple[str, str]:
+    """The decision where the actor's dtype is not known: what is done, and why."""
+    reason = f"the shim does not know what verl's {job.strategy} engine computes in"
+    return "not compared with the actor", reason
 
 
 def check_names(config: Mapping[str, Any]) -> None:
@@ -125,7 +157,7 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str, written: Written
     if dtype is not torch.float32 and not _autocasts_in_param_dtype():
         because = f"verl {fsdp.ENGINE}: it autocasts to bfloat16, whatever {mixed} says"
         return Engine(subject, "bf16", "", because=because)
-    prefix = "" if _section(section, "mixed_precision") else "++"
+    prefix = "" if "param_dtype" in _section(section, "mixed_precision") else "++"
     return Engine(subject, name_of(dtype), mixed, written(mixed), prefix=prefix)
 
 
@@ -136,7 +168,11 @@ def _autocasts_in_param_dtype() -> bool:
 
 
 def _reference(
-    config: Mapping[str, Any], shared: Mapping[str, Any], group: str, written: Written
+    config: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    group: str,
+    written: Written,
+    trainer: Engine | None,
 ) -> Iterator[Engine]:
     actor, model = _section(shared, "actor"), _section(shared, "model")
     kl = actor.get("use_kl_loss") or _section(config, "algorithm").get("use_kl_in_reward")
@@ -145,6 +181,10 @@ def _reference(
         return
     ref = _section(shared, "ref")
     merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
+    if group == fsdp.LEGACY and merged["strategy"] == "megatron" and trainer is not None:
+        # 0.7.1's legacy workers build the reference model in the actor's dtype.
+        yield replace(trainer, subject="ref", because=trainer.key)
+        return
     engine = _of_role(merged, "ref", group, written)
     if engine is not None:
         yield engine
@@ -153,30 +193,51 @@ def _reference(
 # -- the rollout and the teachers ------------------------------------------------------------------
 
 
+def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
+    """What a rollout's section asks its engine for: a name as ``engine_name`` has it, and the key.
+
+    Args:
+        section: a rollout's section.
+        place: its key in the job's config.
+
+    Raises:
+        DtypeError: the value is no dtype that an engine computes in.
+    """
+    name = str(section.get("name") or "")
+    inner, key = _section(_section(section, "engine_kwargs"), name), f"{place}.dtype"
+    value = section.get("dtype", "bfloat16")
+    if inner.get("dtype") is not None:  # verl hands these over the others
+        value, key = inner["dtype"], f"{place}.engine_kwargs.{name}.dtype"
+    # verl leaves a None out, and the engine chooses.
+    return AUTO if value is None else engine_name(value, key, versioned("verl")), key
+
+
 def _of_rollout(section: Mapping[str, Any], subject: str, place: str, written: Written) -> Engine:
-    name = str(section.get("name") or "vllm")
-    inner = _section(_section(section, "engine_kwargs"), name)
-    key = f"{place}.engine_kwargs.{name}.dtype" if inner.get("dtype") else f"{place}.dtype"
-    value = inner.get("dtype") or section.get("dtype") or "bfloat16"
-    asked = engine_name(value, key, versioned("verl"))
+    asked, key = asked_dtype(section, place)
+    inner = _section(_section(section, "engine_kwargs"), str(section.get("name") or ""))
     quantised = str(inner.get("quantization") or section.get("quantization") or "")
-    if quantised:
+    if FP8 in quantised:
         return Engine(subject, FP8, key, because=f"{place}.quantization={quantised}")
     dtype = None if asked == AUTO else parse_dtype(asked)
-    return Engine(subject, AUTO if dtype is None else name_of(dtype), key, written(key))
+    prefix = "++" if "engine_kwargs" in key else ""
+    computes = AUTO if dtype is None else name_of(dtype)
+    return Engine(subject, computes, key, written(key), prefix=prefix)
 
 
 def _teachers(config: Mapping[str, Any], written: Written) -> Iterator[Engine]:
     distillation = _section(config, "distillation")
     if not distillation.get("enabled"):
         return
-    for name, teacher in _section(distillation, "teacher_models").items():
+    teachers = dict(_section(distillation, "teacher_models"))
+    if len(teachers) > 1:  # verl drops its default teacher where there are others
+        teachers.pop("teacher_model", None)
+    for name, teacher in teachers.items():
         inference = _section(teacher, "inference") if isinstance(teacher, Mapping) else {}
         if inference:
             place = f"distillation.teacher_models.{name}.inference"
             # verl's default refers to the rollout's dtype.
             mine = written(f"{place}.dtype") or written(f"{ROLLOUT}.dtype")
-            engine = _of_rollout(inference, name, place, written)
+            engine = _of_rollout(inference, f"teacher {name}", place, written)
             yield replace(engine, written=engine.written or mine)
 
 

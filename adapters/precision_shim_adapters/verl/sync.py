@@ -29,6 +29,7 @@ from precision_shim.adapting import Call, current_settings, decide, look, seam, 
 from precision_shim.errors import UnsupportedPrecisionError
 
 from ..rollout import AUTO, FEATURE, engine_name
+from .sides import asked_dtype
 
 FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
 """The groups: one for each engine that rounds, and one for verl's checkpoint engines."""
@@ -57,29 +58,6 @@ _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 # -- which dtype -------------------------------------------------------------------------------
 
 
-def rollout_dtype(rollout: Any) -> tuple[str, str]:
-    """The dtype that verl gives the rollout engine, and the key that says so.
-
-    Args:
-        rollout: the job's ``actor_rollout_ref.rollout``.
-
-    Returns:
-        A name as ``engine_name`` returns it, and the key.
-
-    Raises:
-        DtypeError: the value is no dtype that an engine computes in.
-    """
-    kind = rollout.get("name") or ""
-    value, key = (rollout.get("engine_kwargs") or {}).get(kind) or {}, f"{_ROLLOUT}.dtype"
-    if value.get("dtype") is not None:  # verl hands these over the others
-        return _named(value["dtype"], f"{_ROLLOUT}.engine_kwargs.{kind}.dtype")
-    return _named(rollout.get("dtype") or _BF16, key)
-
-
-def _named(value: Any, key: str) -> tuple[str, str]:
-    return engine_name(value, key, versioned("verl")), key
-
-
 @seam(
     at=[{**_INIT, "group": FSDP}, {**_INIT, "group": TITAN}],
     why="the worker knows both the engine and the rollout's dtype; the engine does not",
@@ -95,7 +73,7 @@ def announce(call: Call) -> Any:
     worker = call.instance
     if "actor" not in worker.role:
         return call.proceed()
-    name, _ = rollout_dtype(worker.config.rollout)
+    name, _ = asked_dtype(worker.config.rollout, _ROLLOUT)
     result = call.proceed()
     _asked[worker.actor.engine] = name
     return result
@@ -339,7 +317,7 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
     Raises:
         DtypeError: the rollout's dtype is no dtype that an engine computes in.
     """
-    name, key = rollout_dtype(rollout)
+    name, key = asked_dtype(rollout, _ROLLOUT)
     engine = rollout.get("name")
     if _backend(rollout) != DELTA or name in (_BF16, AUTO) or engine not in ("vllm", "sglang"):
         return "", False
@@ -368,7 +346,7 @@ def _give(engine: Any, rollout: Any, rounds: bool) -> str:
     backend = _backend(rollout)
     written = _kwargs(rollout, backend).get("rollout_dtype")
     at = f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype"
-    name, key = rollout_dtype(rollout)
+    name, key = asked_dtype(rollout, _ROLLOUT)
     if written is not None:
         own = engine_name(written, at, versioned("verl"), also=())
         engine.rollout_dtype = getattr(torch, own)  # verl passes a name on to Tensor.to

@@ -54,7 +54,8 @@ class Verdict:
     Attributes:
         engine: the other engine.
         agrees: whether both compute in one dtype.
-        lost: whether the disagreement takes from an fp16 trainer what its user chose fp16 for.
+        lost: whether the user has to change something: the disagreement takes from an fp16
+            trainer what fp16 was chosen for, or the engine refuses the model.
         chosen: both dtypes, in words.
         because: the reason, in words.
         remedy: the line to write where they disagree; empty if no key makes them agree.
@@ -78,10 +79,14 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
     """
     whose, dtype = f"the {trainer.subject}'s {trainer.computes}", other.computes
     source = other.because or other.key
+    value = other.values.get(trainer.computes, "")
+    remedy = f"{other.prefix}{other.key}={value}" if other.key and value else ""
+    if refuses_fp16(trainer.computes, other.subject, model_type):
+        remedy = ""
+    refused = refuses_fp16(dtype, other.subject, model_type)
+    if refused:
+        return Verdict(other, False, True, dtype, refused, remedy)
     if dtype == trainer.computes:
-        refused = refuses_fp16(dtype, other.subject, model_type)
-        if refused:
-            return Verdict(other, agrees=False, lost=True, chosen="fp16", because=refused)
         return Verdict(
             other,
             agrees=True,
@@ -91,8 +96,6 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
         )
     # Beside an fp32 engine the trainer's own rounding alone is left, as with fp16 on both sides.
     lost = trainer.computes == "fp16" and dtype in ("bf16", AUTO)
-    value = other.values.get(trainer.computes, "")
-    remedy = f"{other.prefix}{other.key}={value}" if other.key and value else ""
     if dtype == FP8:
         return Verdict(
             other,
@@ -101,8 +104,6 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
             chosen=f"fp8 beside {whose}",
             because=f"{source}: its weights are rounded to fp8, so its probabilities differ",
         )
-    if refuses_fp16(trainer.computes, other.subject, model_type):
-        remedy = ""
     if dtype == AUTO:
         chosen = f"the checkpoint's dtype beside {whose}"
         reason = "for an fp32 checkpoint vLLM takes bf16, SGLang fp16"

@@ -50,6 +50,8 @@ def test_a_model_that_vllm_refuses_in_fp16(model_type: str) -> None:
     same = compare(trainer, engine("rollout", "fp16"), model_type)
     assert (same.agrees, same.lost, same.remedy) == (False, True, "")
     assert same.because == f"vLLM refuses to run {model_type} in fp16"
+    other = compare(engine("actor", "bf16"), engine("rollout", "fp16"), model_type)
+    assert (other.lost, other.remedy) == (True, "rollout.dtype=bfloat16")
     lower = compare(trainer, engine("rollout", "bf16"), model_type)
     assert (lower.lost, lower.remedy) == (True, "")
     # The trainer's own framework runs the reference model.

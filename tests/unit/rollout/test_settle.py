@@ -11,6 +11,7 @@ import torch
 import precision_shim
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
 from precision_shim.process.settings import resolve
+from precision_shim.reporting import journal
 from precision_shim_adapters.rollout import AUTO, FP8, Engine, engine_name, problems_of, settle
 
 WHERE = "toyfw 1.0"
@@ -23,7 +24,7 @@ def rollout(computes: str, *, written: bool = False) -> Engine:
 
 @pytest.fixture(autouse=True)
 def off() -> Iterator[None]:
-    precision_shim.uninstall()
+    journal.clear()
     yield
     precision_shim.uninstall()
 
