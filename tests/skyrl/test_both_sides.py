@@ -323,10 +323,12 @@ def test_a_reference_model_on_megatron(
     key = "trainer.ref.megatron_config.transformer_config_kwargs.fp16"
     words = on_megatron(checkpoints["bfloat16"], "fp16", f"{KEY}=half")
     shim(export=False)
-    _, (message,) = warned(lambda: validated(*words))
-    assert "the ref in fp32 (trainer.bf16=False" in message
-    assert f"Write {key}=true" in message
+    assert warned(lambda: validated(*words))[1] == []
+    assert told()["ref"] == "fp32 beside the policy's fp16"
+    precision_shim.uninstall()
+    shim(export=False)
     assert warned(lambda: validated(*words, f"{key}=true"))[1] == []
+    assert told()["ref"] == "fp16, as the policy"
     precision_shim.uninstall()
     shim(settings={"rollout": "follow"}, export=False)
     config, messages = warned(lambda: validated(*words))

@@ -96,6 +96,7 @@ PASSED_ON = {
     "precision_shim_adapters/torchtitan/checkpoints.py": "the error of rank 0, on the others",
     "precision_shim_adapters/verl/engines.py": "a part that is listed",
     "precision_shim_adapters/verl/fsdp.py": "parts that are listed",
+    "precision_shim_adapters/verl/driver.py": "a text of its weight sync",
     "precision_shim_adapters/verl/sync.py": "a part that is listed",
 }
 """Files that pass on a message which is made elsewhere, and what they pass on."""

@@ -263,9 +263,10 @@ def test_programs_that_were_imported_before() -> None:
     import verl.trainer.main_ppo as program
 
     precision_shim.install(frameworks=["verl"])
-    with composed([*side("actor", "fp16"), f"{ROLLOUT}.name=vllm"]) as config:
-        with pytest.warns(PrecisionShimWarning, match="the actor computes in fp16"):
-            program.auto_set_device(config)
+    words = [*side("actor", "fp16"), f"{ROLLOUT}.name=vllm"]
+    told = pytest.warns(PrecisionShimWarning, match="the actor computes in fp16")
+    with composed(words) as config, told:
+        program.auto_set_device(config)
 
 
 @pytest.mark.skipif(Version("0.9.1") > VERL, reason="verl's receiver in vLLM came with 0.9.1")
