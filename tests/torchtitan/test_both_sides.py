@@ -66,6 +66,12 @@ class Mesh:
         return Anything()
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchtitan writes its logs to ``outputs`` in the current directory."""
+    monkeypatch.chdir(tmp_path)
+
+
 def parse(*words: str, recipe: tuple[str, ...] = RECIPE) -> Any:
     from torchtitan.config import ConfigManager
 
