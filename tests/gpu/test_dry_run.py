@@ -219,14 +219,18 @@ def broken(gpu: Modules, folder: Path, *names: str, dry: bool, minutes: float) -
     return dict(values)
 
 
+def states(values: dict[str, Any]) -> list[str]:
+    """The states of a run's parts, in their order."""
+    return [part["state"] for part in values["parts"].values()]
+
+
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_a_part_that_fails_ends_neither_the_run_nor_its_results(
     gpu: Modules, tmp_path: Path, dry_run: bool
 ) -> None:
     names = ("works", "raises", "dies", "works")
     values = broken(gpu, tmp_path, *names, dry=dry_run, minutes=2)
-    states = [part["state"] for part in values["parts"].values()]
-    assert states == ["ran", "failed", "failed", "ran"]
+    assert states(values) == ["ran", "failed", "failed", "ran"]
     assert all(part["results"] for part in values["parts"].values())
     assert "RuntimeError: no such kernel" in values["parts"]["1-raises"]["reason"]
     assert "status 7" in values["parts"]["2-dies"]["reason"]
@@ -239,8 +243,8 @@ def test_the_time_is_kept_and_what_did_not_run_is_named(gpu: Modules, tmp_path: 
     began = time.monotonic()
     values = broken(gpu, tmp_path, "works", "hangs", "works", dry=False, minutes=0.15)
     assert time.monotonic() - began < 60
-    states = {name: part["state"] for name, part in values["parts"].items()}
-    assert states == {"0-works": "ran", "1-hangs": "cut short", "2-works": "not run"}
+    ended = {name: part["state"] for name, part in values["parts"].items()}
+    assert ended == {"0-works": "ran", "1-hangs": "cut short", "2-works": "not run"}
     assert values["parts"]["1-hangs"]["results"]
     assert "--minutes" in values["parts"]["2-works"]["reason"]
     assert gpu("store").exit_status(values) == 3
@@ -257,24 +261,23 @@ raise SystemExit(command.main(["--dry-run", "--out", sys.argv[1]]))
 """
 
 
-def states(file: Path) -> list[str]:
-    """The states of a run's parts, in their order."""
-    return [part["state"] for part in json.loads(file.read_text("utf-8"))["parts"].values()]
-
-
 def test_a_run_that_is_ended_from_outside_keeps_what_it_has(tmp_path: Path) -> None:
     file = tmp_path / "proof.json"
+
+    def stored() -> list[str]:
+        return states(json.loads(file.read_text("utf-8"))) if file.exists() else []
+
     command = [sys.executable, "-c", ENDED_FROM_OUTSIDE, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         try:
-            while not file.exists() or states(file) != ["ran", "running", "waiting"]:
+            while stored() != ["ran", "running", "waiting"]:
                 assert run.poll() is None
                 time.sleep(0.1)
         finally:
             run.terminate()
         printed, _ = run.communicate()
     assert run.returncode == 3
-    assert states(file) == ["ran", "cut short", "not run"]
+    assert stored() == ["ran", "cut short", "not run"]
     assert "of 3 parts ran" in printed
 
 

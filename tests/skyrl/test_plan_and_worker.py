@@ -109,3 +109,24 @@ def test_on_megatron(fused_adam: str, checkpoints: dict[str, Path], seed: int, c
     workers = [by_worker(lambda one=one: on_megatron(one, model), one.settings) for one in drawn]
     ended = hold(drawn, plan_of("megatron", "--transformer-engine", fused_adam), workers)
     assert len(ended) > 1, ended
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"main_params_dtype": "float16"},
+        {"main_params_dtype": "float16", "fp8_recipe": "tensorwise"},
+        {"fp8_recipe": "tensorwise"},
+    ],
+    ids=str,
+)
+def test_an_fp32_model_with_the_precision_aware_optimizer(
+    fused_adam: str, checkpoints: dict[str, Path], more: dict[str, str]
+) -> None:
+    """FusedAdam then keeps a master of each fp32 parameter, which it never updates."""
+    kwargs = {"use_precision_aware_optimizer": "true", **more}
+    written = {f"{_KWARGS}.{name}": value for name, value in kwargs.items()}
+    one = Drawn({"trainer.bf16": "false", **written}, {})
+    worker = by_worker(lambda: on_megatron(one, checkpoints["bfloat16"]), one.settings)
+    hold([one], plan_of("megatron", "--transformer-engine", fused_adam), [worker])

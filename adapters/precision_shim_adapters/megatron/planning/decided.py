@@ -163,11 +163,10 @@ def precision(asked: Asked, one: Side, support: FusedAdamSupport) -> Precision:
     aware = bool(fields.get(PRECISION_AWARE))
     bucket = torch.float32 if one.bucket.grad_reduce_in_fp32 else dtype
     master = wanted.masters.get(dtype)
-    by_adam = not fields.get("optimizer_cpu_offload")
-    by_adam = by_adam and fields.get("fp8_recipe") in (None, "delayed")
-    if master is None and aware and by_adam:
+    main = wanted.masters[torch.float16]
+    if master is None and aware and reader.adam_keeps_masters(fields.get, main):
         # FusedAdam makes a master of an fp32 parameter too, and never updates it.
-        master = wanted.masters[torch.float16]
+        master = main
     moments = {
         "exp_avg": wanted.exp_avg or torch.float32,
         "exp_avg_sq": wanted.exp_avg_sq or torch.float32,

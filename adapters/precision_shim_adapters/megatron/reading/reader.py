@@ -213,6 +213,20 @@ def _field(config: Any, name: str) -> Any:
     return getattr(config, name, None)
 
 
+def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
+    """Whether FusedAdam itself keeps the masters of a precision-aware optimizer.
+
+    With other fp8 recipes, and with CPU offload, whole masters exist outside FusedAdam.
+
+    Args:
+        field: reads a field of the OptimizerConfig; returns ``None`` for a field that it lacks.
+        main: the masters' dtype.
+    """
+    recipes = (None, "delayed")
+    offload = bool(field("optimizer_cpu_offload"))
+    return not offload and (main is not torch.float32 or field("fp8_recipe") in recipes)
+
+
 def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """What the current fields of an OptimizerConfig say about the tensors' dtypes.
 
@@ -244,9 +258,7 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
             remedies=REMEDIES,
         )
     main = get("main_params_dtype", fp32)
-    offload = bool(get("optimizer_cpu_offload", False))
-    # With other fp8 recipes, and with CPU offload, whole master weights exist outside FusedAdam.
-    by_adam = not offload and (main is not fp32 or field("fp8_recipe") in (None, "delayed"))
+    by_adam = adam_keeps_masters(field, main)
     remainders = by_adam and main is fp32 and get("store_param_remainders", True)
     return Wanted(
         "OptimizerConfig",
