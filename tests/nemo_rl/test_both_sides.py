@@ -213,6 +213,42 @@ def test_what_is_no_dtype_stays(
     assert bool(told) == (policy == "fp16" and rollout == "auto")
 
 
+def test_vllms_own_quantisation(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    quantised = "++policy.generation.vllm_kwargs.quantization=fp8"
+    config = read(checkout, GRPO, *words("fp16", "bf16"), quantised)
+    shim(strict=True)
+    _, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
+    assert told == []
+    ((subject, chose, because),) = decisions()
+    assert (subject, chose) == ("rollout", "fp8 beside the policy's fp16")
+    assert because.startswith("policy.generation.vllm_kwargs.quantization=fp8: ")
+
+
+@pytest.mark.parametrize(("stored", "takes"), [("float16", "fp16"), ("float32", "bf16")])
+def test_auto_is_what_vllm_makes_of_the_checkpoint(
+    checkout: Path,  # noqa: F811
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    stored: str,
+    takes: str,
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "torch_dtype": stored}))
+    config = read(checkout, GRPO, *words("fp16", "auto"), f"policy.model_name={model}")
+    shim()
+    given, told = watched(lambda: set_up(config, monkeypatch, tmp_path))
+    assert given["vllm_cfg"]["precision"] == "auto"
+    assert [one[:2] for one in decisions()] == [("rollout", chosen("fp16", takes))]
+    assert len(told) == (takes != "fp16")
+
+
 # -- names -------------------------------------------------------------------------------------
 
 

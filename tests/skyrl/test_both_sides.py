@@ -501,6 +501,27 @@ def test_weights_go_out_in_the_dtype_of_engine_init_kwargs(
     assert planned(capsys, *words, f"{KEY}=bf16")[0] == [message]
 
 
+@pytest.mark.parametrize(("stored", "takes"), [("float16", "fp16"), ("float32", "bf16")])
+def test_auto_is_what_vllm_makes_of_the_checkpoint(
+    shim: Any,
+    checkpoints: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    stored: str,
+    takes: str,
+) -> None:
+    words = on_fsdp("fp16", f"{OVER}.dtype=auto", f"{REF}=fp16", *_model(checkpoints[stored]))
+    shim(export=False)
+    config, messages = warned(lambda: validated(*words))
+    assert engine_dtype(config) == "auto"
+    agrees = takes == "fp16"
+    same, other = "fp16, as the policy", f"{takes} beside the policy's fp16"
+    assert told()["rollout"] == (same if agrees else other)
+    assert len(messages) == (0 if agrees else 1)
+    # The weights go out in the dtype that the engine takes.
+    assert config.generator.inference_engine.model_dtype == NAMES[takes]
+    assert planned(capsys, *words) == (messages, notes_of_decisions())
+
+
 def test_a_wrong_name_in_engine_init_kwargs(shim: Any, capsys: pytest.CaptureFixture[str]) -> None:
     shim(export=False)
     words = on_fsdp("bf16", f"{OVER}.dtype=fp61")

@@ -273,11 +273,11 @@ def test_a_value_that_is_assigned_after_the_command_line_stays(shim: Any) -> Non
 def test_a_changed_file_of_torchtitans_is_the_users(
     shim: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from precision_shim_adapters.torchtitan import sides
+    from precision_shim_adapters import released
 
-    changed = SimpleNamespace(sha256=lambda data: sides.hashlib.new("sha256", data + b"#"))
+    digest = released._digest
     shim(settings=FOLLOW)
-    monkeypatch.setattr(sides, "hashlib", SimpleNamespace(new=sides.hashlib.new, **vars(changed)))
+    monkeypatch.setattr(released, "_digest", lambda path: digest(path) + "#")
     config = parse(f"{TRAINER}=float16")
     _, told = watched(lambda: control(config))
     assert (len(told), config.generator.model_dtype) == (1, "bfloat16")

@@ -27,7 +27,15 @@ FILES = {
     "slowfw/__init__.py": "",
     "slowfw/ops.py": "def scale(value):\n    return 2 * value\n",
     "slowfw/more.py": "def scale(value):\n    return 3 * value\n",
-    "slowfw/late.py": "def scale(value):\n    return 5 * value\n",
+    "slowfw/late.py": """
+import slow
+
+slow.pause("code of slowfw.late")
+
+
+def scale(value):
+    return 5 * value
+""",
     "slowfw_adapter.py": """
 import slow
 from precision_shim.adapting import Adapter, collect, seam
@@ -225,6 +233,20 @@ print(json.dumps([answer, seen()]))
 """
     variables = {"PRECISION_SHIM": "1", "PRECISION_SHIM_FRAMEWORKS": "slowfw"}
     assert found(script, **variables) == ([[True, True], ALL], "")
+
+
+@pytest.mark.parametrize("before", ["", "install()"], ids=["installed later", "installed before"])
+def test_while_another_thread_runs_the_code_of_what_is_patched(found, before):
+    """The child can never import that module; installing there must not wait for the import."""
+    script = f"""
+{before}
+running = in_thread(lambda: __import__("slowfw.late"), "code of slowfw.late")
+answer = fork(lambda: install().enabled)
+running.join()
+install()
+print(json.dumps([answer, seen()]))
+"""
+    assert found(script) == ([True, ALL], "")
 
 
 @pytest.mark.parametrize("place", PLACES)

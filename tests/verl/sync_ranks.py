@@ -201,6 +201,7 @@ def stream(
         "on bf16's grid": on_grid(sent),
         "untouched": same(whole(engine.module.state_dict()), before),
         "said": rollouts(said),
+        "compared": [each for each in said if COMPARED in each],
         "decisions": [str(each) for each in precision_shim.status().decisions],
     }
 
@@ -457,9 +458,13 @@ def engine_of_empty_packages(*packages: str) -> Iterator[None]:
         yield
 
 
+COMPARED = ": the actor computes in "
+"""In a warning that actor and rollout disagree."""
+
+
 def rollouts(said: list[str]) -> list[str]:
-    """The warnings that are of the rollout."""
-    return [each for each in said if "rollout" in each]
+    """The warnings about weights on their way to the rollout."""
+    return [each for each in said if "rollout" in each and COMPARED not in each]
 
 
 @contextlib.contextmanager

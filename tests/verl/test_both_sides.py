@@ -29,6 +29,7 @@ DTYPES = ("fp16", "bf16", "fp32")
 ENGINE = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 ROLLOUT = "actor_rollout_ref.rollout"
 LINE = ("python3", "-m", "verl.trainer.main_ppo")
+LOST = "bf16 beside the actor's fp16"
 LEGACY = Version("0.8") > VERL
 """0.7.1's default workers: they take the dtype of the matrix products from another key."""
 
@@ -243,6 +244,75 @@ def test_a_rollout_without_a_dtype_lets_the_engine_choose() -> None:
     made = start([*side("actor", "fp16"), f"{ROLLOUT}.dtype=null"])
     assert made.rollout is None
     assert made.chosen == {"rollout": "the checkpoint's dtype beside the actor's fp16"}
+    assert len(made.told) == 1
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "backend", "model_type", "computes"),
+    [
+        ("float16", "vllm", "qwen2", "fp16"),
+        ("bfloat16", "vllm", "qwen2", "bf16"),
+        ("float32", "vllm", "qwen2", "bf16"),
+        ("float32", "sglang", "qwen2", "fp16"),
+        ("float16", "vllm", "gemma2", "bf16"),
+    ],
+)
+def test_auto_is_what_the_engine_makes_of_the_checkpoint(
+    tmp_path: Path, checkpoint: str, backend: str, model_type: str, computes: str
+) -> None:
+    files = {"model_type": model_type, "torch_dtype": checkpoint}
+    (tmp_path / "config.json").write_text(json.dumps(files))
+    place = f"actor_rollout_ref.model.path={tmp_path}"
+    words = [*side("actor", "fp16"), place, f"{ROLLOUT}.name={backend}", f"{ROLLOUT}.dtype=auto"]
+    made = start(words)
+    assert made.rollout == "auto"
+    agrees = computes == "fp16"
+    assert made.chosen == {"rollout": "fp16, as the actor" if agrees else LOST}
+    assert len(made.told) == (0 if agrees else 1)
+
+
+@pytest.mark.skipif(LEGACY, reason="distillation is from 0.8")
+def test_each_of_two_teachers_has_its_line() -> None:
+    place = "distillation.teacher_models"
+    inference = "{{_target_:verl.workers.config.RolloutConfig,name:vllm,dtype:{}}}"
+    words = [
+        *side("actor", "fp16"),
+        "distillation.enabled=true",
+        f"{ROLLOUT}.dtype=half",
+        *(
+            f"+{place}.{name}={{key:{name},inference:{inference.format(dtype)}}}"
+            for name, dtype in (("first", "float16"), ("second", "bf16"))
+        ),
+    ]
+    made = start(words)
+    assert made.chosen == {
+        "rollout": "fp16, as the actor",
+        "teacher first": "fp16, as the actor",
+        "teacher second": LOST,
+    }
+    (told,) = made.told
+    assert f"{place}.second.inference.dtype=float16" in told
+
+
+def test_follow_writes_into_a_config_that_is_read_only() -> None:
+    from omegaconf import OmegaConf
+
+    words, follow = side("actor", "fp16"), {"rollout": "follow"}
+    precision_shim.install(frameworks=["verl"], settings=follow)
+    from verl.utils.device import auto_set_device
+
+    with composed([*words, f"{ROLLOUT}.name=vllm"]) as config:
+        config.trainer.device = "cpu"
+        OmegaConf.set_readonly(config.actor_rollout_ref, True)
+        auto_set_device(config)
+        assert OmegaConf.is_readonly(config.actor_rollout_ref)
+    assert config.actor_rollout_ref.rollout.dtype == "float16"
+
+
+@pytest.mark.parametrize("word", [f"++{ROLLOUT}.dtype=bf16", f"{ROLLOUT}={{dtype:bf16}}"])
+def test_hydras_prefixes_and_sections_count_as_written(word: str) -> None:
+    made = start([*side("actor", "fp16"), word], settings={"rollout": "follow"})
+    assert made.rollout == "bfloat16"
     assert len(made.told) == 1
 
 

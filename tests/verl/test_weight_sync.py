@@ -116,7 +116,8 @@ def test_a_bf16_rollout_gets_verls_own_stream(two_ranks: Any, one_rank: Any) -> 
         assert job["verls"]
         assert job["is"] == [f"trainer in {'bf16' if ROUNDS else 'fp32'}"]
         if before:
-            assert {**job, "decisions": []} == {**before, "decisions": []}
+            ours: dict[str, Any] = {"decisions": [], "compared": []}
+            assert {**job, **ours} == {**before, **ours}
 
 
 def test_a_stream_leaves_the_trainer_as_it_was(two_ranks: Any, one_rank: Any) -> None:
@@ -225,6 +226,17 @@ def test_the_delta_checkpoint_engine(launch: Ranks) -> None:
     refused = "UnsupportedPrecisionError: verl" in found["vllm"]["error"]
     assert refused is (Version("0.9.1") <= VERL)
     assert ("takes no other dtype than bfloat16" in found["vllm"]["error"]) is refused
+
+
+@pytest.mark.skipif(Version("0.8") > VERL, reason="0.7.1's engine autocasts to bf16")
+def test_one_worker_says_whether_the_engines_agree(two_ranks: Any) -> None:
+    """For drivers of the user's own, which call none of the functions where the driver says it."""
+    same = "verl rollout: rollout-agreement: fp16, as the actor"
+    first, second = two_ranks
+    for rank, times in ((first, 1), (second, 0)):
+        assert len(rank["on, bf16"]["compared"]) == times
+        assert rank["on"]["compared"] == rank["off"]["compared"] == []
+        assert sum(one.startswith(same) for one in rank["on"]["decisions"]) == times
 
 
 def test_ray_finds_the_worker_as_it_was(launch: Ranks) -> None:

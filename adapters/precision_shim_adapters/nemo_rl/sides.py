@@ -17,11 +17,20 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
-from precision_shim.precision.agreement import ENGINE_NAMES
 from precision_shim.precision.dtypes import name_of
 
-from ..rollout import AUTO, FEATURE, FP8, Engine, engine_name, settle
-from ..rollout.model_type import model_type
+from ..rollout import (
+    AUTO,
+    CANONICAL,
+    FEATURE,
+    FP8,
+    Engine,
+    checkpoint_dtype,
+    engine_name,
+    model_type,
+    resolve_auto,
+    settle,
+)
 from .dtensor import FRAMEWORK
 from .legality import DTYPES
 
@@ -30,7 +39,6 @@ PLACE = "policy.generation"
 _DELETE = "NeMo-RL compares the dtypes of its engines, and accepts aliases of dtype names"
 _SECTIONS = {"vllm": ("vllm_cfg", "precision"), "sglang": ("sglang_cfg", "dtype")}
 """Where the config of each kind of rollout has its dtype."""
-_CANONICAL = {name: short for short, name in ENGINE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -117,8 +125,13 @@ def read_sides(config: Any) -> Sides | None:
     if dtype is None or not isinstance(generation, Mapping) or _part(config, "teachers"):
         return None
     trainer = Engine("policy", name_of(dtype), "policy.precision")
-    others = (*_rollout(generation, trainer), *_teacher(_part(config, "teacher")))
-    kind = model_type(str(policy.get("model_name") or ""))
+    path = str(policy.get("model_name") or "")
+    kind = model_type(path)
+    rollouts = (
+        resolve_auto(one, str(generation.get("backend")), checkpoint_dtype(path), kind)
+        for one in _rollout(generation, trainer)
+    )
+    others = (*rollouts, *_teacher(_part(config, "teacher")))
     return Sides(trainer, others, kind if generation.get("backend") == "vllm" else "")
 
 
@@ -136,6 +149,11 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
     name, field = _SECTIONS.get(backend, ("", ""))
     if not name:
         return
+    quantised = str((generation.get("vllm_kwargs") or {}).get("quantization") or "")
+    if name == "vllm_cfg" and FP8 in quantised:
+        at = f"{PLACE}.vllm_kwargs.quantization"
+        yield Engine("rollout", FP8, at, because=f"{at}={quantised}")
+        return
     key, value = f"{PLACE}.{name}.{field}", (generation.get(name) or {}).get(field)
     if value is None:
         if name == "sglang_cfg" and name in generation:  # SGLang gets only what is there
@@ -143,7 +161,7 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
         return
     read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
     because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16" if read == FP8 else ""
-    yield Engine("rollout", _CANONICAL.get(read, read), key, because=because)
+    yield Engine("rollout", CANONICAL.get(read, read), key, because=because)
 
 
 def _teacher(section: Mapping[str, Any]) -> Iterator[Engine]:

@@ -7,9 +7,9 @@ reads the names. Nothing here acts within vLLM or SGLang.
 
 from __future__ import annotations
 
-from precision_shim.precision.agreement import AUTO, FP8, Engine
+from precision_shim.precision.agreement import AUTO, CANONICAL, FP8, Engine, resolve_auto
 
-from .model_type import checkpoint_dtype, model_type, stored_dtypes
+from .model_type import OF_HEADER, checkpoint_dtype, model_type, stored_dtypes
 from .names import engine_name
 from .planning import problems_of
 from .telling import FEATURE, follows, settle
@@ -17,8 +17,10 @@ from .wire import Wire, tell_of_wires, wire_problems
 
 __all__ = [
     "AUTO",
+    "CANONICAL",
     "FEATURE",
     "FP8",
+    "OF_HEADER",
     "Engine",
     "Wire",
     "checkpoint_dtype",
@@ -26,6 +28,7 @@ __all__ = [
     "follows",
     "model_type",
     "problems_of",
+    "resolve_auto",
     "settle",
     "stored_dtypes",
     "tell_of_wires",

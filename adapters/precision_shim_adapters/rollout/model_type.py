@@ -9,10 +9,10 @@ from typing import Any
 from precision_shim.checkpoints.safetensors import read_header
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import directory_of
-from precision_shim.precision.agreement import ENGINE_NAMES
+from precision_shim.precision.agreement import CANONICAL
 
-_OF_CONFIG = {name: canonical for canonical, name in ENGINE_NAMES.items()}
-_OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+"""A dtype's name in a safetensors file to the canonical name."""
 
 
 def model_type(path: str) -> str:
@@ -40,7 +40,7 @@ def checkpoint_dtype(path: str) -> str:
         if isinstance(one, dict):
             named = one.get("dtype") or one.get("torch_dtype")
             if named is not None:
-                return _OF_CONFIG.get(str(named).removeprefix("torch."), "")
+                return CANONICAL.get(str(named).removeprefix("torch."), "")
     return ""
 
 
@@ -59,8 +59,8 @@ def _stored(path: str) -> Iterator[str]:
         for file in files:
             entries, _ = read_header(file)
             for entry in entries.values():
-                if entry["dtype"] in _OF_HEADER:
-                    yield _OF_HEADER[entry["dtype"]]
+                if entry["dtype"] in OF_HEADER:
+                    yield OF_HEADER[entry["dtype"]]
     except (PlanError, OSError, ValueError, AttributeError, KeyError, TypeError):
         return
 

@@ -15,7 +15,17 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16 import FEATURE as FSDP_SCALING
 from ..megatron import DISPATCH
-from ..rollout import AUTO, FP8, Engine, Wire, checkpoint_dtype, model_type, stored_dtypes
+from ..rollout import (
+    AUTO,
+    FP8,
+    OF_HEADER,
+    Engine,
+    Wire,
+    checkpoint_dtype,
+    model_type,
+    resolve_auto,
+    stored_dtypes,
+)
 from . import fsdp, megatron
 from .config import INFERENCE, MODEL_DTYPE, model_dtype_is_written, named
 
@@ -28,9 +38,6 @@ _OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
 """Sections whose values go over SkyRL's own for the engines; the last two from 0.4."""
 
 _FP16 = "transformer_config_kwargs.fp16"
-_STORED = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
-"""A dtype's name in a safetensors file to the canonical name."""
-
 _AUTOCAST = "SkyRL runs the model under an autocast to bf16"
 
 
@@ -62,7 +69,7 @@ def sides_of(config: Any, in_force: InForce, directory: str = "") -> Sides:
     """
     trainer = config.trainer
     others = [] if not has_reference(trainer) else [_trained(trainer, "ref", in_force, directory)]
-    found = (*(one for one in others if one is not None), *_rollouts(config))
+    found = (*(one for one in others if one is not None), *_rollouts(config, directory))
     path = directory or str(trainer.policy.model.path)
     return Sides(_trained(trainer, "policy", in_force, directory), found, model_type(path))
 
@@ -151,7 +158,14 @@ def not_compared(config: Any) -> tuple[str, str]:
 # -- inference engines ---------------------------------------------------------------------------
 
 
-def _rollouts(config: Any) -> Iterator[Engine]:
+def _rollouts(config: Any, directory: str = "") -> Iterator[Engine]:
+    path = directory or str(config.trainer.policy.model.path)
+    backend = str(config.generator.inference_engine.backend)
+    for one in _asked(config):
+        yield resolve_auto(one, backend, checkpoint_dtype(path), model_type(path))
+
+
+def _asked(config: Any) -> Iterator[Engine]:
     engines = config.generator.inference_engine
     wanted = getattr(engines, "fp8_weight_sync_mode", None)
     if wanted is not None:
@@ -286,7 +300,7 @@ def wires_of(config: Any) -> list[Wire]:
 
 def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
     """Canonical names of the dtypes in a base checkpoint, from SkyRL's own index of its files."""
-    return frozenset(_STORED[one.dtype] for one in locations.values() if one.dtype in _STORED)
+    return frozenset(OF_HEADER[one.dtype] for one in locations.values() if one.dtype in OF_HEADER)
 
 
 def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:

@@ -9,9 +9,6 @@ vLLM gets torchtitan's own model, of no ``model_type`` that vLLM refuses in floa
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib.metadata
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +21,7 @@ from precision_shim.errors import DtypeError
 from precision_shim.precision.agreement import compare
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
+from ..released import are_released
 from ..rollout import AUTO, FEATURE, Engine, engine_name, settle
 from .places import COMMAND_LINE, FRAMEWORK, GENERATORS, POLICY, ROLLOUT
 
@@ -119,19 +117,10 @@ def _is_released(arguments: Sequence[str]) -> bool:
     module = next((one for one in found if one is not None), None)
     function = getattr(module, _word(arguments, "--config"), None)
     try:
-        path = Path(inspect.getfile(inspect.unwrap(function))).resolve()  # type: ignore[arg-type]
-        digest = hashlib.sha256(path.read_bytes()).digest()
-        files = importlib.metadata.files(FRAMEWORK) or ()
-    except (TypeError, OSError, importlib.metadata.PackageNotFoundError):
+        path = Path(inspect.getfile(inspect.unwrap(function)))  # type: ignore[arg-type]
+    except TypeError:
         return False
-    text = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-    return any(
-        one.hash is not None
-        and one.hash.value == text
-        and path == Path(str(one.locate())).resolve()
-        for one in files
-        if one.name == path.name
-    )
+    return are_released(FRAMEWORK, [path])
 
 
 def _word(arguments: Sequence[str], option: str) -> str:

@@ -2,19 +2,21 @@
 
 ``auto_set_device`` is the first function that every entry point of verl calls on its config, in the
 driver, before Ray starts a worker and where Hydra still knows the user's overrides. A program that
-calls ``run_ppo`` by itself comes to ``validate_config``, up to 0.8 in the task runner.
+calls ``run_ppo`` by itself comes to ``validate_config``, up to 0.8 in the task runner. A driver of
+the user's own around verl's trainer may call neither: the actor's workers compare once more.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from precision_shim.adapting import Call, current_settings, decide, seam, versioned
 from precision_shim.errors import UnsupportedPrecisionError
 
 from ..resolving import plain
-from ..rollout import FEATURE, Engine, engine_name, model_type, settle
-from . import sides, sync
+from ..rollout import FEATURE, Engine, engine_name, settle
+from . import fsdp, sides, sync
 
 GROUP = "rollout"
 _PROGRAMS = (
@@ -25,6 +27,8 @@ _PROGRAMS = (
     "verl.experimental.one_step_off_policy.main_ppo",
 )
 """verl's programs, which import the two functions by value."""
+_WORKERS = ("engine_workers", "fsdp_workers", "megatron_workers")
+"""verl's modules of workers; the last two up to 0.7.1."""
 _HYDRAS = ("hydra", "schema")
 """Hydra's own sources of configs."""
 
@@ -95,18 +99,54 @@ def _compare(config: Any) -> None:
     if job.trainer is None:
         decide("verl", "rollout", FEATURE, *sides.unknown_engine(job))
         return
-    where, kind = versioned("verl"), model_type(job.model)
-    settle(where, job.trainer, job.others, _writer(config), kind)
+    settle(versioned("verl"), job.trainer, job.others, _writer(config), job.model_type)
     refusal, fatal = sync.refuses_delta(found["actor_rollout_ref"]["rollout"], job.strategy)
     if refusal and (fatal or current_settings().strict):
         raise UnsupportedPrecisionError(refusal)
+
+
+@seam(
+    feature=FEATURE,
+    group=GROUP,
+    at=[
+        {"target": f"verl.workers.{module}:ActorRolloutRefWorker.init_model", "optional": True}
+        for module in _WORKERS
+    ],
+    why="a driver of the user's own around verl's trainer calls none of the functions above",
+    delete_when="verl compares them in its trainer",
+    relies_on=("role", "config"),
+)
+def compare_in_worker(call: Call) -> Any:
+    """Say in an actor's first worker whether the engines agree; in strict mode every rank raises.
+
+    Raises:
+        DtypeError: a key names no dtype.
+        UnsupportedPrecisionError: in strict mode, an fp16 actor's engines disagree with it.
+    """
+    worker = call.instance
+    if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
+        shared = plain(worker.config, sides.KEYS["actor_rollout_ref"])
+        legacy = type(worker).__module__.rpartition(".")[2] != _WORKERS[0]
+        config = {
+            "actor_rollout_ref": shared,
+            "trainer": {fsdp.WORKERS: "enable" if legacy else "disable"},
+        }
+        job = sides.read_sides(config, sides.written_by((), own=False))
+        if job is not None and job.trainer is not None:
+            settle(versioned("verl"), job.trainer, job.others, model_type=job.model_type)
+    return call.proceed()
 
 
 def _writer(config: Any) -> Any:
     from omegaconf import OmegaConf, read_write
 
     def write(engine: Engine, name: str) -> None:
-        with read_write(config):
+        with ExitStack() as writable:
+            section = config
+            for part in engine.key.split("."):  # a section may be read-only by itself
+                if OmegaConf.is_config(section):
+                    writable.enter_context(read_write(section))
+                    section = section.get(part)
             OmegaConf.update(config, engine.key, name, force_add=True)
 
     return write

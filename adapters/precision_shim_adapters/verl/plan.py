@@ -34,11 +34,12 @@ from ..megatron import PRECISION_AWARE, Wishes
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
-from ..rollout import FEATURE, model_type, problems_of
+from ..rollout import FEATURE, problems_of
 from . import driver, fsdp, megatron, sections, sides, sync
 
 _ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
+_SEARCH_PATH = "hydra.searchpath"
 
 
 def plan_job(job: Job) -> Request:
@@ -76,7 +77,10 @@ def plan_job(job: Job) -> Request:
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """Whether actor, reference model and rollout agree: as ``driver.compare_engines`` says it."""
     directory, _, overrides = _named(job)
-    written = sides.written_by(overrides, own=sides.is_verls(str(directory)))
+    own = sides.is_verls(str(directory)) and not any(
+        one.startswith(_SEARCH_PATH) for one in overrides
+    )
+    written = sides.written_by(overrides, own=own)
     try:
         sides.check_names(config)
         found = sides.read_sides(config, written)
@@ -87,9 +91,13 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
     if found.trainer is None:
         return [], ["rollout: {}: {} ({})".format(FEATURE, *sides.unknown_engine(found))]
     on = job.in_force(FEATURE, driver.GROUP)
-    kind, where = model_type(found.model), versioned("verl")
     problems, notes = problems_of(
-        where, found.trainer, found.others, job.settings, on=on, model_type=kind
+        versioned("verl"),
+        found.trainer,
+        found.others,
+        job.settings,
+        on=on,
+        model_type=found.model_type,
     )
     rollout = _of(_of(config, "actor_rollout_ref"), sides.ROLLOUT)
     refusal, _ = sync.refuses_delta(rollout, found.strategy)
@@ -163,6 +171,8 @@ def _named(job: Job) -> tuple[Path, str, list[str]]:
         wanted = flags.get("config-name", name).removesuffix(".yaml")
         if (given / f"{wanted}.yaml").is_file():
             directory = given
+        else:  # Hydra looks there for groups too
+            overrides.append(f"{_SEARCH_PATH}=[{given.resolve().as_uri()}]")
     return directory, flags.get("config-name", name).removesuffix(".yaml"), overrides
 
 

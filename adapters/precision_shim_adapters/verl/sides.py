@@ -6,9 +6,9 @@ The driver and ``precision-shim plan`` read a job's config with the same functio
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ import torch
 from precision_shim.adapting import look, versioned
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
-from ..rollout import AUTO, FP8, Engine, engine_name
+from ..released import are_released
+from ..rollout import AUTO, FP8, Engine, checkpoint_dtype, engine_name, model_type, resolve_auto
 from . import fsdp
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -57,13 +58,13 @@ class Sides:
     Attributes:
         trainer: the actor; ``None`` where the shim does not know what verl's engine computes in.
         others: the reference model, the rollout and the teachers, if the job has them.
-        model: path of the model that vLLM loads; empty with another rollout engine.
+        model_type: the model's type, if vLLM loads it; empty if it is not known.
         strategy: the actor's ``strategy``.
     """
 
     trainer: Engine | None
     others: tuple[Engine, ...]
-    model: str = ""
+    model_type: str = ""
     strategy: str = ""
 
 
@@ -86,9 +87,13 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
     others = [*_reference(config, shared, group, written, trainer)]
     others.append(_of_rollout(rollout, "rollout", ROLLOUT, written))
     others += _teachers(config, written)
-    vllm = rollout.get("name") == "vllm"
-    path = str(_section(shared, "model").get("path") or "") if vllm else ""
-    return Sides(trainer, tuple(others), path, str(actor.get("strategy") or "fsdp"))
+    path, backend = str(_section(shared, "model").get("path") or ""), str(rollout.get("name"))
+    checkpoint, kind = checkpoint_dtype(path), model_type(path) if backend == "vllm" else ""
+    others = [
+        resolve_auto(one, backend, checkpoint, kind) if one.subject == "rollout" else one
+        for one in others
+    ]
+    return Sides(trainer, tuple(others), kind, str(actor.get("strategy") or "fsdp"))
 
 
 def unknown_engine(job: Sides) -> tuple[str, str]:
@@ -125,12 +130,23 @@ def written_by(overrides: Sequence[str], *, own: bool) -> Written:
 
 
 def is_verls(path: str) -> bool:
-    """Whether a source of Hydra's configs belongs to verl: a directory, or a package's name."""
+    """Whether a source of Hydra's configs has verl's files, unchanged since verl's release.
+
+    Args:
+        path: a directory, or a package's name.
+    """
     spec = importlib.util.find_spec("verl")
-    places = (spec.submodule_search_locations if spec else None) or ()
-    inside = os.path.join(os.path.realpath(path), "")
-    return path.startswith("verl.") or any(
-        inside.startswith(os.path.join(os.path.realpath(one), "")) for one in places
+    locations = (spec.submodule_search_locations if spec else None) or ()
+    places = [Path(one).resolve() for one in locations]
+    if path.startswith("verl."):
+        directories = [place.parent.joinpath(*path.split(".")) for place in places]
+    else:
+        directories = [Path(path).resolve()]
+    files = [file for one in directories for file in one.rglob("*.yaml")]
+    return (
+        bool(files)
+        and any(place in file.parents for place in places for file in files[:1])
+        and are_released("verl", files)
     )
 
 

@@ -48,8 +48,9 @@ _INIT: dict[str, Any] = {
 }
 _FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
 
-_asked: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""An actor's engine to the rollout's dtype name; the engine itself does not know the rollout."""
+_asked: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
+"""An actor's engine to the rollout's dtype name and the key that has it; the engine itself does not
+know the rollout."""
 
 _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The same for an engine whose delta checkpoint engine was given that dtype."""
@@ -73,9 +74,9 @@ def announce(call: Call) -> Any:
     worker = call.instance
     if "actor" not in worker.role:
         return call.proceed()
-    name, _ = asked_dtype(worker.config.rollout, _ROLLOUT)
+    asked = asked_dtype(worker.config.rollout, _ROLLOUT)
     result = call.proceed()
-    _asked[worker.actor.engine] = name
+    _asked[worker.actor.engine] = asked
     return result
 
 
@@ -97,14 +98,18 @@ def send_sharded(call: Call) -> Any:
     engine = call.instance
     found = inspect.getgeneratorlocals(stream) if isinstance(stream, GeneratorType) else {}
     if getattr(engine, "_qat_enabled", False) and _to_mend(engine, found.get("params")):
-        return _left(result, "quantisation-aware training quantises what verl rounded to bf16")
+        return _left(
+            engine, result, "quantisation-aware training quantises what verl rounded to bf16"
+        )
     if not _to_mend(engine, stream):
         return result
     if ".0" in found and "device" in found:  # a generator expression's first iterable
         return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
     if stream.gi_code.co_name == "_merged_lora_per_tensor_param":
         return (_merged(engine, _wire(engine)), *rest)
-    return _left(result, f"{stream.gi_code.co_name} is a generator that the shim does not know")
+    return _left(
+        engine, result, f"{stream.gi_code.co_name} is a generator that the shim does not know"
+    )
 
 
 @seam(
@@ -128,16 +133,18 @@ def send_titan(call: Call) -> Any:
         dtype = _wire(engine)
         dense = _gathered(found["dense"].items(), found["device"], dtype)
         return (_with_experts(dense, found["expert_stacks"], found["device"], dtype), *rest)
-    return _left(result, "verl gathers and rounds experts in one step under expert parallelism")
+    return _left(
+        engine, result, "verl gathers and rounds experts in one step under expert parallelism"
+    )
 
 
 def _to_mend(engine: Any, stream: Any) -> bool:
     """Whether a stream of weights is verl's, unstarted, and rounds to another dtype than asked."""
-    name = _asked.get(engine, _BF16)
+    name, key = _asked.get(engine, (_BF16, ""))
     if name == _BF16 or not _rounds(stream):
         return False
     if name == AUTO:
-        _tell_auto("verl rounds every weight to bf16 on the way to the rollout")
+        _tell_auto(key, "verl rounds every weight to bf16 on the way to the rollout")
         return False
     return True
 
@@ -152,7 +159,7 @@ def _rounds(stream: Any) -> bool:
 
 
 def _wire(engine: Any) -> torch.dtype:
-    name = _asked[engine]
+    name, _ = _asked[engine]
     reason = "verl itself would round them to bf16 on the way"
     chosen = "as the trainer stores them" if name == "float32" else f"{name}, rounded once"
     decide("verl", _SUBJECT, FEATURE, chosen, reason)
@@ -160,11 +167,12 @@ def _wire(engine: Any) -> torch.dtype:
     return dtype
 
 
-def _left(result: Any, reason: str) -> Any:
+def _left(engine: Any, result: Any, reason: str) -> Any:
+    name, key = _asked[engine]
     message = (
-        f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {_ROLLOUT}"
-        f".dtype is another dtype: {reason}, so the shim leaves verl's weight sync as it is. Write "
-        f"{_ROLLOUT}.dtype=bfloat16 and train in bf16."
+        f"{versioned('verl')}: the weights reach the rollout rounded to bf16, although {key}={name}"
+        f": {reason}, so the shim leaves verl's weight sync as it is. Write {key}=bfloat16 and "
+        "train in bf16."
     )
     if current_settings().strict:
         raise UnsupportedPrecisionError(message)
@@ -173,11 +181,10 @@ def _left(result: Any, reason: str) -> Any:
     return result
 
 
-def _tell_auto(what: str) -> None:
+def _tell_auto(key: str, what: str) -> None:
     warn(
-        f"{versioned('verl')}: {_ROLLOUT}.dtype=auto: {what}, and which dtype the engine takes is "
-        f"known only to the engine, so the shim leaves it. Write {_ROLLOUT}.dtype=float16, "
-        "bfloat16 or float32."
+        f"{versioned('verl')}: {key}=auto: {what}, and which dtype the engine takes is known only "
+        f"to the engine, so the shim leaves it. Write {key}=float16, bfloat16 or float32."
     )
 
 
@@ -290,7 +297,11 @@ def send_shards(call: Call) -> Any:
         return result
     found = inspect.getgeneratorlocals(stream)
     if not {"params", "device", "ShardSpec"} <= found.keys():
-        return _left(result, f"{stream.gi_code.co_name} is a generator that the shim does not know")
+        return _left(
+            call.instance,
+            result,
+            f"{stream.gi_code.co_name} is a generator that the shim does not know",
+        )
     params, device, spec = found["params"], found["device"], found["ShardSpec"]
     return (_shards(params, device, spec, getattr(torch, name)), *rest)
 
@@ -357,7 +368,7 @@ def _give(engine: Any, rollout: Any, rounds: bool) -> str:
             )
         return own
     if name == AUTO:
-        _tell_auto(f"the checkpoint engine {backend} rounds every weight to bf16")
+        _tell_auto(key, f"the checkpoint engine {backend} rounds every weight to bf16")
     if name in (AUTO, _BF16):
         return ""
     engine.rollout_dtype = getattr(torch, name)

@@ -9,10 +9,13 @@ figures; the observation is from arXiv 2510.26788).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 ENGINE_NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """A dtype's canonical name to the one that vLLM, SGLang and the frameworks' parsers all take."""
+
+CANONICAL: Mapping[str, str] = {name: canonical for canonical, name in ENGINE_NAMES.items()}
+"""The other way round."""
 
 AUTO, FP8 = "auto", "fp8"
 """What an engine may be asked for besides a dtype: the checkpoint's own, or quantised weights."""
@@ -20,6 +23,9 @@ AUTO, FP8 = "auto", "fp8"
 NO_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
 """``model_type`` of the models that vLLM refuses to run in fp16, because their activations overflow
 (``_FLOAT16_NOT_SUPPORTED_MODELS`` of its ``config/model.py``)."""
+
+_OF_FP32 = {"vllm": "bf16", "sglang": "fp16"}
+"""What an engine makes of an fp32 checkpoint under ``auto``: vLLM on a GPU that has bf16."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,24 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
     else:
         chosen, reason = f"{dtype} beside {whose}", _harm(other.subject, lost=lost)
     return Verdict(other, False, lost, chosen, f"{source}: {reason}", remedy)
+
+
+def resolve_auto(engine: Engine, backend: str, checkpoint: str, model_type: str = "") -> Engine:
+    """The engine, with the dtype that ``auto`` stands for where the checkpoint's dtype is known.
+
+    Args:
+        engine: an engine of the job.
+        backend: ``"vllm"`` or ``"sglang"``.
+        checkpoint: canonical name of the dtype in the model's ``config.json``; empty if unknown.
+        model_type: the model's type in its HF config; empty if it is not known.
+    """
+    dtype = _OF_FP32.get(backend, "") if checkpoint == "fp32" else checkpoint
+    if engine.computes != AUTO or not dtype:
+        return engine
+    if backend == "vllm" and dtype == "fp16" and model_type in NO_FP16:
+        dtype = "bf16"
+    because = f"{engine.because or f'{engine.key}=auto'}, and the checkpoint is in {checkpoint}"
+    return replace(engine, computes=dtype, because=because)
 
 
 def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:

@@ -7,7 +7,9 @@ itself wait for an import that the forking thread runs), or the forking thread i
 lock. In both cases the child gets a new lock, and ``interrupted`` tells it of half-done patching.
 """
 
+import _frozen_importlib
 import os
+import sys
 import time
 from _thread import RLock, get_ident  # the names of threading, without the import of threading
 
@@ -86,3 +88,15 @@ class Lock:
         taken = self._forking == get_ident() and not self._depth
         interrupted |= self._patching and not taken
         self._renew()
+
+
+def is_cut_off(module: str) -> bool:
+    """Whether a module's import never ends: a fork left the thread that runs it in the parent.
+
+    Args:
+        module: the module's name.
+    """
+    # importlib tells nobody who imports a module; where a Python has no such locks, nothing is cut.
+    lock = getattr(_frozen_importlib, "_module_locks", {}).get(module, lambda: None)()
+    owner = getattr(lock, "owner", None)
+    return owner is not None and owner not in sys._current_frames()

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import PrecisionShimError, SeamError
 from ..process.finders import Watcher
-from ..process.forks import Lock
+from ..process.forks import Lock, is_cut_off
 from ..reporting.record import SeamStatus
 from ._call import prepare, through
 from ._plan import Group, Missed, Row, check, nothing_missed, refusal, unchecked
@@ -106,8 +106,8 @@ class Engine:
     def catch_up(self) -> None:
         """Wait for target modules whose import is under way in other threads, and patch them.
 
-        Those imports began before the engine's watcher was in place. The caller must not hold a
-        lock that a module's code may need.
+        Those imports began before the engine's watcher was in place. An import that a fork cut off
+        is not waited for. The caller must not hold a lock that a module's code may need.
         """
         with _lock:
             slow = [
@@ -117,6 +117,8 @@ class Engine:
                 if row.state == "pending" and row.seam.module in sys.modules
             ]
         for module in dict.fromkeys(slow):
+            if is_cut_off(module):
+                continue
             with suppress(Exception):  # the thread that imports the module gets the error
                 __import__(module)
             with _lock:

@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 
-from precision_shim.precision.agreement import AUTO, ENGINE_NAMES, FP8, NO_FP16, Engine, compare
+from precision_shim.precision.agreement import (
+    AUTO,
+    ENGINE_NAMES,
+    FP8,
+    NO_FP16,
+    Engine,
+    compare,
+    resolve_auto,
+)
 
 DTYPES = tuple(ENGINE_NAMES)
 PAIRS = list(itertools.product(DTYPES, (*DTYPES, AUTO, FP8)))
@@ -57,3 +65,18 @@ def test_a_model_that_vllm_refuses_in_fp16(model_type: str) -> None:
     # The trainer's own framework runs the reference model.
     assert compare(trainer, engine("ref", "fp16"), model_type).agrees
     assert compare(engine("actor", "bf16"), engine("rollout", "bf16"), model_type).agrees
+
+
+@pytest.mark.parametrize("backend", ["vllm", "sglang", "another"])
+@pytest.mark.parametrize("checkpoint", ["", *DTYPES])
+def test_auto_stands_for_a_dtype_only_where_the_checkpoint_is_known(
+    backend: str, checkpoint: str
+) -> None:
+    found = resolve_auto(engine("rollout", AUTO), backend, checkpoint)
+    wide = {"vllm": "bf16", "sglang": "fp16"}.get(backend, AUTO)
+    assert found.computes == {"": AUTO, "fp32": wide}.get(checkpoint, checkpoint)
+    if found.computes != AUTO:
+        assert found.because == f"rollout.dtype=auto, and the checkpoint is in {checkpoint}"
+    for dtype in (*DTYPES, FP8):
+        own = engine("rollout", dtype)
+        assert resolve_auto(own, backend, checkpoint) is own

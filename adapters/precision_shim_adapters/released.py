@@ -1,0 +1,38 @@
+"""Whether files of a framework are as its wheel has them: then what they say is a default."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def are_released(distribution: str, paths: Iterable[Path]) -> bool:
+    """Whether each file belongs to a distribution and has the content that its wheel had.
+
+    Files of a source checkout have no recorded content: a user may have edited them.
+
+    Args:
+        distribution: the framework's name on PyPI.
+        paths: the files.
+    """
+    wanted = [path.resolve() for path in paths]
+    names = {path.name for path in wanted}
+    try:
+        files = importlib.metadata.files(distribution) or ()
+        recorded = {
+            Path(str(one.locate())).resolve(): one.hash.value
+            for one in files
+            if one.name in names and one.hash is not None
+        }
+        return all(recorded.get(path) == _digest(path) for path in wanted)
+    except (OSError, importlib.metadata.PackageNotFoundError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    """The digest of a file as a wheel's record writes it."""
+    digest = hashlib.sha256(path.read_bytes()).digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
