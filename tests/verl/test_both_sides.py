@@ -21,6 +21,8 @@ import precision_shim
 from precision_shim.cli import main
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
 
+from ..rank_server import Ranks
+from ..ray_cluster import drive
 from .conftest import VERL
 
 pytestmark = pytest.mark.skipif(Version("0.7") > VERL, reason="the shim refuses verl 0.6")
@@ -480,3 +482,23 @@ def test_the_task_runner_gets_what_the_driver_wrote(tmp_path: Path) -> None:
     assert "'dtype': 'float16'" in lines[-1], "".join(lines)
     own = "[precision_shim] verl rollout: rollout-agreement: fp16, as the actor"
     assert f"{own} (PRECISION_SHIM_ROLLOUT=follow)" in "".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.oldest
+@pytest.mark.usefixtures("start_up_file")
+@pytest.mark.timeout(400)
+def test_nine_pairs_in_a_ray_actor(ray_drivers: Ranks, tmp_path: Path) -> None:
+    """By verl's ``run_ppo``: a written key stays; the actor's process has the shim as well."""
+    script = Path(__file__).with_name("sides_driver.py")
+    found = drive(ray_drivers, script, tmp_path, timeout=380, PRECISION_SHIM="1")
+    assert len(found) == 24
+    for job, made in found.items():
+        actor, rollout, setting = job.split()
+        own = actor if setting == "follow" else "bf16"
+        computes = own if rollout == "None" else rollout
+        assert made["rollout"] == ENGINE[computes], job
+        assert made["named"] == ["wrapped"], job
+        assert [f"Write {ROLLOUT}.dtype=float16" in one for one in made["told"]] == (
+            [True] * ((actor, computes) == ("fp16", "bf16"))
+        ), job

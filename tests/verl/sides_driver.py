@@ -1,0 +1,86 @@
+"""The driver of verl jobs, up to the Ray actor that gets the config: nine pairs, by ``run_ppo``.
+
+verl takes a runner of the user's own; this one returns what the rollout's engine would be given.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import precision_shim
+from precision_shim.errors import PrecisionShimWarning
+from tests.verl.test_both_sides import DTYPES, ROLLOUT, composed, side
+
+CLUSTER = tempfile.mkdtemp(prefix="ray", dir="/tmp")
+
+
+class Runner:
+    """Stands where verl's ``TaskRunner`` does, one actor for all jobs."""
+
+    _actor: Any = None
+
+    @classmethod
+    def remote(cls) -> Any:
+        """The actor, by the name under which verl makes it."""
+        if cls._actor is None:
+            cls._actor = ray.remote(num_cpus=1)(cls).remote()
+        return cls._actor
+
+    def run(self, config: Any) -> None:
+        """Write what the actor's process makes of the config."""
+        from verl.utils.config import omega_conf_to_dataclass
+
+        import precision_shim
+
+        made = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        states = precision_shim.status().to_dict()["frameworks"]["verl"]["seams"]
+        named = [
+            one["state"] for one in states if one["target"].endswith("RolloutConfig.__post_init__")
+        ]
+        found = {"rollout": made.dtype, "named": named}
+        Path(config.trainer.default_local_dir).write_text(json.dumps(found), encoding="utf-8")
+
+
+def run(folder: Path, actor: str, rollout: str | None, setting: str) -> dict[str, Any]:
+    """One job: what the driver said, and what the actor was given."""
+    answer = folder / "answer.json"
+    words = [*side("actor", actor), f"{ROLLOUT}.name=vllm", f"trainer.default_local_dir={answer}"]
+    words += [f"{ROLLOUT}.dtype={rollout}"] if rollout else []
+    options = {"address": "local", "include_dashboard": "false", "_temp_dir": CLUSTER}
+    words += [f"+ray_kwargs.ray_init.{key}={value}" for key, value in options.items()]
+    words.append("ray_kwargs.ray_init.num_cpus=2")
+    precision_shim.uninstall()
+    precision_shim.install(frameworks=["verl"], settings={"rollout": setting}, export=False)
+    from verl.trainer.main_ppo import run_ppo
+    from verl.utils.device import auto_set_device  # the function as this installation patched it
+
+    with composed(words) as config, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PrecisionShimWarning)
+        auto_set_device(config)
+        run_ppo(config, task_runner_class=Runner)
+    found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    found["told"] = [str(one.message) for one in told if one.category is PrecisionShimWarning]
+    return found
+
+
+def main() -> None:
+    """Print what was found, by actor, rollout and setting."""
+    folder = Path(sys.argv[1])
+    found = {
+        f"{actor} {rollout} {setting}": run(folder, actor, rollout, setting)
+        for setting in ("tell", "follow")
+        for actor in DTYPES
+        for rollout in (*DTYPES, None)
+    }
+    print("FOUND", json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
