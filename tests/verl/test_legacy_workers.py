@@ -128,6 +128,7 @@ def test_opt_in_fields_in_yaml(config: Any, shim: Any) -> None:
 def test_fp16(config: Any, shim: Any) -> None:
     shim()
     extra = [f"++{owner}.megatron.dtype=float16" for owner in OWNERS]
+    extra.append("actor_rollout_ref.rollout.dtype=float16")
     for module, optimizer in both(config(*extra)).values():
         assert module.buffers[0].grad_data.dtype is torch.float32
         assert optimizer.config.fp16

@@ -97,7 +97,9 @@ class Legacy:
                 ),
             )
         ]
-        made = compose(*extra, f"{ACTOR}.use_kl_loss=False", "actor_rollout_ref.rollout.n=1")
+        place = "actor_rollout_ref.rollout"
+        extra += [f"{place}.n=1", f"{place}.dtype=float16"]
+        made = compose(*extra, f"{ACTOR}.use_kl_loss=False")
         self.subject = subject
         if subject == "actor":
             self.worker = ActorRolloutRefWorker(made.actor_rollout_ref, "actor")
