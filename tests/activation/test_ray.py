@@ -28,7 +28,14 @@ if importlib.util.find_spec("ray") is None:
 
 DASHBOARD = importlib.util.find_spec("aiohttp_cors") is not None
 pytestmark = pytest.mark.usefixtures("start_up_file")
-ALL = ["dtype-coercion", "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling", "audit"]
+ALL = [
+    "dtype-coercion",
+    "bf16-dispatch",
+    "grad-bucket-alignment",
+    "fp16-scaling",
+    "rollout-agreement",
+    "audit",
+]
 
 DRIVER = """
 import json, os, sys
