@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +23,10 @@ from precision_shim.adapting import (
     warn,
 )
 from precision_shim.errors import SeamError
-from precision_shim.precision.belonging import files_beneath
-from precision_shim.scaling import Files
 
 from ..fp16 import FEATURE, SETTINGS, ScaledTraining
+from ..fp16.auxiliary import auxiliary_losses
+from ..fp16.files import files_of_rank
 from ..ray_actors import class_beneath, put_in_front
 from .places import DTENSOR, EXPORTED, INHERITED, V1, V2, VALUE_V2, group_at
 
@@ -42,8 +40,6 @@ _READ = {
     "load_checkpoint": ("weights_path", "optimizer_path"),
 }
 """Maps a worker's methods to the parameters that the functions here read."""
-
-_AUXILIARY = "nemo_automodel.components.moe.megatron.moe_utils"
 
 TRAIN = ("data", "loss_fn", "eval_mode")
 """The first parameters of ``train``, whose decorator hides its signature."""
@@ -158,7 +154,7 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
         # Restore here: in __init__ the first kind of worker calls load_checkpoint before the scaler
         # exists, and the second kind, from 0.6, loads without load_checkpoint.
         if optimizer_path and weights_path:
-            training.restore(optimizer_path, _files(optimizer_path))
+            training.restore(optimizer_path, files_of_rank(optimizer_path))
         training.keep(instance)
 
 
@@ -212,36 +208,11 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
             return call.proceed()
         with (
             training.several_steps(call.instance.optimizer),
-            _auxiliary_losses(training) as follow,
+            auxiliary_losses(training) as follow,
         ):
             call.arguments["loss_fn"] = training.scaled(loss_fn, follow)
             result = call.proceed()
     return _report(result, training)
-
-
-@contextlib.contextmanager
-def _auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Scale the gradients of a mixture of experts' auxiliary losses, too.
-
-    These gradients do not come from the loss: nemo_automodel's own autograd function adds them to
-    the backward pass, times a class attribute that is 1 in NeMo-RL. Yields a function that
-    multiplies this attribute by the loss scale; call it before each backward pass.
-    """
-    holder = getattr(sys.modules.get(_AUXILIARY), "MoEAuxLossAutoScaler", None)
-    if holder is None:
-        yield lambda loss: None
-        return
-    before = holder.main_loss_backward_scale
-    own = 1.0 if before is None else before
-
-    def follow(loss: torch.Tensor) -> None:
-        one = torch.ones((), device=loss.device)
-        holder.main_loss_backward_scale = training.scaler.scale(one) * own
-
-    try:
-        yield follow
-    finally:
-        holder.main_loss_backward_scale = before
 
 
 @seam(
@@ -290,7 +261,9 @@ def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
         result = call.proceed()
         training = _training_of(call.instance)
         if outermost and optimizer_path and training is not None:
-            files = None if _saves_later(call.instance) else _files(optimizer_path, written=True)
+            files = (
+                None if _saves_later(call.instance) else files_of_rank(optimizer_path, written=True)
+            )
             training.save(optimizer_path, files)
         return result
 
@@ -302,27 +275,8 @@ def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
         result = call.proceed()
         training = _training_of(call.instance)
         if outermost and optimizer_path and training is not None:
-            training.restore(optimizer_path, _files(optimizer_path))
+            training.restore(optimizer_path, files_of_rank(optimizer_path))
         return result
-
-
-def _files(path: str, *, written: bool = False) -> Files:
-    """This rank's share of the files of an optimizer's checkpoint.
-
-    Args:
-        path: the optimizer's directory: workers of the first kind write files into it, those of
-            the second kind into a directory within it.
-        written: return only the files that this rank wrote, since other ranks' files may not be
-            visible yet.
-    """
-    rank, ranks = 0, 1
-    if torch.distributed.is_initialized():
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found = files_beneath(path)
-    if not written:
-        return dict(list(found.items())[rank::ranks])
-    mine = (f"__{rank}_", ".metadata") if rank == 0 else (f"__{rank}_",)
-    return {name: place for name, place in found.items() if Path(name).name.startswith(mine)}
 
 
 def _saves_later(instance: Any) -> bool:

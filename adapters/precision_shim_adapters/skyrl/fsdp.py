@@ -18,6 +18,7 @@ from precision_shim.adapting import Call, decide, seam, versioned
 from precision_shim.scaling import Files
 
 from ..fp16 import FEATURE, ScaledTraining
+from ..fp16.autocast import autocast_in_fp16
 from ..fp16.names import own_dtype
 from .overflow import add_figures
 
@@ -76,32 +77,13 @@ def _is_fp16(strategy: Any) -> bool:
 # -- autocast ----------------------------------------------------------------------------------
 
 
-class _Autocast:
-    """A hook that switches the autocast region around a module's forward pass from bf16 to fp16.
-
-    SkyRL computes the loss in the same region, where torch refuses to combine fp16 tensors under an
-    autocast to bf16. So the hook switches the rest of the region, not only the module; the ``with``
-    block that opened the region restores the former state.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-
-    def __call__(self, module: Any, args: Any) -> None:
-        if (
-            torch.is_autocast_enabled(self._device)
-            and torch.get_autocast_dtype(self._device) is torch.bfloat16
-        ):
-            torch.set_autocast_dtype(self._device, torch.float16)
-
-
 @seam(
     f"{_STRATEGY}._fsdp_init_model",
     why="every model passes here; the workers' autocast is hard-coded in six places",
     relies_on=("mixed_precision", "param_dtype", "device_mesh", "fsdp_config"),
     **_FP16,
 )
-def autocast_in_fp16(call: Call) -> Any:
+def follow_param_dtype(call: Call) -> Any:
     """Make SkyRL's autocast follow FSDP's ``param_dtype``.
 
     Raises:
@@ -110,7 +92,7 @@ def autocast_in_fp16(call: Call) -> Any:
     mixed_dtypes(call.instance.fsdp_config)
     module = call.proceed()
     if _is_fp16(call.instance):
-        module.register_forward_pre_hook(_Autocast(call.instance.device_mesh.device_type))
+        autocast_in_fp16(module, call.instance.device_mesh.device_type)
     return module
 
 

@@ -17,6 +17,7 @@ from precision_shim.errors import UnsupportedPrecisionError
 from precision_shim.scaling import LossScaler
 
 from ..fp16 import FEATURE, ScaledTraining
+from ..fp16.states import states_of_no_step
 from ..fp16.stepping import ScaledLoss
 from . import attention
 from .places import (
@@ -135,19 +136,4 @@ def init_optim_state(call: Call, optim: Any) -> Any:
     """Make the states of a scaled training's optimizer with a step count of 0."""
     if ScaledTraining.of(optim) is None or optim.state:
         return call.proceed()
-    parameters = [one for group in optim.param_groups for one in group["params"]]
-    gradients = [one.grad for one in parameters]
-    for one in parameters:
-        one.grad = None
-    try:
-        result = call.proceed()
-    finally:
-        for one, gradient in zip(parameters, gradients, strict=True):
-            one.grad = gradient
-    for state in optim.state.values():
-        count = state.get("step")
-        if isinstance(count, torch.Tensor):
-            count.zero_()
-        elif count is not None:
-            state["step"] = 0
-    return result
+    return states_of_no_step(optim, call.proceed)

@@ -6,8 +6,8 @@ both (``MegatronEngine.initialize``, the legacy workers' build methods), and one
 At ``init_megatron_optim_config`` verl's own function still runs: the shim adds its values to
 ``override_optimizer_config``, where values that the user wrote win.
 
-Deliberately not patched: verl's FSDP optimizer (torch's AdamW follows its parameters), and the
-engines whose optimizer is not Megatron's; ``engines`` warns of these by name.
+Deliberately not patched: the states of optimizers that are not Megatron's (torch's AdamW follows
+its parameters).
 
 Delete when: verl's native options cover overrides, names and every engine; see each seam.
 """
@@ -21,6 +21,7 @@ from ..frameworks import VERL
 from ..megatron.acting import offload
 from . import (
     audit,
+    automodel,
     driver,
     engines,
     fsdp,
@@ -30,6 +31,8 @@ from . import (
     metrics,
     overflow,
     sync,
+    titan,
+    veomni,
     weights,
 )
 
@@ -70,7 +73,11 @@ ADAPTER = Adapter.of(
         fsdp,
         fsdp_loops,
         fsdp_checkpoints,
+        veomni,
+        automodel,
+        titan,
         engines,
+        engines.NATIVE,
         weights,
         driver,
         sync,

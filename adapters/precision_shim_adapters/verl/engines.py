@@ -1,114 +1,263 @@
-"""Engines of verl that a feature does not support: warn, or raise in strict mode, at their use."""
+"""What verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
+
+None of their loops makes a loss scaler. The first three compute the loss with a function that they
+are given, and take no step where the grad norm is not finite: the shim scales that function's loss,
+and unscales before they clip. FSDP Turbo runs the FSDP engine's loop, which uses a scaler that it
+finds on the engine.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from precision_shim.adapting import Call, collect, current_settings, decide, seam, version_of, warn
+import torch
+
+from precision_shim.adapting import (
+    Call,
+    Seam,
+    Symbol,
+    collect,
+    current_settings,
+    decide,
+    seam,
+    versioned,
+    warn,
+)
+from precision_shim.auditing.watching import watch
 from precision_shim.errors import UnsupportedPrecisionError
+from precision_shim.precision.dtypes import parse_dtype
 
 from ..fp16 import FEATURE
-from .fsdp import asks_fp16
+from ..fp16.auxiliary import auxiliary_losses
+from .fsdp import SHARDED, asks_fp16, make, training_of
 
-_WHY = "says so where the engine is used, instead of leaving a silent gap"
-_WHY_FP16 = "says so where fp16 is asked of the engine, instead of training unscaled"
-_WHEN = "the engine is supported"
-_STATES = ("bf16-dispatch", "grad-bucket-alignment")
 _IMPL = "verl.workers.engine"
+VEOMNI = f"{_IMPL}.veomni.transformer_impl:VeOmniEngine"
+AUTOMODEL = f"{_IMPL}.automodel.transformer_impl:AutomodelEngine"
+TITAN = f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine"
+TURBO = f"{_IMPL}.fsdp.fsdp_turbo_impl:FSDPTurboEngineWithLMHead"
+
+GROUPS = {
+    VEOMNI: "veomni engine",
+    AUTOMODEL: "automodel engine",
+    TITAN: "torchtitan engine",
+    TURBO: "fsdp_turbo engine",
+}
+"""Maps an engine to the group of its seams."""
+
+FROM_08 = (f"{SHARDED}._build_fsdp_module mentions _autocast_dtype",)
+"""What verl has from 0.8, whose engines the shim scales; those of 0.7.1 it refuses."""
+
+_WHEN = "the engine scales fp16 losses"
+
+
+def on(engine: str, **more: Any) -> dict[str, Any]:
+    """The arguments that all seams for fp16 at an engine share."""
+    return {
+        "feature": FEATURE,
+        "group": GROUPS[engine],
+        "delete_when": _WHEN,
+        "optional": True,
+        "only_if": FROM_08,
+        **more,
+    }
+
+
+def _at(method: str, *engines: str) -> list[dict[str, Any]]:
+    return [{"target": f"{one}.{method}", **on(one)} for one in engines]
+
+
+def is_fp16(value: object) -> bool:
+    """Whether a config's value names float16."""
+    return value is not None and parse_dtype(str(value)) is torch.float16
+
+
+def policy_of(module: Any) -> torch.dtype | None:
+    """The dtype in which FSDP2 gathers a module's parameters; ``None`` where it shards nothing."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            found: torch.dtype | None = one._get_fsdp_state()._mp_policy.param_dtype  # type: ignore[no-untyped-call]
+            return found
+    return None
+
+
+def scale(engine: Any, because: str, *, drives: bool = True) -> None:
+    """Give a trained engine its scaled training; an engine that only runs forward gets none.
+
+    Raises:
+        UnsupportedPrecisionError: FSDP gathers the parameters in another dtype than float16.
+    """
+    found = policy_of(engine.module) if drives else torch.float16
+    if found not in (None, torch.float16):
+        raise UnsupportedPrecisionError(
+            f"{versioned('verl')}: {because}, but {type(engine).__name__} gathers its parameters "
+            f"in {found}; expected torch.float16. Train in bfloat16, or with the fsdp2 engine."
+        )
+    if not getattr(engine.engine_config, "forward_only", False):
+        make(engine, None, because, drives=drives)
+
+
+def tell_ignored(config: Any, key: str) -> None:
+    """Warn where a config names float16 in keys that make no fp16 training of an engine.
+
+    Args:
+        config: an engine's config.
+        key: the key that does.
+    """
+    if asks_fp16(config) and not getattr(config, "forward_only", False):
+        warn(
+            f"{versioned('verl')}: a dtype of its {config.strategy} engine's config is float16, "
+            f"but {key} is not: it trains in another dtype, and the loss is not scaled. Set "
+            f"{key}=float16 to train in float16."
+        )
+
+
+# -- one step ----------------------------------------------------------------------------------
+
+
+@seam(
+    at=_at("forward_backward_batch", VEOMNI, AUTOMODEL, TITAN),
+    why="the loss comes from this argument, and its backward pass runs within",
+    relies_on=("backward",),
+)
+def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any:
+    """Scale the loss of each micro-batch, and the auxiliary losses of its experts."""
+    training = training_of(call.instance)
+    if training is None or not training.drives or loss_function is None or forward_only:
+        return call.proceed()
+    with auxiliary_losses(training) as follow:
+        call.arguments["loss_function"] = training.scaled(loss_function, follow)
+        return call.proceed()
+
+
+@seam(
+    at=_at("optimizer_step", VEOMNI, AUTOMODEL, TITAN, TURBO),
+    why="clips, looks whether the norm is finite, and steps",
+    relies_on=("isfinite", "optimizer"),
+)
+def step(call: Call) -> Any:
+    """Unscale before verl clips, step through the scaler, and return NaN for a skipped step."""
+    training = training_of(call.instance)
+    if training is None:
+        return call.proceed()
+    optimizer = call.instance.optimizer
+    inner = tuple(optimizer) if hasattr(optimizer, "__iter__") else ()
+    with training.one_step(optimizer, inner):
+        norm = call.proceed()
+    return training.norm(norm)
+
+
+# -- FSDP Turbo --------------------------------------------------------------------------------
+
+
+@seam(
+    f"{TURBO}._build_fsdp_module",
+    why="shards the model by its own config, and makes no scaler for the loop that it inherits",
+    relies_on=("FSDPTurbo", "turbo_config"),
+    **on(TURBO),
+)
+def build_turbo(call: Call) -> Any:
+    """Give the FSDP engine's loop a scaler, and an autocast to the dtype of Turbo's policy."""
+    engine = call.instance
+    module = call.proceed()
+    if policy_of(module) is torch.float16:
+        engine._autocast_dtype = torch.float16
+        scale(engine, "its turbo_config gathers parameters in float16", drives=False)
+    else:
+        tell_ignored(engine.engine_config, "turbo_config.distributed.fsdp_plan.param_dtype")
+    return module
+
+
+# -- the audit ---------------------------------------------------------------------------------
+
+
+def watch_engine(engine: Any) -> None:
+    """Audit an engine's optimizer, as soon as it has one."""
+    kind = getattr(engine.model_config, "model_type", "")
+    if engine.optimizer is not None:
+        watch(
+            "verl",
+            "critic" if kind == "value_model" else "actor",
+            engine.optimizer,
+            model=engine.module,
+            scaler=lambda: getattr(engine, "scaler", None),
+        )
+
+
+@seam(
+    feature="audit",
+    at=[
+        {"target": f"{VEOMNI}._build_model_optimizer", "group": GROUPS[VEOMNI]},
+        {"target": f"{AUTOMODEL}.initialize", "group": GROUPS[AUTOMODEL]},
+    ],
+    why="model, optimizer and scaler stand together for the first time",
+    delete_when="verl says which precision its optimizers have",
+    relies_on=("optimizer", "module", "model_config"),
+    optional=True,
+)
+def audit(call: Call) -> Any:
+    """Audit the optimizer of a VeOmni or Automodel engine; torchtitan's adapter audits its own."""
+    result = call.proceed()
+    watch_engine(call.instance)
+    return result
+
+
+# -- what these engines do themselves, and what 0.7.1's lack -----------------------------------
+
+
+def _follow(symbol: Symbol, settings: Any) -> str | None:
+    return "the optimizer's states and the reduction's dtype follow the engine's own config"
+
+
+NATIVE = tuple(
+    Seam(
+        target=f"{one}.initialize",
+        feature=feature,
+        wrapper=None,
+        group=GROUPS[one],
+        why="torch's AdamW keeps its states in its parameters' dtype; there is no Megatron bucket",
+        native=_follow,
+        optional=True,
+    )
+    for one in (VEOMNI, AUTOMODEL, TITAN)
+    for feature in ("bf16-dispatch", "grad-bucket-alignment")
+)
+"""The states and the reduction of engines without a Megatron optimizer, for ``status()``."""
 
 
 @seam(
     feature=FEATURE,
     at=[
         {
-            "target": f"{_IMPL}.veomni.transformer_impl:VeOmniEngine.initialize",
-            "group": "veomni engine",
-            "refusal": "verl's veomni engine takes no float16: it trains in bfloat16 or float32 "
-            "with bfloat16, and its optimizer step knows no loss scaler",
-        },
-        {
-            "target": f"{_IMPL}.fsdp.fsdp_turbo_impl:FSDPTurboEngineWithLMHead._build_fsdp_module",
-            "group": "fsdp_turbo engine",
-            "refusal": "verl's fsdp_turbo engine shards the model by its own turbo_config, "
-            "under a bfloat16 autocast, and makes no loss scaler",
-        },
-        {
-            "target": f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.initialize",
-            "group": "torchtitan engine",
-            "refusal": "verl's torchtitan engine runs its forward under a bfloat16 autocast and "
-            "steps without a loss scaler",
-        },
-        {
-            "target": f"{_IMPL}.automodel.transformer_impl:AutomodelEngine.initialize",
-            "group": "automodel engine",
-            "refusal": "verl's automodel engine runs its forward under a bfloat16 autocast and "
-            "steps without a loss scaler",
-        },
+            "target": f"{one}.initialize",
+            "group": GROUPS[one],
+            "refusal": f"verl 0.7.1's {GROUPS[one]} trains in bfloat16 whatever its dtype says, "
+            "and its optimizer step knows no loss scaler",
+        }
+        for one in (VEOMNI, TITAN)
     ],
-    why=_WHY_FP16,
-    delete_when=_WHEN,
+    why="says so where fp16 is asked of the engine, instead of training unscaled",
+    delete_when="verl 0.8 is the oldest in use",
+    unless=FROM_08,
     optional=True,
 )
 def refuse_fp16(call: Call) -> Any:
-    """Warn (strict: raise) where the config asks one of these engines for float16."""
+    """Warn (strict: raise) where the config asks one of 0.7.1's engines for float16."""
     config = getattr(call.instance, "engine_config", None)
     if not asks_fp16(config) or getattr(config, "forward_only", False):
         return call.proceed()
-    kinds = _kinds(call.instance)
+    kinds = {one.__name__ for one in type(call.instance).__mro__}
     reason = next(
         one.refusal for one in collect(refuse_fp16) if one.attribute.split(".")[0] in kinds
     )
     message = (
-        f"verl {version_of('verl', ('verl',))}: {reason}; the shim cannot scale its loss. Train "
-        "in bfloat16, or in float16 with the fsdp2, fsdp or megatron engine."
+        f"{versioned('verl')}: {reason}; the shim cannot scale its loss. Train in bfloat16, or in "
+        "float16 with the fsdp2, fsdp or megatron engine."
     )
-    _leave(call.instance, FEATURE, reason, message)
-    return call.proceed()
-
-
-@seam(
-    feature=_STATES,
-    at=[
-        {
-            "target": f"{_IMPL}.torchtitan.transformer_impl:TorchTitanEngine.initialize",
-            "group": "torchtitan engine",
-            "refusal": "verl's torchtitan engine builds torchtitan's own optimizer, whose "
-            "states follow its parameters",
-        },
-        {
-            "target": f"{_IMPL}.automodel.transformer_impl:AutomodelEngine.initialize",
-            "group": "automodel engine",
-            "refusal": "verl's automodel engine builds its optimizer from its own dtype strings "
-            "(optimizer_config.exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype)",
-        },
-    ],
-    why=_WHY,
-    delete_when=_WHEN,
-    optional=True,
-)
-def refuse(call: Call) -> Any:
-    """Warn (strict: raise) that the shim does nothing for this engine, and run it unchanged."""
-    kinds = _kinds(call.instance)
-    reasons = {
-        one.refusal: one.feature
-        for one in collect(refuse)
-        if one.attribute.split(".")[0] in kinds and one.feature in current_settings().features
-    }
-    for reason, feature in reasons.items():
-        message = (
-            f"verl {version_of('verl', ('verl',))}: {reason}; the shim leaves it as it is. Set "
-            "the dtypes in the engine's own config, or use the megatron engine."
-        )
-        _leave(call.instance, feature, reason, message)
-    return call.proceed()
-
-
-def _kinds(engine: Any) -> set[str]:
-    return {one.__name__ for one in type(engine).__mro__}
-
-
-def _leave(engine: Any, feature: str, reason: str, message: str) -> None:
     if current_settings().strict:
         raise UnsupportedPrecisionError(message)
-    decide("verl", type(engine).__name__, feature, "left as it is", reason)
+    decide("verl", type(call.instance).__name__, FEATURE, "left as it is", reason)
     warn(message)
+    return call.proceed()

@@ -150,7 +150,7 @@ def build_actor(call: Call) -> Any:
         _instead_of(actor.scaler, actor)
     elif config is not None and computed(config, actor.param_dtype) is torch.float16:
         # The loop can use a scaler, but verl makes a scaler only for fsdp_config.dtype.
-        _make(actor, None, "fp16 parameters that verl makes no scaler for")
+        make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
     keep_at_optimizer(actor)
     return result
@@ -177,7 +177,7 @@ def build_critic(call: Call) -> Any:
 
 def _instead_of(own: Any, owner: Any) -> None:
     if type(own) is ShardedGradScaler:  # the user chose a subclass: leave it
-        _make(owner, own, _OWN)
+        make(owner, own, _OWN)
 
 
 def scaled_because() -> str:
@@ -187,11 +187,19 @@ def scaled_because() -> str:
 
 
 def _where_none_was(owner: Any, where: str) -> None:
-    _make(owner, None, f"fp16 parameters, and {where} has no scaler", drives=True)
+    make(owner, None, f"fp16 parameters, and {where} has no scaler", drives=True)
     _tell_autocast(where, "verl 0.8 and later compute in float16")
 
 
-def _make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
+def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
+    """Make the scaled training of an engine, or of a legacy actor or critic, and keep it there.
+
+    Args:
+        owner: the engine, or the legacy actor or critic.
+        own: verl's own scaler, whose settings are the default; ``None`` without one.
+        because: why the shim scales the loss.
+        drives: whether the shim scales the loss and steps, rather than verl's own loop.
+    """
     from verl.utils.device import get_device_name
 
     verls = VERLS_SCALER  # without an accelerator, torch disables verl's scaler

@@ -21,6 +21,7 @@ from precision_shim.adapting import Call, Symbol, look, seam, versioned, warn
 from precision_shim.scaling import FILE_NAME, Files
 
 from ..fp16 import ScaledTraining
+from .engines import VEOMNI, on
 from .fsdp import ON_ENGINE, ON_LEGACY, SHARDED, no_legacy_workers, training_of
 
 _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager"
@@ -54,6 +55,7 @@ _OF_MANAGER: dict[str, Any] = {
 
 
 @seam(f"{SHARDED}.save_checkpoint", **_OF_ENGINE)
+@seam(f"{VEOMNI}.save_checkpoint", **{**_OF_ENGINE, **on(VEOMNI)})
 @seam(f"{_MANAGER}.save_checkpoint", **_OF_MANAGER)
 def save(call: Call, local_path: Any) -> Any:
     """Write the scaler's state beside the checkpoint of an engine or a legacy worker."""
@@ -66,6 +68,7 @@ def save(call: Call, local_path: Any) -> Any:
 
 
 @seam(f"{SHARDED}.load_checkpoint", **_OF_ENGINE)
+@seam(f"{VEOMNI}.load_checkpoint", **{**_OF_ENGINE, **on(VEOMNI)})
 @seam(f"{_MANAGER}.load_checkpoint", **_OF_MANAGER)
 def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
     """Restore the scaler from the file beside the checkpoint of an engine or a legacy worker."""

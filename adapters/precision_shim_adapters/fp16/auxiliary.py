@@ -1,0 +1,43 @@
+"""The auxiliary losses of nemo_automodel's mixtures of experts, scaled as the loss is."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .training import ScaledTraining
+
+_MODULE = "nemo_automodel.components.moe.megatron.moe_utils"
+
+
+@contextlib.contextmanager
+def auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Scale the gradients of a mixture of experts' auxiliary losses, too.
+
+    These gradients do not come from the loss: nemo_automodel's own autograd function adds them to
+    the backward pass, times a class attribute that a framework may set before each batch. Yields a
+    function that multiplies this attribute by the loss scale; call it with each loss, before its
+    backward pass.
+    """
+    holder = getattr(sys.modules.get(_MODULE), "MoEAuxLossAutoScaler", None)
+    if holder is None:
+        yield lambda loss: None
+        return
+    before = own = holder.main_loss_backward_scale
+    ours: torch.Tensor | None = None
+
+    def follow(loss: torch.Tensor) -> None:
+        nonlocal own, ours
+        if holder.main_loss_backward_scale is not ours:  # the framework has set it within
+            own = holder.main_loss_backward_scale
+        one = torch.ones((), device=loss.device)
+        ours = training.scaler.scale(one) * (1.0 if own is None else own)
+        holder.main_loss_backward_scale = ours
+
+    try:
+        yield follow
+    finally:
+        holder.main_loss_backward_scale = before

@@ -1,0 +1,28 @@
+"""Which files of a torch distributed checkpoint belong to a rank; a scaler's record names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from precision_shim.precision.belonging import files_beneath
+from precision_shim.scaling import Files
+
+
+def files_of_rank(path: str, *, written: bool = False) -> Files:
+    """This rank's share of the files of a distributed checkpoint.
+
+    Args:
+        path: the checkpoint's directory; its files may be in a directory within it.
+        written: return only the files that this rank wrote, since other ranks' files may not be
+            visible yet.
+    """
+    rank, ranks = 0, 1
+    if torch.distributed.is_initialized():
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = files_beneath(path)
+    if not written:
+        return dict(list(found.items())[rank::ranks])
+    mine = (f"__{rank}_", ".metadata") if rank == 0 else (f"__{rank}_",)
+    return {name: place for name, place in found.items() if Path(name).name.startswith(mine)}

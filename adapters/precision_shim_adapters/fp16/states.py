@@ -1,0 +1,38 @@
+"""The states of an optimizer that has taken no step, as a checkpoint needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> Any:
+    """Make the states of an optimizer that has none, with a step count of 0.
+
+    torch's distributed checkpoint, and torchtitan, make missing states by a step on zero gradients,
+    which they count, and make none where gradients are set. So a save before the first step that is
+    not skipped could not be resumed exactly, or not loaded.
+
+    Args:
+        optimizer: an optimizer without states.
+        initialize: makes the states.
+    """
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    gradients = [one.grad for one in parameters]
+    for one in parameters:
+        one.grad = None
+    try:
+        result = initialize()
+    finally:
+        for one, gradient in zip(parameters, gradients, strict=True):
+            one.grad = gradient
+    for state in optimizer.state.values():
+        count = state.get("step")
+        if isinstance(count, torch.Tensor):
+            count.zero_()
+        elif count is not None:
+            state["step"] = 0
+    return result

@@ -1,0 +1,130 @@
+"""verl's Automodel engine in fp16: checks, autocast, the scaler and its checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from precision_shim.adapting import Call, decide, seam, versioned
+from precision_shim.errors import DtypeError
+
+from ..fp16 import FEATURE
+from ..fp16.autocast import autocast_in_fp16
+from ..fp16.files import files_of_rank
+from ..fp16.states import states_of_no_step
+from .engines import AUTOMODEL, is_fp16, on, scale, tell_ignored, training_of
+
+BECAUSE = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
+
+_DEFAULT = "bf16"
+"""verl's default of ``mp_output_dtype``, in its dataclass and its YAML."""
+
+
+def check_fp16(config: Any, section: str = "engine_config") -> None:
+    """Raise where an engine's config asks for float16 and cannot have it.
+
+    Args:
+        config: an engine's config whose ``mp_param_dtype`` is float16.
+        section: its key, for messages.
+
+    Raises:
+        DtypeError: a strategy without a policy, parameters in float16, or an output in bfloat16.
+    """
+
+    def get(key: str) -> Any:
+        return config.get(key) if hasattr(config, "get") else getattr(config, key)
+
+    def refuse(key: str, why: str, allowed: str, instead: str) -> None:
+        raise DtypeError(
+            f"{versioned('verl')}: {section}.{key}={get(key)!r} beside {section}.mp_param_dtype="
+            f"{get('mp_param_dtype')!r}: {why}; allowed: {allowed}. Set {section}.{key}={instead}.",
+            key=f"{section}.{key}",
+        )
+
+    if get("distributed_strategy") != "fsdp2":
+        refuse("distributed_strategy", "it takes no mp_param_dtype", "fsdp2", "fsdp2")
+    if is_fp16(get("model_dtype")):
+        why = "it puts parameters and optimizer states into float16, where AdamW's eps of 1e-8 is 0"
+        refuse("model_dtype", why, "fp32, bf16", "fp32")
+    output = str(get("mp_output_dtype"))
+    if not is_fp16(output) and output not in (_DEFAULT, "fp32", "float32", "32"):
+        why = "torch refuses to combine bfloat16 outputs with float16 in one autocast"
+        refuse("mp_output_dtype", why, "fp16, fp32", "fp16")
+
+
+@seam(
+    f"{AUTOMODEL}.__init__",
+    why="keeps the config, from which it makes FSDP's policy",
+    relies_on=("engine_config", "build_distributed_config_from_engine_config"),
+    **on(AUTOMODEL),
+)
+def check(call: Call, engine_config: Any) -> Any:
+    """Refuse what cannot train in float16; its output is float16 where the user wrote no dtype.
+
+    Raises:
+        DtypeError: see ``check_fp16``.
+    """
+    if is_fp16(engine_config.mp_param_dtype):
+        check_fp16(engine_config)
+        if engine_config.mp_output_dtype == _DEFAULT:
+            call.arguments["engine_config"] = dataclasses.replace(
+                engine_config, mp_output_dtype="fp16"
+            )
+            why = "it follows mp_param_dtype; verl's default, bf16, fails in the autocast"
+            decide("verl", "Automodel engine", FEATURE, "mp_output_dtype=fp16", why)
+    else:
+        tell_ignored(engine_config, "mp_param_dtype")
+    return call.proceed()
+
+
+@seam(
+    f"{AUTOMODEL}.initialize",
+    why="makes module and optimizer; the forward pass is under an autocast to bfloat16",
+    relies_on=("optimizer", "module", "engine_config"),
+    **on(AUTOMODEL),
+)
+def build(call: Call) -> Any:
+    """Switch the engine's autocast to float16, and scale its loss."""
+    result = call.proceed()
+    engine = call.instance
+    if is_fp16(engine.engine_config.mp_param_dtype):
+        from verl.utils.device import get_device_name
+
+        autocast_in_fp16(engine.module, get_device_name())
+        scale(engine, BECAUSE)
+    return result
+
+
+@seam(
+    f"{AUTOMODEL}.save_checkpoint",
+    why="the engine has the scaler, Automodel's checkpointer has not",
+    relies_on=("checkpointer", "save_optimizer"),
+    **on(AUTOMODEL),
+)
+def save(call: Call, local_path: Any) -> Any:
+    """Save a checkpoint, with the scaler's state beside it."""
+    training, optimizer = training_of(call.instance), call.instance.optimizer
+    if training is None or not training.drives:
+        return call.proceed()
+    if not optimizer.state:  # each step up to now was skipped
+        from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+        states_of_no_step(optimizer, lambda: _init_optim_state(optimizer))
+    result = call.proceed()
+    training.save(local_path, files_of_rank(f"{local_path}/optim", written=True))
+    return result
+
+
+@seam(
+    f"{AUTOMODEL}.load_checkpoint",
+    why="the engine has the scaler, Automodel's checkpointer has not",
+    relies_on=("checkpointer", "load_optimizer"),
+    **on(AUTOMODEL),
+)
+def load(call: Call, local_path: Any) -> Any:
+    """Load a checkpoint, and restore the scaler's state from beside it."""
+    result = call.proceed()
+    training = training_of(call.instance)
+    if training is not None and training.drives:
+        training.restore(local_path, files_of_rank(f"{local_path}/optim"))
+    return result

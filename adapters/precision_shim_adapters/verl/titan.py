@@ -1,0 +1,93 @@
+"""verl's torchtitan engine in fp16: ``dtype: float16`` becomes torchtitan's compute dtype.
+
+verl ignores ``dtype`` here, and torchtitan trains in its own default, bfloat16. torchtitan's own
+adapter makes the scaled training, where verl's engine builds a ``Trainer``, and keeps the scaler in
+its checkpoints. This module gives that training to verl's loop.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+from precision_shim.adapting import Call, in_force, seam, versioned, warn
+from precision_shim.errors import UnsupportedPrecisionError
+
+from ..fp16 import FEATURE, ScaledTraining
+from ..fp16.autocast import autocast_in_fp16
+from ..torchtitan.places import FRAMEWORK, PRETRAINING, TRAINER
+from .engines import TITAN, is_fp16, on
+
+BECAUSE = "dtype is float16, and verl's torchtitan engine has no loss scaler"
+
+_in_fp16: ContextVar[bool] = ContextVar("precision_shim_titan_fp16", default=False)
+"""Whether the trainer that verl builds is to compute in float16."""
+
+
+@seam(
+    f"{TITAN}.__init__",
+    why="knows the engine's config, and builds torchtitan's Trainer with model and optimizer",
+    relies_on=("Trainer", "trainer", "model_parts", "engine_config"),
+    **on(TITAN),
+)
+def build(call: Call, engine_config: Any) -> Any:
+    """Build a trainer that computes in float16 where ``dtype`` asks for it; keep its training.
+
+    Raises:
+        UnsupportedPrecisionError: torchtitan's own adapter, which scales, is not in force.
+    """
+    if not is_fp16(engine_config.dtype):
+        return call.proceed()
+    if not in_force(FRAMEWORK, FEATURE, PRETRAINING):
+        raise UnsupportedPrecisionError(
+            f"{versioned('verl')}: engine_config.dtype={engine_config.dtype}: its torchtitan "
+            f"engine trains in float16 with the shim's patches of {versioned('torchtitan')}, which "
+            "are not in force. Take torchtitan into PRECISION_SHIM_FRAMEWORKS, or train in "
+            "bfloat16."
+        )
+    token = _in_fp16.set(True)
+    try:
+        result = call.proceed()
+    finally:
+        _in_fp16.reset(token)
+    from verl.utils.device import get_device_name
+
+    engine = call.instance
+    for part in engine.trainer.model_parts:
+        autocast_in_fp16(part, get_device_name())
+    training = ScaledTraining.of(engine.trainer)
+    if training is not None and not engine_config.forward_only:
+        training.keep(engine, "scaler")
+    return result
+
+
+@seam(
+    f"{TRAINER}.__init__",
+    why="torchtitan reads its compute dtype from this config, in which verl sets none",
+    **on(TITAN),
+)
+def compute_in_fp16(call: Call, config: Any) -> Any:
+    """Let a trainer that ``build`` builds compute in float16; the config is that engine's own."""
+    if _in_fp16.get():
+        config.training.mixed_precision_param = "float16"
+    return call.proceed()
+
+
+@seam(
+    f"{TITAN}.save_checkpoint",
+    why="torchtitan saves only multiples of its interval of 500 steps, and verl says nothing",
+    relies_on=("checkpointer",),
+    **on(TITAN),
+)
+def tell_unsaved(call: Call, global_step: Any = 0) -> Any:
+    """Warn where torchtitan writes no checkpoint."""
+    checkpointer = call.instance.checkpointer
+    asked = getattr(checkpointer, "_should_save", None)
+    if asked is not None and not asked(global_step):
+        interval = getattr(checkpointer, "interval", "?")
+        warn(
+            f"{versioned('verl')}: save_checkpoint(global_step={global_step}) writes nothing: its "
+            f"torchtitan engine saves only steps that are a multiple of {interval}. Set "
+            f"trainer.save_freq to a multiple of {interval}."
+        )
+    return call.proceed()

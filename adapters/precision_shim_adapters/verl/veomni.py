@@ -1,0 +1,89 @@
+"""verl's VeOmni engine in fp16: ``dtype: float16`` becomes the dtype that VeOmni computes in.
+
+verl ignores ``dtype`` here: VeOmni gathers the parameters in its own default, bfloat16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, seam, versioned
+from precision_shim.errors import DtypeError
+
+from .engines import VEOMNI, is_fp16, on, scale
+
+BECAUSE = "dtype is float16, and verl's VeOmni engine has no loss scaler"
+
+_in_fp16: ContextVar[bool] = ContextVar("precision_shim_veomni_fp16", default=False)
+"""Whether the model that VeOmni shards is to compute in float16."""
+
+
+def check_fp16(config: Any, section: str = "engine_config") -> None:
+    """Raise where an engine that is to compute in float16 would load bfloat16 weights.
+
+    Args:
+        config: an engine's config.
+        section: its key, for messages.
+
+    Raises:
+        DtypeError: ``mixed_precision`` is off.
+    """
+    mixed = config.get("mixed_precision") if hasattr(config, "get") else config.mixed_precision
+    if not mixed:
+        raise DtypeError(
+            f"{versioned('verl')}: {section}.dtype=float16 beside {section}.mixed_precision="
+            f"{mixed}: VeOmni then loads and trains bfloat16 weights; allowed: True, which trains "
+            f"fp32 weights in float16. Set {section}.mixed_precision=True.",
+            key=f"{section}.mixed_precision",
+        )
+
+
+@seam(
+    f"{VEOMNI}._build_model_optimizer",
+    why="knows the engine's config, and makes module and optimizer",
+    relies_on=("build_parallelize_model", "engine_config", "mixed_precision", "optimizer"),
+    **on(VEOMNI),
+)
+def build(call: Call) -> Any:
+    """Build a model that computes in float16 where ``dtype`` asks for it, and scale its loss.
+
+    Raises:
+        DtypeError: ``mixed_precision`` is off.
+    """
+    engine = call.instance
+    if not is_fp16(engine.engine_config.dtype):
+        return call.proceed()
+    check_fp16(engine.engine_config)
+    token = _in_fp16.set(True)
+    try:
+        result = call.proceed()
+    finally:
+        _in_fp16.reset(token)
+    engine._autocast_dtype = torch.float16
+    parts = getattr(engine.optimizer, "optimizers_dict", None)
+    if parts and not hasattr(engine.optimizer, "param_groups"):
+        # VeOmni's container for expert parallelism has no list of its own, and a scaler reads one.
+        engine.optimizer.param_groups = [
+            group for one in parts.values() for group in one.param_groups
+        ]
+    scale(engine, BECAUSE)
+    return result
+
+
+@seam(
+    "veomni.distributed.torch_parallelize:build_parallelize_model",
+    why="takes the dtype that FSDP gathers parameters in, which verl leaves at its default",
+    aliases=("verl.workers.engine.veomni.transformer_impl:build_parallelize_model",),
+    **on(VEOMNI),
+)
+def compute_in_fp16(call: Call, mixed_precision: Any) -> Any:
+    """Gather parameters in float16 for a model that ``build`` builds."""
+    if _in_fp16.get():
+        call.arguments["mixed_precision"] = dataclasses.replace(
+            mixed_precision, param_dtype="float16"
+        )
+    return call.proceed()
