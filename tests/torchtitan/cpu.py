@@ -122,12 +122,17 @@ def enter(world: int = 1, rank: int = 0, store: str | None = None) -> None:
     imports()
 
 
-def imports() -> None:
-    """Import the trainers, and put the stand-in for varlen attention into their module."""
+def imports(*, rl: bool = True) -> None:
+    """Import the trainers, and put the stand-in for varlen attention into their module.
+
+    Args:
+        rl: import the RL trainer, which wants Monarch.
+    """
     import torchtitan.models.common.attention as attention
     import torchtitan.trainer as trainer
 
-    importlib.import_module(TRAINER)
+    if rl:
+        importlib.import_module(TRAINER)
 
     attention.varlen_attn = varlen_by_sdpa
     # It sleeps for 2 s after each training.

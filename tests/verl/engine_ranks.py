@@ -1,0 +1,457 @@
+"""The ranks of the tests of verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines.
+
+``tests/rank_server.py`` starts them. The engines, and what they train with, are real; what each
+needs on a CPU is in ``prepare``, and FSDP Turbo's stand-in in ``fsdp_turbo.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import precision_shim
+
+from ..checkpoint_doctor import FP16, verdict
+from ..rank_server import Launch, look_ahead
+from ..tiny_models import VOCABULARY
+from ..torchtitan import cpu as titans
+from . import fsdp_support as support
+from . import fsdp_turbo
+
+_IMPL = "verl.workers.engine"
+MODULES = {
+    "veomni": f"{_IMPL}.veomni.transformer_impl",
+    "automodel": f"{_IMPL}.automodel.transformer_impl",
+    "torchtitan": f"{_IMPL}.torchtitan.transformer_impl",
+    "fsdp_turbo": f"{_IMPL}.fsdp.fsdp_turbo_impl",
+}
+KINDS = {
+    "veomni": "VeOmniEngineWithLMHead",
+    "automodel": "AutomodelEngineWithLMHead",
+    "torchtitan": "TorchTitanEngineWithLMHead",
+    "fsdp_turbo": "FSDPTurboEngineWithLMHead",
+}
+
+SETTINGS = {"loss_scale_init": 2.0**12, "growth_interval": 2, "log": "quiet"}
+OVERFLOWS = (2, 5)
+"""Of eight steps."""
+
+
+# -- what the engines need on a CPU ------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Import verl and what its engines train with, in the server."""
+    titans.answer_for_gpus()
+    support.prepare()
+    fsdp_turbo.install()
+    optimizers = importlib.import_module("torchtitan.components.optimizer")
+    # verl's engine wants a torchtitan between two releases: 0.3.0 has this class elsewhere.
+    moved = ModuleType("torchtitan.components.lr_scheduler")
+    moved.LRSchedulersContainer = optimizers.LRSchedulersContainer  # type: ignore[attr-defined]
+    sys.modules[moved.__name__] = moved
+    titans.imports(rl=False)
+    for name in MODULES.values():
+        if importlib.util.find_spec(name) is not None:  # FSDP Turbo's comes with 0.9.1
+            importlib.import_module(name)
+    _answer_for_gpus()
+    look_ahead("verl")
+    look_ahead("torchtitan")
+
+
+def _answer_for_gpus() -> None:
+    """Let VeOmni, Automodel and torchtitan build their models on a CPU, also on a single rank."""
+    import nemo_automodel._transformers.auto_model as auto_model
+    import nemo_automodel.components.distributed.mesh_utils as meshes
+    import torch.distributed.tensor._dispatch as dispatch
+    import wrapt
+    from torchtitan.distributed.parallel_dims import ParallelDims
+    from torchtitan.models import qwen3
+    from veomni.distributed.parallel_state import ParallelState
+
+    init = meshes.init_device_mesh
+    meshes.init_device_mesh = lambda device_type, **kwargs: init("cpu", **kwargs)
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+
+    class CpuTorch(wrapt.ObjectProxy):  # type: ignore[type-arg]
+        """torch, whose every device is the CPU."""
+
+        def device(self, *names: Any) -> Any:
+            return torch.device("cpu")
+
+    auto_model.torch = CpuTorch(torch)
+    mesh_of = ParallelDims.get_optional_mesh
+
+    def get_optional_mesh(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        # The torchtitan that verl's engine was written for has no mesh of that name on one rank.
+        return None if name == "fsdp" else mesh_of(self, name, *args, **kwargs)
+
+    ParallelDims.get_optional_mesh = get_optional_mesh
+    dispatch.is_rng_supported_mesh = lambda mesh: False
+    ParallelState.fsdp_enabled = True  # VeOmni shards over one rank as it does over more
+
+    def tiny(attn_backend: str = "varlen", **kwargs: Any) -> Any:
+        return titans.model_spec().model
+
+    qwen3.qwen3_configs["tiny"] = tiny
+
+
+def make_model(folder: Path) -> Path:
+    """Write the Qwen3 of ``torchtitan.cpu.model_spec`` as a Hugging Face checkpoint."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from ..tiny_models import make_checkpoint
+
+    make_checkpoint(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def engine(
+    name: str, model: str, dtype: str = "float16", *, lr: float = 1e-2, world: int = 0, **fields: Any
+) -> Any:
+    """A real engine of the installed verl, built.
+
+    Args:
+        name: a key of ``MODULES``.
+        model: folder of the checkpoint.
+        dtype: what its matrix products are to compute in.
+        lr: learning rate.
+        world: number of ranks.
+        fields: further fields of the engine's config.
+    """
+    import verl.workers.config as configs
+    from verl.trainer.config import CheckpointConfig
+
+    torch.manual_seed(11)
+    world = world or dist.get_world_size()
+    contents = ["model", "optimizer", "extra"]
+    common: dict[str, Any] = {"use_torch_compile": False, "use_dynamic_bsz": False}
+    short = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[dtype]
+    if name == "veomni":
+        kind, optim = "VeOmniEngineConfig", "VeOmniOptimizerConfig"
+        common |= {"dtype": dtype, "mixed_precision": True, "init_device": "meta"}
+        common |= {"attn_implementation": "eager", "moe_implementation": "eager"}
+    elif name == "automodel":
+        kind, optim = "AutomodelEngineConfig", "AutomodelOptimizerConfig"
+        common |= {"mp_param_dtype": short, "attn_implementation": "eager"}
+    elif name == "torchtitan":
+        kind, optim = "TorchtitanEngineConfig", "TorchtitanOptimizerConfig"
+        common |= {"dtype": dtype, "attn_type": "varlen", "activation_checkpoint": "none"}
+        common |= {"data_parallel_shard_size": world, "max_seq_len": 64}
+    else:
+        kind, optim = "FSDPEngineConfig", "FSDPOptimizerConfig"
+        plan = {"param_dtype": f"torch.{dtype}"}
+        common |= {"strategy": "fsdp_turbo", "turbo_config": {"distributed": {"fsdp_plan": plan}}}
+    model_config = configs.HFModelConfig(
+        path=model,
+        use_remove_padding=name == "torchtitan",
+        enable_gradient_checkpointing=False,
+        override_config={"attn_implementation": "eager"},
+    )
+    scheduler = {"lr_scheduler_type": "constant"} if name == "automodel" else {}
+    one = getattr(importlib.import_module(MODULES[name]), KINDS[name])(
+        model_config,
+        getattr(configs, kind)(**common | fields),
+        getattr(configs, optim)(lr=lr, total_training_steps=40, **scheduler),
+        CheckpointConfig(save_contents=contents, load_contents=contents),
+    )
+    one.initialize()
+    return one
+
+
+def batch(one: Any, step: int) -> Any:
+    """This rank's batch of a step."""
+    import verl.utils.tensordict_utils as tu
+
+    found = support.batch(step)
+    packed = type(one).__name__.startswith("TorchTitan")
+    tu.assign_non_tensor(found, use_remove_padding=packed)
+    if packed:
+        found["temperature"] = torch.ones(found.batch_size[0])
+    return found
+
+
+def train(one: Any, steps: range, overflows: Any = (), factor: float = 1.0) -> list[list[float]]:
+    """Train: for each step the losses of the micro-batches and the grad norm."""
+    said = []
+    for step in steps:
+        weights = (factor, factor * support.weight_at(step, overflows))
+        with one.train_mode():
+            found = one.train_batch(batch(one, step), support.loss_function(weights))
+            one.lr_scheduler_step()
+        said.append([*found["loss"], found["metrics"]["grad_norm"]])
+    return said
+
+
+def parts(one: Any) -> list[Any]:
+    return list(one.module) if isinstance(one.module, list) else [one.module]
+
+
+def optimizers(one: Any) -> list[Any]:
+    """The torch optimizers of an engine."""
+    found = one.optimizer
+    if hasattr(found, "optimizers_dict"):
+        return list(found.optimizers_dict.values())
+    return list(found) if hasattr(found, "__iter__") else [found]
+
+
+def state(one: Any) -> dict[str, Any]:
+    """What two trainings must share to be the same, on this rank."""
+    from types import SimpleNamespace
+
+    module = torch.nn.ModuleList(parts(one))
+    states = {key: value for inner in optimizers(one) for key, value in inner.state.items()}
+    scaler = getattr(one, "scaler", None)
+    found = support.state(module, SimpleNamespace(state=states), scaler)
+    found["counts"] = sorted({float(value["step"]) for value in states.values()})
+    return found
+
+
+# -- the cases ---------------------------------------------------------------------------------
+
+CASES: dict[str, Callable[..., Any]] = {}
+
+
+def case(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that the ranks of a launch run."""
+    CASES[function.__name__] = function
+    return function
+
+
+class Job:
+    """What a launch gave."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.folder, self.model = Path(launch.folder), os.environ["MODEL"]
+
+
+def install(**settings: Any) -> None:
+    precision_shim.install(settings={**SETTINGS, **settings})
+
+
+@case
+def scaled(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+    """Eight steps with the shim."""
+    install()
+    one = engine(name, job.model, **fields)
+    said = train(one, range(8), OVERFLOWS)
+    training = importlib.import_module("precision_shim_adapters.verl.fsdp").training_of(one)
+    return {
+        "said": said,
+        "state": state(one),
+        "metrics": training.metrics(),
+        "decisions": [str(each) for each in precision_shim.status().decisions],
+        "moments": sorted({str(v.dtype) for o in optimizers(one) for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim}),
+    }
+
+
+@case
+def by_hand(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+    """The same eight steps without the shim: an fp16 model and a loss scaler, both by hand."""
+    with in_fp16_by_hand(name):
+        return _by_hand(engine_by_hand(name, job.model, **fields))
+
+
+def _by_hand(one: Any) -> dict[str, Any]:
+    scale, good, said = SETTINGS["loss_scale_init"], 0, []
+    for step in range(8):
+        weights = (scale, scale * support.weight_at(step, OVERFLOWS))
+        with one.train_mode():
+            one.optimizer_zero_grad()
+            found = one.forward_backward_batch(
+                batch(one, step), support.loss_function(weights), forward_only=False
+            )
+            finite = torch.ones(())
+            for parameter in (p for part in parts(one) for p in part.parameters()):
+                if parameter.grad is not None:
+                    local = support.local(parameter.grad)
+                    finite *= float(torch.isfinite(local).all())
+                    local.mul_(1.0 / scale)
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+            norm = one.optimizer_step()  # verl takes no step where the norm is not finite
+            assert math.isfinite(norm) == bool(finite.item()), (step, norm, finite)
+            one.lr_scheduler_step()
+        said.append([*(loss / scale for loss in found["loss"]), norm if finite else math.nan])
+        good = good + 1 if finite else 0
+        if not finite:
+            scale *= 0.5
+        elif good == SETTINGS["growth_interval"]:
+            scale, good = scale * 2, 0
+    return {"said": said, "state": state(one), "scale": scale, "tracker": good}
+
+
+@contextlib.contextmanager
+def in_fp16_by_hand(name: str) -> Iterator[None]:
+    """Let an engine be built, and run, in float16 without the shim."""
+    impl = importlib.import_module(MODULES[name])
+    own = torch.autocast
+
+    def autocast(device_type: str, dtype: Any = None, **kwargs: Any) -> Any:
+        return own(device_type, dtype=torch.float16 if dtype is torch.bfloat16 else dtype, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        if name == "veomni":
+            made = functools.partial(impl.MixedPrecisionConfig, param_dtype="float16")
+            stack.enter_context(mock.patch.object(impl, "MixedPrecisionConfig", made))
+        if name == "torchtitan":
+            from torchtitan.models.common.attention import VarlenAttention
+
+            from precision_shim_adapters.torchtitan.attention import keep_float16
+
+            made = functools.partial(impl.TrainingConfig, mixed_precision_param="float16")
+            stack.enter_context(mock.patch.object(impl, "TrainingConfig", made))
+            forward = keep_float16(VarlenAttention.forward)
+            stack.enter_context(mock.patch.object(VarlenAttention, "forward", forward))
+        stack.enter_context(mock.patch.object(torch, "autocast", autocast))
+        yield
+
+
+def engine_by_hand(name: str, model: str, **fields: Any) -> Any:
+    """An engine in float16, within ``in_fp16_by_hand``."""
+    if name == "automodel":
+        fields |= {"mp_output_dtype": "fp16"}
+    return engine(name, model, **fields)
+
+
+@case
+def unscaled(job: Job, name: str, dtype: str, on: bool, **fields: Any) -> dict[str, Any]:
+    """Three steps in bf16 or fp32, with the shim or without."""
+    if on:
+        install()
+    one = engine(name, job.model, dtype, **fields)
+    said = train(one, range(3))
+    return {"said": said, "state": state(one), "decisions": _decided()}
+
+
+def _decided() -> list[str]:
+    return [str(one) for one in precision_shim.status().decisions if one.feature == "fp16-scaling"]
+
+
+def _path(job: Job, step: int) -> str:
+    return str(job.folder / f"global_step_{step}")
+
+
+@case
+def first_half(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+    """Eight steps straight; four and a save; a save before the first taken step."""
+    install()
+    one = engine(name, job.model, **fields)
+    said = train(one, range(8), OVERFLOWS)
+    two = engine(name, job.model, **fields)
+    train(two, range(4), OVERFLOWS)
+    half = state(two)
+    _save(two, _path(job, 4), 4)
+    three = engine(name, job.model, **fields)
+    train(three, range(2), (0, 1))
+    _save(three, _path(job, 2), 2)
+    after = state(three)
+    train(three, range(2, 8), OVERFLOWS)
+    return {
+        "said": said,
+        "straight": state(one),
+        "half": half,
+        "after_save": state(two),
+        "early_saved": after,
+        "early": state(three),
+        "files": sorted(each.name for each in job.folder.iterdir()),
+    }
+
+
+def _save(one: Any, path: str, step: int) -> None:
+    if type(one).__name__.startswith("TorchTitan"):
+        one.checkpointer.interval = step
+    one.save_checkpoint(path, global_step=step)
+    one.optimizer_zero_grad()
+
+
+@case
+def second_half(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+    """A fresh process: load, and the rest of the steps."""
+    install()
+    found: dict[str, Any] = {}
+    for key, start in (("resumed", 4), ("early", 2)):
+        one = engine(name, job.model, **fields)
+        train(one, range(20, 22))  # what is loaded must replace what is there
+        with _ours() as said:
+            one.load_checkpoint(_path(job, start), del_local_after_load=False)
+        found[f"{key}_loaded"] = state(one)
+        train(one, range(start, 8), OVERFLOWS)
+        found[key] = state(one)
+        found[f"{key}_said"] = said
+    return found
+
+
+@contextlib.contextmanager
+def _ours() -> Iterator[list[str]]:
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [str(one.message) for one in caught if "recision" in one.category.__name__]
+
+
+@case
+def refused(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+    """What an engine says as it is built, and whether it made an optimizer."""
+    install(**fields.pop("settings", {}))
+    made: list[int] = []
+    own = torch.optim.Optimizer.__init__
+
+    def count(*args: Any, **kwargs: Any) -> None:
+        made.append(1)
+        own(*args, **kwargs)
+
+    found: dict[str, Any] = {"error": ""}
+    with _ours() as said, mock.patch.object(torch.optim.Optimizer, "__init__", count):
+        try:
+            one = engine(name, job.model, **fields)
+            found["scaler"] = type(getattr(one, "scaler", None)).__name__
+        except precision_shim.PrecisionShimError as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+    return {**found, "said": said, "optimizers": len(made), "decisions": _decided()}
+
+
+def run(launch: Launch) -> Any:
+    """A rank, from its start to its end."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(launch.rank), LOCAL_RANK="0", WORLD_SIZE=str(launch.world), MASTER_ADDR="localhost"
+    )
+    dist.init_process_group(
+        "gloo", init_method=f"file://{launch.store}", rank=launch.rank, world_size=launch.world
+    )
+    torch.autograd.set_multithreading_enabled(False)
+    found = CASES[launch.case](Job(launch), **launch.options)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
