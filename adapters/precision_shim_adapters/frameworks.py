@@ -68,15 +68,19 @@ VERL = Framework(
         *MEGATRON_EFFECTS,
         # This function makes every FSDP optimizer: the engine's and that of 0.7.1's legacy workers.
         "verl.workers.config.optimizer:build_optimizer",
+        "verl.workers.engine.veomni.transformer_impl:VeOmniEngine._build_optimizer",
+        "verl.workers.engine.automodel.transformer_impl:AutomodelEngine._build_optimizer",
     ),
     probes=(*PROBES, "precision_shim_adapters.verl.probes"),
     plan="precision_shim_adapters.verl.plan:plan_job",
     checkpoints=Checkpoints(
-        steps=r"global_step_(\d+)",
+        steps=r"(?:global_step_|step-)(\d+)",  # the second is its torchtitan engine's
         models=("actor", "critic"),
         resuming={
             "megatron": "precision_shim_adapters.verl.resuming:megatron",
             "shards": "precision_shim_adapters.verl.resuming:fsdp",
+            "dcp": "precision_shim_adapters.verl.resuming:distributed",
+            "safetensors": "precision_shim_adapters.verl.resuming:distributed",
         },
         fields={"use_legacy_worker_impl": ("auto", "enable", "disable")},
         fields_are="verl 0.7's use_legacy_worker_impl",

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 import precision_shim
+from precision_shim_adapters.verl import engines, metrics
 
-from ..checkpoint_doctor import FP16, verdict
 from ..rank_server import Launch, look_ahead
 from ..tiny_models import VOCABULARY
 from ..torchtitan import cpu as titans
@@ -137,7 +137,13 @@ def make_model(folder: Path) -> Path:
 
 
 def engine(
-    name: str, model: str, dtype: str = "float16", *, lr: float = 1e-2, world: int = 0, **fields: Any
+    name: str,
+    model: str,
+    dtype: str = "float16",
+    *,
+    lr: float = 1e-2,
+    world: int = 0,
+    **fields: Any,
 ) -> Any:
     """A real engine of the installed verl, built.
 
@@ -145,15 +151,12 @@ def engine(
         name: a key of ``MODULES``.
         model: folder of the checkpoint.
         dtype: what its matrix products are to compute in.
-        lr: learning rate.
-        world: number of ranks.
         fields: further fields of the engine's config.
     """
     import verl.workers.config as configs
     from verl.trainer.config import CheckpointConfig
 
     torch.manual_seed(11)
-    world = world or dist.get_world_size()
     contents = ["model", "optimizer", "extra"]
     common: dict[str, Any] = {"use_torch_compile": False, "use_dynamic_bsz": False}
     short = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[dtype]
@@ -167,7 +170,7 @@ def engine(
     elif name == "torchtitan":
         kind, optim = "TorchtitanEngineConfig", "TorchtitanOptimizerConfig"
         common |= {"dtype": dtype, "attn_type": "varlen", "activation_checkpoint": "none"}
-        common |= {"data_parallel_shard_size": world, "max_seq_len": 64}
+        common |= {"data_parallel_shard_size": dist.get_world_size(), "max_seq_len": 64}
     else:
         kind, optim = "FSDPEngineConfig", "FSDPOptimizerConfig"
         plan = {"param_dtype": f"torch.{dtype}"}
@@ -182,7 +185,7 @@ def engine(
     one = getattr(importlib.import_module(MODULES[name]), KINDS[name])(
         model_config,
         getattr(configs, kind)(**common | fields),
-        getattr(configs, optim)(lr=lr, total_training_steps=40, **scheduler),
+        getattr(configs, optim)(lr=1e-2, total_training_steps=40, **scheduler),
         CheckpointConfig(save_contents=contents, load_contents=contents),
     )
     one.initialize()
@@ -260,26 +263,21 @@ def install(**settings: Any) -> None:
 
 
 @case
-def scaled(job: Job, name: str, **fields: Any) -> dict[str, Any]:
-    """Eight steps with the shim."""
+def equal(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+    """Eight steps by hand, without the shim; then the same with the shim."""
+    with in_fp16_by_hand(name):
+        hand = _by_hand(engine_by_hand(name, job.model, **fields))
     install()
     one = engine(name, job.model, **fields)
     said = train(one, range(8), OVERFLOWS)
-    training = importlib.import_module("precision_shim_adapters.verl.fsdp").training_of(one)
     return {
+        "hand": hand,
         "said": said,
         "state": state(one),
-        "metrics": training.metrics(),
-        "decisions": [str(each) for each in precision_shim.status().decisions],
-        "moments": sorted({str(v.dtype) for o in optimizers(one) for s in o.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.ndim}),
+        "metrics": metrics.of_engine(one),
+        "decisions": _decided(),
+        "audits": [audit.to_dict() for audit in precision_shim.status().audits],
     }
-
-
-@case
-def by_hand(job: Job, name: str, **fields: Any) -> dict[str, Any]:
-    """The same eight steps without the shim: an fp16 model and a loss scaler, both by hand."""
-    with in_fp16_by_hand(name):
-        return _by_hand(engine_by_hand(name, job.model, **fields))
 
 
 def _by_hand(one: Any) -> dict[str, Any]:
@@ -344,13 +342,16 @@ def engine_by_hand(name: str, model: str, **fields: Any) -> Any:
 
 
 @case
-def unscaled(job: Job, name: str, dtype: str, on: bool, **fields: Any) -> dict[str, Any]:
-    """Three steps in bf16 or fp32, with the shim or without."""
-    if on:
-        install()
-    one = engine(name, job.model, dtype, **fields)
-    said = train(one, range(3))
-    return {"said": said, "state": state(one), "decisions": _decided()}
+def unscaled(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+    """Three steps in bf16 and in fp32, without the shim and with it."""
+    found: dict[str, Any] = {}
+    for on in ("off", "on"):
+        if on == "on":
+            install()
+        for dtype in ("bfloat16", "float32"):
+            one = engine(name, job.model, dtype, **fields)
+            found[f"{dtype} {on}"] = [train(one, range(3)), state(one)]
+    return {**found, "decisions": _decided()}
 
 
 def _decided() -> list[str]:
@@ -421,9 +422,13 @@ def _ours() -> Iterator[list[str]]:
 
 
 @case
-def refused(job: Job, name: str, **fields: Any) -> dict[str, Any]:
-    """What an engine says as it is built, and whether it made an optimizer."""
-    install(**fields.pop("settings", {}))
+def built(job: Job, asked: list[list[Any]], **settings: Any) -> list[dict[str, Any]]:
+    """What engines say as they are built, and how many optimizers each made by then."""
+    install(**settings)
+    return [_built(job, name, dict(fields)) for name, fields in asked]
+
+
+def _built(job: Job, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     made: list[int] = []
     own = torch.optim.Optimizer.__init__
 
@@ -436,9 +441,21 @@ def refused(job: Job, name: str, **fields: Any) -> dict[str, Any]:
         try:
             one = engine(name, job.model, **fields)
             found["scaler"] = type(getattr(one, "scaler", None)).__name__
+            found["policy"] = str(engines.policy_of(parts(one)[0]))
         except precision_shim.PrecisionShimError as error:
             found["error"] = f"{type(error).__name__}: {error}"
-    return {**found, "said": said, "optimizers": len(made), "decisions": _decided()}
+    return {**found, "said": said, "optimizers": len(made)}
+
+
+@case
+def unsaved(job: Job) -> list[str]:
+    """What is said where torchtitan's interval leaves a checkpoint out."""
+    install()
+    one = engine("torchtitan", job.model)
+    with _ours() as said:
+        one.save_checkpoint(_path(job, 10), global_step=10)
+    assert not list(job.folder.glob("step-*"))
+    return said
 
 
 def run(launch: Launch) -> Any:

@@ -12,7 +12,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 CALLED = {
-    "fsdp_turbo.distributed.parallel_state": ("get_parallel_state()", "init_parallel_state(config)"),
+    "fsdp_turbo.distributed.parallel_state": (
+        "get_parallel_state()",
+        "init_parallel_state(config)",
+    ),
     "fsdp_turbo.fsdp_turbo_config": ("FSDPTurboConfig", "_dict_to_dataclass(kind, values)"),
     "fsdp_turbo.fsdp_turbo": ("FSDPTurbo(config, module).model",),
     "fsdp_turbo.training.clip_grads": ("clip_grad_norm(model=, max_norm=)",),

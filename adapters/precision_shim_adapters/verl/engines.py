@@ -152,6 +152,9 @@ def step(call: Call) -> Any:
 # -- FSDP Turbo --------------------------------------------------------------------------------
 
 
+TURBO_BECAUSE = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
+
+
 @seam(
     f"{TURBO}._build_fsdp_module",
     why="shards the model by its own config, and makes no scaler for the loop that it inherits",
@@ -164,7 +167,7 @@ def build_turbo(call: Call) -> Any:
     module = call.proceed()
     if policy_of(module) is torch.float16:
         engine._autocast_dtype = torch.float16
-        scale(engine, "its turbo_config gathers parameters in float16", drives=False)
+        scale(engine, TURBO_BECAUSE, drives=False)
     else:
         tell_ignored(engine.engine_config, "turbo_config.distributed.fsdp_plan.param_dtype")
     return module

@@ -36,8 +36,9 @@ from ..megatron.planning.sizes import read_sizes
 from ..resolving import plain
 from ..rollout import FEATURE, problems_of
 from . import driver, fsdp, megatron, sections, sides, sync
+from .planned import read_sharded
 
-_ENGINES = {"megatron": "megatron", "fsdp": "fsdp", "fsdp2": "fsdp"}
+_ENGINES = ("megatron", "fsdp", "fsdp2", "fsdp_turbo", "veomni", "automodel", "torchtitan")
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
 _SEARCH_PATH = "hydra.searchpath"
 
@@ -293,7 +294,8 @@ def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, 
     strategy = str(role.get("strategy") or "fsdp")
     inner = role.get("model")
     # Two releases of verl moved the critic's FSDP section.
-    names = ("megatron",) if strategy == "megatron" else ("fsdp_config", "fsdp")
+    own = ("megatron", "veomni", "torchtitan")
+    names = (strategy,) if strategy in own else ("fsdp_config", "fsdp")
     places = {name: role.get(name) for name in names}
     if isinstance(inner, Mapping):
         places["model.fsdp_config"] = inner.get("fsdp_config")
@@ -318,7 +320,7 @@ def _model(job: Job, section: _Section) -> Plannable:
     if section.strategy not in _ENGINES:
         raise PlanError(
             f"{_where()}, {section.at.key or 'engine'}.strategy={section.strategy!r}: planned are "
-            f"{', '.join(_ENGINES)}. The shim leaves the others alone."
+            f"{', '.join(_ENGINES)}. Plan the job with one of these."
         )
     if _lora(section.model):
         off = "model.lora_rank=0, model.lora.rank=0"
@@ -332,9 +334,9 @@ def _model(job: Job, section: _Section) -> Plannable:
     }
     found = job.model(path, {k: v for k, v in overrides.items() if v is not None})
     value = section.at.subject == "critic"
-    if _ENGINES[section.strategy] == "megatron":
+    if section.strategy == "megatron":
         return _on_megatron(section, found, value)
-    return _on_fsdp(job, section, found, value)
+    return _sharded(job, section, found, value)
 
 
 def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
@@ -407,48 +409,54 @@ def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _on_fsdp(job: Job, section: _Section, model: Model, value: bool) -> Plannable:
+def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannable:
     engine, optim = section.engine, section.optim
-    subject, trains = section.at.subject, optim is not None
+    subject, trains, strategy = section.at.subject, optim is not None, section.strategy
     illegal = [*section.illegal]
-    if optim is not None:
+    if optim is not None and strategy not in ("veomni", "torchtitan"):
         illegal += sections.of_torch_optimizer(optim, section.optim_key, subject)
     try:
-        # verl stores a forward-only model in its compute dtype.
-        dtype = fsdp.model_dtype({"forward_only": not trains, **engine}, section.engine_key)
-        mixed = fsdp.mixed_dtypes(engine, section.engine_key)
-        compute = mixed.get("param_dtype", torch.bfloat16)
-        if section.at.group == fsdp.LEGACY and subject == "actor":
-            compute = fsdp.of_legacy_actor(engine, compute, section.engine_key)
+        found = read_sharded(
+            strategy,
+            engine,
+            section.engine_key,
+            group=section.at.group,
+            subject=subject,
+            trains=trains,
+        )
     except DtypeError as error:
         return Illegal(subject, (*illegal, Problem.of(error, subject, error.key)))
     # verl always keeps a forward-only model in the host's memory, whatever the offload setting.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
-    because, group = fsdp.scaled_because(), section.at.group
-    scaled = scaling(job, name_of(compute), group, because, framework_default=fsdp.VERLS_SCALER)
-    context_key = f"{section.engine_key}.ulysses_sequence_parallel_size"
+    compute = name_of(found.compute)
+    scaled = scaling(job, compute, found.group, found.because, framework_default=fsdp.VERLS_SCALER)
+    keys = {name: f"{section.engine_key}.{key}" for name, key in found.sizes.items()}
+    sizes = {
+        name: _number(engine, key, -1 if name == "shards" else 1) for name, key in keys.items()
+    }
+    if section.sequence > 1:  # the role's key is the older one; verl prefers it where it is not 1
+        sizes["context"] = section.sequence
+    name = str((optim or {}).get("optimizer") or (optim or {}).get("name") or "AdamW")
+    of_fsdp = strategy in ("fsdp", "fsdp2")
     return ShardedModel(
         section.at.subject,
         model,
         section.at.world,
-        name_of(dtype),
-        shards=_number(engine, f"{section.engine_key}.fsdp_size", -1),
-        # The role's key is the older one; verl prefers it to the engine's where it is not 1.
-        context=section.sequence if section.sequence > 1 else _number(engine, context_key),
-        compute=name_of(compute),
-        reduce=name_of(mixed.get("reduce_dtype", torch.float32)),
-        optimizer=str((optim or {}).get("optimizer") or "AdamW") if trains else "",
+        name_of(found.stored),
+        **sizes,
+        compute=compute,
+        reduce=name_of(found.reduce),
+        optimizer=("AdamW" if name == "adamw" else name) if trains else "",
         decisions=scaled if trains else (),
-        offload=bool(on_host) and not (trains and section.strategy == "fsdp"),
+        offload=bool(on_host) and not (trains and strategy == "fsdp"),
         value_head=value,
         keys={
             "world": section.at.world_key,
-            "shards": f"{section.engine_key}.fsdp_size",
-            "context": context_key,
             "optimizer": f"{section.optim_key}.optimizer",
+            **keys,
         },
         parked={} if on_host else _parked(section),
         illegal=tuple(illegal),
-        notes=tuple(fsdp.ignored(engine, compute)) if trains else (),
+        notes=tuple(fsdp.ignored(engine, found.compute)) if trains and of_fsdp else (),
     )

@@ -7,6 +7,7 @@ from precision_shim.checkpoints.layout import Outcome, Part
 
 from ..fp16 import resuming as torchs
 from ..megatron.resuming import foretelling as megatrons
+from .engines import AUTOMODEL, GROUPS
 from .fsdp import ENGINE, WORKERS, group_of
 from .megatron import read_wishes
 
@@ -31,3 +32,8 @@ def fsdp(part: Part, here: Here) -> Outcome:
     # A PPO job's directories have the models' names; an SFT job has one model, on verl's engine.
     group = group_of(asked) if part.subject else ENGINE
     return torchs.foretell("verl", part, here, group)
+
+
+def distributed(part: Part, here: Here) -> Outcome:
+    """The outcome on the Automodel and torchtitan engines, which write distributed checkpoints."""
+    return torchs.foretell("verl", part, here, GROUPS[AUTOMODEL])

@@ -1,0 +1,183 @@
+"""verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines in fp16, over gloo.
+
+What runs in the ranks is in ``engine_ranks.py``. FSDP Turbo itself is a stand-in.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..rank_server import Ranks, rank_server
+
+pytestmark = [
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("veomni", "nemo_automodel")),
+        reason="the packages of these engines are in an environment of their own",
+    ),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
+]
+
+ENGINES = ["veomni", "automodel", "torchtitan", "fsdp_turbo"]
+RECORD = "precision_shim_scaler.json"
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Runs a case on fresh processes; returns what each rank found."""
+    from .engine_ranks import make_model
+
+    model = make_model(tmp_path_factory.mktemp("qwen3"))
+    folder = tmp_path_factory.mktemp("ranks")
+    with rank_server("tests.verl.engine_ranks", folder, MODEL=str(model)) as ranks:
+        yield ranks
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ENGINES)
+def test_equal_to_a_loop_by_hand(launch: Ranks, name: str, world: int) -> None:
+    for one in launch("equal", world=world, name=name):
+        hand = one["hand"]
+        for key in ("parameters", "moments", "counts"):
+            assert one["state"][key] == hand["state"][key], key
+        assert json.dumps(one["said"]) == json.dumps(hand["said"])  # NaN is its text
+        skipped = [step for step, said in enumerate(one["said"]) if math.isnan(said[-1])]
+        assert skipped == [2, 5]
+        assert one["state"]["counter"] == [8, 2, 0]
+        assert (one["state"]["scale"], one["state"]["tracker"]) == (hand["scale"], hand["tracker"])
+        assert one["metrics"]["skipped_steps"] == 2.0
+        assert sum("loss scaling from 4096" in line for line in one["decisions"]) == 1
+        assert [audit["problems"] for audit in one["audits"]] == [[]]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_bf16_and_fp32_are_untouched(launch: Ranks, name: str) -> None:
+    for one in launch("unscaled", world=1, name=name):
+        for dtype in ("bfloat16", "float32"):
+            assert one[f"{dtype} on"] == one[f"{dtype} off"]
+        assert one["decisions"] == []
+
+
+# -- resuming ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_resumed_in_a_fresh_process(launch: Ranks, name: str, tmp_path: Path) -> None:
+    first = launch("first_half", name=name, folder=tmp_path)
+    second = launch("second_half", name=name, folder=tmp_path)
+    for begun, gone_on in zip(first, second, strict=True):
+        assert begun["after_save"] == begun["half"]
+        assert begun["early_saved"]["counter"] == [2, 2, 2]
+        assert gone_on["resumed_loaded"] == begun["half"]
+        assert gone_on["resumed"] == begun["straight"]
+        # Two skipped steps, then a save: the checkpoint makes states of an optimizer without any.
+        assert gone_on["early"] == begun["early"]
+        assert begun["early"]["counts"] == [5.0]
+        assert gone_on["resumed_said"] == gone_on["early_said"] == []
+
+
+# -- what is refused, and what is said ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(launch: Ranks) -> Any:
+    """What engines say as they are built, by a name."""
+    asked: dict[str, Any] = {
+        "veomni": ["veomni", {"mixed_precision": False}],
+        "megatron_fsdp": ["automodel", {"distributed_strategy": "megatron_fsdp"}],
+        "ddp": ["automodel", {"distributed_strategy": "ddp"}],
+        "output": ["automodel", {"mp_output_dtype": "bfloat16"}],
+        "states": ["automodel", {"model_dtype": "fp16"}],
+        "other key": ["automodel", {"mp_param_dtype": "bf16", "dtype": "float16"}],
+        "reference": ["veomni", {"forward_only": True}],
+        "fine": ["automodel", {"mp_output_dtype": "fp32"}],
+    }
+    (found,) = launch("built", world=1, asked=list(asked.values()))
+    return dict(zip(asked, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("veomni", "mixed_precision"),
+        ("megatron_fsdp", "distributed_strategy"),
+        ("ddp", "distributed_strategy"),
+        ("output", "mp_output_dtype"),
+        ("states", "model_dtype"),
+    ],
+)
+def test_refused_before_the_optimizer_is_built(built: Any, case: str, key: str) -> None:
+    assert built[case]["error"].startswith("DtypeError: verl 0.")
+    assert f"Set engine_config.{key}=" in built[case]["error"]
+    assert built[case]["optimizers"] == 0
+
+
+def test_float16_in_another_key_is_said(built: Any) -> None:
+    assert built["other key"]["scaler"] == "NoneType"
+    (said,) = built["other key"]["said"]
+    assert "mp_param_dtype is not" in said
+
+
+def test_a_reference_model_computes_in_fp16_and_has_no_scaler(built: Any) -> None:
+    assert built["reference"]["policy"] == "torch.float16"
+    assert built["reference"]["scaler"] == "NoneType"
+
+
+def test_an_output_in_fp32_is_left_as_it_is(built: Any) -> None:
+    assert built["fine"]["scaler"] == "LossScaler"
+    assert built["fine"]["said"] == []
+
+
+def test_torchtitan_without_its_adapter_is_refused(launch: Ranks) -> None:
+    ((found,),) = launch("built", world=1, asked=[["torchtitan", {}]], frameworks="verl")
+    assert "PRECISION_SHIM_FRAMEWORKS" in found["error"]
+    assert found["optimizers"] == 0
+
+
+def test_a_checkpoint_that_torchtitan_leaves_out_is_said(launch: Ranks) -> None:
+    ((said,),) = launch("unsaved", world=1)
+    assert "save_checkpoint(global_step=10) writes nothing" in said
+    assert "trainer.save_freq" in said
+
+
+# -- FSDP Turbo's stand-in ---------------------------------------------------------------------
+
+
+def test_the_stand_in_has_what_verl_imports_of_fsdp_turbo() -> None:
+    """Held against verl's source: the modules, and the names and arguments that it uses."""
+    from . import fsdp_turbo
+
+    spec = importlib.util.find_spec("verl.workers.engine.fsdp.fsdp_turbo_impl")
+    if spec is None or spec.origin is None:
+        pytest.skip("verl has this engine from 0.9.1")
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    imported = {
+        node.module: {one.name for one in node.names}
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fsdp_turbo")
+    }
+    assert set(imported) == set(fsdp_turbo.CALLED)
+    for module, names in imported.items():
+        said = " ".join(fsdp_turbo.CALLED[str(module)])
+        for name in names:
+            assert name in said
+            assert hasattr(fsdp_turbo, name)
+    calls = {
+        ast.unparse(node.func): [one.arg for one in node.keywords]
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+    }
+    assert calls["clip_grad_norm"] == list(inspect.signature(fsdp_turbo.clip_grad_norm).parameters)
+    assert calls["FSDPTurbo"] == calls["init_parallel_state"] == []
