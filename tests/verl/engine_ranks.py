@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 import precision_shim
 from precision_shim_adapters.verl import engines, metrics
@@ -102,6 +103,7 @@ def _answer_for_gpus() -> None:
 
     ParallelDims.get_optional_mesh = get_optional_mesh
     dispatch.is_rng_supported_mesh = lambda mesh: False
+    torch.distributed.tensor._random.manual_seed = lambda seed, mesh: torch.manual_seed(seed)
     ParallelState.fsdp_enabled = True  # VeOmni shards over one rank as it does over more
 
     def tiny(attn_backend: str = "varlen", **kwargs: Any) -> Any:
@@ -189,6 +191,10 @@ def engine(
         CheckpointConfig(save_contents=contents, load_contents=contents),
     )
     one.initialize()
+    if name == "torchtitan":  # gloo has no scaled sum
+        for module in one.module[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
     return one
 
 
