@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 import precision_shim
 from precision_shim_adapters.verl import engines, metrics
 
+from ..checkpoint_doctor import verdict
 from ..rank_server import Launch, look_ahead
 from ..tiny_models import VOCABULARY
 from ..torchtitan import cpu as titans
@@ -271,19 +272,28 @@ def install(**settings: Any) -> None:
 @case
 def equal(job: Job, name: str, **fields: Any) -> dict[str, Any]:
     """Eight steps by hand, without the shim; then the same with the shim."""
-    with in_fp16_by_hand(name):
-        hand = _by_hand(engine_by_hand(name, job.model, **fields))
+    hand = by_hand(job, name, **fields)
     install()
-    one = engine(name, job.model, **fields)
-    said = train(one, range(8), OVERFLOWS)
+    return {"hand": hand, **_eight(engine(name, job.model, **fields), range(8), OVERFLOWS)}
+
+
+def _eight(one: Any, steps: range, overflows: Any) -> dict[str, Any]:
+    """The rest of eight steps, and what came of them."""
+    said = train(one, steps, overflows)
     return {
-        "hand": hand,
         "said": said,
         "state": state(one),
         "metrics": metrics.of_engine(one),
         "decisions": _decided(),
-        "audits": [audit.to_dict() for audit in precision_shim.status().audits],
+        "audits": [audit.to_dict() for audit in precision_shim.status().audit],
     }
+
+
+@case
+def by_hand(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+    """Eight steps without the shim: an fp16 model and a loss scaler, both by hand."""
+    with in_fp16_by_hand(name):
+        return _by_hand(engine_by_hand(name, job.model, **fields))
 
 
 def _by_hand(one: Any) -> dict[str, Any]:
@@ -369,53 +379,32 @@ def _path(job: Job, step: int) -> str:
 
 
 @case
-def first_half(job: Job, name: str, **fields: Any) -> dict[str, Any]:
-    """Eight steps straight; four and a save; a save before the first taken step."""
+def saved(job: Job, name: str, at: int, overflows: list[int]) -> dict[str, Any]:
+    """Eight steps, with a save on the way; torchtitan takes one trainer of two ranks a process."""
     install()
-    one = engine(name, job.model, **fields)
-    said = train(one, range(8), OVERFLOWS)
-    two = engine(name, job.model, **fields)
-    train(two, range(4), OVERFLOWS)
-    half = state(two)
-    _save(two, _path(job, 4), 4)
-    three = engine(name, job.model, **fields)
-    train(three, range(2), (0, 1))
-    _save(three, _path(job, 2), 2)
-    after = state(three)
-    train(three, range(2, 8), OVERFLOWS)
-    return {
-        "said": said,
-        "straight": state(one),
-        "half": half,
-        "after_save": state(two),
-        "early_saved": after,
-        "early": state(three),
-        "files": sorted(each.name for each in job.folder.iterdir()),
-    }
-
-
-def _save(one: Any, path: str, step: int) -> None:
-    if type(one).__name__.startswith("TorchTitan"):
-        one.checkpointer.interval = step
-    one.save_checkpoint(path, global_step=step)
-    one.optimizer_zero_grad()
+    one = engine(name, job.model)
+    said = train(one, range(at), overflows)
+    before = state(one)
+    if name == "torchtitan":
+        one.checkpointer.interval = at
+    one.save_checkpoint(_path(job, at), global_step=at)
+    after = state(one)
+    found = _eight(one, range(at, 8), overflows)
+    return {**found, "said": said + found["said"], "before": before, "after": after}
 
 
 @case
-def second_half(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+def resumed(job: Job, name: str, at: int, overflows: list[int]) -> dict[str, Any]:
     """A fresh process: load, and the rest of the steps."""
     install()
-    found: dict[str, Any] = {}
-    for key, start in (("resumed", 4), ("early", 2)):
-        one = engine(name, job.model, **fields)
-        train(one, range(20, 22))  # what is loaded must replace what is there
-        with _ours() as said:
-            one.load_checkpoint(_path(job, start), del_local_after_load=False)
-        found[f"{key}_loaded"] = state(one)
-        train(one, range(start, 8), OVERFLOWS)
-        found[key] = state(one)
-        found[f"{key}_said"] = said
-    return found
+    one = engine(name, job.model)
+    train(one, range(20, 22))  # what is loaded must replace what is there
+    with _ours() as warned:
+        one.load_checkpoint(_path(job, at), del_local_after_load=False)
+    loaded = state(one)
+    found = _eight(one, range(at, 8), overflows)
+    place = job.folder / f"step-{at}" if name == "torchtitan" else Path(_path(job, at))
+    return {**found, "loaded": loaded, "warned": warned, "foretold": verdict(str(place), "verl")}
 
 
 @contextlib.contextmanager
@@ -428,9 +417,9 @@ def _ours() -> Iterator[list[str]]:
 
 
 @case
-def built(job: Job, asked: list[list[Any]], **settings: Any) -> list[dict[str, Any]]:
+def built(job: Job, asked: list[list[Any]], frameworks: Any = None) -> list[dict[str, Any]]:
     """What engines say as they are built, and how many optimizers each made by then."""
-    install(**settings)
+    precision_shim.install(frameworks=frameworks, settings=SETTINGS)
     return [_built(job, name, dict(fields)) for name, fields in asked]
 
 

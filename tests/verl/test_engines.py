@@ -45,21 +45,23 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 # -- training ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 2])
+def same(one: dict[str, Any], hand: dict[str, Any]) -> None:
+    """Eight steps of the shim's are bit for bit those by hand."""
+    for key in ("parameters", "moments", "counts"):
+        assert one["state"][key] == hand["state"][key], key
+    assert json.dumps(one["said"]) == json.dumps(hand["said"])  # NaN is its text
+    assert [step for step, said in enumerate(one["said"]) if math.isnan(said[-1])] == [2, 5]
+    assert one["state"]["counter"] == [8, 2, 0]
+    assert (one["state"]["scale"], one["state"]["tracker"]) == (hand["scale"], hand["tracker"])
+    assert one["metrics"]["skipped_steps"] == 2.0
+    assert sum("loss scaling from 4096" in line for line in one["decisions"]) == 1
+    assert [audit["problems"] for audit in one["audits"]] == [[]]
+
+
 @pytest.mark.parametrize("name", ENGINES)
-def test_equal_to_a_loop_by_hand(launch: Ranks, name: str, world: int) -> None:
-    for one in launch("equal", world=world, name=name):
-        hand = one["hand"]
-        for key in ("parameters", "moments", "counts"):
-            assert one["state"][key] == hand["state"][key], key
-        assert json.dumps(one["said"]) == json.dumps(hand["said"])  # NaN is its text
-        skipped = [step for step, said in enumerate(one["said"]) if math.isnan(said[-1])]
-        assert skipped == [2, 5]
-        assert one["state"]["counter"] == [8, 2, 0]
-        assert (one["state"]["scale"], one["state"]["tracker"]) == (hand["scale"], hand["tracker"])
-        assert one["metrics"]["skipped_steps"] == 2.0
-        assert sum("loss scaling from 4096" in line for line in one["decisions"]) == 1
-        assert [audit["problems"] for audit in one["audits"]] == [[]]
+def test_one_rank_equals_a_loop_by_hand(launch: Ranks, name: str) -> None:
+    for one in launch("equal", world=1, name=name):
+        same(one, one["hand"])
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -74,18 +76,34 @@ def test_bf16_and_fp32_are_untouched(launch: Ranks, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_resumed_in_a_fresh_process(launch: Ranks, name: str, tmp_path: Path) -> None:
-    first = launch("first_half", name=name, folder=tmp_path)
-    second = launch("second_half", name=name, folder=tmp_path)
-    for begun, gone_on in zip(first, second, strict=True):
-        assert begun["after_save"] == begun["half"]
-        assert begun["early_saved"]["counter"] == [2, 2, 2]
-        assert gone_on["resumed_loaded"] == begun["half"]
-        assert gone_on["resumed"] == begun["straight"]
-        # Two skipped steps, then a save: the checkpoint makes states of an optimizer without any.
-        assert gone_on["early"] == begun["early"]
-        assert begun["early"]["counts"] == [4.0]
-        assert gone_on["resumed_said"] == gone_on["early_said"] == []
+def test_two_ranks_equal_a_loop_by_hand_and_resume(
+    launch: Ranks, name: str, tmp_path: Path
+) -> None:
+    told = {"name": name, "at": 4, "overflows": [2, 5]}
+    hand = launch("by_hand", name=name)
+    straight = launch("saved", folder=tmp_path, **told)
+    gone_on = launch("resumed", folder=tmp_path, **told)
+    for ours, theirs, second in zip(straight, hand, gone_on, strict=True):
+        same(ours, theirs)
+        assert ours["after"] == ours["before"]
+        assert second["loaded"] == ours["before"]
+        assert second["state"] == ours["state"]
+        assert second["warned"] == []
+        assert second["foretold"] == "exact"
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_saved_before_the_first_step_that_is_not_skipped(
+    launch: Ranks, name: str, tmp_path: Path
+) -> None:
+    """The checkpoint then makes the states of an optimizer that has none, and counts no step."""
+    told = {"name": name, "at": 2, "overflows": [0, 1, 5]}
+    straight = launch("saved", folder=tmp_path, **told)
+    for ours, second in zip(straight, launch("resumed", folder=tmp_path, **told), strict=True):
+        assert ours["after"]["counter"] == [2, 2, 2]
+        assert ours["state"]["counts"] == [5.0]
+        assert second["state"] == ours["state"]
+        assert second["warned"] == []
 
 
 # -- what is refused, and what is said ---------------------------------------------------------
@@ -141,7 +159,7 @@ def test_an_output_in_fp32_is_left_as_it_is(built: Any) -> None:
 
 
 def test_torchtitan_without_its_adapter_is_refused(launch: Ranks) -> None:
-    ((found,),) = launch("built", world=1, asked=[["torchtitan", {}]], frameworks="verl")
+    ((found,),) = launch("built", world=1, asked=[["torchtitan", {}]], frameworks=["verl"])
     assert "PRECISION_SHIM_FRAMEWORKS" in found["error"]
     assert found["optimizers"] == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from precision_shim.adapting import Call, decide, seam, versioned
@@ -18,6 +19,9 @@ BECAUSE = "mp_param_dtype is float16, and verl's Automodel engine has no loss sc
 
 _DEFAULT = "bf16"
 """verl's default of ``mp_output_dtype``, in its dataclass and its YAML."""
+
+_OPTIMIZER = "optim"
+"""The directory of the optimizer's files in Automodel's checkpoint; the scaler's is among them."""
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:
@@ -102,7 +106,7 @@ def build(call: Call) -> Any:
     **on(AUTOMODEL),
 )
 def save(call: Call, local_path: Any) -> Any:
-    """Save a checkpoint, with the scaler's state beside it."""
+    """Save a checkpoint, with the scaler's state beside the optimizer's."""
     training, optimizer = training_of(call.instance), call.instance.optimizer
     if training is None or not training.drives:
         return call.proceed()
@@ -111,7 +115,8 @@ def save(call: Call, local_path: Any) -> Any:
 
         states_of_no_step(optimizer, lambda: _init_optim_state(optimizer))
     result = call.proceed()
-    training.save(local_path, files_of_rank(f"{local_path}/optim", written=True))
+    place = os.path.join(local_path, _OPTIMIZER)
+    training.save(place, files_of_rank(place, written=True))
     return result
 
 
@@ -122,9 +127,10 @@ def save(call: Call, local_path: Any) -> Any:
     **on(AUTOMODEL),
 )
 def load(call: Call, local_path: Any) -> Any:
-    """Load a checkpoint, and restore the scaler's state from beside it."""
+    """Load a checkpoint, and restore the scaler's state from beside the optimizer's."""
     result = call.proceed()
     training = training_of(call.instance)
     if training is not None and training.drives:
-        training.restore(local_path, files_of_rank(f"{local_path}/optim"))
+        place = os.path.join(local_path, _OPTIMIZER)
+        training.restore(place, files_of_rank(place))
     return result
