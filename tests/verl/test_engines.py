@@ -118,7 +118,7 @@ def built(launch: Ranks) -> Any:
         "ddp": ["automodel", {"distributed_strategy": "ddp"}],
         "output": ["automodel", {"mp_output_dtype": "bfloat16"}],
         "states": ["automodel", {"model_dtype": "fp16"}],
-        "other key": ["automodel", {"mp_param_dtype": "bf16", "dtype": "float16"}],
+        "other key": ["automodel", {"mp_param_dtype": "bf16", "mp_reduce_dtype": "fp16"}],
         "reference": ["veomni", {"forward_only": True}],
         "fine": ["automodel", {"mp_output_dtype": "fp32"}],
     }
