@@ -20,6 +20,8 @@ from precision_shim.cli import main
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
 from precision_shim.precision.dtypes import name_of
 
+from ..rank_server import Ranks
+from ..ray_cluster import drive
 from .conftest import SKYRL
 from .support import (
     batch,
@@ -199,6 +201,27 @@ def test_pairs_on_fsdp(
     if follow:
         monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
     assert planned(capsys, *words) == (warnings_, notes_of_decisions())
+
+
+@pytest.mark.slow
+@pytest.mark.oldest
+@pytest.mark.usefixtures("start_up_file")
+@pytest.mark.timeout(400)
+def test_nine_pairs_in_a_ray_actor(ranks: Ranks, tmp_path: Path) -> None:
+    """By SkyRL's ``main``: a written key stays; the actor's process has the shim as well."""
+    script = Path(__file__).with_name("sides_driver.py")
+    jobs = drive(ranks, script, timeout=380, PRECISION_SHIM="1")
+    assert len(jobs) == 24
+    for job, made in jobs.items():
+        policy, rollout, setting = job.split()
+        really = "fp16" if policy == "fp16" else "bf16"  # see test_pairs_on_fsdp
+        own = really if setting == "follow" else "bf16"
+        computes = own if rollout == "None" else rollout
+        assert made["rollout"] == NAMES[computes], job
+        assert made["reference"] == ("float16" if own == "fp16" else None), job
+        assert made["wrapped"], job
+        lost = [computes, own].count("bf16") if really == "fp16" else 0
+        assert len(made["told"]) == lost, job
 
 
 def test_a_late_install_reaches_the_entry_point(shim: Any) -> None:
