@@ -2,7 +2,9 @@
 
 The audit, dtype names and fp16 are in Megatron's own classes. No trainer's config is read here, so
 the shim cannot tell what a user wrote from a default: it adds no low-precision states, and a
-skipped step returns what Megatron returns.
+skipped step returns what Megatron returns. Beside another adapter it does nothing of its own.
+
+Delete when: see the backend's modules.
 """
 
 from __future__ import annotations
@@ -11,5 +13,10 @@ from precision_shim.adapting import Adapter, collect
 
 from . import megatron
 from .frameworks import ANY_MEGATRON
+from .megatron.acting import alone
 
-ADAPTER = Adapter.of(ANY_MEGATRON, seams=collect(*megatron.SEAMS), paths=dict(megatron.PATHS))
+ADAPTER = Adapter.of(
+    ANY_MEGATRON,
+    seams=collect(*megatron.SEAMS, alone),
+    paths={**megatron.PATHS, megatron.GROUP: "any job"},
+)

@@ -10,9 +10,10 @@ Why these seams. Every framework's step ends in ``ChainedOptimizer.step`` or, un
 ``MixedPrecisionOptimizer.step``. The shim changes their return value there, and only for an
 optimizer whose adapter called ``skipping`` or ``answer_skips``.
 Some trainers skip by themselves and leave ``step`` out, so the steps are counted where all of them
-ask for an overflow: in ``prepare_grads``. ``ChainedOptimizer.prepare_grads`` runs after all scalers
-of a step checked for an overflow and before any optimizer steps. ``DynamicGradScaler.__init__`` takes the two factors that no config has
-a field for. (The DDP's check of gradients would end the job before Megatron skips: see ``ddp``.)
+ask for an overflow: in ``prepare_grads``. That of a chain runs after all scalers of a step checked
+for an overflow and before any optimizer steps. ``DynamicGradScaler.__init__`` takes the two factors
+that no config has a field for. (The DDP's check of gradients would end the job before Megatron
+skips: see ``ddp``.)
 
 Deliberately not patched: ``ConstantGradScaler`` (the user chose a static ``loss_scale``, and where
 it overflows the framework raises its own error), and 0.18's threshold on the gradient norm, which
@@ -40,9 +41,10 @@ from precision_shim.scaling import SkipCounter
 from ..deciding.scaler import describe_scaler, factors_set
 from ..deciding.wishes import GROUP, SCALING
 from .build import current_build, megatron_label
+from .scaled import tell_unscaled
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
-_SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
+SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 
 
 # -- the scalers of an optimizer ---------------------------------------------------------------
@@ -346,6 +348,8 @@ def prepare_once(call: Call) -> Any:
         _in_chain.reset(token)
     _answers[optimizer] = _Answer(found, _parts(optimizer))
     if alone:
+        if scale != 1.0:
+            tell_unscaled(_unchain(optimizer))
         account = _accounts.setdefault(optimizer, Account())
         account.scale = scale
         if found:
@@ -376,7 +380,7 @@ def forget_answer(call: Call) -> Any:
 
 
 @seam(
-    _SCALER,
+    SCALER,
     SCALING,
     group=GROUP,
     why="growth and backoff factor are constants in Megatron's call; no config reaches them",
