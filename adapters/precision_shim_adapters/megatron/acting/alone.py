@@ -4,8 +4,8 @@ Only the adapter ``megatron`` has these seams, and within another adapter's ``bu
 nothing. Every path to Megatron's own optimizers calls one function with config and DDPs in hand,
 before it makes the inner optimizer.
 
-Delete when: Megatron's first loss scale is one that a model can train with, its DDP's check lets the
-loss scaler skip, and its OptimizerConfig refuses fields that are set later.
+Delete when: Megatron's first loss scale is one that a model can train with, its DDP's check lets
+the loss scaler skip, and its OptimizerConfig refuses fields that are set later.
 """
 
 from __future__ import annotations
