@@ -182,11 +182,11 @@ def _of_peft(module: Any) -> Layer | str:
 def _of_automodel(module: Any) -> Layer | str:
     """A layer of NeMo Automodel's, which computes the product in the dtype of the matrix."""
     base, scale = getattr(module, "weight", None), getattr(module, "scale", None)
-    factors = [getattr(one, "weight", None) for one in (module.lora_A, module.lora_B)]
-    tensors = all(isinstance(one, torch.Tensor) for one in (base, *factors))
-    if not tensors or not isinstance(scale, (int, float)) or getattr(module, "use_dora", False):
-        return f"{type(module).__name__} is no LoRA layer of a known kind"
-    return Layer(base, *factors, float(scale), base.dtype)  # type: ignore[arg-type, union-attr]
+    a, b = (getattr(one, "weight", None) for one in (module.lora_A, module.lora_B))
+    known = isinstance(scale, (int, float)) and not getattr(module, "use_dora", False)
+    if known and all(isinstance(one, torch.Tensor) for one in (base, a, b)):
+        return Layer(base, a, b, float(scale), base.dtype)  # type: ignore[arg-type, union-attr]
+    return f"{type(module).__name__} is no LoRA layer of a known kind"
 
 
 def _checked(layer: Layer) -> Layer | str:
