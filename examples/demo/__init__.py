@@ -142,8 +142,16 @@ def _rl(asked: argparse.Namespace) -> int | None:
     if reason := rl.unavailable():
         print(f"precision-shim demo --rl: {reason}. What runs here:", file=sys.stderr)
         return None
-    others = ("beta2", "config", "text", "settings")
-    if given := [f"--{name}" for name in others if getattr(asked, name)]:
+    others: dict[str, object] = {
+        "nproc": 1,
+        "seeds": 3,
+        "beta2": None,
+        "config": None,
+        "text": None,
+        "set": [],
+    }
+    values = {**vars(asked), "set": asked.settings}
+    if given := [f"--{name}" for name, default in others.items() if values[name] != default]:
         raise _CannotRunError(f"--rl takes --steps and --output alone, not {', '.join(given)}")
     from rich.console import Console
 
@@ -153,6 +161,9 @@ def _rl(asked: argparse.Namespace) -> int | None:
         return 0 if rl.demo(Console(highlight=False), output, asked.steps or rl.STEPS) else 1
     except rl.JobFailedError as error:
         raise _RunFailedError(str(error)) from error
+    except KeyboardInterrupt:
+        print("precision-shim demo: interrupted; all that it started has ended", file=sys.stderr)
+        return 130
 
 
 def _shim_settings(texts: list[str]) -> tuple[dict[str, object], Settings]:

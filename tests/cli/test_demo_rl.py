@@ -214,7 +214,7 @@ def no_material(monkeypatch):
 @linux
 def test_a_job_that_ends_well_returns_its_metrics(tmp_path, no_material):
     seen = []
-    found, _ = rl.run(Fake(""), tmp_path, 3, lambda one: seen.append(len(one.reward)))
+    found, _ = rl.run(Fake(""), tmp_path, 3, show=lambda one: seen.append(len(one.reward)))
     assert found.reward == [0.0, 0.1, 0.2]
     assert seen[-1] == 3
     assert (tmp_path / "fake.jsonl").exists()
@@ -226,7 +226,7 @@ def test_a_job_that_ends_well_returns_its_metrics(tmp_path, no_material):
     ("code", "said"),
     [
         ("sys.exit('the engine died')", ("ended with status 1 after step 3", "the engine died")),
-        (DAEMONS + SLEEP, ("stuck after step 3",)),
+        (DAEMONS + SLEEP, ("no sign of life after step 3",)),
         ("sys.exit(0) # too early", ("ended with status 0 after step 3",)),
     ],
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -27,6 +26,7 @@ from .results import Course
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.status import Status
 
 __all__ = ["JobFailedError", "Limits", "demo", "run", "unavailable"]
 
@@ -93,12 +93,12 @@ def demo(console: Console, output: Path, steps: int) -> bool:
     for job in JOBS:
         with console.status(f"{job.title}: starts") as status:
 
-            def show(course: Course, job: Job = job, status: object = status) -> None:
-                text = f"step {len(course.reward)} of {steps}, reward {course.reward[-1]:.2f}"
-                getattr(status, "update")(f"{job.title}: {text}")  # noqa: B009
+            def show(course: Course, title: str = job.title, shown: Status = status) -> None:
+                done, reward = len(course.reward), course.reward[-1]
+                shown.update(f"{title}: step {done} of {steps}, reward {reward:.2f}")
 
             started = time.monotonic()
-            course, peak = run(job, output, steps, show)
+            course, peak = run(job, output, steps, show=show)
         courses[job.title] = course
         seconds = time.monotonic() - started
         told[job.name] = {**vars(course), "job_seconds": round(seconds, 1), "peak_bytes": peak}
@@ -129,6 +129,7 @@ def run(
     job: Job,
     output: Path,
     steps: int,
+    *,
     show: Callable[[Course], None] = lambda _: None,
     limits: Limits | type[Limits] = Limits,
     keys: Sequence[str] = (),
@@ -167,7 +168,11 @@ def run(
                 start_new_session=True,  # Ctrl-C is for this process, which ends that one
             )
         try:
-            course = _follow(process, job, folder, log, steps, show, limits)
+            course = _follow(process, job.metrics(folder), steps, show, limits)
+        except JobFailedError as error:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
+            text = "\n".join(f"  {line}" for line in lines)
+            raise JobFailedError(f"{job.title}: {error}; the end of {log}:\n{text}") from None
         finally:
             process.terminate()
             process.wait()
@@ -180,9 +185,7 @@ def run(
 
 def _follow(
     process: subprocess.Popen[bytes],
-    job: Job,
-    folder: Path,
-    log: Path,
+    metrics: Path,
     steps: int,
     show: Callable[[Course], None],
     limits: Limits | type[Limits],
@@ -190,7 +193,7 @@ def _follow(
     done, deadline = 0, time.monotonic() + limits.first
     while True:
         status = process.poll()
-        course = results.read(job.metrics(folder))
+        course = results.read(metrics)
         if len(course.reward) > done:
             done = len(course.reward)
             deadline = time.monotonic() + (limits.step if done < steps else limits.end)
@@ -198,15 +201,7 @@ def _follow(
         if status == 0 and done == steps:
             return course
         if status is not None:
-            what = f"ended with status {status} after step {done}"
-            raise JobFailedError(_failure(what, job, log))
+            raise JobFailedError(f"ended with status {status} after step {done} of {steps}")
         if time.monotonic() > deadline:
-            raise JobFailedError(_failure(f"stuck after step {done}: it was ended", job, log))
+            raise JobFailedError(f"no sign of life after step {done} of {steps}, and was ended")
         time.sleep(0.2)
-
-
-def _failure(what: str, job: Job, log: Path, lines: int = 12) -> str:
-    text = log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-    return os.linesep.join(
-        [f"{job.title}: {what}; the end of {log}:", *(f"  {line}" for line in text)]
-    )

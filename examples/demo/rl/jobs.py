@@ -51,6 +51,8 @@ class Job:
         """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         kept = {name: value for name, value in kept.items() if not name.startswith(PREFIX)}
+        # Seven processes import the same packages: compiled each time, that takes minutes.
+        kept.pop("PYTHONDONTWRITEBYTECODE", None)
         paths = [str(folder), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = {
             "PYTHONPATH": os.pathsep.join(paths),
