@@ -31,7 +31,7 @@ for new in (True, False):
 
 
 def course(k3=1e-4, difference=1e-3, reward=(0.5, 0.9), scale=(), skipped=()):
-    return Course([*reward], [k3] * 2, [difference] * 2, [*scale], [*skipped], [1.0, 1.0])
+    return Course([1, 2], [*reward], [k3] * 2, [difference] * 2, [*scale], [*skipped], [1.0, 1.0])
 
 
 def three(**last):
@@ -41,12 +41,14 @@ def three(**last):
 
 def test_verls_metrics_are_read_while_it_still_writes_them(tmp_path):
     file = tmp_path / "job.jsonl"
-    assert results.read(file) == Course([], [], [], [], [], [])
+    assert results.read(file) == Course([], [], [], [], [], [], [])
     first = {METRICS["reward"]: 0.25, METRICS["k3"]: 2e-5, "timing_s/step": 3.0}
     second = {**first, METRICS["reward"]: 0.5, METRICS["scale"]: 8.0, METRICS["skipped"]: 1.0}
     lines = [json.dumps({"step": n, "data": d}) for n, d in enumerate(({"a": 1}, first, second))]
     file.write_text("\n".join(lines) + '\n{"step": 3, "da')
-    assert results.read(file) == Course([0.25, 0.5], [2e-5, 2e-5], [], [8.0], [1.0], [3.0, 3.0])
+    assert results.read(file) == Course(
+        [1, 2], [0.25, 0.5], [2e-5, 2e-5], [], [8.0], [1.0], [3.0, 3.0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,9 @@ class Fake:
         return folder / "fake.jsonl"
 
     def command(self, folder, steps):
-        lines = [json.dumps({"step": n, "data": {METRICS["reward"]: n / 10}}) for n in range(steps)]
+        lines = [
+            json.dumps({"step": n + 1, "data": {METRICS["reward"]: n / 10}}) for n in range(steps)
+        ]
         text = "\n".join(lines) + "\n"
         begin = f"import sys, time; open({str(self.metrics(folder))!r}, 'w').write({text!r})\n"
         return [sys.executable, "-c", begin + self.code]

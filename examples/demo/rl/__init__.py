@@ -94,8 +94,8 @@ def demo(console: Console, output: Path, steps: int) -> bool:
         with console.status(f"{job.title}: starts") as status:
 
             def show(course: Course, title: str = job.title, shown: Status = status) -> None:
-                done, reward = len(course.reward), course.reward[-1]
-                shown.update(f"{title}: step {done} of {steps}, reward {reward:.2f}")
+                done, reward = course.step[-1], course.reward[-1]
+                shown.update(f"{title}: step {done:.0f} of {steps}, reward {reward:.2f}")
 
             started = time.monotonic()
             course, peak = run(job, output, steps, show=show)
@@ -194,8 +194,8 @@ def _follow(
     while True:
         status = process.poll()
         course = results.read(metrics)
-        if len(course.reward) > done:
-            done = len(course.reward)
+        if course.step and course.step[-1] > done:
+            done = int(course.step[-1])
             deadline = time.monotonic() + (limits.step if done < steps else limits.end)
             show(course)
         if status == 0 and done == steps:

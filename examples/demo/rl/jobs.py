@@ -17,6 +17,7 @@ __all__ = ["JOBS", "Job"]
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]
 _WORKER = "actor_rollout_ref"
+_IN_VLLM = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 FIRST_SCALE = 2**22
 """Of the loss, in the job with the shim: too high on purpose, so that steps overflow."""
 
@@ -97,7 +98,7 @@ class Job:
         keys: dict[str, object] = {
             # What the three jobs differ in.
             f"+{actor}.fsdp_config.mixed_precision.param_dtype": self.trainer,
-            f"{rollout}.dtype": {"fp16": "float16", "bf16": "bfloat16"}[self.rollout],
+            f"{rollout}.dtype": _IN_VLLM[self.rollout],
             # What is learned, and how.
             "algorithm.adv_estimator": "grpo",
             "data.train_files": folder / "prompts.parquet",

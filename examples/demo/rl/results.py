@@ -35,8 +35,12 @@ _K3_RATIO, _DIFFERENCE_RATIO = 10, 4
 
 @dataclass(frozen=True)
 class Course:
-    """One value per step of each metric; a metric that verl never logged has none."""
+    """One value per step of each metric; a metric that verl never logged has none.
 
+    A resumed job begins with a later step.
+    """
+
+    step: list[float]
     reward: list[float]
     k3: list[float]
     difference: list[float]
@@ -47,12 +51,13 @@ class Course:
 
 def read(path: Path) -> Course:
     """Read what verl's logger ``file`` has written so far; a last line may be cut off."""
-    columns: dict[str, list[float]] = {name: [] for name in (*METRICS, "seconds")}
+    columns: dict[str, list[float]] = {name: [] for name in ("step", *METRICS, "seconds")}
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for line in lines:
         logged: Mapping[str, Any] = json.loads(line)["data"]
         if METRICS["reward"] not in logged:
             continue
+        columns["step"].append(json.loads(line)["step"])
         for name, key in {**METRICS, "seconds": "timing_s/step"}.items():
             if key in logged:
                 columns[name].append(float(logged[key]))

@@ -33,7 +33,9 @@ def make(folder: Path, steps: int, seed: int = 0) -> None:
     import random
 
     import pandas
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     _tokenizer().save_pretrained(folder / "model")
     _model(seed).save_pretrained(folder / "model")
     draw = random.Random(seed)
