@@ -75,7 +75,7 @@ class Job:
         shim = {
             PREFIX: "1" if self.shim else "0",
             f"{PREFIX}_LOSS_SCALE_INIT": str(FIRST_SCALE),
-            f"{PREFIX}_GROWTH_INTERVAL": "20",
+            f"{PREFIX}_GROWTH_INTERVAL": "8",
         }
         return {**kept, **vllm_on_cpu.ENVIRONMENT, **ours, **(shim if self.shim else {PREFIX: "0"})}
 

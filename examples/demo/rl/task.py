@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-LETTERS = "abcdefgh"
+LETTERS = "abcd"
 ANSWER = 6
 """Tokens of an answer."""
-PROMPTS, ANSWERS = 16, 8
+PROMPTS, ANSWERS = 8, 8
 """Per step: so many prompts, and so many answers to each."""
 WIDTH = 64
 _END = "<|im_end|>"
