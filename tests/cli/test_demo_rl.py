@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("packaging")
 
 from examples.demo import rl
 from examples.demo.rl import keeper, results, vllm_on_cpu
