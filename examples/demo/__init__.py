@@ -66,7 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--nproc", type=several, default=1, help="ranks, over gloo (1)")
     parser.add_argument(
-        "--steps", type=_whole(2), help="optimizer steps of each training (300; with --rl 30)"
+        "--steps", type=_whole(2), help="optimizer steps of each training (300; with --rl 28)"
     )
     parser.add_argument("--seeds", type=several, default=3, help="trainings per run (3)")
     parser.add_argument("--beta2", type=float, help="Adam's beta2, instead of the settings file's")

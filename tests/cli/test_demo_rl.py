@@ -20,6 +20,7 @@ from examples.demo.rl import keeper, results, vllm_on_cpu
 from examples.demo.rl.jobs import JOBS
 from examples.demo.rl.results import METRICS, Course
 
+ROOT = Path(__file__).parents[2]
 SLEEP = "import time; time.sleep(600)"
 # Two orphans: one in a session of its own, as Ray's daemons are; the parent of both ends at once.
 DAEMONS = f"""
@@ -190,7 +191,8 @@ class Fake:
         self.code = code
 
     def environment(self, folder):
-        return dict(os.environ)
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
     def metrics(self, folder):
         return folder / "fake.jsonl"

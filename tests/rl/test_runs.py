@@ -14,8 +14,11 @@ import pytest
 from .conftest import Ran
 
 FP16, BF16 = "float16", "bfloat16"
+BEFORE, AFTER = 2.0**26, 2.0**14
+"""The first scale, which overflows on any machine, and what one overflow makes of it."""
 SCALER = {
-    "PRECISION_SHIM_LOSS_SCALE_INIT": str(2**24),
+    "PRECISION_SHIM_LOSS_SCALE_INIT": str(BEFORE),
+    "PRECISION_SHIM_BACKOFF_FACTOR": str(AFTER / BEFORE),
     "PRECISION_SHIM_GROWTH_INTERVAL": "2",
 }
 STRICT = {"PRECISION_SHIM": "strict"}
@@ -108,11 +111,12 @@ def test_fp16_weights_came_over_no_bf16_wire(whole: Ran) -> None:
 def test_steps_that_overflow_are_skipped_and_the_weights_stay(whole: Ran) -> None:
     scales = [step["actor/loss_scale"] for step in whole.metrics.values()]
     skipped = [step["actor/skipped_steps"] for step in whole.metrics.values()]
-    assert scales[0] == 2**24
-    assert skipped[0] == 1
-    assert scales[1] == scales[0] / 2
-    first, second = whole.weights("engine")[:2]
+    assert scales == [BEFORE, AFTER, AFTER, 2 * AFTER]
+    assert skipped == [1] * 4
+    first, second, third = whole.weights("engine")[:3]
     same_weights(second, first)
+    with pytest.raises(AssertionError):
+        same_weights(third, second)
 
 
 def test_resumed_in_the_middle_the_run_is_the_same_bit_for_bit(whole: Ran, resumed: Ran) -> None:

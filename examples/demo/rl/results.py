@@ -121,7 +121,7 @@ def draw(path: Path, courses: Mapping[str, Course], title: str) -> None:
             axis.plot(range(1, len(values) + 1), values, label=job, **style)
         axis.set_yscale(scale)
         axis.set_ylabel(label)
-    axes[0, 0].legend(frameon=False)
+    axes[0, 0].legend(frameon=False, loc="lower right")
 
     last, axis = list(courses.values())[-1], axes[1, 1]
     steps = range(1, len(last.scale) + 1)
