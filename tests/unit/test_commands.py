@@ -83,6 +83,9 @@ MANIFEST = {
         "tests/cli/test_demo.py::test_the_effect_is_there_and_measured",
         "the unit environments have no verl",
     ),
+    "precision-shim demo --rl": Held(
+        "tests/cli/test_demo_rl.py", "the unit environments have no verl and no vLLM"
+    ),
     "precision-shim plan -- *": Held(
         "tests/plan/test_frameworks.py::test_verl_on_megatron",
         "the unit environments have no verl",
@@ -142,6 +145,10 @@ MANIFEST = {
     "python benchmarks/startup.py": Held(why_not="it measures for minutes on an idle machine"),
     "*tox run -e demo": Held(
         "tests/cli/test_demo.py::test_the_effect_is_there_and_measured",
+        "tox would run in tox; the environment's command is what the test executes",
+    ),
+    "*tox run -e demo-rl": Held(
+        "tests/rl/test_runs.py",
         "tox would run in tox; the environment's command is what the test executes",
     ),
     "*tox run-parallel -p 2": Held(".ci/run", LONG),
