@@ -25,6 +25,7 @@ KEYS = (
     f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
     f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={PROMPTS * ANSWERS}",
     f"{ROLLOUT}.n={ANSWERS}",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={PROMPTS * ANSWERS}",
     f"{ROLLOUT}.max_num_seqs=1",
     f"{ROLLOUT}.agent.default_agent_loop=seeded",
     f"trainer.v1.sampler.custom_sampler.path={HERE / 'seeded.py'}",
