@@ -59,7 +59,9 @@ class Ran:
         """The weights of ``trainer`` or ``engine``, one after another sync."""
         import torch
 
-        files = sorted(self.probes.glob(f"{side}-*.pt"), key=lambda one: int(one.stem[7:]))
+        files = sorted(
+            self.probes.glob(f"{side}-*.pt"), key=lambda one: int(one.stem.split("-")[1])
+        )
         return [torch.load(one) for one in files]
 
 

@@ -84,6 +84,7 @@ def states(worker: Any) -> dict[str, torch.dtype]:
     for chunk in worker.actor_module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
+    worker.optimizer.get_loss_scale()  # as a loss that is scaled does
     worker.optimizer.step()
     found: dict[str, set[torch.dtype]] = {}
     for state in inner(worker).optimizer.state.values():

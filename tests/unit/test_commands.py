@@ -61,6 +61,10 @@ MANIFEST = {
         "a whole table takes minutes; the tests write one of a tiny model",
     ),
     # -- executed by other tests
+    "python -m benchmarks.rl_mismatch --write": Held(
+        "tests/rl/test_mismatch_table.py",
+        "a whole table takes half an hour; the tests make one of given logs",
+    ),
     "export PRECISION_SHIM=1": Held(
         "tests/activation/test_processes.py::test_children_with_the_variable"
     ),

@@ -72,7 +72,7 @@ def report_lost_updates(call: Call) -> Any:
     relies_on=("inference_engine_cfg",),
     optional=True,
 )
-def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
+async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
     """Tell the meter in which dtypes the policy's weights reach the inference engines."""
     worker = call.instance
     model = getattr(getattr(worker.cfg, "policy", None), "model", None)
@@ -82,4 +82,4 @@ def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
     if lora and worker.cfg.strategy == "megatron":
         names = ("",)  # Megatron-Bridge merges the factors while it exports the weights
     tell_meter(getattr(worker, "optimizer", None), *names)
-    return call.proceed()
+    return await call.proceed()

@@ -133,6 +133,7 @@ def run(
     show: Callable[[Course], None] = lambda _: None,
     limits: Limits | type[Limits] = Limits,
     keys: Sequence[str] = (),
+    seed: int = 0,
 ) -> tuple[Course, int]:
     """Run one job to its end; leave no process behind, whatever happens.
 
@@ -143,6 +144,7 @@ def run(
         show: is called after each step.
         limits: when it counts as stuck.
         keys: more of verl's keys.
+        seed: of the model's weights and the order of prompts.
 
     Returns:
         What verl logged, and the most memory that its processes held together, in bytes.
@@ -153,7 +155,7 @@ def run(
     # Ray's sockets lie in this folder: a path of theirs may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="precision-shim-rl-", dir="/tmp"))
     try:
-        task.make(folder, steps)
+        task.make(folder, steps, seed)
         vllm_on_cpu.write_distribution(folder)
         log = output / f"{job.name}.log"
         keeper = (sys.executable, "-m", "examples.demo.rl.keeper", str(folder / "peak"))
