@@ -29,7 +29,7 @@ from examples.demo.rl.results import Course
 from . import both_sides
 
 PAGE = both_sides.ROOT / "docs" / "numerics.md"
-MARKERS = "<!-- computed:rl-mismatch -->", "<!-- /computed:rl-mismatch -->"
+MARKERS = "<!-- runs:rl-mismatch -->", "<!-- /runs:rl-mismatch -->"
 STEPS, PARTS = 24, 3
 
 
