@@ -256,12 +256,14 @@ def _short(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-") if value < 0.01 else f"{value:.2g}"
 
 
-def with_table(page: str, text: str) -> str:
-    """The page with the table between its two markers."""
-    if (page.count(BEGIN), page.count(END)) != (1, 1):
-        raise ValueError(f"{PAGE.name} should have {BEGIN} ... {END} once")
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+def with_table(file: Path, text: str, markers: tuple[str, str] = (BEGIN, END)) -> str:
+    """A page's text with the table between its two markers."""
+    begin, end = markers
+    page = file.read_text(encoding="utf-8")
+    if (page.count(begin), page.count(end)) != (1, 1):
+        raise ValueError(f"{file.name} should have {begin} ... {end} once")
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
 
 
 def main() -> None:
@@ -273,7 +275,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/both-sides.md")
     arguments = parser.parse_args()
     if arguments.write:
-        with_table(PAGE.read_text(encoding="utf-8"), "")  # before minutes of work
+        with_table(PAGE, "")  # before minutes of work
     size = Size(**{one.name: getattr(arguments, one.name) for one in fields(Size)})
     torch.set_num_threads(1)  # two wait for each other, and use three times the processor's time
     runs = []
@@ -284,7 +286,7 @@ def main() -> None:
         print(f"seed {seed}: {time.monotonic() - began:.0f} s", file=sys.stderr)
     text = f"{table(runs)}\n\n{what_was_run(size, arguments.seeds)}"
     if arguments.write:
-        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+        PAGE.write_text(with_table(PAGE, text), encoding="utf-8")
     else:
         print(text)
 

@@ -151,4 +151,17 @@ TORCHTITAN = Framework(
     ),
 )
 
-FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN)
+ANY_MEGATRON = Framework(
+    framework="megatron",
+    distribution="megatron-core",
+    packages=("megatron",),
+    adapter="precision_shim_adapters.megatron_alone:ADAPTER",
+    tested=("0.16.1", "0.18.2", "0.19.2"),
+    effects=MEGATRON_EFFECTS,
+    probes=PROBES[:1],
+    by_name=True,
+)
+"""Any job on Megatron-core. Beside another framework here it would do nothing more, so "all" does
+not mean it: else the shim would patch Megatron in every process that imports it."""
+
+FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN, ANY_MEGATRON)

@@ -5,37 +5,58 @@ A job's config may refer to variables or files that the machine running ``plan``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Keys = Mapping[str, Any]
 """A selection: key to a selection within it, or ``True`` for all of it."""
 
 
-def plain(made: Any, only: Keys | bool = True) -> Any:
+def plain(made: Any, only: Keys | bool = True, unresolved: list[str] | None = None) -> Any:
     """The config with its references resolved; a reference that cannot be resolved is ``None``.
 
     Args:
         made: the config.
         only: what is read of it; resolving a whole config of a large job takes 50 ms.
+        unresolved: gets the keys whose references cannot be resolved.
     """
     from omegaconf import DictConfig, ListConfig
 
     if isinstance(made, ListConfig):
-        return [] if made._is_none() else [_at(made, place) for place in range(len(made))]
+        places = [] if made._is_none() else range(len(made))
+        return [_at(made, place, True, unresolved) for place in places]
     if not isinstance(made, DictConfig):
         return made
     if made._is_none() or made._is_missing():
         return None
     if isinstance(only, Mapping):
-        return {key: _at(made, key, only[key]) for key in only if key in made}
-    return {str(key): _at(made, key) for key in made}
+        return {key: _at(made, key, only[key], unresolved) for key in only if key in made}
+    return {str(key): _at(made, key, True, unresolved) for key in made}
 
 
-def _at(made: Any, key: Any, only: Keys | bool = True) -> Any:
-    from omegaconf.errors import OmegaConfBaseException
+def tell_unresolved(keys: Sequence[str]) -> list[str]:
+    """What a plan says of references that it could not resolve; empty where there are none."""
+    if not keys:
+        return []
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return [
+        f"not resolved on this machine, and read as left out: {', '.join(keys[:_NAMED])}{more}. "
+        "Plan where the variables of the job are set"
+    ]
+
+
+_NAMED = 5
+"""How many keys are named."""
+
+
+def _at(made: Any, key: Any, only: Keys | bool, unresolved: list[str] | None) -> Any:
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
-        return plain(made[key], only)
+        return plain(made[key], only, unresolved)
+    except MissingMandatoryValue:
+        return None
     except (OmegaConfBaseException, ValueError, TypeError, KeyError):
+        if unresolved is not None:
+            unresolved.append(str(made._get_full_key(key)))
         return None

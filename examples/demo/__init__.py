@@ -60,9 +60,13 @@ class _RunFailedError(Exception):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options to its command."""
     several = _whole(1, 16)
+    parser.add_argument(
+        "--rl", action="store_true",
+        help="GRPO instead, with verl's main_ppo, Ray and vLLM; takes --steps and --output alone",
+    )  # fmt: skip
     parser.add_argument("--nproc", type=several, default=1, help="ranks, over gloo (1)")
     parser.add_argument(
-        "--steps", type=_whole(2), default=300, help="optimizer steps of each training (300)"
+        "--steps", type=_whole(2), help="optimizer steps of each training (300; with --rl 28)"
     )
     parser.add_argument("--seeds", type=several, default=3, help="trainings per run (3)")
     parser.add_argument("--beta2", type=float, help="Adam's beta2, instead of the settings file's")
@@ -106,8 +110,10 @@ def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def demo(asked: argparse.Namespace) -> int:
-    """Run both trainings, compare, and say whether the effect is what was promised."""
+    """Run the trainings, compare, and say whether the effect is what was promised."""
     try:
+        if asked.rl and (done := _rl(asked)) is not None:
+            return done
         _check_needed()
         given, settings = _shim_settings(asked.settings)
         optim = _optim(asked.config, asked.beta2)
@@ -119,7 +125,7 @@ def demo(asked: argparse.Namespace) -> int:
         from rich.console import Console
 
         console = Console(highlight=False)
-        job = _Job(optim, asked.config, text, output, asked.nproc, asked.steps, asked.seeds)
+        job = _Job(optim, asked.config, text, output, asked.nproc, asked.steps or 300, asked.seeds)
         return 0 if _demo(console, job, given, settings) else 1
     except _CannotRunError as error:
         print(f"precision-shim demo: {error}", file=sys.stderr)
@@ -127,6 +133,37 @@ def demo(asked: argparse.Namespace) -> int:
     except _RunFailedError as error:
         print(f"precision-shim demo: {error}", file=sys.stderr)
         return 1
+
+
+def _rl(asked: argparse.Namespace) -> int | None:
+    """The demo of RL; None where it cannot run here, and the other one does instead."""
+    from . import rl
+
+    if reason := rl.unavailable():
+        print(f"precision-shim demo --rl: {reason}. What runs here:", file=sys.stderr)
+        return None
+    others: dict[str, object] = {
+        "nproc": 1,
+        "seeds": 3,
+        "beta2": None,
+        "config": None,
+        "text": None,
+        "set": [],
+    }
+    values = {**vars(asked), "set": asked.settings}
+    if given := [f"--{name}" for name, default in others.items() if values[name] != default]:
+        raise _CannotRunError(f"--rl takes --steps and --output alone, not {', '.join(given)}")
+    from rich.console import Console
+
+    output: Path = asked.output.absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    try:
+        return 0 if rl.demo(Console(highlight=False), output, asked.steps or rl.STEPS) else 1
+    except rl.JobFailedError as error:
+        raise _RunFailedError(str(error)) from error
+    except KeyboardInterrupt:
+        print("precision-shim demo: interrupted; all that it started has ended", file=sys.stderr)
+        return 130
 
 
 def _shim_settings(texts: list[str]) -> tuple[dict[str, object], Settings]:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import precision_shim
-from precision_shim.errors import AuditError, PrecisionShimWarning, SettingsError
+from precision_shim.errors import AuditError, DtypeError, PrecisionShimWarning, SettingsError
 from precision_shim.scaling import LossScaler
 from precision_shim.testing import FusedAdam
 from precision_shim.updates import lost, meters, sampling
@@ -133,6 +133,75 @@ def test_what_it_is_for() -> None:
     for one in shares.values():
         assert one["updates_lost"] < 0.05
         assert one["updates_lost_rollout"] > 0.5  # told apart: the copies do lag behind
+
+
+def rollout_share(*dtypes: torch.dtype, model: Any = None) -> tuple[float, str]:
+    """The share of lost updates of the rollout's copies, and how these are stored."""
+    model = model_of(FP32) if model is None else model
+    optimizer = adamw()(model.parameters())
+    watch = precision_shim.watch_updates(model, optimizer, every=5)
+    meters.tell_rollout(optimizer, meters.Rollout(dtypes))
+    train(model, optimizer, 11)
+    (group,) = watch.figures()[0]["groups"]
+    return watch.metrics()["updates_lost_rollout"], group["rollout"]["dtype"]
+
+
+def test_the_rollouts_copies_are_in_the_engines_dtype() -> None:
+    """Eight times finer numbers lose fewer updates; rounded to bf16 on the way, just as many."""
+    fp16, bf16, fp32 = (rollout_share(one) for one in (FP16, BF16, FP32))
+    assert fp32[0] < fp16[0] < bf16[0]
+    assert [name for _, name in (fp16, bf16, fp32)] == ["fp16", "bf16", "fp32"]
+    assert rollout_share(BF16, FP16) == (bf16[0], "fp16 over bf16")
+    assert rollout_share(FP16, FP16) == fp16
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "name"), [((BF16,), "bf16"), ((FP16,), "fp16 over bf16"), ((FP16, BF16), None)]
+)
+def test_a_16_bit_models_copies_are_of_its_own_weights(
+    dtypes: tuple[torch.dtype, ...], name: str | None
+) -> None:
+    """A bf16 weight moves or does not; its fp16 copy has its value."""
+    _, stored = rollout_share(*dtypes, model=model_of(BF16))
+    assert stored == (name or "bf16 over fp16 over bf16")
+
+
+def test_the_user_names_the_rollouts_dtype() -> None:
+    shares = {}
+    for name in ("half", FP16, "bf16", None):
+        model = model_of(FP32)
+        optimizer = adamw()(model.parameters())
+        watch = precision_shim.watch_updates(model, optimizer, every=5, rollout=name)
+        train(model, optimizer, 11)
+        shares[name] = watch.metrics()["updates_lost_rollout"]
+    assert shares["half"] == shares[FP16] < shares["bf16"] == shares[None]
+    for wrong in ("fp8", "float17", torch.int8, 16):
+        with pytest.raises(DtypeError, match="rollout"):
+            precision_shim.watch_updates(model, optimizer, rollout=wrong)
+
+
+def test_what_the_engine_keeps_in_fp32_and_what_nobody_knows_is_not_counted() -> None:
+    class Routed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.up, self.gate = torch.nn.Linear(16, 8), torch.nn.Linear(16, 8, bias=False)
+            self.gate_proj = torch.nn.Linear(8, 4)
+
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.gate_proj(self.up(data) * self.gate(data).softmax(-1))
+            return out
+
+    model = Routed()
+    optimizer = adamw()(model.parameters())
+    watch = precision_shim.watch_updates(model, optimizer, every=1, rollout="fp16")
+    train(model, optimizer, 2)
+    (group,) = watch.figures()[0]["groups"]
+    assert group["weights"]["updates"] - group["rollout"]["updates"] == model.gate.weight.numel()
+    meters.tell_rollout(optimizer, meters.Rollout(()))
+    train(model, optimizer, 2)
+    assert "updates_lost_rollout" not in watch.metrics()
+    assert "updates_lost" in watch.metrics()
 
 
 @pytest.mark.parametrize(("beta2", "stuck"), [(0.999, True), (0.95, False)])

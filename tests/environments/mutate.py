@@ -1,6 +1,6 @@
 """Change our own code in every way that mutmut knows, and say which changes no test notices.
 
-    python tests/environments/mutate.py rules|scaling|audit [FOLDER] [--only PATTERN]
+    python tests/environments/mutate.py rules|megatron|scaling|audit [FOLDER] [--only PATTERN]
 
 FOLDER is where the changed copy goes. mutmut imports what the tests need once and forks for each
 change; tests that run a framework, and those that start processes, are not among them.
@@ -27,16 +27,15 @@ WISHES = "tests/unit/test_wishes.py"
 TORCH = "tests/audit/test_torch.py"
 PARTS = {  # our package, and the tests that are run for each change in it
     "rules": (
-        "precision",
-        [
-            "tests/unit/precision",
-            "tests/unit/scaling/test_record.py",
-            "tests/unit/test_wishes.py",
-            FILES,
-        ],
+        "precision_shim/precision",
+        ["tests/unit/precision", "tests/unit/scaling/test_record.py", WISHES, FILES],
     ),
-    "scaling": ("scaling", ["tests/unit/scaling", "tests/unit/fp16", FILES]),
-    "audit": ("auditing", ["tests/unit/auditing", TORCH, "tests/audit/test_command.py"]),
+    "megatron": ("precision_shim_adapters/megatron/deciding", ["tests/unit/megatron", WISHES]),
+    "scaling": ("precision_shim/scaling", ["tests/unit/scaling", "tests/unit/fp16", FILES]),
+    "audit": (
+        "precision_shim/auditing",
+        ["tests/unit/auditing", TORCH, "tests/audit/test_command.py"],
+    ),
 }
 LEFT_OUT = [
     # They start processes.
@@ -65,7 +64,7 @@ ENDS = {0: "survived", 1: "killed", 3: "killed", 33: "no test", -24: "too long",
 SETTINGS = """
 [tool.mutmut]
 source_paths = ["src/"]
-only_mutate = ["src/precision_shim/{package}/*"]
+only_mutate = ["src/{package}/*"]
 do_not_mutate_patterns = ['{message}']
 do_not_mutate = {left}
 also_copy = ["adapters", "docs", "examples", "benchmarks", "README.md", "CHANGELOG.md"]
@@ -85,14 +84,14 @@ def prepare(folder: Path, part: str) -> None:
     leave = shutil.ignore_patterns("__pycache__", ".tox")
     # mutmut knows modules by their path below "src".
     shutil.copytree(ROOT / "shim", folder / "src", ignore=leave)
+    shutil.copytree(ROOT / "adapters", folder / "src", ignore=leave, dirs_exist_ok=True)
     for name in ("adapters", "tests", "docs", "examples", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=leave)
     for name in ("README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder)
     # A folder that Python did not find at its start it never looks into: the tests would run on
     # the code as it is installed, and notice nothing.
-    for name in ("src", "adapters"):
-        (folder / "mutants" / name).mkdir(parents=True)
+    (folder / "mutants" / "src").mkdir(parents=True)
     tests = [*tests, *(f"--deselect={one}" for one in LEFT_OUT)]
     settings = SETTINGS.format(
         package=package, message=MESSAGE, left=json.dumps(NOT_CHANGED), tests=json.dumps(tests)
@@ -103,7 +102,6 @@ def prepare(folder: Path, part: str) -> None:
 
 def mutmut(folder: Path, patterns: list[str], **variables: str) -> None:
     """Run mutmut in the copy."""
-    mutants = folder / "mutants"
     subprocess.run(
         [sys.executable, "-m", "mutmut", "run", "--max-children", "1", *patterns],
         cwd=folder,
@@ -111,7 +109,7 @@ def mutmut(folder: Path, patterns: list[str], **variables: str) -> None:
             **os.environ,
             # Processes that a test starts see the changed copy too.
             "PYTHONPATH": os.pathsep.join(
-                [str(mutants / "src"), str(mutants / "adapters"), os.environ.get("PYTHONPATH", "")]
+                [str(folder / "mutants" / "src"), os.environ.get("PYTHONPATH", "")]
             ),
             **variables,
         },
@@ -124,7 +122,7 @@ def mutmut(folder: Path, patterns: list[str], **variables: str) -> None:
 def ends(folder: Path, package: str) -> dict[str, dict[str, str]]:
     """How each change ended, by module and mutmut's name for it."""
     found = {}
-    for file in sorted((folder / "mutants" / "src" / "precision_shim" / package).glob("*.meta")):
+    for file in sorted((folder / "mutants" / "src" / package).glob("*.meta")):
         codes = json.loads(file.read_text(encoding="utf-8"))["exit_code_by_key"]
         if codes:
             found[file.name.removesuffix(".py.meta")] = {
@@ -170,7 +168,7 @@ def main() -> int:
     folder = chosen.folder / chosen.part
     package, _ = PARTS[chosen.part]
     prepare(folder, chosen.part)
-    patterns = [f"precision_shim.{package}.{chosen.only}*"]
+    patterns = [f"{package.replace('/', '.')}.{chosen.only}*"]
     mutmut(folder, patterns, HYPOTHESIS_EXAMPLES=EXAMPLES)
     told = ends(folder, package)
     again = [

@@ -29,6 +29,8 @@ from precision_shim.errors import (
     UnsupportedPrecisionError,
 )
 
+from ..rank_server import Ranks
+from ..ray_cluster import drive
 from . import test_pages as pages
 from .support import NEMO_RL
 from .test_pages import checkout  # noqa: F401
@@ -133,6 +135,26 @@ def test_the_driver_tells(
         assert text.startswith("nemo-rl 0.")
         assert f": the policy computes in fp16 (policy.precision), the rollout in {rollout}" in text
         assert f"Write {KEY}=float16" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_ppo  # the worker that starts vLLM is another one in each version; this is 0.7's
+@pytest.mark.usefixtures("start_up_file")
+def test_nine_pairs_in_a_ray_actor(
+    ranks: Ranks,
+    checkout: Path,  # noqa: F811
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    """By NeMo-RL's own ``setup`` and the worker that starts vLLM."""
+    script = Path(__file__).with_name("sides_driver.py")
+    jobs = drive(ranks, script, checkout, model, tmp_path, timeout=580, PRECISION_SHIM="1")
+    assert len(jobs) == 18
+    for job, made in jobs.items():
+        policy, rollout, _ = job.split()
+        assert made["dtype"] == DTYPES[rollout], job
+        assert len(made["told"]) == ((policy, rollout) in LOST), job
 
 
 @pytest.mark.parametrize("policy", DTYPES)
@@ -495,6 +517,17 @@ def test_the_plan_and_a_wrong_name(
 ) -> None:
     (problem,) = planned(capsys, checkout / GRPO, f"{KEY}=fp17")["problems"]
     assert (problem["code"], problem["key"]) == ("dtype", KEY)
+
+
+def test_the_plan_names_a_key_that_it_cannot_resolve(
+    checkout: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = "policy.model_name='${oc.env:SET_IN_THE_JOB_ALONE}'"
+    notes = [planned(capsys, checkout / GRPO, *one)["notes"] for one in ((), (given,))]
+    keys = [[one for one in found if "policy.model_name" in one] for found in notes]
+    assert [len(found) for found in keys] == [0, 1]
+    assert keys[1][0].startswith("not resolved on this machine, and read as left out: ")
 
 
 # -- the weights -------------------------------------------------------------------------------

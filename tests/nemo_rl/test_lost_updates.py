@@ -37,3 +37,24 @@ def test_dtensor_worker(kind: str, worker: Any, shim: Any) -> None:
     figures = audit.parts[0].updates
     assert figures is not None
     assert [figures["weights"]] == later[-1]["updates_lost"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rollouts_copies(kind: str, worker: Any, shim: Any) -> None:
+    """By the rollout's dtype, over the policy's, in which DTensor workers send the weights."""
+    if "value" in kind:
+        pytest.skip("a value model has no rollout")
+    shim(settings={"watch_updates": 1})
+    shares, stored = {}, {}
+    for policy, rollout in (("float16", "float16"), ("float16", "bfloat16"), ("bfloat16", "half")):
+        with worker(kind, policy) as one:
+            config = {"backend": "vllm", "vllm_cfg": {"precision": rollout}}
+            one.cfg["generation"] = config
+            for seed in range(3):
+                said = one.train(batch(seed=seed), loss_for(kind))["all_mb_metrics"]
+        shares[policy, rollout] = said["updates_lost_rollout"][0]
+        figures = precision_shim.status().audit[-1].parts[0].updates
+        assert figures is not None
+        stored[policy, rollout] = figures["groups"][0]["rollout"]["dtype"]
+    assert shares["float16", "float16"] < shares["float16", "bfloat16"]
+    assert list(stored.values()) == ["fp16", "bf16 over fp16", "fp16 over bf16"]

@@ -206,10 +206,16 @@ def weights_sent(worker: Any, dtype: Any, *, grouped: bool = False) -> dict[str,
 
 def weights_rounded_once(worker: Any, dtype: Any) -> dict[str, Any]:
     """What that stream has to be: each weight whole, then in the engines' dtype."""
+    weights = whole(worker.model.model.state_dict())
+    return {name: one.to(dtype) for name, one in weights.items()}
+
+
+def whole(weights: dict[str, Any]) -> dict[str, Any]:
+    """Each weight gathered; every rank has to ask for it."""
     found = {}
-    for name, one in worker.model.model.state_dict().items():
+    for name, one in weights.items():
         gather = getattr(one, "full_tensor", None)
-        found[name] = (one if gather is None else gather()).detach().to(dtype)
+        found[name] = (one if gather is None else gather()).detach()
     return found
 
 

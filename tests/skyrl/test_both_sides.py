@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import json
@@ -20,6 +21,8 @@ from precision_shim.cli import main
 from precision_shim.errors import DtypeError, PrecisionShimWarning, UnsupportedPrecisionError
 from precision_shim.precision.dtypes import name_of
 
+from ..rank_server import Ranks
+from ..ray_cluster import drive
 from .conftest import SKYRL
 from .support import (
     batch,
@@ -29,6 +32,7 @@ from .support import (
     train_config,
     weights_rounded_once,
     weights_sent,
+    whole,
 )
 from .test_pages import as_on_a_new_machine  # noqa: F401
 from .vllm_names import engine_dtype, put_in_place
@@ -199,6 +203,27 @@ def test_pairs_on_fsdp(
     if follow:
         monkeypatch.setenv("PRECISION_SHIM_ROLLOUT", "follow")
     assert planned(capsys, *words) == (warnings_, notes_of_decisions())
+
+
+@pytest.mark.slow
+@pytest.mark.oldest
+@pytest.mark.usefixtures("start_up_file")
+@pytest.mark.timeout(400)
+def test_nine_pairs_in_a_ray_actor(ranks: Ranks, tmp_path: Path) -> None:
+    """By SkyRL's ``main``: a written key stays; the actor's process has the shim as well."""
+    script = Path(__file__).with_name("sides_driver.py")
+    jobs = drive(ranks, script, timeout=380, PRECISION_SHIM="1")
+    assert len(jobs) == 24
+    for job, made in jobs.items():
+        policy, rollout, setting = job.split()
+        really = "fp16" if policy == "fp16" else "bf16"  # see test_pairs_on_fsdp
+        own = really if setting == "follow" else "bf16"
+        computes = own if rollout == "None" else rollout
+        assert made["rollout"] == NAMES[computes], job
+        assert made["reference"] == ("float16" if own == "fp16" else None), job
+        assert made["wrapped"], job
+        lost = [computes, own].count("bf16") if really == "fp16" else 0
+        assert len(made["told"]) == lost, job
 
 
 def test_a_late_install_reaches_the_entry_point(shim: Any) -> None:
@@ -588,13 +613,41 @@ def test_a_tinker_server(shim: Any) -> None:
 # -- weights on their way ------------------------------------------------------------------------
 
 
-def trained(checkpoint: Path) -> Any:
+def trained(checkpoint: Path, dtype: str | None = None, *overrides: str) -> Any:
     """A worker whose fp32 weights no half precision holds."""
-    worker = fsdp_worker("policy", checkpoint, None)
+    worker = fsdp_worker("policy", checkpoint, dtype, *overrides)
     for seed in range(2):
         worker.forward_backward(batch(seed))
         worker.optim_step()
     return worker
+
+
+@pytest.mark.parametrize("on", [True, False], ids=["shim on", "shim off"])
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+def test_fsdps_adapters_go_out_as_they_are_trained(
+    cpu: None, checkpoints: dict[str, Path], shim: Any, tmp_path: Path, policy: str, on: bool
+) -> None:
+    """With LoRA SkyRL sends a file of adapters, whole and in fp32: only the engine rounds."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    if on:
+        shim(settings={"loss_scale_init": 1024.0}, export=False)
+    lora = "trainer.policy.model.lora"
+    worker = trained(checkpoints["float32"], policy, f"{lora}.rank=2", f"{lora}.alpha=4")
+    told: list[str] = []
+
+    class Engines:
+        async def update_named_weights(self, request: Any) -> None:
+            told.append(request.lora_path)
+
+    module = worker.model.model
+    asyncio.run(worker._save_lora_adapters_and_sync(module, str(tmp_path), Engines()))
+    assert told == [str(tmp_path)]
+    sent = load_file(tmp_path / "adapter_model.safetensors")
+    assert equal_streams(sent, whole(get_peft_model_state_dict(module)))
+    assert {one.dtype for one in sent.values()} == {torch.float32}
+    assert any(one.any() for name, one in sent.items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 import precision_shim
 
-from .support import batch, build, fsdp_worker, metrics_of
+from .support import batch, build, fsdp_worker, metrics_of, train_config
 
 FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
 
@@ -55,3 +57,23 @@ def test_fsdp_worker(cpu: None, checkpoints: dict[str, Path], shim: Any, role: s
     said = train(fsdp_worker(role, checkpoints["float32"], None))
     hold(said)
     assert [norm for _, norm in said] == [norm for _, norm in plain]
+
+
+def test_the_engines_copies(cpu: None, checkpoints: dict[str, Path], shim: Any) -> None:
+    """By the engines' dtype, which a worker learns when its weight sync is set up."""
+    shim(settings={"watch_updates": 1, "loss_scale_init": 1.0})  # no step is skipped
+    shares, stored = {}, {}
+    for dtype, over in (("float16", ""), ("bfloat16", ""), ("bfloat16", "float16")):
+        worker = fsdp_worker("policy", checkpoints["float32"], "fp16")
+        engines = train_config(
+            f"generator.inference_engine.model_dtype={dtype}",
+            *([f"generator.inference_engine.engine_init_kwargs.dtype={over}"] if over else []),
+        ).generator.inference_engine
+        with suppress(Exception):  # SkyRL's own part of it needs engines that run
+            asyncio.run(worker.init_weight_sync_state(None, engines))
+        shares[dtype, over] = train(worker)[-1][0]["updates_lost_rollout"]
+        figures = precision_shim.status().audit[-1].parts[0].updates
+        assert figures is not None
+        stored[dtype, over] = figures["groups"][0]["rollout"]["dtype"]
+    assert shares["float16", ""] < shares["bfloat16", ""] == shares["bfloat16", "float16"]
+    assert list(stored.values()) == ["fp16", "bf16", "fp16 over bf16"]

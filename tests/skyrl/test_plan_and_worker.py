@@ -86,6 +86,7 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
     for chunk in worker.actor_module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
+    worker.optimizer.get_loss_scale()  # as a loss that is scaled does
     worker.optimizer.step()
     (computes,) = {one.dtype for chunk in worker.actor_module for one in chunk.parameters()}
     return Verdict(

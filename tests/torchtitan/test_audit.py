@@ -111,6 +111,16 @@ def test_lost_updates_of_the_rl_trainer(policy: Any, shim: Any) -> None:
         assert ("trainer/loss_scale" in found[-1]) is (dtype == "float16")
 
 
+def test_lost_updates_of_the_generators_copies(policy: Any, shim: Any) -> None:
+    shim(settings={"watch_updates": 1})
+    found = {}
+    for dtype in ("bfloat16", "float16", "float32"):
+        trainer = policy("float16", generator_dtype=dtype)
+        metrics = [cpu.policy_step(trainer, step, parts=1)[1].metrics for step in range(4)][-1]
+        found[dtype] = metrics["trainer/updates_lost_rollout"]
+    assert found["float32"] < found["float16"] < found["bfloat16"]
+
+
 def test_lost_updates_in_pretraining(pretrainer: Any, shim: Any, tmp_path: Path) -> None:
     shim(settings={"watch_updates": 1})
     config = cpu.trainer_config(tmp_path, "bfloat16", training={"dtype": "bf16"})

@@ -420,6 +420,19 @@ def test_the_plan_says_the_same(
         )
 
 
+@pytest.mark.parametrize("variable", ["PATH", "SET_IN_THE_JOB_ALONE"])
+def test_the_plan_names_a_key_that_it_cannot_resolve(
+    capsys: pytest.CaptureFixture[str], variable: str
+) -> None:
+    key = "trainer.project_name"
+    reference = f"{key}='${{oc.env:{variable}}}'"
+    with pytest.raises(SystemExit):
+        main(["plan", "--json", "--parameters", "1B", "--", *LINE, reference])
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    found = [one for one in notes if one.startswith("not resolved on this machine")]
+    assert [key in one for one in found] == [True] * (variable != "PATH")
+
+
 # -- verl's own entry point ------------------------------------------------------------------------
 
 

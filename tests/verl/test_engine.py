@@ -65,6 +65,7 @@ def states(built: Any) -> dict[str, torch.dtype]:
     for chunk in built.module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
+    built.optimizer.get_loss_scale()  # as a loss that is scaled does
     built.optimizer.step()
     found: dict[str, set[torch.dtype]] = {}
     for inner in getattr(built.optimizer, "chained_optimizers", [built.optimizer]):

@@ -46,6 +46,7 @@ def on_megatron(drawn: Drawn, checkpoint: Path) -> Verdict:
     for chunk in engine.module:
         for buffer in chunk.buffers:
             buffer.grad_data.normal_(std=1e-2)
+    engine.optimizer.get_loss_scale()  # as a loss that is scaled does
     engine.optimizer.step()
     return Verdict(
         computes=name_of(engine.param_dtype),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -28,10 +29,12 @@ def test_each_pair_has_median_least_and_greatest(both_sides: ModuleType) -> None
     assert rows[1].endswith("| 0.5 (0.25 to 0.75) | 1 (0.5 to 1.5) | 1 (1 to 1) |")
 
 
-def test_the_table_goes_between_the_pages_markers(both_sides: ModuleType) -> None:
-    page = f"before\n{both_sides.BEGIN}\nold\n{both_sides.END}\nafter\n"
-    new = f"before\n{both_sides.BEGIN}\nnew\n{both_sides.END}\nafter\n"
-    assert both_sides.with_table(page, "new") == new
-    for wrong in ("before", page + page):
+def test_the_table_goes_between_the_pages_markers(both_sides: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "both-sides.md"
+    text = f"before\n{both_sides.BEGIN}\nold\n{both_sides.END}\nafter\n"
+    page.write_text(text, encoding="utf-8")
+    assert both_sides.with_table(page, "new") == text.replace("old", "new")
+    for wrong in ("before", text + text):
+        page.write_text(wrong, encoding="utf-8")
         with pytest.raises(ValueError, match=r"both-sides\.md should have"):
-            both_sides.with_table(wrong, "new")
+            both_sides.with_table(page, "new")

@@ -19,10 +19,10 @@ from __future__ import annotations
 from precision_shim.adapting import collect
 
 from ..frameworks import MEGATRON_EFFECTS as EFFECTS
-from .acting import ddp, masters, optimizer, overflow
+from .acting import ddp, masters, optimizer, overflow, scaled
 from .acting.build import Build, building, current_build, expect_reference
 from .acting.masters import reload_masters
-from .acting.optimizer import Settled, check, settle, with_fields
+from .acting.optimizer import Settled, check, check_again, settle, with_fields
 from .acting.overflow import answer_skips, answer_step, dynamic_scalers, metrics, skipping
 from .deciding.wishes import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALING, Wishes
 from .reading import audit
@@ -31,7 +31,7 @@ from .resuming import checkpoint, offloaded, states
 SETTLING = ("dtype-coercion", DISPATCH, SCALING)
 """The features of a seam with ``settle``."""
 
-SEAMS = collect(optimizer, ddp, checkpoint, states, masters, offloaded, overflow, audit)
+SEAMS = collect(optimizer, ddp, checkpoint, states, masters, offloaded, scaled, overflow, audit)
 """The seams in Megatron itself; an adapter passes them to ``collect``."""
 
 PATHS = {**checkpoint.PATHS, **ddp.PATHS, **masters.PATHS, **offloaded.PATHS, **audit.PATHS}
@@ -55,6 +55,7 @@ __all__ = [
     "answer_step",
     "building",
     "check",
+    "check_again",
     "current_build",
     "dynamic_scalers",
     "expect_reference",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from precision_shim.adapting import Call, around, in_force, seam
 from precision_shim.auditing.watching import watch
+from precision_shim.precision.dtypes import name_of
 from precision_shim.updates import meters
 
 from ..fp16 import ScaledTraining
 from ..ray_actors import put_in_front
+from ..rollout import tell_meter
 from .dtensor import TRAIN
+from .legality import DTYPES
 from .places import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
+from .sides import rollout_dtype
 
 FRAMEWORK = "nemo-rl"
 FEATURE = "audit"
@@ -101,9 +106,27 @@ def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
     Once per call and on rank 0, since NeMo-RL sums most metrics over micro-batches and ranks; as
     lists in ``all_mb_metrics``, since NeMo-RL passes these on.
     """
+    _tell_meter(call.instance)
     result = call.proceed()
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     if not eval_mode and first:
         for name, value in meters.metrics(getattr(call.instance, "optimizer", None)).items():
             result["all_mb_metrics"][name] = [value]
     return result
+
+
+def _tell_meter(worker: Any) -> None:
+    """Say in which dtypes a policy's weights reach the rollout; a value model has none.
+
+    DTensor workers cast to the policy's dtype first, and merge LoRA on the way; Megatron's send
+    their parameters.
+    """
+    group, optimizer = group_at(worker), getattr(worker, "optimizer", None)
+    config = getattr(worker, "cfg", None)
+    if group == VALUE_V2 or not isinstance(config, Mapping):
+        return
+    found = rollout_dtype(config)
+    if found:
+        own = [DTYPES[config["precision"]]] if group and config.get("precision") in DTYPES else []
+        lora = (config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
+        tell_meter(optimizer, *map(name_of, own), found, merged=bool(lora.get("enabled")))

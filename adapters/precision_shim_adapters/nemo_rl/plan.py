@@ -26,7 +26,7 @@ from precision_shim.precision.dtypes import name_of
 from ..fp16.plan import ShardedModel, scaling
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
-from ..resolving import plain
+from ..resolving import plain, tell_unresolved
 from ..rollout import FEATURE, problems_of
 from . import dtensor, legality, megatron, sides
 from .dtensor import FRAMEWORK
@@ -41,7 +41,8 @@ def plan_job(job: Job) -> Request:
     Raises:
         PlanError: the config or a model cannot be read.
     """
-    config = load(job)
+    unresolved: list[str] = []
+    config = load(job, unresolved)
     if "policy" not in config or "cluster" not in config:
         raise PlanError(
             f"{_where()}, {job.target}: its config trains no model: expected policy and cluster. "
@@ -57,7 +58,7 @@ def plan_job(job: Job) -> Request:
         models,
         megatron=any(isinstance(one, MegatronModel) for one in models),
         problems=tuple(problems),
-        notes=tuple(notes),
+        notes=(*notes, *tell_unresolved(unresolved)),
     )
 
 
@@ -84,8 +85,12 @@ def _where() -> str:
 # -- the config ------------------------------------------------------------------------------------
 
 
-def load(job: Job) -> dict[str, Any]:
+def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     """The config of a job, with overrides.
+
+    Args:
+        job: the job.
+        unresolved: see ``plain``.
 
     Raises:
         PlanError: NeMo-RL cannot load the config.
@@ -107,7 +112,7 @@ def load(job: Job) -> dict[str, Any]:
         made = loader.load_config(path)
         if overrides:
             made = loader.parse_hydra_overrides(made, overrides)
-        found = plain(made)
+        found = plain(made, unresolved=unresolved)
     except Exception as error:  # files, YAML, hydra and omegaconf each have exception classes
         raise PlanError(
             f"{_where()}, {path}: {said(error)}. Correct the override or the file."

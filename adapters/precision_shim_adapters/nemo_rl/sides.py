@@ -164,6 +164,21 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
     yield Engine("rollout", CANONICAL.get(read, read), key, because=because)
 
 
+def rollout_dtype(policy: Mapping[str, Any]) -> str:
+    """Canonical name of what a policy's rollout computes in; empty without a rollout.
+
+    Args:
+        policy: the policy's config, as its worker has it.
+    """
+    generation, dtype = policy.get("generation"), DTYPES.get(policy.get("precision", ""))
+    if dtype is None or not isinstance(generation, Mapping):
+        return ""
+    path, backend = str(policy.get("model_name") or ""), str(generation.get("backend"))
+    for one in _rollout(generation, Engine("policy", name_of(dtype), "policy.precision")):
+        return resolve_auto(one, backend, checkpoint_dtype(path), model_type(path)).computes
+    return ""
+
+
 def _teacher(section: Mapping[str, Any]) -> Iterator[Engine]:
     dtype = DTYPES.get(section.get("precision", ""))
     if dtype is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from precision_shim.precision.agreement import AUTO, CANONICAL, FP8, Engine, resolve_auto
 
+from .meter import tell_meter
 from .model_type import OF_HEADER, checkpoint_dtype, model_type, stored_dtypes
 from .names import engine_name
 from .planning import problems_of
@@ -31,6 +32,7 @@ __all__ = [
     "resolve_auto",
     "settle",
     "stored_dtypes",
+    "tell_meter",
     "tell_of_wires",
     "wire_problems",
 ]

@@ -9,8 +9,10 @@ from precision_shim.auditing.watching import watch
 from precision_shim.updates import meters
 
 from ..fp16 import ScaledTraining
+from ..rollout import tell_meter
 from .megatron import WORKER
 from .overflow import BASE, add_figures
+from .sides import way_of_weights
 
 
 @seam(
@@ -59,3 +61,25 @@ def report_lost_updates(call: Call) -> Any:
     output = call.proceed()
     add_figures(output, meters.metrics(getattr(call.instance, "optimizer", None)))
     return output
+
+
+@seam(
+    f"{BASE}:Worker.init_weight_sync_state",
+    "audit",
+    group="metrics",
+    why="the worker learns here which dtype the inference engines have",
+    delete_when="SkyRL says which of its updates are lost to rounding",
+    relies_on=("inference_engine_cfg",),
+    optional=True,
+)
+async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
+    """Tell the meter in which dtypes the policy's weights reach the inference engines."""
+    worker = call.instance
+    model = getattr(getattr(worker.cfg, "policy", None), "model", None)
+    path = str(getattr(model, "path", "") or "")
+    names = way_of_weights(inference_engine_cfg, path)
+    lora = getattr(getattr(model, "lora", None), "rank", 0)
+    if lora and worker.cfg.strategy == "megatron":
+        names = ("",)  # Megatron-Bridge merges the factors while it exports the weights
+    tell_meter(getattr(worker, "optimizer", None), *names)
+    return await call.proceed()

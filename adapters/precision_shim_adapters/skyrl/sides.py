@@ -161,12 +161,11 @@ def not_compared(config: Any) -> tuple[str, str]:
 def _rollouts(config: Any, directory: str = "") -> Iterator[Engine]:
     path = directory or str(config.trainer.policy.model.path)
     backend = str(config.generator.inference_engine.backend)
-    for one in _asked(config):
+    for one in _asked(config.generator.inference_engine):
         yield resolve_auto(one, backend, checkpoint_dtype(path), model_type(path))
 
 
-def _asked(config: Any) -> Iterator[Engine]:
-    engines = config.generator.inference_engine
+def _asked(engines: Any) -> Iterator[Engine]:
     wanted = getattr(engines, "fp8_weight_sync_mode", None)
     if wanted is not None:
         yield Engine("rollout", FP8, "", because=f"{INFERENCE}.fp8_weight_sync_mode={wanted}")
@@ -296,6 +295,23 @@ def wires_of(config: Any) -> list[Wire]:
         stored = stored_dtypes(str(config.trainer.policy.model.path))
         found += delta_wires({one.computes for one in _rollouts(config)} - {AUTO, FP8}, stored)
     return found
+
+
+def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
+    """Names of the dtypes that a weight is rounded to on its way; ``"auto"`` where not known.
+
+    Args:
+        engines: the section ``generator.inference_engine``.
+        path: the policy's model.
+    """
+    backend, sent = str(engines.backend), _canonical(named(engines.model_dtype))
+    computes = {
+        resolve_auto(one, backend, checkpoint_dtype(path), model_type(path)).computes
+        for one in _asked(engines)
+    }
+    if len(computes) > 1 or engines.weight_sync_backend == "delta":
+        return (AUTO,)  # a delta has the dtypes of the base checkpoint, tensor by tensor
+    return (sent, *computes)
 
 
 def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:

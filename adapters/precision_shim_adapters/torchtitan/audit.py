@@ -7,9 +7,11 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing.watching import watch
+from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.updates import meters
 
 from ..fp16 import ScaledTraining
+from ..rollout import tell_meter
 from .endpoints import remake
 from .places import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, RL_METRICS, TRAINER
 
@@ -48,10 +50,13 @@ def _see(trainer: Any, subject: str) -> None:
     relies_on=("optimizers", "model_parts"),
     optional=True,
 )
-def policy(call: Call) -> None:
-    """Audit the optimizers of an RL trainer."""
+def policy(call: Call, generator_dtype: Any = None) -> None:
+    """Audit the optimizers of an RL trainer, which sends its weights in the generator's dtype."""
     call.proceed()
     _see(call.instance, "policy")
+    dtype = parse_dtype(str(generator_dtype or ""))
+    if dtype is not None:
+        tell_meter(call.instance.optimizers, name_of(dtype))
 
 
 @seam(

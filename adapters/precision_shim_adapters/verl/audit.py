@@ -11,6 +11,9 @@ from precision_shim.adapting import Call, seam
 from precision_shim.auditing.watching import watch
 from precision_shim.updates import meters
 
+from ..rollout import tell_meter
+from .sides import rollout_dtype
+
 FEATURE = "audit"
 _WHY = "model, optimizer and scaler stand together for the first time"
 _DELETE = "verl says which precision its optimizers have"
@@ -72,6 +75,29 @@ def legacy(call: Call) -> Any:
             model=getattr(one, f"{subject}_module"),
             scaler=lambda: getattr(one, "scaler", None),
         )
+    return result
+
+
+@seam(
+    feature=FEATURE,
+    at=[
+        {
+            "target": f"verl.workers.{kind}_workers:ActorRolloutRefWorker.init_model",
+            "relies_on": ("_is_actor", "_is_rollout", "actor_optimizer", "config"),
+        }
+        for kind in ("fsdp", "megatron")
+    ],
+    group="legacy metrics",
+    why="the worker knows both the optimizer and the rollout's dtype",
+    **_LEGACY,
+)
+def legacy_rollout(call: Call) -> Any:
+    """Tell the meter in which dtype the rollout of a 0.7.1's actor gets its weights."""
+    result = call.proceed()
+    worker = call.instance
+    lora = worker.config.model.get("lora_rank", 0) or worker.config.model.get("lora_adapter_path")
+    if worker._is_actor and worker._is_rollout and not lora:
+        tell_meter(worker.actor_optimizer, rollout_dtype(worker.config))
     return result
 
 

@@ -33,7 +33,7 @@ from ..fp16.plan import ShardedModel, scaling
 from ..megatron import PRECISION_AWARE, Wishes
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
-from ..resolving import plain
+from ..resolving import plain, tell_unresolved
 from ..rollout import FEATURE, problems_of
 from . import driver, fsdp, megatron, sections, sides, sync
 from .planned import read_sharded
@@ -49,7 +49,8 @@ def plan_job(job: Job) -> Request:
     Raises:
         PlanError: the config or a model cannot be read.
     """
-    config = compose(job)
+    unresolved: list[str] = []
+    config = compose(job, unresolved)
     problems: list[Problem] = []
     notes: list[str] = []
     if "actor_rollout_ref" in config:
@@ -71,7 +72,7 @@ def plan_job(job: Job) -> Request:
         models,
         megatron=any(isinstance(one, MegatronModel) for one in models),
         problems=tuple(problems),
-        notes=tuple(notes),
+        notes=(*notes, *tell_unresolved(unresolved)),
     )
 
 
@@ -116,8 +117,12 @@ def _where() -> str:
 # -- the config ------------------------------------------------------------------------------------
 
 
-def compose(job: Job) -> dict[str, Any]:
+def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     """The config of a job, with overrides.
+
+    Args:
+        job: the job.
+        unresolved: see ``plain``.
 
     Raises:
         PlanError: hydra cannot compose the config.
@@ -143,7 +148,7 @@ def compose(job: Job) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(directory.resolve()), version_base=None):
-            found: dict[str, Any] = plain(compose(name, overrides))
+            found: dict[str, Any] = plain(compose(name, overrides), unresolved=unresolved)
     except Exception as error:  # hydra and omegaconf have many exception classes
         raise PlanError(
             f"{_where()}, {directory / name}.yaml: {said(error)}. Correct the override or the file."

@@ -228,6 +228,21 @@ def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
     return AUTO if value is None else engine_name(value, key, versioned("verl")), key
 
 
+def rollout_dtype(shared: Any) -> str:
+    """Canonical name of what a worker's rollout computes in; ``"auto"`` where it is not known.
+
+    Args:
+        shared: the job's ``actor_rollout_ref``, as the worker has it.
+
+    Raises:
+        DtypeError: the rollout's dtype is no dtype that an engine computes in.
+    """
+    section, path = shared.rollout, str(getattr(shared.model, "path", "") or "")
+    engine = _of_rollout(section, "rollout", ROLLOUT, lambda key: True)
+    backend = str(section.get("name"))
+    return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path)).computes
+
+
 def _of_rollout(section: Mapping[str, Any], subject: str, place: str, written: Written) -> Engine:
     asked, key = asked_dtype(section, place)
     inner = _section(_section(section, "engine_kwargs"), str(section.get("name") or ""))

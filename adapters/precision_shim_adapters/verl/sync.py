@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from precision_shim.adapting import Call, current_settings, decide, look, seam, versioned, warn
 from precision_shim.errors import UnsupportedPrecisionError
 
-from ..rollout import AUTO, FEATURE, engine_name
-from .sides import asked_dtype
+from ..rollout import AUTO, CANONICAL, FEATURE, engine_name, tell_meter
+from .sides import asked_dtype, rollout_dtype
 
 FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint engines"
 """The groups: one for each engine that rounds, and one for verl's checkpoint engines."""
@@ -51,6 +51,9 @@ _FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
 _asked: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
 """An actor's engine to the rollout's dtype name and the key that has it; the engine itself does not
 know the rollout."""
+
+_computes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""An actor's engine to the canonical name of what the rollout computes in, for the meter."""
 
 _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """The same for an engine whose delta checkpoint engine was given that dtype."""
@@ -76,8 +79,21 @@ def announce(call: Call) -> Any:
         return call.proceed()
     asked = asked_dtype(worker.config.rollout, _ROLLOUT)
     result = call.proceed()
-    _asked[worker.actor.engine] = asked
+    engine = worker.actor.engine
+    _asked[engine] = asked
+    _computes[engine] = rollout_dtype(worker.config)
+    _tell_meter(engine)
     return result
+
+
+def _tell_meter(engine: Any, *before: str) -> None:
+    """Say in which dtypes an engine's weights reach the rollout: those of ``before``, its own."""
+    lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
+    merged = bool(lora.get("merge"))
+    if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
+        before = ("",)  # before 0.9 verl sends the weights without the adapters
+    names = (*before, _computes.get(engine, AUTO))
+    tell_meter(getattr(engine, "optimizer", None), *names, merged=merged)
 
 
 # -- the stream --------------------------------------------------------------------------------
@@ -98,6 +114,7 @@ def send_sharded(call: Call) -> Any:
     engine = call.instance
     found = inspect.getgeneratorlocals(stream) if isinstance(stream, GeneratorType) else {}
     if getattr(engine, "_qat_enabled", False) and _to_mend(engine, found.get("params")):
+        _tell_meter(engine, "")  # what is quantised is not measured
         return _left(
             engine, result, "quantisation-aware training quantises what verl rounded to bf16"
         )
@@ -145,6 +162,7 @@ def _to_mend(engine: Any, stream: Any) -> bool:
         return False
     if name == AUTO:
         _tell_auto(key, "verl rounds every weight to bf16 on the way to the rollout")
+        _tell_meter(engine, "bf16")
         return False
     return True
 
@@ -178,6 +196,8 @@ def _left(engine: Any, result: Any, reason: str) -> Any:
         raise UnsupportedPrecisionError(message)
     warn(message)
     decide("verl", _SUBJECT, FEATURE, "left as verl sends them, rounded to bf16", reason)
+    if not getattr(engine, "_qat_enabled", False):
+        _tell_meter(engine, "bf16")
     return result
 
 
@@ -274,7 +294,10 @@ def checkpoint_engine(call: Call) -> Any:
         warn(refusal)
     result = call.proceed()
     sender, delta = worker.checkpoint_engine, _backend(rollout) == DELTA
-    name = "" if refusal else _give(sender, rollout, delta or _casts(sender))
+    rounds = delta or _casts(sender)
+    name = "" if refusal else _give(sender, rollout, rounds)
+    if rounds:
+        _tell_meter(worker.actor.engine, CANONICAL.get(name, "bf16"))
     if delta and name:
         _deltas[worker.actor.engine] = name
     return result

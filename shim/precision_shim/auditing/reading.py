@@ -72,6 +72,7 @@ class Owned:
         exp_avg: first moment.
         exp_avg_sq: second moment.
         other: the other tensors of the parameter's state.
+        parameter: the model's parameter.
     """
 
     dtype: torch.dtype
@@ -80,6 +81,7 @@ class Owned:
     exp_avg: torch.Tensor | None = None
     exp_avg_sq: torch.Tensor | None = None
     other: tuple[torch.Tensor, ...] = ()
+    parameter: torch.Tensor | None = None
 
     @property
     def has_state(self) -> bool:

@@ -41,7 +41,7 @@ def read_torch(
                 # Frozen, but passed to the optimizer, as verl does with LoRA.
                 reading.frozen.append(p)
                 continue
-            owned = Owned(p.dtype, p, (p,) if is_master else ())
+            owned = Owned(p.dtype, p, (p,) if is_master else (), parameter=p)
             owned.take(optimizer.state.get(p, {}))
             reading.owned.append(owned)
             if not is_master:

@@ -213,7 +213,8 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     known = _registry.entries()
     if framework is not None and framework not in known:
         raise SourceError(f"no framework {framework!r}; allowed: {', '.join(known)}.")
-    asked = [known[framework]] if framework is not None else list(known.values())
+    unnamed = [one for one in known.values() if not one.by_name]
+    asked = [known[framework]] if framework is not None else unnamed
     packages = [package for entry in asked for package in entry.packages]
     tree = open_tree(path, (*packages, *_registry.shared()))
     held = [entry for entry in asked if any(tree.has(one) for one in entry.packages)]

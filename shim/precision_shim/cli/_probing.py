@@ -72,7 +72,8 @@ def probing(asked: argparse.Namespace) -> int:
     told: dict[str, dict[str, Any]] = {}
     for name, entry in _registry.entries().items():
         version = _versions.version_of(entry.distribution, entry.packages)
-        if version is None or asked.framework not in (None, name):
+        named = asked.framework == name
+        if version is None or not (named or (asked.framework is None and not entry.by_name)):
             continue
         modules = entry.load().probes
         try:

@@ -25,6 +25,7 @@ from ..process import settings as _settings
 from ..process import startup as _startup
 from ..process import versions as _versions
 from ..process.framework import Framework
+from ..process.in_force import offered
 from ..process.settings import PREFIX, TABLE, Settings
 from ..reporting import text as _status_text
 from ..reporting.record import FrameworkStatus
@@ -131,7 +132,7 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
         "strict": settings is not None and settings.strict,
         "frameworks": {
             name: _framework(entry, settings, problems, frameworks)
-            for name, entry in _registry.entries().items()
+            for name, entry in offered(_registry.entries(), settings).items()
         },
     }
     limits = _limits(packages["transformer-engine"], frameworks)

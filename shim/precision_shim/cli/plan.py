@@ -129,14 +129,15 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     options = command.Options(
         asked.model, asked.parameters, asked.transformer_engine, asked.megatron_core
     )
+    planned = [one for one in entries.values() if not one.by_name]
     job = command.read_launch_line(
-        words, entries.values(), _settings.resolve(known_frameworks=entries), options
+        words, planned, _settings.resolve(known_frameworks=entries), options
     )
     if job.environ:
         settings = _settings.resolve(
             known_frameworks=entries, environ={**os.environ, **job.environ}
         )
-        job = command.read_launch_line(words, entries.values(), settings, options)
+        job = command.read_launch_line(words, planned, settings, options)
     entry = entries[job.framework]
     if not entry.plan:  # a third party's: its entry point has only a name
         entry = entry.as_said()

@@ -101,6 +101,7 @@ class Framework(_Record):
             reads such optimizers for the audit; the audit reads all others as torch's own.
         checkpoint_readers: kind of a checkpoint's files to the ``"module:function"`` that sorts
             their tensors; tensors of all other kinds are sorted as torch's own.
+        by_name: whether only the name asks for the framework; "all frameworks" does not.
     """
 
     framework: str
@@ -114,6 +115,7 @@ class Framework(_Record):
     checkpoints: "Checkpoints | None"
     audit_readers: "Mapping[str, str]"
     checkpoint_readers: "Mapping[str, str]"
+    by_name: bool
 
     def __init__(
         self,
@@ -129,6 +131,7 @@ class Framework(_Record):
         checkpoints: "Checkpoints | None" = None,
         audit_readers: "Mapping[str, str] | None" = None,
         checkpoint_readers: "Mapping[str, str] | None" = None,
+        by_name: bool = False,
     ) -> None:
         vars(self).update(
             framework=framework,
@@ -142,6 +145,7 @@ class Framework(_Record):
             checkpoints=checkpoints,
             audit_readers=audit_readers or {},
             checkpoint_readers=checkpoint_readers or {},
+            by_name=by_name,
         )
 
     def load(self) -> "Adapter":

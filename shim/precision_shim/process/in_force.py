@@ -6,17 +6,30 @@ the engine has refused them, the other three read from source which it would ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ..reporting.record import SeamStatus
+from .framework import Framework
+from .registry import by_name
 from .settings import Settings
 
-__all__ = ["asked_for", "in_force", "refused_groups"]
+__all__ = ["asked_for", "in_force", "offered", "refused_groups"]
 
 
 def asked_for(settings: Settings, framework: str) -> bool:
     """Whether the shim is asked to patch a framework at all."""
-    return settings.frameworks is None or framework in settings.frameworks
+    if settings.frameworks is None:
+        return framework not in by_name()
+    return framework in settings.frameworks
+
+
+def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
+    """The frameworks to speak of: all but those that only a name asks for, and no one named."""
+    return {
+        name: one
+        for name, one in known.items()
+        if not one.by_name or (settings is not None and asked_for(settings, name))
+    }
 
 
 def in_force(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "audit_readers",
     "backends",
+    "by_name",
     "checkpoint_readers",
     "checkpoints",
     "entries",
@@ -83,10 +84,17 @@ def _as_said(entry: Framework) -> "Framework | None":
 
 
 def packages() -> "set[str]":
-    """The packages whose import wakes an adapter of ours."""
+    """The packages whose import wakes an adapter of ours, even if no framework was named."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
-    return {package for one in FRAMEWORKS for package in one.packages}
+    return {package for one in FRAMEWORKS if not one.by_name for package in one.packages}
+
+
+def by_name() -> "set[str]":
+    """The frameworks of ours that only their names ask for."""
+    from precision_shim_adapters.frameworks import FRAMEWORKS
+
+    return {one.framework for one in FRAMEWORKS if one.by_name}
 
 
 def backends() -> "tuple[Backend, ...]":

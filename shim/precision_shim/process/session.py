@@ -20,7 +20,7 @@ from . import settings as _settings
 from . import startup as _startup
 from .finders import Watcher
 from .framework import Framework
-from .in_force import asked_for
+from .in_force import asked_for, offered
 from .in_force import in_force as _by_settings
 from .registry import entries, is_tested
 from .settings import PREFIX, Settings
@@ -121,7 +121,8 @@ def install(
     Args:
         features: names of features, as a list or a comma-separated string, ``-name`` to take one
             away from all; ``None``: ``PRECISION_SHIM_FEATURES``, else all.
-        frameworks: names of frameworks; ``None``: ``PRECISION_SHIM_FRAMEWORKS``, else all.
+        frameworks: names of frameworks; ``None``: ``PRECISION_SHIM_FRAMEWORKS``, else all but
+            ``megatron``, which only its name asks for.
         strict: a refusal is an error; ``None``: whether ``PRECISION_SHIM=strict``.
         settings: the variables by their lower-case names without the prefix, such as
             ``{"optimizer_states": "follow-model"}``.
@@ -181,7 +182,7 @@ def _install(
         if _current is None:
             _bad_start = ""
             _journal.verbosity = resolved["log"]
-            _current = session = _Session(resolved, known)
+            _current = session = _Session(resolved, offered(known, resolved))
             session.start()
             if _current is not session:
                 return None
@@ -211,7 +212,7 @@ def start(*, export: bool = False) -> None:
                 _journal.say(_bad_start)
                 if os.environ.get(PREFIX, "").strip().lower() == "strict":
                     defaults = _settings.resolve(features=(), strict=True, environ={})
-                    _current = _Session(defaults, entries(), error)
+                    _current = _Session(defaults, offered(entries(), defaults), error)
                     _current.start()
     except (Exception, SystemExit) as error:  # a defect of ours must not end the process
         _journal.say(f"not installed: {error!r}")

@@ -212,7 +212,7 @@ class Adapter:
     def of(cls, record: Framework, *, seams: tuple[Seam, ...], paths: Mapping[str, str]) -> Adapter:
         """Make an adapter from a framework's record, which has every field but seams and paths."""
         said: dict[str, Any] = {**vars(record), "seams": seams, "paths": paths}
-        del said["adapter"]
+        del said["adapter"], said["by_name"]
         return cls(**said)
 
     def check(self, features: Iterable[str]) -> None:

@@ -93,7 +93,9 @@ def looking_at(source: Source) -> Iterator[None]:
 def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
-    It does not ask our own finders: a lookup must not wake an adapter.
+    It does not ask our own finders: a lookup must not wake an adapter. Nor wrapt's, also where
+    another package carries its own wrapt: they find nothing themselves, import the parents, and
+    lose the hooks of a module that its parent imports.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
@@ -104,7 +106,7 @@ def find_spec(name: str) -> ModuleSpec | None:
         spec = getattr(loaded, "__spec__", None)
         if spec is None:
             for finder in list(sys.meta_path):
-                if getattr(finder, "finds_nothing", False) or not hasattr(finder, "find_spec"):
+                if not hasattr(finder, "find_spec") or _only_watches(finder):
                     continue
                 try:
                     spec = finder.find_spec(full, path)
@@ -117,6 +119,10 @@ def find_spec(name: str) -> ModuleSpec | None:
         locations = getattr(loaded, "__path__", None) or spec.submodule_search_locations
         path = list(locations) if locations is not None else []
     return spec
+
+
+def _only_watches(finder: object) -> bool:
+    return getattr(finder, "finds_nothing", False) or type(finder).__name__ == "ImportHookFinder"
 
 
 def _namespace(name: str, path: Sequence[str]) -> ModuleSpec | None:

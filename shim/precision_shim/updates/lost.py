@@ -62,7 +62,7 @@ class Group:
         weights: counts for the stored weights: the master weights where there are any, else the
             parameters.
         exp_avg_sq: counts for the second moment; ``None`` where the optimizer has none.
-        rollout: counts for the 16-bit copies that rollout engines get; ``None`` without copies.
+        rollout: counts for the copies that rollout engines get; ``None`` without copies.
     """
 
     group: int
@@ -82,11 +82,14 @@ class Figures:
         step: number of the step, counted from when the meter was attached.
         every: number of steps from one measurement to the next.
         groups: the parameter groups whose updates were not all zero.
+        merged: counts for the copies of the matrices that LoRA is merged into, whose updates are
+            the changes of the factors' product; ``None`` where LoRA is not merged.
     """
 
     step: int
     every: int
     groups: tuple[Group, ...]
+    merged: Count | None = None
 
     def share(self, name: str) -> float | None:
         """The share of lost updates over all groups, each group weighted by its elements.
@@ -103,6 +106,7 @@ class Figures:
             "every": self.every,
             **{name: self.share(name) for name in METRICS},
             "groups": [asdict(one) for one in self.groups],
+            "merged": None if self.merged is None else asdict(self.merged),
         }
 
 
@@ -114,12 +118,14 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
         name: see ``Figures.share``.
     """
     updates = lost = 0.0
-    for group in (group for one in figures for group in one.groups):
-        count: Count | None = getattr(group, name)
-        if count is not None:
-            weight = group.elements / group.sampled
-            updates += weight * count.updates
-            lost += weight * count.lost
+    for one in figures:
+        counts = [(group.elements / group.sampled, getattr(group, name)) for group in one.groups]
+        if name == "rollout":  # groups have none of it where LoRA is merged
+            counts.append((1.0, one.merged))
+        for weight, count in counts:
+            if count is not None:
+                updates += weight * count.updates
+                lost += weight * count.lost
     return lost / updates if updates else None
 
 
@@ -145,6 +151,9 @@ def lines(updates: Mapping[str, Any]) -> Iterator[str]:
         yield f"  group {one['group']}, lr {one['lr']:g}: {shares}"
     if len(groups) > _SHOWN:
         yield f"  and {len(groups) - _SHOWN} more groups"
+    merged = updates.get("merged")
+    if merged is not None and merged["updates"]:
+        yield f"  LoRA merged: rollout {_percent(merged)} ({merged['dtype']})"
 
 
 def brief(figures: Figures) -> str:

@@ -19,12 +19,10 @@ from ..errors import PrecisionShimWarning
 from ..precision.dtypes import name_of
 from ..reporting import journal as _journal
 from . import lost, meters
+from .copies import Chain, Copies, named
 from .lost import Count, Figures, Group
 from .rules import Rule, Sampled, Taken, UnknownRuleError
 from .sampling import MOST_ELEMENTS, Sample
-
-Copies = Sequence[Sequence["torch.dtype | None"]]
-"""For each parameter of each group the dtype of its copy for rollout engines."""
 
 
 @dataclass
@@ -34,7 +32,7 @@ class _Before:
     Attributes:
         group: number of the group.
         tensors: the parameters, each with its ``Taken``.
-        copy: dtype of the parameters' copies for rollout engines; ``None`` without copies.
+        copy: roundings of the parameters' copies for rollout engines; ``None`` without copies.
         updates: whether the update is not zero, for each element.
         weights: the stored weights.
         decays: whether the update makes the second moment smaller, for each element; ``None``
@@ -46,7 +44,7 @@ class _Before:
 
     group: int
     tensors: list[tuple[torch.Tensor, Taken]]
-    copy: torch.dtype | None
+    copy: Chain | None
     updates: torch.Tensor
     weights: torch.Tensor
     decays: torch.Tensor | None
@@ -60,14 +58,14 @@ class _Counted:
     """What one vector of counts describes.
 
     Attributes:
-        group: number of the group.
+        group: number of the group; ``None`` for matrices that LoRA is merged into.
         sampled: number of elements in the sample.
         stored: how the weights are stored.
         exp_avg_sq: dtype of the second moment; empty without one.
-        copy: dtype of the copies for rollout engines; empty without copies.
+        copy: how the copies for rollout engines are stored; empty without copies.
     """
 
-    group: int
+    group: int | None
     sampled: int
     stored: str
     exp_avg_sq: str
@@ -100,7 +98,7 @@ class Meter:
         stepper: the optimizer.
         every: number of steps from one measurement to the next.
         names: framework and version, and the part's name, for messages.
-        copies: dtypes of the copies for rollout engines.
+        copies: what the model says of the copies for rollout engines.
         on_figures: called with the meter when there are new figures.
 
     Attributes:
@@ -155,7 +153,10 @@ class Meter:
         # The hooks stay registered: removing one here would break torch's loop over the hooks.
         self.unmeasured = reason
         self._before, self._pending, self._sample = [], None, None
-        tell(f"{', '.join(self.names)}: lost updates are not measured: {reason}")
+        self._say(f"lost updates are not measured: {reason}")
+
+    def _say(self, what: str) -> None:
+        tell(f"{', '.join(self.names)}: {what}")
 
     # -- before the step ---------------------------------------------------------------------------
 
@@ -178,6 +179,10 @@ class Meter:
         if self._sample is None or not self._sample.fits(groups, budget):
             self._sample = Sample(groups, budget)
         found = []
+        rollout = meters.rollout_of(optimizer)
+        reason = self._copies.merged.take(rollout) if rollout is not None else ""
+        if reason:
+            self._say(f"the lost updates of the rollout's copies are not measured: {reason}")
         for number, group in enumerate(optimizer.param_groups):
             alike: dict[Any, list[tuple[torch.Tensor, Taken]]] = {}
             for place, at in self._sample.taken[number].items():
@@ -185,7 +190,7 @@ class Meter:
                 if self._rule.gradient(optimizer, parameter) is None:
                     continue
                 if parameter.dtype.is_floating_point:
-                    key = parameter.device, self._copy(number, place)
+                    key = parameter.device, self._copies.chain(number, place, rollout)
                     alike.setdefault(key, []).append((parameter, at))
             found += [
                 self._take_some(optimizer, number, group, tensors, copy)
@@ -199,7 +204,7 @@ class Meter:
         number: int,
         group: Mapping[str, Any],
         tensors: list[tuple[torch.Tensor, Taken]],
-        copy: torch.dtype | None,
+        copy: Chain | None,
     ) -> _Before:
         sampled = self._read_sample(optimizer, group, tensors)
         ideal = self._rule.ideal(optimizer, group, sampled)
@@ -215,12 +220,6 @@ class Meter:
             self._rollout(tensors, copy, sampled.weights),
             group["lr"],
         )
-
-    def _copy(self, group: int, place: int) -> torch.dtype | None:
-        try:
-            return self._copies[group][place]
-        except IndexError:  # a group or a parameter that was added after attach()
-            return None
 
     def _read_sample(
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
@@ -251,15 +250,17 @@ class Meter:
     @staticmethod
     def _rollout(
         tensors: Sequence[tuple[torch.Tensor, Taken]],
-        copy: torch.dtype | None,
+        copy: Chain | None,
         weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """The copies for rollout engines: parameters of that dtype, or the rounded weights."""
+        """The copies for rollout engines: of parameters of the first dtype, or of the weights."""
         if copy is None:
             return None
-        if all(parameter.dtype is copy for parameter, _ in tensors):
-            return torch.cat([at.raw(parameter) for parameter, at in tensors])
-        return weights.to(copy)
+        if all(parameter.dtype is copy[0] for parameter, _ in tensors):
+            weights = torch.cat([at.raw(parameter) for parameter, at in tensors])
+        for dtype in copy:
+            weights = weights.to(dtype)
+        return weights
 
     # -- after it ----------------------------------------------------------------------------------
 
@@ -279,6 +280,12 @@ class Meter:
             vectors, about = rows.setdefault(one.weights.device, ([], []))
             vectors.append(self._count(optimizer, one))
             about.append(self._describe(optimizer, one))
+        for device, changed, stale, sampled, chain in self._copies.merged.compare():
+            vectors, about = rows.setdefault(device, ([], []))
+            none = torch.zeros_like(changed)
+            counts = torch.stack([changed, none, none, none, stale, none]).double()
+            vectors.append(counts)
+            about.append(_Counted(None, sampled, "", "", named(chain)))
         arriving = []
         for device, (vectors, about) in rows.items():
             counts = torch.stack(vectors)
@@ -323,7 +330,7 @@ class Meter:
             sum(at.count for _, at in one.tensors),
             _join(self._rule.stored(optimizer, p) for p in parameters),
             _join(map(name_of, second)) if one.decays is not None else "",
-            name_of(one.copy) if one.copy is not None else "",
+            named(one.copy) if one.copy is not None else "",
         )
 
     # -- a step later ------------------------------------------------------------------------------
@@ -335,9 +342,11 @@ class Meter:
         self._pending = None
         sizes = self._sample.sizes if self._sample is not None else []
         rows: dict[int, list[tuple[list[float], _Counted]]] = {}
+        merged: list[tuple[list[float], _Counted]] = []
         for counts, _, about in pending.arriving:
             for numbers, one in zip(counts.tolist(), about, strict=True):
-                rows.setdefault(one.group, []).append((numbers, one))
+                kind = merged if one.group is None else rows.setdefault(one.group, [])
+                kind.append((numbers, one))
         groups = [_group(number, sizes[number], some) for number, some in sorted(rows.items())]
         # A skipped step updates nothing: keep the figures of the step before.
         moved = tuple(
@@ -347,7 +356,7 @@ class Meter:
         )
         if not moved:
             return
-        self.figures = Figures(pending.step, self.every, moved)
+        self.figures = Figures(pending.step, self.every, moved, _copied(merged))
         self._judge(self.figures)
         if self._on_figures is not None:
             self._on_figures(self)
@@ -377,14 +386,10 @@ def _join(names: Iterable[str]) -> str:
 
 
 def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counted]]) -> Group:
-    updates, missed, decays, stuck, stale = (
-        sum(int(numbers[column]) for numbers, _ in rows) for column in range(5)
+    updates, missed, decays, stuck = (
+        sum(int(numbers[column]) for numbers, _ in rows) for column in range(4)
     )
     second = _join(one.exp_avg_sq for _, one in rows if one.exp_avg_sq)
-    copied = [(numbers, one) for numbers, one in rows if one.copy]
-    copies = Count(
-        _join(one.copy for _, one in copied), sum(int(numbers[0]) for numbers, _ in copied), stale
-    )
     return Group(
         group=number,
         lr=rows[0][0][-1],
@@ -392,8 +397,17 @@ def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counte
         sampled=sum(one.sampled for _, one in rows),
         weights=Count(_join(one.stored for _, one in rows), updates, missed),
         exp_avg_sq=Count(second, decays, stuck) if second else None,
-        rollout=copies if copied else None,
+        rollout=_copied(rows),
     )
+
+
+def _copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
+    """The counts for the copies that rollout engines get."""
+    copied = [(numbers, one) for numbers, one in rows if one.copy]
+    if not copied:
+        return None
+    updates, stale = (sum(int(numbers[column]) for numbers, _ in copied) for column in (0, 4))
+    return Count(_join(one.copy for _, one in copied), updates, stale)
 
 
 def tell(text: str) -> None:

@@ -221,3 +221,18 @@ def test_looking_wakes_none_of_our_finders(rich):
         for one in finders:
             one.remove()
     assert seen == []
+
+
+def test_looking_keeps_the_import_hooks_of_others(write_modules):
+    """wrapt's own finder would import the parent, and then lose the hook of what that imports."""
+    import wrapt
+
+    write_modules({"toy/__init__.py": "import toy.ops", "toy/ops.py": "def f(a):\n    pass\n"})
+    seen = []
+    wrapt.register_post_import_hook(lambda module: seen.append(module.__name__), "toy.ops")
+    assert look("toy.ops:f").parameters == ("a",)
+    assert "toy" not in sys.modules
+    import toy
+
+    assert seen == ["toy.ops"]
+    assert toy

@@ -217,10 +217,17 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     config = copy.copy(config)
     for key, value in fields.items():
         setattr(config, key, value)
-    # From 0.5 Megatron-Bridge validates, and computes derived fields, in ``finalize``.
-    check_again = getattr(config, "finalize", None) or config.__post_init__
-    check_again()
+    check_again(config)
     return config
+
+
+def check_again(config: Any) -> None:
+    """Validate a finished OptimizerConfig again, for a framework that has set fields on it.
+
+    Dtype names become dtypes, and the fields that Megatron derives from others fit them.
+    """
+    # From 0.5 Megatron-Bridge validates, and computes derived fields, in ``finalize``.
+    (getattr(config, "finalize", None) or config.__post_init__)()
 
 
 # -- config, parameters and buckets compared ---------------------------------------------------

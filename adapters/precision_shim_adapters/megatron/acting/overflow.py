@@ -1,16 +1,19 @@
 """fp16 on Megatron-core: an overflow skips the step in every framework.
 
 Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
-the step and saves its scaler's state. Three things are missing: frameworks take the
-``(False, None, None)`` of a skipped step for a failure, no one counts the skipped steps, and the
-loss scales of the chained optimizers of a mixture of experts drift apart.
+the step and saves its scaler's state. Four things are missing: frameworks take the
+``(False, None, None)`` of a skipped step for a failure, no one counts the skipped steps, the loss
+scales of the chained optimizers of a mixture of experts drift apart, and a trainer that calls
+``prepare_grads`` before ``step``, which calls it again, unscales twice.
 
 Why these seams. Every framework's step ends in ``ChainedOptimizer.step`` or, unchained, in
 ``MixedPrecisionOptimizer.step``. The shim changes their return value there, and only for an
 optimizer whose adapter called ``skipping`` or ``answer_skips``.
-``ChainedOptimizer.prepare_grads`` runs after all scalers of a step checked for an overflow and
-before any optimizer steps. ``DynamicGradScaler.__init__`` takes the two factors that no config has
-a field for. (The DDP's check of gradients would end the job before Megatron skips: see ``ddp``.)
+Some trainers skip by themselves and leave ``step`` out, so the steps are counted where all of them
+ask for an overflow: in ``prepare_grads``. That of a chain runs after all scalers of a step checked
+for an overflow and before any optimizer steps. ``DynamicGradScaler.__init__`` takes the two factors
+that no config has a field for. (The DDP's check of gradients would end the job before Megatron
+skips: see ``ddp``.)
 
 Deliberately not patched: ``ConstantGradScaler`` (the user chose a static ``loss_scale``, and where
 it overflows the framework raises its own error), and 0.18's threshold on the gradient norm, which
@@ -38,9 +41,10 @@ from precision_shim.scaling import SkipCounter
 from ..deciding.scaler import describe_scaler, factors_set
 from ..deciding.wishes import GROUP, SCALING
 from .build import current_build, megatron_label
+from .scaled import tell_unscaled
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
-_SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
+SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 
 
 # -- the scalers of an optimizer ---------------------------------------------------------------
@@ -104,8 +108,14 @@ _succeeds: ContextVar[bool | None] = ContextVar("precision_shim_skip_succeeds", 
 """The success flag of a skipped step: written by ``skipping``, read by ``answer_step``."""
 
 _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
-"""Maps an optimizer to its account: written by ``answer_step`` and ``answer_skips``, read by
-``metrics``."""
+"""Maps an optimizer to its account: written by ``prepare_once`` and ``answer_skips``, read by
+``answer_step`` and ``metrics``."""
+
+
+def _account(optimizer: Any) -> Account | None:
+    """An optimizer's account; for a chain that has none, that of the first optimizer in it."""
+    known = (_accounts.get(one) for one in (optimizer, *_unchain(optimizer)))
+    return next((one for one in known if one is not None), None)
 
 
 @contextmanager
@@ -145,7 +155,7 @@ def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
     optional=True,
 )
 def answer_a_skip(call: Call) -> Any:
-    """Count a step, and return for a skipped step what the framework can handle.
+    """Return for a skipped step what the framework can handle.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -161,23 +171,21 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     Raises:
         LossScaleError: too many steps in a row were skipped.
     """
-    known, succeeds = _accounts.get(optimizer), _succeeds.get()
+    known, succeeds = _account(optimizer), _succeeds.get()
     if succeeds is None and known is not None:
         succeeds = known.succeeds
-    scalers = dynamic_scalers(optimizer) if succeeds is not None else []
-    if not scalers:
-        return step()
-    account = _accounts.setdefault(optimizer, Account())
-    account.scale = scale_of(scalers[0])
-    successful, grad_norm, zeros = step()
+    try:
+        result = step()
+    finally:
+        _forget(optimizer)
+    if succeeds is None or not dynamic_scalers(optimizer):
+        return result
+    successful, grad_norm, zeros = result
     # megatron-core 0.18 also fails a step over its threshold on the gradient norm, and returns
     # the norm; an overflow returns None.
-    skipped = not successful and grad_norm is None
-    account.counter.note(skipped, account.scale)
-    if skipped:
-        _make_states(optimizer)
-        return succeeds, math.nan, zeros
-    return successful, grad_norm, zeros
+    if successful or grad_norm is not None:
+        return result
+    return succeeds, math.nan, zeros
 
 
 def _make_states(optimizer: Any) -> None:
@@ -209,7 +217,7 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
         prefix: goes before the names.
         from_start: whether to report before the first step too, the step most likely skipped.
     """
-    account = _accounts.get(optimizer) if optimizer is not None else None
+    account = _account(optimizer) if optimizer is not None else None
     if account is None or math.isnan(account.scale):
         scalers = dynamic_scalers(optimizer) if from_start and optimizer is not None else []
         if not scalers:
@@ -266,11 +274,113 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
     return tuple(value for key, value in sorted(scaler.state_dict().items()) if key != "scale")
 
 
+# -- gradients prepared once -------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Answer:
+    """Whether an optimizer found an overflow in the gradients that it has prepared.
+
+    Attributes:
+        found: whether it did.
+        parts: the answers of the optimizers in a chain; empty for a single optimizer.
+    """
+
+    found: bool
+    parts: list[_Answer | None]
+
+
+_answers: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
+"""Maps an optimizer to its answer while its gradients are prepared and not yet used: written by
+``prepare_once``, deleted by ``_forget``."""
+
+_in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=False)
+"""Whether a chain prepares its optimizers: the chain counts the step, not each of them."""
+
+
+def _parts(optimizer: Any) -> list[_Answer | None]:
+    return [
+        _answers.get(one)
+        for one in _unchain(optimizer)
+        if one is not optimizer and dynamic_scalers(one)
+    ]
+
+
+def _forget(optimizer: Any) -> None:
+    for one in _unchain(optimizer):  # a chain's answer holds as long as those of all its parts
+        _answers.pop(one, None)
+
+
+@seam(
+    feature=SCALING,
+    at=[
+        f"{_OPTIMIZER}:ChainedOptimizer.prepare_grads",
+        f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads",
+    ],
+    group=GROUP,
+    why="step() calls it again after trainers that ask for an overflow first, and each call "
+    "unscales the fp32 gradients of the bucket and moves the growth tracker",
+    delete_when="Megatron's step() takes gradients that are already prepared",
+    relies_on=("step_with_ready_grads",),
+    optional=True,
+)
+def prepare_once(call: Call) -> Any:
+    """Prepare the gradients of a step once, and count the step.
+
+    Without a dynamic scaler every call goes through: some trainers prepare an optimizer several
+    times without ``zero_grad``.
+
+    Raises:
+        LossScaleError: too many steps in a row were skipped.
+    """
+    optimizer = call.instance
+    scalers = dynamic_scalers(optimizer)
+    if not scalers:
+        return call.proceed()
+    known = _answers.get(optimizer)
+    if known is not None and known.parts == _parts(optimizer):
+        return known.found
+    scale, alone = scale_of(scalers[0]), not _in_chain.get()
+    token = _in_chain.set(True)
+    try:
+        found = call.proceed()
+    finally:
+        _in_chain.reset(token)
+    _answers[optimizer] = _Answer(found, _parts(optimizer))
+    if alone:
+        if scale != 1.0:
+            tell_unscaled(_unchain(optimizer))
+        account = _accounts.setdefault(optimizer, Account())
+        account.scale = scale
+        if found:
+            _make_states(optimizer)
+        account.counter.note(found, scale)
+    return found
+
+
+@seam(
+    feature=SCALING,
+    at=[
+        f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
+        f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.zero_grad",
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.zero_grad",
+    ],
+    group=GROUP,
+    why="the gradients are used or gone; a trainer that skips by itself calls only zero_grad",
+    delete_when="Megatron's step() takes gradients that are already prepared",
+    optional=True,
+)
+def forget_answer(call: Call) -> Any:
+    """Prepare the next gradients anew."""
+    _forget(call.instance)
+    return call.proceed()
+
+
 # -- the scaler's factors ------------------------------------------------------------------------
 
 
 @seam(
-    _SCALER,
+    SCALER,
     SCALING,
     group=GROUP,
     why="growth and backoff factor are constants in Megatron's call; no config reaches them",

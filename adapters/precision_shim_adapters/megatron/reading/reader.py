@@ -158,7 +158,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         lower = beneath.get(stepped, stepped)
         if lower is not stepped:
             masters.append(lower)
-        owned = Owned(model.dtype, stepped, tuple(masters))
+        owned = Owned(model.dtype, stepped, tuple(masters), parameter=model)
         state = states.get(id(lower)) if steppers else None
         owned.take(inner.state.get(stepped, {}) if state is None else state)
         reading.owned.append(owned)

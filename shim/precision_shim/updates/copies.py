@@ -1,0 +1,105 @@
+"""Which copies of a model's weights a rollout engine gets, and how each of them is rounded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..auditing.reading import SIXTEEN_BIT, Owned, Reading
+from ..precision.dtypes import name_of
+from .merged import Merged
+from .meters import Rollout
+
+Chain = tuple[torch.dtype, ...]
+"""The dtypes that a number is rounded to, one after the other."""
+
+_KEPT = re.compile(r"(^|\.)((gate|router)\.[^.]+|e_score_correction_bias|A_log|dt_bias)$")
+"""Names of parameters that engines keep in fp32 for many models, whatever their own dtype is:
+routers, and a state-space layer's."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What the model says of the copies that rollout engines get.
+
+    Attributes:
+        own: for each parameter of each group, its own 16-bit dtype in the model; empty for an fp32
+            parameter, ``None`` for one that has no copy of a known dtype.
+        otherwise: the dtype of an fp32 parameter's copy where nobody named the rollout's.
+        merged: samples the matrices that LoRA is merged into.
+    """
+
+    own: Sequence[Sequence[Chain | None]]
+    otherwise: torch.dtype
+    merged: Merged
+
+    def chain(self, group: int, place: int, rollout: Rollout | None) -> Chain | None:
+        """The roundings of a parameter on its way to the engine; ``None`` without a copy."""
+        try:
+            own = self.own[group][place]
+        except IndexError:  # a group or a parameter that was added after attach()
+            return None
+        if own is None or (rollout is not None and (rollout.merged or not rollout.dtypes)):
+            return None
+        if rollout is None:
+            return own or (self.otherwise,)
+        chain = (*own, *rollout.dtypes)
+        return tuple(b for a, b in zip((None, *chain), chain, strict=False) if a is not b)
+
+
+def named(chain: Chain) -> str:
+    """A copy's dtype, and what it was rounded to before, such as ``"fp16 over bf16"``."""
+    return " over ".join(name_of(one) for one in reversed(chain))
+
+
+def copies_of(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> Copies:
+    """What a model says of the copies of the weights that an optimizer steps.
+
+    Args:
+        reading: the optimizer's reading.
+        stepper: the torch optimizer inside.
+        model: the model's modules, or ``None``.
+    """
+    by_tensor = {id(one.stepped): one for one in reading.owned}
+    in_model = {p.dtype for p in (*reading.trainable, *_parameters(model))} & set(SIXTEEN_BIT)
+    otherwise = next(iter(in_model)) if len(in_model) == 1 else _compute_dtype(model)
+    names = ((name, p) for chunk in _chunks(model) for name, p in chunk.named_parameters())
+    kept = {id(p) for name, p in names if _KEPT.search(name)}
+    own = [
+        [_own_dtype(by_tensor.get(id(p)), kept) for p in group["params"]]
+        for group in stepper.param_groups
+    ]
+    return Copies(own, otherwise, Merged(_chunks(model)))
+
+
+def _own_dtype(owned: Owned | None, kept: set[int]) -> Chain | None:
+    if owned is None or owned.dtype is torch.float32:
+        own: Chain | None = ()
+    else:
+        own = (owned.dtype,) if owned.dtype in SIXTEEN_BIT else None
+    return None if owned is not None and id(owned.parameter) in kept else own
+
+
+def _chunks(model: Any) -> list[torch.nn.Module]:
+    several = model if isinstance(model, (list, tuple)) else [model]
+    return [one for one in several if isinstance(one, torch.nn.Module)]
+
+
+def _parameters(model: Any) -> list[torch.Tensor]:
+    return [p for chunk in _chunks(model) for p in chunk.parameters() if p.requires_grad]
+
+
+def _compute_dtype(model: Any) -> torch.dtype:
+    """FSDP's 16-bit compute dtype; where it has none, bf16, the default of rollout engines."""
+    for module in (module for chunk in _chunks(model) for module in chunk.modules()):
+        state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for it
+        policy = getattr(state(), "_mp_policy", None) if callable(state) else None
+        for mixed in (policy, getattr(module, "mixed_precision", None)):
+            dtype = getattr(mixed, "param_dtype", None)
+            if dtype in SIXTEEN_BIT:
+                return dtype  # type: ignore[no-any-return]
+    return torch.bfloat16

@@ -1,0 +1,204 @@
+"""LoRA that is merged on its way to a rollout engine: how many changes of B@A the copies lost.
+
+The copy of a matrix W is W + scale * B@A, rounded. The meter takes random elements of each matrix,
+and reads the rows of B and the columns of A that they need, before and after the optimizer's step.
+That needs whole factors: where ranks share them, only a collective could bring them together, and
+nothing is measured.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..auditing.reading import local
+from ..precision.dtypes import name_of
+from .meters import Rollout
+from .sampling import allot
+
+MOST_ELEMENTS = 1 << 14
+"""Maximum number of elements that are measured, over all matrices."""
+
+MOST_LAYERS = 64
+"""Maximum number of matrices that are measured."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer with LoRA.
+
+    Attributes:
+        base: the matrix beneath.
+        a: the factor that the input meets first.
+        b: the other factor.
+        scale: what their product is multiplied by.
+        product: the dtype in which the framework computes the product.
+    """
+
+    base: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+    product: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A layer before a step: its sample, the product there, and the copies."""
+
+    layer: Layer
+    rows: torch.Tensor
+    columns: torch.Tensor
+    product: torch.Tensor
+    copies: torch.Tensor
+
+
+class Merged:
+    """Samples the matrices of a model that LoRA is merged into.
+
+    Args:
+        chunks: the model's modules; kept by weak references.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._chunks = [weakref.ref(one) for one in chunks]
+        self._before: list[_Before] = []
+        self._dtypes: tuple[torch.dtype, ...] = ()
+        self._places: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._said = False
+
+    def take(self, rollout: Rollout) -> str:
+        """Read the copies before a step, if LoRA is merged on the way to the rollout.
+
+        Args:
+            rollout: how the weights reach the rollout engine.
+
+        Returns:
+            Why nothing is measured, the first time; else an empty string.
+        """
+        self._before, self._dtypes = [], rollout.dtypes
+        if not (rollout.merged and rollout.dtypes):
+            return ""
+        layers, reason = lora_layers([one for ref in self._chunks if (one := ref()) is not None])
+        layers = layers[:: -(-len(layers) // MOST_LAYERS) or 1]
+        for layer, (rows, columns) in zip(layers, self._sample(layers), strict=True):
+            product, copies = self._read(layer, rows, columns)
+            self._before.append(_Before(layer, rows, columns, product, copies))
+        if layers or self._said:
+            return ""
+        self._said = True
+        return reason
+
+    def compare(self) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, int, Any]]:
+        """Read the copies after the step; counts on the device, layer by layer.
+
+        Yields:
+            Device, number of elements whose product changed, number of these whose copy did not,
+            number of elements, and the roundings.
+        """
+        before, self._before = self._before, []
+        for one in before:
+            product, copies = self._read(one.layer, one.rows, one.columns)
+            changed = product != one.product
+            stale = (changed & (copies == one.copies)).sum()
+            chain = (one.layer.base.dtype, *self._dtypes)
+            kept = chain[1:] if chain[0] in (chain[1], torch.float32) else chain
+            yield product.device, changed.sum(), stale, len(one.rows), kept
+
+    def _read(
+        self, layer: Layer, rows: torch.Tensor, columns: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def some(factor: torch.Tensor, axis: int, at: torch.Tensor) -> torch.Tensor:
+            taken = local(factor).detach().index_select(axis, at)
+            return taken.to(layer.product).double()
+
+        exact = (some(layer.b, 0, rows) * some(layer.a, 1, columns).T).sum(1)
+        change = (exact.to(layer.product).double() * layer.scale).to(layer.product)
+        base = local(layer.base).detach()[rows, columns]
+        copies = (base.double() + change.double()).to(base.dtype)
+        for dtype in self._dtypes:
+            copies = copies.to(dtype)
+        return exact, copies
+
+    def _sample(self, layers: Sequence[Layer]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        key = tuple((one.base.shape, one.base.device) for one in layers)
+        if key not in self._places:
+            generator = torch.Generator("cpu").manual_seed(0)
+            self._places = {key: []}
+            sizes = [one.base.numel() for one in layers]
+            for layer, count in zip(layers, allot(sizes, MOST_ELEMENTS), strict=True):
+                drawn = (
+                    torch.randint(size, (count,), generator=generator, device="cpu")
+                    for size in layer.base.shape
+                )
+                device = local(layer.base).device
+                rows, columns = (one.to(device, non_blocking=True) for one in drawn)
+                self._places[key].append((rows, columns))
+        return self._places[key]
+
+
+def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
+    """The layers with LoRA whose copies can be computed; why the others cannot.
+
+    Args:
+        chunks: a model's modules.
+    """
+    layers, reasons = [], []
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if not (hasattr(module, "lora_A") and hasattr(module, "lora_B")):
+            continue
+        found = _of_peft(module) if hasattr(module, "base_layer") else _of_automodel(module)
+        if isinstance(found, Layer):
+            found = _checked(found)
+        if isinstance(found, Layer):
+            layers.append(found)
+        else:
+            reasons.append(found)
+    return layers, reasons[0] if reasons else "no LoRA layer of a known kind is in the model"
+
+
+def _of_peft(module: Any) -> Layer | str:
+    """A layer of peft's."""
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    if len(active) != 1 or getattr(module, "merged_adapters", None):
+        return "a layer has another number of active LoRA adapters than one, or a merged one"
+    (name,) = active
+    plain = not (
+        getattr(module, "use_dora", {}).get(name)
+        or getattr(module, "lora_variant", {}).get(name)
+        or getattr(module, "lora_bias", {}).get(name)
+        or getattr(module, "fan_in_fan_out", False)
+    )
+    if not plain:
+        return "a layer's LoRA is a variant, such as DoRA"
+    a, b = module.lora_A[name].weight, module.lora_B[name].weight
+    return Layer(module.get_base_layer().weight, a, b, float(module.scaling[name]), b.dtype)
+
+
+def _of_automodel(module: Any) -> Layer | str:
+    """A layer of NeMo Automodel's, which computes the product in the dtype of the matrix."""
+    base, scale = getattr(module, "weight", None), getattr(module, "scale", None)
+    a, b = (getattr(one, "weight", None) for one in (module.lora_A, module.lora_B))
+    known = isinstance(scale, (int, float)) and not getattr(module, "use_dora", False)
+    if known and all(isinstance(one, torch.Tensor) for one in (base, a, b)):
+        return Layer(base, a, b, float(scale), base.dtype)  # type: ignore[arg-type, union-attr]
+    return f"{type(module).__name__} is no LoRA layer of a known kind"
+
+
+def _checked(layer: Layer) -> Layer | str:
+    tensors = (layer.base, layer.a, layer.b)
+    if any(one.ndim != 2 for one in tensors):
+        return "a layer with LoRA is no matrix"
+    if any(local(one).shape != one.shape for one in tensors):
+        return "the factors of LoRA are sharded over the ranks, so that no rank has a whole product"
+    odd = [one.dtype for one in tensors if not one.is_floating_point() or one.element_size() == 1]
+    if odd:
+        return f"a matrix with LoRA is in {name_of(odd[0])}"
+    (rows, rank), (same, columns) = layer.b.shape, layer.a.shape
+    if rank != same or layer.base.shape != (rows, columns):
+        return "a layer's matrix and the product of its LoRA factors have different shapes"
+    return layer

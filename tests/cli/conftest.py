@@ -1,0 +1,6 @@
+"""The demo is in no wheel: these tests import it from the clone."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))

@@ -1,0 +1,104 @@
+"""Trainers that ask for an overflow before Megatron's step, which asks again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim_adapters.megatron import metrics
+
+from .training import OVERFLOW, SCALE, Trainer, fp16
+
+On = Callable[..., Any]
+
+
+def norms(trainer: Trainer, step: str, count: int = 3) -> list[float]:
+    return [getattr(trainer, step)(number) for number in range(count)]
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["one", "chained"])
+@pytest.mark.parametrize("fp32_bucket", [True, False], ids=["fp32-bucket", "fp16-bucket"])
+def test_the_norm_is_that_of_megatrons_own_step(
+    on: On, one_process: Any, fp32_bucket: bool, parts: int
+) -> None:
+    build = fp16(fp32_bucket=fp32_bucket)
+    right = norms(Trainer.of(build, parts), "plain")
+    unscaled = norms(Trainer.of(fp16(scale=1.0), parts), "plain")
+    unpatched = Trainer.of(build, parts)
+    wrong = norms(unpatched, "asking")
+    assert (wrong == right) == (not fp32_bucket)
+    assert [one._growth_tracker for one in unpatched.scalers] == [6] * len(unpatched.scalers)
+    if fp32_bucket:  # divided by the scale once more
+        assert wrong[0] == pytest.approx(right[0] / SCALE, rel=1e-3)
+        assert right == pytest.approx(unscaled, rel=1e-3)
+    on(features="fp16-scaling")  # the audit refuses fp16 buckets under strict
+    patched = Trainer.of(build, parts)
+    assert norms(patched, "asking") == right
+    assert [one._growth_tracker for one in patched.scalers] == [3] * len(patched.scalers)
+    assert metrics(patched.optimizer) == {"loss_scale": SCALE, "skipped_steps": 0.0}
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["one", "chained"])
+def test_a_skip_without_a_step_is_counted_once_and_ends(
+    on: On, one_process: Any, parts: int
+) -> None:
+    on()
+    trainer = Trainer.of(fp16(hysteresis=1), parts)
+    trainer.asking(0)
+    before = trainer.parameters()
+    assert math.isnan(trainer.asking(1, OVERFLOW))
+    assert all(map(torch.equal, before, trainer.parameters()))
+    # The scale of the step, not the one after it.
+    assert metrics(trainer.optimizer) == {"loss_scale": SCALE, "skipped_steps": 1.0}
+    assert [float(one.scale) for one in trainer.scalers] == [SCALE / 2] * len(trainer.scalers)
+    assert not math.isnan(trainer.asking(2))
+    assert metrics(trainer.optimizer) == {"loss_scale": SCALE / 2, "skipped_steps": 1.0}
+
+
+@pytest.mark.parametrize("step", ["plain", "asking"])
+def test_thirty_overflows_in_a_row_end_with_our_error(on: On, one_process: Any, step: str) -> None:
+    on()
+    trainer = Trainer.of(fp16())
+    for number in range(24):
+        assert math.isnan(getattr(trainer, step)(number, OVERFLOW))
+    with pytest.raises(precision_shim.LossScaleError, match="25 optimizer steps in a row"):
+        getattr(trainer, step)(24, OVERFLOW)
+
+
+def test_unpatched_nothing_ends_thirty_overflows(one_process: Any) -> None:
+    trainer = Trainer.of(fp16())
+    assert all(math.isnan(trainer.asking(number, OVERFLOW)) for number in range(30))
+
+
+def test_a_chain_asks_its_parts(on: On, one_process: Any) -> None:
+    """Whoever steps a part of a chain has used that part's gradients, and the chain's answer."""
+    on()
+    trainer = Trainer.of(fp16(), 2)
+    trainer.backward(0)
+    assert not trainer.optimizer.prepare_grads()
+    first, _ = trainer.optimizer.chained_optimizers
+    assert first.step()[0]
+    moved = first.grad_scaler._growth_tracker
+    trainer.backward(1)
+    trainer.optimizer.prepare_grads()
+    assert first.grad_scaler._growth_tracker == moved + 1
+
+
+def test_without_a_dynamic_scaler_every_call_goes_through(on: On, one_process: Any) -> None:
+    """As miles prepares the optimizers of several LoRA adapters without zero_grad."""
+    from ..audit import builds
+
+    on()
+    trainer = Trainer.of(builds.Build(config={"clip_grad": 1.0}))
+    trainer.backward(0)
+    (one,) = trainer.optimizer.chained_optimizers
+    prepared = []
+    own = one._copy_model_grads_to_main_grads
+    one._copy_model_grads_to_main_grads = lambda: (prepared.append(1), own())
+    assert [one.prepare_grads(), one.prepare_grads()] == [False, False]
+    assert len(prepared) == 2
