@@ -13,7 +13,8 @@ from ..fp16 import FEATURE
 from ..fp16.autocast import autocast_in_fp16
 from ..fp16.files import files_of_rank
 from ..fp16.states import states_of_no_step
-from .engines import AUTOMODEL, is_fp16, on, scale, tell_ignored, training_of
+from .engines import AUTOMODEL, is_fp16, on, scale, tell_ignored
+from .fsdp import training_of
 
 BECAUSE = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
 

@@ -78,7 +78,7 @@ def policy_of(module: Any) -> torch.dtype | None:
 
     for one in module.modules():
         if isinstance(one, FSDPModule):
-            found: torch.dtype | None = one._get_fsdp_state()._mp_policy.param_dtype  # type: ignore[no-untyped-call]
+            found: torch.dtype | None = one._get_fsdp_state()._mp_policy.param_dtype
             return found
     return None
 

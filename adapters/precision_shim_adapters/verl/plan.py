@@ -6,11 +6,8 @@ Hydra composes the config that the entry point's decorator names, without an imp
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,6 @@ from precision_shim.planning.values import (
     mapping,
     no_adapters,
     number_of,
-    said,
 )
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
@@ -33,14 +29,17 @@ from ..fp16.plan import ShardedModel, scaling
 from ..megatron import PRECISION_AWARE, Wishes
 from ..megatron.planning.plan import MegatronModel
 from ..megatron.planning.sizes import read_sizes
-from ..resolving import plain, tell_unresolved
+from ..resolving import tell_unresolved
 from ..rollout import FEATURE, problems_of
 from . import driver, fsdp, megatron, sections, sides, sync
+from .composing import SEARCH_PATH, compose, named_config
 from .planned import read_sharded
 
 _ENGINES = ("megatron", "fsdp", "fsdp2", "fsdp_turbo", "veomni", "automodel", "torchtitan")
-_FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
-_SEARCH_PATH = "hydra.searchpath"
+
+
+def _where() -> str:
+    return versioned("verl")
 
 
 def plan_job(job: Job) -> Request:
@@ -78,9 +77,9 @@ def plan_job(job: Job) -> Request:
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """Whether actor, reference model and rollout agree: as ``driver.compare_engines`` says it."""
-    directory, _, overrides = _named(job)
+    directory, _, overrides = named_config(job)
     own = sides.is_verls(str(directory)) and not any(
-        one.startswith(_SEARCH_PATH) for one in overrides
+        one.startswith(SEARCH_PATH) for one in overrides
     )
     written = sides.written_by(overrides, own=own)
     try:
@@ -108,97 +107,6 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         key = f"{sides.ROLLOUT}.checkpoint_engine.backend"
         problems.append(Problem("rollout-dtype", "rollout", key, message, remedy))
     return problems, notes
-
-
-def _where() -> str:
-    return f"verl {version_of('verl', ('verl',))}"
-
-
-# -- the config ------------------------------------------------------------------------------------
-
-
-def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
-    """The config of a job, with overrides.
-
-    Args:
-        job: the job.
-        unresolved: see ``plain``.
-
-    Raises:
-        PlanError: hydra cannot compose the config.
-    """
-    try:
-        from hydra import compose, initialize_config_dir
-        from hydra.core.global_hydra import GlobalHydra
-    except ImportError as error:
-        raise PlanError(
-            f"{_where()}: its configs need hydra ({error}). Install verl's requirements."
-        ) from error
-    directory, name, overrides = _named(job)
-    if job.source is None and not directory.is_dir():
-        raise PlanError(
-            f"{_where()}, {job.target}: there is no such module or file here; expected an entry "
-            "point of this version. Start from the directory that the job starts in."
-        )
-    if not directory.is_dir():
-        raise PlanError(
-            f"{_where()}: {directory}: there is no such directory of configs; expected the one "
-            f"that {job.target} names. Start from the directory that the job starts in."
-        )
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(directory.resolve()), version_base=None):
-            found: dict[str, Any] = plain(compose(name, overrides), unresolved=unresolved)
-    except Exception as error:  # hydra and omegaconf have many exception classes
-        raise PlanError(
-            f"{_where()}, {directory / name}.yaml: {said(error)}. Correct the override or the file."
-        ) from error
-    return found
-
-
-def _named(job: Job) -> tuple[Path, str, list[str]]:
-    """Directory and name of the config, and the overrides."""
-    flags: dict[str, str] = {}
-    overrides = []
-    words = iter(job.arguments)
-    for word in words:
-        found = _FLAG.match(word)
-        if found:
-            value = found.group(2) if found.group(2) is not None else next(words, "")
-            short = {"cn": "config-name", "cp": "config-path", "cd": "config-dir"}
-            flags[short.get(found.group(1), found.group(1))] = value
-        elif "=" in word or word.startswith("~"):
-            overrides.append(word)
-    path, name = _decorated(job.source)
-    beside = job.source.parent if job.source is not None else Path.cwd()
-    directory = beside / flags.get("config-path", path)
-    if "config-dir" in flags:
-        given = Path(flags["config-dir"])
-        wanted = flags.get("config-name", name).removesuffix(".yaml")
-        if (given / f"{wanted}.yaml").is_file():
-            directory = given
-        else:  # Hydra looks there for groups too
-            overrides.append(f"{_SEARCH_PATH}=[{given.resolve().as_uri()}]")
-    return directory, flags.get("config-name", name).removesuffix(".yaml"), overrides
-
-
-def _decorated(source: Path | None) -> tuple[str, str]:
-    """The arguments of an entry point's ``@hydra.main``, read from its source."""
-    found = {"config_path": "config", "config_name": "ppo_trainer"}
-    if source is None:
-        return found["config_path"], found["config_name"]
-    try:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise PlanError(
-            f"{source}: cannot be read: {error}; expected Python. Repair it."
-        ) from error
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
-            for keyword in node.keywords:
-                if keyword.arg in found and isinstance(keyword.value, ast.Constant):
-                    found[keyword.arg] = str(keyword.value.value)
-    return found["config_path"], found["config_name"]
 
 
 def _gpus(config: Mapping[str, Any]) -> int:
@@ -437,7 +345,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     compute = name_of(found.compute)
     scaled = scaling(job, compute, found.group, found.because, framework_default=fsdp.VERLS_SCALER)
     keys = {name: f"{section.engine_key}.{key}" for name, key in found.sizes.items()}
-    sizes = {
+    sizes: dict[str, Any] = {
         name: _number(engine, key, -1 if name == "shards" else 1) for name, key in keys.items()
     }
     if section.sequence > 1:  # the role's key is the older one; verl prefers it where it is not 1
