@@ -96,6 +96,8 @@ OF_A_TEXT = {
     "float16 trains without loss scaling": SCALING,
     "formed outside of its train_step": SCALING,
     "the shim cannot scale its loss": SCALING,
+    "it trains in another dtype, and the loss is not scaled": SCALING,
+    "writes nothing: its torchtitan engine saves only": CHECKPOINTS,
     "is no fp16 training here": SCALING,
     "mixed_precision.param_dtype=float16, but": SCALING,
     "expected …, found …": AUDIT,

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from ..rank_server import Ranks, rank_server
+from .conftest import VERL
 
 pytestmark = [
     pytest.mark.skipif(
@@ -27,7 +29,9 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
 ]
 
-ENGINES = ["veomni", "automodel", "torchtitan", "fsdp_turbo"]
+ENGINES = ["veomni", "automodel"]
+if Version("0.9.1") <= VERL:
+    ENGINES += ["torchtitan", "fsdp_turbo"]
 RECORD = "precision_shim_scaler.json"
 
 

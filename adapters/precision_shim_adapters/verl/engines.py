@@ -45,8 +45,10 @@ GROUPS = {
 }
 """Maps an engine to the group of its seams."""
 
-FROM_08 = (f"{SHARDED}._build_fsdp_module mentions _autocast_dtype",)
-"""What verl has from 0.8, whose engines the shim scales; those of 0.7.1 it refuses."""
+_FROM_0_9_0 = (f"{SHARDED}._merged_lora_per_tensor_param",)
+_FROM_0_9_1 = ("verl.workers.engine.fsdp.fsdp_turbo_impl",)
+SINCE = {VEOMNI: _FROM_0_9_0, AUTOMODEL: _FROM_0_9_0, TITAN: _FROM_0_9_1, TURBO: _FROM_0_9_1}
+"""Maps an engine to what the first verl has whose engine the shim scales; it refuses older ones."""
 
 _WHEN = "the engine scales fp16 losses"
 
@@ -58,7 +60,7 @@ def on(engine: str, **more: Any) -> dict[str, Any]:
         "group": GROUPS[engine],
         "delete_when": _WHEN,
         "optional": True,
-        "only_if": FROM_08,
+        "only_if": SINCE[engine],
         **more,
     }
 
@@ -192,8 +194,8 @@ def watch_engine(engine: Any) -> None:
 @seam(
     feature="audit",
     at=[
-        {"target": f"{VEOMNI}._build_model_optimizer", "group": GROUPS[VEOMNI]},
-        {"target": f"{AUTOMODEL}.initialize", "group": GROUPS[AUTOMODEL]},
+        {"target": f"{one}.{method}", "group": GROUPS[one], "only_if": SINCE[one]}
+        for one, method in ((VEOMNI, "_build_model_optimizer"), (AUTOMODEL, "initialize"))
     ],
     why="model, optimizer and scaler stand together for the first time",
     delete_when="verl says which precision its optimizers have",
@@ -207,7 +209,7 @@ def audit(call: Call) -> Any:
     return result
 
 
-# -- what these engines do themselves, and what 0.7.1's lack -----------------------------------
+# -- what these engines do themselves, and what older ones lack ------------------------------------
 
 
 def _follow(symbol: Symbol, settings: Any) -> str | None:
@@ -236,18 +238,18 @@ NATIVE = tuple(
         {
             "target": f"{one}.initialize",
             "group": GROUPS[one],
-            "refusal": f"verl 0.7.1's {GROUPS[one]} trains in bfloat16 whatever its dtype says, "
-            "and its optimizer step knows no loss scaler",
+            "refusal": f"its {GROUPS[one]} has no loss scaler, and the shim scales that of verl "
+            f"{since} and newer",
+            "unless": SINCE[one],
         }
-        for one in (VEOMNI, TITAN)
+        for one, since in ((VEOMNI, "0.9.0"), (AUTOMODEL, "0.9.0"), (TITAN, "0.9.1"))
     ],
     why="says so where fp16 is asked of the engine, instead of training unscaled",
-    delete_when="verl 0.8 is the oldest in use",
-    unless=FROM_08,
+    delete_when="verl 0.9.1 is the oldest in use",
     optional=True,
 )
 def refuse_fp16(call: Call) -> Any:
-    """Warn (strict: raise) where the config asks one of 0.7.1's engines for float16."""
+    """Warn (strict: raise) where the config asks an older verl's engine for float16."""
     config = getattr(call.instance, "engine_config", None)
     if not asks_fp16(config) or getattr(config, "forward_only", False):
         return call.proceed()
