@@ -77,7 +77,6 @@ OF_A_TEXT = {
     "the layer-wise optimizer's parameter layout": STATES,
     "Let fp16, bf16 and main_grads_dtype": STATES,
     "FusedAdam has no argument": STATES,
-    "the shim leaves it as it is. Set the dtypes": STATES,
     "expect 'No dot product attention": DTYPES,
     "is a key that verl never reads": DTYPES,
     "Megatron optimizer checkpoint": CHECKPOINTS,

@@ -96,7 +96,6 @@ PASSED_ON = {
     "precision_shim_adapters/rollout/wire.py": "parts that are listed",
     "precision_shim_adapters/skyrl/plan.py": "the error of SkyRL's loader",
     "precision_shim_adapters/torchtitan/checkpoints.py": "the error of rank 0, on the others",
-    "precision_shim_adapters/verl/engines.py": "a part that is listed",
     "precision_shim_adapters/verl/fsdp.py": "parts that are listed",
     "precision_shim_adapters/verl/driver.py": "a text of its weight sync",
     "precision_shim_adapters/verl/sync.py": "a part that is listed",
