@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -261,13 +261,34 @@ def updates(launch: Launch) -> dict[str, Any]:
     return found
 
 
+def _without_routers(optimizer: Any, chunks: Any) -> Callable[[Any], torch.dtype | None]:
+    """Copies in bf16; none of routers, which rollout engines keep in fp32."""
+    routers = {
+        parameter
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if name.endswith("router.weight")
+    }
+    assert routers
+    kept = set()
+    for kind in ("float16", "fp32"):
+        models = getattr(optimizer, f"model_{kind}_groups")
+        shards = getattr(optimizer, f"shard_{kind}_groups")
+        for pair in zip(models, shards, strict=True):
+            kept.update(shard for model, shard in zip(*pair, strict=True) if model in routers)
+    return lambda parameter: None if parameter in kept else torch.bfloat16
+
+
 def expert_updates(launch: Launch) -> dict[str, Any]:
     """The meters of a mixture of experts, whose optimizer has a part for them."""
     with _megatron(launch, expert_model_parallel_size=2):
         honest = builds.HONEST["precision-aware"]
         build = replace(honest, config=honest.config | {"lr": 6e-6}, experts=True)
         chunks, optimizer = builds.make(build)
-        references = [Reference(one.optimizer) for one in optimizer.chained_optimizers]
+        references = [
+            Reference(part.optimizer, _without_routers(part, chunks))
+            for part in optimizer.chained_optimizers
+        ]
         watch = precision_shim.watch_updates(chunks, optimizer, every=1)
         for _ in range(3):
             builds.step_without_forward(chunks, optimizer)

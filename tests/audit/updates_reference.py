@@ -65,14 +65,17 @@ class Reference:
 
     Args:
         optimizer: the torch optimizer.
-        copy_of: gives the dtype of a parameter's copy for rollout engines.
+        copy_of: gives the dtype of a parameter's copy for rollout engines; ``None`` for a
+            parameter whose copy is not counted.
 
     Attributes:
         shares: for each step, beginning with 1, the shares over all elements.
     """
 
     def __init__(
-        self, optimizer: Any, copy_of: Callable[[Any], torch.dtype] = lambda _: torch.bfloat16
+        self,
+        optimizer: Any,
+        copy_of: Callable[[Any], torch.dtype | None] = lambda _: torch.bfloat16,
     ) -> None:
         self.shares: dict[int, Shares] = {}
         self._copy_of = copy_of
@@ -80,8 +83,10 @@ class Reference:
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
-    def _copy(self, parameter: Any, weights: torch.Tensor) -> torch.Tensor:
+    def _copy(self, parameter: Any, weights: torch.Tensor) -> torch.Tensor | None:
         dtype = self._copy_of(parameter)
+        if dtype is None:
+            return None
         if parameter.dtype is dtype:
             return local(parameter).detach().clone()
         return weights.to(dtype)
@@ -108,8 +113,9 @@ class Reference:
             stays = {
                 "weights": (moved, now == weights),
                 "exp_avg_sq": (decays, _moment(optimizer, p, "exp_avg_sq") == before),
-                "rollout": (moved, self._copy(p, now) == copy),
             }
+            if copy is not None:
+                stays["rollout"] = (moved, self._copy(p, now) == copy)
             for name, (which, same) in stays.items():
                 counts[name][0] += int(which.sum())
                 counts[name][1] += int((which & same).sum())

@@ -212,7 +212,7 @@ class Short(rl.Limits):
 
 @pytest.fixture
 def no_material(monkeypatch):
-    monkeypatch.setattr(rl.task, "make", lambda folder, steps: None)
+    monkeypatch.setattr(rl.task, "make", lambda folder, steps, seed: None)
     monkeypatch.setattr(rl.vllm_on_cpu, "write_distribution", lambda folder: None)
 
 

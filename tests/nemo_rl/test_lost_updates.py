@@ -48,8 +48,8 @@ def test_the_rollouts_copies(kind: str, worker: Any, shim: Any) -> None:
     shares, stored = {}, {}
     for policy, rollout in (("float16", "float16"), ("float16", "bfloat16"), ("bfloat16", "half")):
         with worker(kind, policy) as one:
-            config = {"backend": "vllm", "vllm_cfg": {"precision": rollout}}
-            one.cfg["generation"] = config
+            vllm = {"precision": rollout}
+            one.cfg["generation"] = {"backend": "vllm", "temperature": 1.0, "vllm_cfg": vllm}
             for seed in range(3):
                 said = one.train(batch(seed=seed), loss_for(kind))["all_mb_metrics"]
         shares[policy, rollout] = said["updates_lost_rollout"][0]

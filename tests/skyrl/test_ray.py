@@ -94,29 +94,29 @@ def layers(kind, name):
         found = getattr(found, "__wrapped__", None)
 
 
+def is_patched(kind, name):
+    return any(type(layer).__name__ == "_BoundSeam" for layer in layers(kind, name))
+
+
 def report(self):
     import precision_shim
 
     skyrl = precision_shim.status().to_dict()["frameworks"].get("skyrl", {"seams": []})
     methods = ("init_model", "forward_backward", "make_megatron_module", "init_configs")
     ddp = self.cfg.policy.megatron_config.ddp_config
-    own = {(kind.__module__, kind.__name__) for kind in type(self).__mro__}
-    wrapped = set()
+    # By the class that a seam names: a subclass may have a method of its own that calls it.
+    own = {(kind.__module__, kind.__name__): kind for kind in type(self).__mro__}
+    of_the_worker = {}
     for seam in skyrl["seams"]:
         module, _, path = seam["target"].partition(":")
         kind, _, name = path.rpartition(".")
         if (module, kind) in own and seam["state"] == "wrapped":
-            wrapped.add(name)
+            of_the_worker[path] = is_patched(own[module, kind], name)
     return {
-        "of the worker": {
-            name: any(type(one).__name__ == "_BoundSeam" for one in layers(type(self), name))
-            for name in sorted(wrapped)
-        },
+        "of the worker": of_the_worker,
         "states": {seam["target"].rpartition(".")[2]: seam["state"] for seam in skyrl["seams"]},
         "patched": {
-            name: any(type(one).__name__ == "_BoundSeam" for one in layers(type(self), name))
-            for name in methods
-            if hasattr(type(self), name)
+            name: is_patched(type(self), name) for name in methods if hasattr(type(self), name)
         },
         "bucket written": "grad_reduce_in_fp32" in vars(ddp),
         "bucket": ddp.grad_reduce_in_fp32,
