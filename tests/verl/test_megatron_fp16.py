@@ -121,15 +121,18 @@ def test_critic_of_an_engine_that_cannot_train_it(
     shim()
     one = engine(value_checkpoint, "float16", critic=True)
     one.initialize()
-    for buffer in one.module[0].buffers:
-        buffer.grad_data.fill_(math.inf)
+
+    def put_gradients(fill: Any) -> None:
+        one.optimizer.scale_loss(torch.zeros(()))  # as its forward would, which is a TypeError here
+        for buffer in one.module[0].buffers:
+            fill(buffer.grad_data)
+
+    put_gradients(lambda gradients: gradients.fill_(math.inf))
     assert math.isnan(one.optimizer_step())
-    for buffer in one.module[0].buffers:
-        buffer.grad_data.normal_()
+    put_gradients(lambda gradients: gradients.normal_())
     assert math.isfinite(one.optimizer_step())
     precision_shim.uninstall()
-    for buffer in one.module[0].buffers:
-        buffer.grad_data.fill_(math.inf)
+    put_gradients(lambda gradients: gradients.fill_(math.inf))
     with pytest.raises(NotImplementedError):
         one.optimizer_step()
 
