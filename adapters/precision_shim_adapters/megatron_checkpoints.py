@@ -82,9 +82,9 @@ def _component_of(key: str) -> str:
     if not is_optimizers(key):
         weights = "_extra_state" not in key and not key.startswith(_NO_WEIGHTS)
         return PARAMS if weights else OTHER
-    found = _STATE.search(key)
-    if found is not None:
-        return _COMPONENT[found[1]]
+    match = _STATE.search(key)
+    if match is not None:
+        return _COMPONENT[match[1]]
     return MASTER if is_master(key) else OTHER  # one sharding type's keys end in ".param"
 
 
@@ -156,6 +156,6 @@ def _number(archive: Archive, value: Any) -> float | None:
     for _, one in archive.tensors([value]):
         content = one.parts[0](4) if one.parts and one.dtype == "fp32" else b""
         if len(content) == 4:
-            found: float = struct.unpack("<f", content)[0]
-            return found
+            number: float = struct.unpack("<f", content)[0]
+            return number
     return None

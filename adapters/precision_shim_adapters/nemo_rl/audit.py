@@ -125,8 +125,8 @@ def _tell_meter(worker: Any) -> None:
     config = getattr(worker, "cfg", None)
     if group == VALUE_V2 or not isinstance(config, Mapping):
         return
-    found = rollout_dtype(config)
-    if found:
+    dtype = rollout_dtype(config)
+    if dtype:
         own = [DTYPES[config["precision"]]] if group and config.get("precision") in DTYPES else []
         lora = (config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
-        tell_meter(optimizer, *map(name_of, own), found, merged=bool(lora.get("enabled")))
+        tell_meter(optimizer, *map(name_of, own), dtype, merged=bool(lora.get("enabled")))

@@ -188,10 +188,10 @@ def configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _training_of(instance: Any) -> ScaledTraining | None:
     """A worker's scaled training, if the feature is in force in this process."""
-    found = ScaledTraining.of(instance)
-    if found is None or not in_force(FRAMEWORK, FEATURE, group_at(instance)):
+    training = ScaledTraining.of(instance)
+    if training is None or not in_force(FRAMEWORK, FEATURE, group_at(instance)):
         return None
-    return found
+    return training
 
 
 # -- training -------------------------------------------------------------------------------

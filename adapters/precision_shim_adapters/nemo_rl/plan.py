@@ -56,7 +56,7 @@ def plan_job(job: Job) -> Request:
         version_of(FRAMEWORK, ("nemo_rl",)),
         world,
         models,
-        megatron=any(isinstance(one, MegatronModel) for one in models),
+        megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
         notes=(*notes, *tell_unresolved(unresolved)),
     )
@@ -68,14 +68,14 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         generation = config["policy"].get("generation")
         if generation:
             sides.coerce_names(generation)
-        found = sides.read_sides(config)
+        both = sides.read_sides(config)
     except DtypeError as error:
         return [Problem.of(error, "rollout", error.key)], []
-    if found is None:
+    if both is None:
         return [], []
     on = job.in_force(FEATURE, sides.GROUP)
-    others, kind = found.others, found.kind
-    return problems_of(_where(), found.trainer, others, job.settings, on=on, model_type=kind)
+    others, kind = both.others, both.kind
+    return problems_of(_where(), both.trainer, others, job.settings, on=on, model_type=kind)
 
 
 def _where() -> str:
@@ -112,14 +112,14 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
         made = loader.load_config(path)
         if overrides:
             made = loader.parse_hydra_overrides(made, overrides)
-        found = plain(made, unresolved=unresolved)
+        config = plain(made, unresolved=unresolved)
     except Exception as error:  # files, YAML, hydra and omegaconf each have exception classes
         raise PlanError(
             f"{_where()}, {path}: {said(error)}. Correct the override or the file."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise PlanError(f"{_where()}, {path}: expected a mapping of keys. Correct the file.")
-    return {str(key): value for key, value in found.items()}
+    return {str(key): value for key, value in config.items()}
 
 
 def _named(job: Job) -> tuple[Path, list[str]]:
@@ -184,7 +184,7 @@ def _rewarding(config: Mapping[str, Any]) -> Mapping[str, Any]:
     # ``data`` has the environment's name at its top level in 0.5, in these sections later; 0.4 has
     # a switch instead.
     places = [data, *(data.get(name) for name in ("train", "validation", "default"))]
-    names = [one.get("env_name") for one in places if isinstance(one, Mapping)]
+    names = [place.get("env_name") for place in places if isinstance(place, Mapping)]
     used = section.get("enabled") is True or "reward_model" in names
     return (section.get("resources") or {}) if used else {}
 
@@ -196,12 +196,12 @@ def _teaching(config: Mapping[str, Any]) -> int:
     if not (section.get("enabled") and apart.get("enabled")):
         return 0
     default, own = apart.get("default_teacher_cfg") or {}, apart.get("teacher_overrides") or {}
-    found: list[tuple[str, int]] = []
+    teachers: list[tuple[str, int]] = []
     for alias, name in (section.get("teacher_model_by_agent_name") or {}).items():
-        if section.get("deduplicate_shared_teacher_checkpoints", True) and name in dict(found):
+        if section.get("deduplicate_shared_teacher_checkpoints", True) and name in dict(teachers):
             continue
-        found.append((name, int({**default, **(own.get(alias) or {})}.get("num_nodes", 1))))
-    return sum(nodes for _, nodes in found)
+        teachers.append((name, int({**default, **(own.get(alias) or {})}.get("num_nodes", 1))))
+    return sum(nodes for _, nodes in teachers)
 
 
 # -- the models ------------------------------------------------------------------------------------

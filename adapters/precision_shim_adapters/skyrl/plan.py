@@ -52,7 +52,7 @@ def plan_job(job: Job) -> Request:
         version_of("skyrl", ("skyrl",)),
         world,
         models,
-        megatron=any(isinstance(one, MegatronModel) for one in models),
+        megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
         notes=(
             *(
@@ -73,23 +73,23 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     directory = job.options.model or ""
     try:
         engine_name(config.generator.inference_engine.model_dtype, sides.KEY, _where(), also=())
-        found = sides.sides_of(config, job.in_force, directory)
+        both = sides.sides_of(config, job.in_force, directory)
     except DtypeError as error:
         # A wrong name in a model's own section is a problem of that model already.
         own = error.key.startswith(INFERENCE)
         return ([Problem.of(error, "rollout", error.key)] if own else []), []
-    trainer = found.trainer
+    trainer = both.trainer
     if trainer is None:
         return [], ["rollout: {}: {} ({})".format(AGREEMENT, *sides.not_compared(config))]
     notes = [f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})"] * bool(trainer.because)
     problems, told = problems_of(
-        _where(), trainer, found.others, job.settings, on=on, model_type=found.model_type
+        _where(), trainer, both.others, job.settings, on=on, model_type=both.model_type
     )
     if on:
-        for one in found.others:
-            name = follows(trainer, one, found.model_type, job.settings["rollout"])
+        for other in both.others:
+            name = follows(trainer, other, both.model_type, job.settings["rollout"])
             if name:
-                sides.write(config, one, name)
+                sides.write(config, other, name)
         sides.send_in_engines_dtype(config)
     lost, rounded = wire_problems(_where(), sides.wires_of(config))
     return [*problems, *lost], [*notes, *told, *rounded]
@@ -140,15 +140,15 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
 
 def _unknown(message: str, words: list[str]) -> list[str]:
     """The overrides that SkyRL's message "Invalid fields" names."""
-    found = re.search(r"Invalid fields \{(.*?)\}", message)
-    names = set(re.findall(r"'([^']+)'", found.group(1))) if found else set()
+    match = re.search(r"Invalid fields \{(.*?)\}", message)
+    names = set(re.findall(r"'([^']+)'", match.group(1))) if match else set()
     return [word for word in words if names & set(word.partition("=")[0].split("."))]
 
 
 def _tunes(job: Job) -> bool:
     """Whether a job fine-tunes without a rollout."""
     modules = imported(job.source) if job.source is not None else []
-    tunes = any("sft_config" in one or "sft_trainer" in one for one in modules)
+    tunes = any("sft_config" in module or "sft_trainer" in module for module in modules)
     return tunes or job.target.endswith("main_sft")
 
 
@@ -193,12 +193,12 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
 
 
 def _roles(trainer: Any) -> list[str]:
-    found = ["policy"]
+    roles = ["policy"]
     if sides.has_reference(trainer):
-        found.append("ref")
+        roles.append("ref")
     if trainer.critic.model.path:
-        found.append("critic")
-    return found
+        roles.append("critic")
+    return roles
 
 
 def _gpus(trainer: Any, role: str, world: int) -> int:

@@ -158,8 +158,8 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
     try:
         names.coerce_training(trainer.training)
     except DtypeError as error:
-        found = re.search(r"training\.\w+(?==)", str(error))
-        key = error.key or (found.group() if found else "training.dtype")
+        match = re.search(r"training\.\w+(?==)", str(error))
+        key = error.key or (match.group() if match else "training.dtype")
         yield Problem.of(error, subject, key if trainer is config else f"trainer.{key}")
 
 
@@ -172,10 +172,10 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
             sides.coerce_generator(config.generator)
         except DtypeError as error:
             return [Problem.of(error, "rollout", error.key)], []
-    found = sides.engines(config.trainer.training, config.generator.model_dtype)
-    if found is None:
+    both = sides.engines(config.trainer.training, config.generator.model_dtype)
+    if both is None:
         return [], []
-    trainer, rollout = found
+    trainer, rollout = both
     return problems_of(_where(), trainer, [rollout], job.settings, on=on)
 
 
@@ -225,7 +225,7 @@ def _experts(subject: str, prefix: str, parallel: Any, model: Model) -> Iterator
     """Problems of experts that do not divide evenly over the expert-parallel ranks."""
     ways = parallel.expert_parallel_degree
     counts = {model.experts} if model.config else set()
-    counts |= {one.shape[0] for one in model.weights if _EXPERTS in one.name}
+    counts |= {weight.shape[0] for weight in model.weights if _EXPERTS in weight.name}
     for experts in sorted(counts):
         if experts % ways:
             yield Problem(
@@ -269,12 +269,12 @@ def _name(value: object) -> str:
 def _optimizer(config: Any) -> str:
     """The optimizer of the parameter groups; the first that is not Adam, if there is any."""
     names = [
-        str(found)
+        str(named)
         for group in getattr(config, "param_groups", None) or ()
-        if (found := getattr(group, "optimizer_name", None))
+        if (named := getattr(group, "optimizer_name", None))
     ]
     names = names or [str(getattr(config, "name", "AdamW"))]
-    return next((one for one in names if "adam" not in one.lower()), names[0])
+    return next((name for name in names if "adam" not in name.lower()), names[0])
 
 
 def _model(job: Job, config: Any) -> Model:

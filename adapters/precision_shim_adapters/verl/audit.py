@@ -118,7 +118,7 @@ def legacy_rollout(call: Call) -> Any:
 )
 def legacy_lost_updates(call: Call) -> Any:
     """Add the shares of lost updates to the metrics that a legacy worker of verl 0.7.1 returns."""
-    found = call.proceed()
+    result = call.proceed()
     kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
-    found.update(meters.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
-    return found
+    result.update(meters.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
+    return result

@@ -80,7 +80,7 @@ def read_sharded(
         return Sharded(torch.float32, low, titan.BECAUSE, of_it, sizes=sizes)
     if strategy == "automodel":
         names = ("model_dtype", "mp_param_dtype", "mp_reduce_dtype")
-        values = (engine.get(one) for one in names)
+        values = (engine.get(name) for name in names)
         stored, compute, reduce = (
             own_dtype(value or default, f"{key}.{one}", versioned("verl"))
             for one, value, default in zip(names, values, ("fp32", "bf16", "fp32"), strict=True)
@@ -93,14 +93,14 @@ def read_sharded(
     stored = fsdp.model_dtype({"forward_only": not trains, **engine}, key)
     sizes = {"shards": "fsdp_size", "context": "ulysses_sequence_parallel_size"}
     if strategy == "fsdp_turbo":
-        found: Any = engine.get("turbo_config")
+        turbo: Any = engine.get("turbo_config")
         for one in _TURBOS:
-            found = found.get(one) if isinstance(found, Mapping) else None
-        dtype = parse_dtype(str(found))
+            turbo = turbo.get(one) if isinstance(turbo, Mapping) else None
+        dtype = parse_dtype(str(turbo))
         if dtype is None:
             place = f"{key}.turbo_config.{'.'.join(_TURBOS)}"
             raise PlanError(
-                f"{versioned('verl')}: {place}={found!r} is no dtype, and FSDP Turbo's default is "
+                f"{versioned('verl')}: {place}={turbo!r} is no dtype, and FSDP Turbo's default is "
                 f"not known here. Set {place}."
             )
         of_it = engines.GROUPS[engines.TURBO]

@@ -77,7 +77,7 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
         )
         return
     written = optim.get("override_optimizer_config") or {}
-    known = [one for one in inspect.signature(kind).parameters if one != "params"]
+    known = [parameter for parameter in inspect.signature(kind).parameters if parameter != "params"]
     whose = f"torch.optim.{name}"
     place = f"{key}.override_optimizer_config.{{}}"
     yield from unknown_keys(list(map(str, written)), known, subject, place, whose)

@@ -86,10 +86,10 @@ class Part:
 
     def dtypes(self, component: str) -> dict[str, int]:
         """The dtypes of a component, each with the number of its elements."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for one in self.held.get(component, ()):
-            found[one.dtype] = found.get(one.dtype, 0) + one.elements
-        return found
+            counts[one.dtype] = counts.get(one.dtype, 0) + one.elements
+        return counts
 
     def bytes(self, component: str) -> int:
         """Bytes of a component."""
@@ -103,7 +103,7 @@ class Part:
     @property
     def params_dtype(self) -> str | None:
         """The dtype of the parameters; ``None`` where the files do not show a single one."""
-        floating = [one for one in self.dtypes(PARAMS) if one[:2] in ("fp", "bf")]
+        floating = [dtype for dtype in self.dtypes(PARAMS) if dtype[:2] in ("fp", "bf")]
         known = self.facts.get("params")
         return known or (floating[0] if len(floating) == 1 else None)
 

@@ -176,13 +176,13 @@ def _check_config(path: Path) -> None:
     """
     try:
         config = dict(json.loads(path.read_bytes()))
-        found = {name: config[name] for name in _WRITTEN if name in config}
+        written = {name: config[name] for name in _WRITTEN if name in config}
     except FileNotFoundError:
         raise CheckpointUnreadableError(f"{path}: it is missing.") from None
     except (ValueError, TypeError, RecursionError):
         raise CheckpointUnreadableError(f"{path}: it is no JSON object.") from None
     known = {*_WRITTEN, *(f"{name}_version" for name in _WRITTEN)}
-    wrong = [name for name, value in found.items() if value not in _WRITTEN[name]]
+    wrong = [name for name, value in written.items() if value not in _WRITTEN[name]]
     wrong += [name for name in config if name not in known]
     wrong += [name for name in known - {*_WRITTEN} if type(config.get(name, 1)) is not int]
     if "sharded_backend" not in config:
@@ -215,8 +215,8 @@ def _take(unit: Unit, metadata: Made) -> None:
     for file, end in ends.items():
         size = file.stat().st_size if file.is_file() else None
         if size is None or size < end:
-            found = "is missing" if size is None else f"has {size} bytes of {end}"
-            raise CheckpointUnreadableError(f"{file}: it {found}.")
+            problem = "is missing" if size is None else f"has {size} bytes of {end}"
+            raise CheckpointUnreadableError(f"{file}: it {problem}.")
     for key, one in metadata.get("state_dict_metadata").items():
         there = places.get(key, [])
         if one.kind == f"{_METADATA}.TensorStorageMetadata":
@@ -251,8 +251,8 @@ class _Place:
     def __call__(self, most: int) -> bytes:
         if not self.is_archive:
             return b""
-        found = [one for _, one in self.archive().tensors()]
-        return found[0].parts[0](most) if len(found) == 1 and found[0].parts else b""
+        tensors = [one for _, one in self.archive().tensors()]
+        return tensors[0].parts[0](most) if len(tensors) == 1 and tensors[0].parts else b""
 
 
 # -- files of ranks -------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     size = path.stat().st_size
     try:
         header, begin = read_header(path)
-        found, spans = {}, []
+        tensors, spans = {}, []
         for name, one in header.items():
             code, (start, stop) = str(one["dtype"]), one["data_offsets"]
             match = re.fullmatch(r"(B?F|I|U)(\d+)", code)
@@ -352,9 +352,9 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             if not 0 <= start <= stop:
                 raise ValueError(f"{name} ends before it begins")
             at = _Range(path, begin + start, stop - start)
-            found[name] = Tensor(name, dtype, count_of(one["shape"]), (at,))
-            if stop - start < found[name].bytes and dtype in SIZES:
-                raise ValueError(f"{name} has {stop - start} bytes of {found[name].bytes}")
+            tensors[name] = Tensor(name, dtype, count_of(one["shape"]), (at,))
+            if stop - start < tensors[name].bytes and dtype in SIZES:
+                raise ValueError(f"{name} has {stop - start} bytes of {tensors[name].bytes}")
             spans.append((start, stop))
         end = 0
         for start, stop in sorted(spans):
@@ -365,7 +365,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"it has {size} bytes of {begin + end}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointUnreadableError(f"{path}: no whole safetensors file ({error}).") from None
-    return found
+    return tensors
 
 
 @dataclass(frozen=True)

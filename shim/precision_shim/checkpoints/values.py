@@ -37,12 +37,12 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
     Yields:
         The tensor, the number of the piece, and its first values.
     """
-    full = any(one.elements >= _ALIGNED for one in tensors)
+    full = any(tensor.elements >= _ALIGNED for tensor in tensors)
     pieces = [
-        (one, number, dtype)
-        for one in tensors
-        if (dtype := parse_dtype(one.dtype)) in (torch.float32, torch.bfloat16, torch.float16)
-        for number in range(len(one.parts))
+        (tensor, number, dtype)
+        for tensor in tensors
+        if (dtype := parse_dtype(tensor.dtype)) in (torch.float32, torch.bfloat16, torch.float16)
+        for number in range(len(tensor.parts))
     ]
     chosen = pieces[:: -(-len(pieces) // _PIECES) or 1]
     share = max(_LEAST, most // max(1, len(chosen)))
@@ -82,11 +82,11 @@ def are_numbers(part: Part, most: int) -> bool | None:
 
 
 def _param_of(
-    weights: dict[str, Tensor], one: Tensor, number: int, value: torch.Tensor
+    weights: dict[str, Tensor], tensor: Tensor, number: int, value: torch.Tensor
 ) -> torch.Tensor:
     """The values of a master's parameter; where the checkpoint lacks them, a substitute."""
-    found = weights.get(one.name.partition("param.")[2])
-    if found is not None and len(found.parts) == len(one.parts):
+    found = weights.get(tensor.name.partition("param.")[2])
+    if found is not None and len(found.parts) == len(tensor.parts):
         dtype, size = parse_dtype(found.dtype), value.numel() * item_size(found.dtype)
         content = found.parts[number](size)
         if dtype is not None and len(content) == size:
@@ -96,6 +96,6 @@ def _param_of(
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = parse_dtype(name)
-    assert found is not None
-    return found
+    dtype = parse_dtype(name)
+    assert dtype is not None
+    return dtype

@@ -82,7 +82,7 @@ class Stage:
         ``bytes``: all; ``host``: those in the host's memory; ``gpu``: those on the GPU; ``peak``:
         those on the GPU while the optimizer steps.
         """
-        held = [one for part in self.parts for one in part.components.values()]
+        held = [component for part in self.parts for component in part.components.values()]
         every, host = sum(one.bytes for one in held), sum(one.host for one in held)
         top = sum(one.bytes for part in self.parts for one in part.at_step.values())
         return {"bytes": every, "host": host, "gpu": every - host, "peak": every - host + top}
@@ -248,13 +248,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as dicts, lists, strings and numbers."""
-        found = asdict(self)
-        for model, one in zip(found["models"], self.models, strict=True):
+        told = asdict(self)
+        for model, one in zip(told["models"], self.models, strict=True):
             for side in ("before", "after"):
                 stages: tuple[Stage, ...] = getattr(one, side)
                 for shown, stage in zip(model[side], stages, strict=True):
                     shown["totals"] = stage.totals
-        return found
+        return told
 
     def peak(self, side: str = "after") -> int:
         """The most bytes that a GPU holds: one model steps, the others on it keep ``stays``."""
@@ -262,5 +262,5 @@ class Plan:
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))
             others = (one for one in self.models if one is not model and one.place == model.place)
-            most = max(most, top + sum(one.stays.get(side, 0) for one in others))
+            most = max(most, top + sum(other.stays.get(side, 0) for other in others))
         return most

@@ -33,17 +33,17 @@ def entries(*, third_party: bool = True) -> "dict[str, Framework]":
     """All known frameworks by name; an entry point cannot replace one of ours."""
     from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
 
-    found = {one.framework: one for one in FRAMEWORKS}
+    known = {one.framework: one for one in FRAMEWORKS}
     if third_party:
         from importlib.metadata import entry_points
 
         for point in entry_points(group=ENTRY_POINTS):
             name = point.name.strip().lower()
             package = name.replace("-", "_")
-            found.setdefault(
+            known.setdefault(
                 name, Framework(name, name, (package,), point.value, effects=MEGATRON_EFFECTS)
             )
-    return found
+    return known
 
 
 _said: "dict[tuple[str, ...], dict[str, Framework]]" = {}
@@ -106,19 +106,22 @@ def backends() -> "tuple[Backend, ...]":
 
 def shared() -> "dict[str, str]":
     """The backends' packages that contain seams, to the names of their distributions."""
-    return {package: name for one in backends() for package, name in one.shared.items()}
+    return {package: name for backend in backends() for package, name in backend.shared.items()}
 
 
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
     """Package of an optimizer's class to the ``"module:function"`` that reads such optimizers."""
     theirs = records().values() if third_party else ()
-    told = [*(one.audit_readers for one in theirs), *(one.audit_readers for one in backends())]
+    told = [
+        *(one.audit_readers for one in theirs),
+        *(backend.audit_readers for backend in backends()),
+    ]
     return {package: place for one in told for package, place in one.items()}
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
     """Kind of a checkpoint's files to the ``"module:function"`` that sorts their tensors."""
-    told = [one.checkpoint_readers for one in backends()]
+    told = [backend.checkpoint_readers for backend in backends()]
     whose = records().get(framework)
     if whose is not None:
         told.append(whose.checkpoint_readers)

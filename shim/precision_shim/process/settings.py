@@ -208,7 +208,7 @@ def _nearest(name: str, known: Iterable[str]) -> list[str]:
     rest = {one.removeprefix(f"{PREFIX}_"): one for one in known}
     word = name.removeprefix(f"{PREFIX}_")
     begun = [one for one in rest if word and one.startswith(word)]
-    return [rest[one] for one in (get_close_matches(word, rest, n=1) or begun)[:1]]
+    return [rest[match] for match in (get_close_matches(word, rest, n=1) or begun)[:1]]
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:

@@ -295,12 +295,12 @@ class Engine:
 
 
 def _loaded(module: str) -> Any:
-    found = sys.modules.get(module)
-    if found is None:
+    loaded = sys.modules.get(module)
+    if loaded is None:
         return None
     # A module whose code still runs does not count: the watcher reports it when the code has run.
-    spec = getattr(found, "__spec__", None)
-    return None if getattr(spec, "_initializing", False) else found
+    spec = getattr(loaded, "__spec__", None)
+    return None if getattr(spec, "_initializing", False) else loaded
 
 
 def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
@@ -308,8 +308,8 @@ def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callab
     assert seam.wrapper is not None  # check() leaves no record of a native feature pending
     if seam.replaces:  # the symbol need not be callable: some frameworks build on objects
         return seam.wrapper
-    found = getattr(raw, "__func__", raw)
-    if not callable(found):
-        raise SeamError(f"{seam.target} is not callable: {found!r}")
+    function = getattr(raw, "__func__", raw)
+    if not callable(function):
+        raise SeamError(f"{seam.target} is not callable: {function!r}")
     source = symbol if symbol is not None else Symbol(seam.target)
     return through(seam.wrapper, prepare(seam.wrapper, seam.target, raw, in_class, source))

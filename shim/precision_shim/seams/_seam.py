@@ -222,10 +222,10 @@ class Adapter:
             SeamError: a seam's feature is unknown; the message names its function.
         """
         allowed = tuple(features)
-        for one in self.seams:
-            if one.feature not in allowed:
+        for seam in self.seams:
+            if seam.feature not in allowed:
                 raise SeamError(
-                    f"{self.framework}: {one.name} is declared for the feature {one.feature!r}; "
+                    f"{self.framework}: {seam.name} is declared for the feature {seam.feature!r}; "
                     f"allowed: {', '.join(allowed)}. Correct the function's seam(...)."
                 )
 
@@ -334,10 +334,10 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
     Raises:
         SeamError: a module or a function declares no seam.
     """
-    found: list[Seam] = []
+    seams: list[Seam] = []
     for source in sources:
         if isinstance(source, Seam):
-            found.append(source)
+            seams.append(source)
         elif isinstance(source, ModuleType):
             inside = [
                 value
@@ -348,21 +348,21 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
             ]
             if not inside:
                 raise SeamError(f"{source.__name__} declares no seam: no function has a seam(...).")
-            found += collect(*inside)
+            seams += collect(*inside)
         elif callable(source):
             marks = getattr(source, _MARK, None)
             if marks is None:
                 raise SeamError(f"{name_of(source)} declares no seam: it has no seam(...).")
-            found += marks
+            seams += marks
         else:
-            found += collect(*source)
-    return tuple(found)
+            seams += collect(*source)
+    return tuple(seams)
 
 
 def _mentions(code: CodeType, name: str) -> bool:
     """Whether code reads an attribute of this name, functions within it included."""
     return name in code.co_names or any(
-        _mentions(one, name) for one in code.co_consts if isinstance(one, CodeType)
+        _mentions(const, name) for const in code.co_consts if isinstance(const, CodeType)
     )
 
 
@@ -382,10 +382,10 @@ def reads_of(function: Callable[..., Any]) -> dict[str, Any]:
     """
     first, *others = inspect.signature(function).parameters.values() or (None,)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    if first is None or any(one.kind not in named for one in (first, *others)):
+    if first is None or any(other.kind not in named for other in (first, *others)):
         raise SeamError(
             f"{name_of(function)}: a wrapper is function(call, ...): first the call, then "
             "parameters of the symbol by their names, no *args and no **kwargs "
             "(call.arguments has what else was passed)."
         )
-    return {one.name: one.default for one in others}
+    return {other.name: other.default for other in others}

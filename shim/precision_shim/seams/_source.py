@@ -208,8 +208,8 @@ def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
     positional: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     if isinstance(scope, _Function):
-        positional = tuple(one.arg for one in (*scope.args.posonlyargs, *scope.args.args))
-        parameters = (*positional, *(one.arg for one in scope.args.kwonlyargs))
+        positional = tuple(argument.arg for argument in (*scope.args.posonlyargs, *scope.args.args))
+        parameters = (*positional, *(argument.arg for argument in scope.args.kwonlyargs))
     return Symbol(
         target,
         True,
@@ -258,13 +258,13 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
     # The last definition wins at run time; those inside if and try at module level count too.
-    found: ast.AST | None = None
+    member: ast.AST | None = None
     pending = list(getattr(scope, "body", ()))
     while pending:
         node = pending.pop(0)
         if isinstance(node, (*_Function, ast.ClassDef)):
             if node.name == name:
-                found = node
+                member = node
         elif isinstance(node, (ast.If, ast.Try, ast.With)):
             pending = [
                 *node.body,
@@ -272,7 +272,7 @@ def _member(scope: ast.AST, name: str) -> ast.AST | None:
                 *(line for handler in getattr(node, "handlers", ()) for line in handler.body),
                 *pending,
             ]
-    return found
+    return member
 
 
 def _is_dataclass(node: ast.AST) -> bool:

@@ -65,7 +65,7 @@ class Merged:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        self._chunks = [weakref.ref(one) for one in chunks]
+        self._chunks = [weakref.ref(chunk) for chunk in chunks]
         self._before: list[_Before] = []
         self._dtypes: tuple[torch.dtype, ...] = ()
         self._places: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -191,11 +191,15 @@ def _of_automodel(module: Any) -> Layer | str:
 
 def _checked(layer: Layer) -> Layer | str:
     tensors = (layer.base, layer.a, layer.b)
-    if any(one.ndim != 2 for one in tensors):
+    if any(tensor.ndim != 2 for tensor in tensors):
         return "a layer with LoRA is no matrix"
-    if any(local(one).shape != one.shape for one in tensors):
+    if any(local(tensor).shape != tensor.shape for tensor in tensors):
         return "the factors of LoRA are sharded over the ranks, so that no rank has a whole product"
-    odd = [one.dtype for one in tensors if not one.is_floating_point() or one.element_size() == 1]
+    odd = [
+        tensor.dtype
+        for tensor in tensors
+        if not tensor.is_floating_point() or tensor.element_size() == 1
+    ]
     if odd:
         return f"a matrix with LoRA is in {name_of(odd[0])}"
     (rows, rank), (same, columns) = layer.b.shape, layer.a.shape

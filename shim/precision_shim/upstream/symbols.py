@@ -32,10 +32,10 @@ def read_symbols(path: Path = FILE) -> Record:
     """
     if not path.exists():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
         raise ValueError(f"{path} holds no record of symbols, which is a JSON object")
-    return found
+    return record
 
 
 @lru_cache(maxsize=1)
@@ -67,14 +67,14 @@ def add(record: Record, distribution: str, version: str, digests: Mapping[str, s
     """
     version = plain(version)
     known = record.setdefault(distribution, {})
-    for target, found in digests.items():
+    for target, current in digests.items():
         kept = {
-            one: [other for other in versions if other != version]
-            for one, versions in known.pop(target, {}).items()
+            earlier: [other for other in versions if other != version]
+            for earlier, versions in known.pop(target, {}).items()
         }
-        if found:
-            kept[found] = in_order([*kept.get(found, ()), version])
-        kept = {one: versions for one, versions in kept.items() if versions}
+        if current:
+            kept[current] = in_order([*kept.get(current, ()), version])
+        kept = {recorded: versions for recorded, versions in kept.items() if versions}
         if kept:
             known[target] = kept
     if not known:
@@ -108,11 +108,11 @@ def digests_of(record: Record, distribution: str, version: str) -> dict[str, str
 
 def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
     """The symbols of an adapter's table, each once, by the distribution that they belong to."""
-    found: dict[str, list[str]] = {}
+    targets: dict[str, list[str]] = {}
     for target in dict.fromkeys(seam.target for seam in adapter.seams):
         distribution = owner(target, adapter)
-        found.setdefault(distribution, []).append(target)
-    return found
+        targets.setdefault(distribution, []).append(target)
+    return targets
 
 
 def owner(target: str, adapter: Adapter) -> str:
@@ -218,8 +218,8 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
         digests = _digests_here(distribution, targets)
         if not digests:
             continue
-        found = compare(shipped(), distribution, digests)
-        told.append(str(found) if own else f"{distribution} {here}: {found}")
+        alike = compare(shipped(), distribution, digests)
+        told.append(str(alike) if own else f"{distribution} {here}: {alike}")
     return told
 
 
@@ -232,23 +232,23 @@ def describe_differences(
         here = version if distribution == adapter.distribution else installed.get(distribution)
         if here is not None and plain(here) in versions_of(shipped(), distribution):
             digests = _digests_here(distribution, targets)
-            found = compare(shipped(), distribution, digests, plain(here))
-            if digests and not found.same:
-                told.append(f"{distribution} {here} is not what was recorded: {found}")
+            alike = compare(shipped(), distribution, digests, plain(here))
+            if digests and not alike.same:
+                told.append(f"{distribution} {here} is not what was recorded: {alike}")
     return told
 
 
 def same_as(adapter: Adapter, distribution: str) -> str:
     """The recorded version whose symbols equal all those here; ``""`` if there is none."""
     targets = targets_by_distribution(adapter).get(distribution, ())
-    found = compare(shipped(), distribution, _digests_here(distribution, targets))
-    return found.version if found.same else ""
+    alike = compare(shipped(), distribution, _digests_here(distribution, targets))
+    return alike.version if alike.same else ""
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
     """The digests here of recorded targets; a third party's targets may all be unrecorded."""
     known = shipped().get(distribution, {})
-    return {one: digest(one) for one in targets if one in known}
+    return {target: digest(target) for target in targets if target in known}
 
 
 def missed(

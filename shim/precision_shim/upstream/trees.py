@@ -46,7 +46,7 @@ class _Folder:
         return (self.root / path).is_dir()
 
     def top(self) -> list[str]:
-        return sorted(one.name for one in self.root.iterdir())
+        return sorted(path.name for path in self.root.iterdir())
 
     def read(self, path: str) -> bytes:
         return (self.root / path).read_bytes()
@@ -188,7 +188,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
         raise SourceError(f"{path} does not exist. {looked_for}")
     if path.is_file():
         tree = Tree(path, _Wheel(path))
-        if any(tree.has(one) for one in packages):
+        if any(tree.has(package) for package in packages):
             return tree
         raise SourceError(f"{path} holds no framework. {looked_for}")
     inner = [folder for one in _BENEATH for folder in sorted(path.glob(one) if one else [path])]
@@ -197,7 +197,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
     roots += [above for above in (path.resolve().parent,) if (path / "__init__.py").is_file()]
     for root in roots:
         tree = Tree(path, _Folder(root))
-        if any(tree.has(one) for one in packages):
+        if any(tree.has(package) for package in packages):
             return tree
     raise SourceError(
         f"{path} holds no framework, neither in itself nor in src, python or lib/python3*/"
@@ -242,8 +242,8 @@ def _find_declared(text: str, distribution: str, files: _Files, folder: str) -> 
 
     def written(section: str, key: str) -> str:
         pattern = rf"^\[{section}\]\s*$(.*?)(^\[|\Z)"
-        found = re.search(pattern, text, re.MULTILINE | re.DOTALL)
-        value = found and re.search(rf"^{key} *[\"']([^\"']+)", found[1], re.MULTILINE)
+        match = re.search(pattern, text, re.MULTILINE | re.DOTALL)
+        value = match and re.search(rf"^{key} *[\"']([^\"']+)", match[1], re.MULTILINE)
         return value[1] if value else ""
 
     if _normal(written("project", "name *=")) != _normal(distribution):

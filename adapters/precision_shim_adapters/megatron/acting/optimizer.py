@@ -311,10 +311,10 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
         note_told(config, "main-grads-dtype")
     # ``build_ddp`` has already compared and reported a bucket dtype that the user wrote.
     if buckets and buckets != {main_grads} and set(told) != {main_grads}:
-        found = ", ".join(sorted(map(name_of, buckets)))
+        dtypes = ", ".join(sorted(map(name_of, buckets)))
         problems.append(
             f"the optimizer expects {name_of(main_grads)} main grads, the gradient bucket is "
-            f"{found}"
+            f"{dtypes}"
         )
     unchecked = build.wishes.unchecked if build is not None else ()
     if live.single is not None and live.single is not params and "params_dtype" not in unchecked:
@@ -342,7 +342,7 @@ def _dtype(value: Any) -> Any:
 def _wrapped_chunks(model: Any) -> list[Any]:
     """The chunks of a model (one chunk or a list) that are in a DDP with buckets."""
     chunks = model if isinstance(model, list) else [model]
-    return [one for one in chunks if hasattr(one, "buffers") and hasattr(one, "ddp_config")]
+    return [chunk for chunk in chunks if hasattr(chunk, "buffers") and hasattr(chunk, "ddp_config")]
 
 
 def _bucket_dtypes(chunks: list[Any]) -> set[torch.dtype]:

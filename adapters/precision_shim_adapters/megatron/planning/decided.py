@@ -110,10 +110,10 @@ def support_of(version: str | None) -> FusedAdamSupport:
     """What TransformerEngine's FusedAdam can do; without a version the newest known rules apply."""
     if version is None:
         return NEWEST
-    found = release(version)
+    known = release(version)
     # Every TransformerEngine from about 1.13 has the arguments that Megatron needs; bf16 moments
     # have a rule of their own.
-    return FusedAdamSupport(found, True, "") if found else NEWEST
+    return FusedAdamSupport(known, True, "") if known else NEWEST
 
 
 def without_shim(support: FusedAdamSupport) -> InForce:
@@ -208,12 +208,12 @@ def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Prob
     Raises:
         PlanError: the optimizer is not Adam.
     """
-    fields, found = one.fields, []
+    fields, problems = one.fields, []
     subject = asked.wishes.subject
 
     def report(code: str, field: str, message: str, remedy: str) -> None:
         key = asked.bucket_key if field == "grad_reduce_in_fp32" else asked.key.format(field)
-        found.append(Problem(code, subject, key, message, remedy))
+        problems.append(Problem(code, subject, key, message, remedy))
 
     aware = bool(fields.get(PRECISION_AWARE))
     _refuse_others(asked, fields)
@@ -236,7 +236,7 @@ def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Prob
             "fp16 gradients cannot be clipped by the precision-aware optimizer",
             "Write grad_reduce_in_fp32: true, or clip_grad: 0.",
         )
-    return found
+    return problems
 
 
 def _refuse_others(asked: Asked, fields: Mapping[str, Any]) -> None:

@@ -120,7 +120,7 @@ def is_added_by_shim(config: Any) -> bool:
     """Whether the shim alone made an OptimizerConfig, or the config it copies, precision-aware."""
     values = (getattr(config, name, None) for name in _OWN)
     return hasattr(config, _ADDED) or any(
-        isinstance(one, float) and _own_floats.get(id(one)) is one for one in values
+        isinstance(value, float) and _own_floats.get(id(value)) is value for value in values
     )
 
 
@@ -360,10 +360,10 @@ def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
 
         return {key: one.dtype for key, one in load_tensors_metadata(directory).items()}
     with path.open("rb") as file:
-        found = read_entries(file, str(path))
+        entries = read_entries(file, str(path))
     return {
         key: parse_dtype(one.dtype) or getattr(torch, one.dtype)
-        for key, one in found.items()
+        for key, one in entries.items()
         if one.dtype is not None
     }
 
