@@ -51,8 +51,8 @@ def is_master(key: str) -> bool:
 
 def fill_part(unit: Unit, part: Part) -> None:
     """Read the contents of a distributed checkpoint of Megatron's into a part."""
-    for key, one in unit.tensors.items():
-        part.add(_component_of(key), one)
+    for key, tensor in unit.tensors.items():
+        part.add(_component_of(key), tensor)
         dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
         if dtypes is not None:
             _note_dtypes(part, dtypes[1], dtypes[2])
@@ -111,7 +111,7 @@ def _note_dtypes(part: Part, params: str, bucket: str) -> None:
 
 def _take_gathered(archive: Archive, part: Part) -> None:
     """The states of all ranks in one object: ``{index: {dtypes: {state: tensor}}}``."""
-    for keys, one in archive.tensors():
+    for keys, tensor in archive.tensors():
         for key in keys:
             if (
                 isinstance(key, tuple)
@@ -120,41 +120,44 @@ def _take_gathered(archive: Archive, part: Part) -> None:
             ):
                 _note_dtypes(part, key[0].path, key[1].path)
         component = _COMPONENT.get(str(keys[-1]) if keys else "", OTHER)
-        part.add(component, Tensor(f"param_state.{one.name}", one.dtype, one.elements, one.parts))
+        part.add(
+            component,
+            Tensor(f"param_state.{tensor.name}", tensor.dtype, tensor.elements, tensor.parts),
+        )
 
 
 def _dicts_in(tree: Any) -> Iterator[dict[Any, Any]]:
     seen: set[int] = set()
     waiting = [tree]
     while waiting:
-        one = waiting.pop()
-        if not isinstance(one, (dict, list, tuple, Made)) or id(one) in seen:
+        node = waiting.pop()
+        if not isinstance(node, (dict, list, tuple, Made)) or id(node) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, dict):
-            yield one
-            waiting += one.values()
-        elif isinstance(one, Made):
-            waiting += [one.state, one.items, *one.arguments]
+        seen.add(id(node))
+        if isinstance(node, dict):
+            yield node
+            waiting += node.values()
+        elif isinstance(node, Made):
+            waiting += [node.state, node.items, *node.arguments]
         else:
-            waiting += one
+            waiting += node
 
 
 def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
-    return (one for one in _dicts_in(tree) if name in one)
+    return (mapping for mapping in _dicts_in(tree) if name in mapping)
 
 
 def _values_of(tree: Any, name: str) -> Iterator[Any]:
     """The values under a key, anywhere in a tree."""
-    return (one[name] for one in _dicts_with(tree, name))
+    return (mapping[name] for mapping in _dicts_with(tree, name))
 
 
 def _number(archive: Archive, value: Any) -> float | None:
     """A number, or the number in a tensor of one element; ``None`` for other values."""
     if isinstance(value, (int, float)):
         return float(value)
-    for _, one in archive.tensors([value]):
-        content = one.parts[0](4) if one.parts and one.dtype == "fp32" else b""
+    for _, tensor in archive.tensors([value]):
+        content = tensor.parts[0](4) if tensor.parts and tensor.dtype == "fp32" else b""
         if len(content) == 4:
             number: float = struct.unpack("<f", content)[0]
             return number

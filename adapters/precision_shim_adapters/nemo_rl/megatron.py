@@ -98,7 +98,7 @@ _BUILD: dict[str, Any] = {
 reference."""
 
 
-@seam(at=[{"target": one, "only_if": (one,)} for one in INLINE], **_BUILD)
+@seam(at=[{"target": target, "only_if": (target,)} for target in INLINE], **_BUILD)
 def worker_build_inline(call: Call, policy_cfg: Any, load_optimizer: Any, cfg: Any) -> Any:
     """Announce that a worker of 0.4 or 0.5 builds its model, and its optimizer if it trains."""
     return _build_model(call, policy_cfg, cfg.ddp, "policy", bool(load_optimizer))

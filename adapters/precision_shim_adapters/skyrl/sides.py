@@ -161,8 +161,8 @@ def not_compared(config: Any) -> tuple[str, str]:
 def _rollouts(config: Any, directory: str = "") -> Iterator[Engine]:
     path = directory or str(config.trainer.policy.model.path)
     backend = str(config.generator.inference_engine.backend)
-    for one in _asked(config.generator.inference_engine):
-        yield resolve_auto(one, backend, checkpoint_dtype(path), model_type(path))
+    for engine in _asked(config.generator.inference_engine):
+        yield resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
 
 
 def _asked(engines: Any) -> Iterator[Engine]:
@@ -308,8 +308,8 @@ def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
     """
     backend, sent = str(engines.backend), _canonical(named(engines.model_dtype))
     computes = {
-        resolve_auto(one, backend, checkpoint_dtype(path), model_type(path)).computes
-        for one in _asked(engines)
+        resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path)).computes
+        for engine in _asked(engines)
     }
     if len(computes) > 1 or engines.weight_sync_backend == "delta":
         return (AUTO,)  # a delta has the dtypes of the base checkpoint, tensor by tensor

@@ -55,7 +55,7 @@ def _fields(name: str) -> tuple[str, ...]:
     """The fields of a dataclass of verl's; empty where it is not found."""
     if not name:
         return ()
-    looks = (look(f"{_PACKAGE}.{one}:{name}.__init__") for one in _MODULES)
+    looks = (look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES)
     return next((found.parameters for found in looks if found.found), ())
 
 

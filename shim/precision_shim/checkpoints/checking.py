@@ -140,7 +140,7 @@ class Checked:
             told[state] = {
                 "bytes": self.bytes(state),
                 "share": self.share(state),
-                "files": {self.name(one): one.bytes(state) for one in self._in(state)},
+                "files": {self.name(file): file.bytes(state) for file in self._in(state)},
             }
         return told
 
@@ -167,7 +167,7 @@ def check(part: Part, most: int | None = MOST) -> Checked:
     for path in sorted(sizes, key=lambda size: (sizes[size], size)):
         held: list[Span] = []
         unread: list[Span] = []
-        for offset, length in sorted(archives.get(path, ()), key=lambda one: one[0]):
+        for offset, length in sorted(archives.get(path, ()), key=lambda span: span[0]):
             end = sizes[path] if length is None else offset + length
             count += 1
             if left is not None and (end - offset > left or count > _ARCHIVES):

@@ -87,18 +87,18 @@ class Part:
     def dtypes(self, component: str) -> dict[str, int]:
         """The dtypes of a component, each with the number of its elements."""
         counts: dict[str, int] = {}
-        for one in self.held.get(component, ()):
-            counts[one.dtype] = counts.get(one.dtype, 0) + one.elements
+        for tensor in self.held.get(component, ()):
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.elements
         return counts
 
     def bytes(self, component: str) -> int:
         """Bytes of a component."""
-        return sum(one.bytes for one in self.held.get(component, ()))
+        return sum(tensor.bytes for tensor in self.held.get(component, ()))
 
     @property
     def has_states(self) -> bool:
         """Whether the part has optimizer states."""
-        return any(self.held.get(one) for one in (MASTER, EXP_AVG, EXP_AVG_SQ))
+        return any(self.held.get(component) for component in (MASTER, EXP_AVG, EXP_AVG_SQ))
 
     @property
     def params_dtype(self) -> str | None:

@@ -76,7 +76,7 @@ def kind_of(path: Path) -> str | None:
         CheckpointUnreadableError: the directory cannot be read, or its checkpoint is incomplete.
     """
     try:
-        names = {one.name for one in path.iterdir()}
+        names = {entry.name for entry in path.iterdir()}
     except OSError as error:
         raise CheckpointUnreadableError(
             f"{path}: it cannot be read ({error.strerror or error})."
@@ -217,13 +217,13 @@ def _take(unit: Unit, metadata: Made) -> None:
         if size is None or size < end:
             problem = "is missing" if size is None else f"has {size} bytes of {end}"
             raise CheckpointUnreadableError(f"{file}: it {problem}.")
-    for key, one in metadata.get("state_dict_metadata").items():
+    for key, described in metadata.get("state_dict_metadata").items():
         there = places.get(key, [])
-        if one.kind == f"{_METADATA}.TensorStorageMetadata":
-            properties = one.get("properties")
+        if described.kind == f"{_METADATA}.TensorStorageMetadata":
+            properties = described.get("properties")
             state = properties.state
             dtype = state[0] if isinstance(state, tuple) else state["dtype"]
-            size = one.get("size")
+            size = described.get("size")
             if not isinstance(dtype, Name) or not isinstance(size, tuple):
                 raise ValueError(f"{key} has no dtype or size")
             unit.tensors[key] = Tensor(key, dtype_name(dtype.path), count_of(size), tuple(there))
@@ -251,7 +251,7 @@ class _Place:
     def __call__(self, most: int) -> bytes:
         if not self.is_archive:
             return b""
-        tensors = [one for _, one in self.archive().tensors()]
+        tensors = [tensor for _, tensor in self.archive().tensors()]
         return tensors[0].parts[0](most) if len(tensors) == 1 and tensors[0].parts else b""
 
 
@@ -282,7 +282,7 @@ def _read_shards(unit: Unit) -> None:
             raise CheckpointUnreadableError(
                 f"{unit.path}: {what}_world_size_{unit.world_size}_rank_{lacking}.pt is missing."
             )
-    unit.lacking = tuple(one for one in _TOGETHER if one not in files)
+    unit.lacking = tuple(kind for kind in _TOGETHER if kind not in files)
     for what, by_rank in sorted(files.items()):
         for _, path in sorted(by_rank.items()):
             archive = Archive(path)
@@ -290,14 +290,14 @@ def _read_shards(unit: Unit) -> None:
             if what == "extra_state":
                 unit.common.append(archive)
                 continue
-            for keys, one in archive.tensors():
+            for keys, tensor in archive.tensors():
                 name = ".".join(map(str, (what, *keys)))
                 # Each rank has a shard of the same tensor.
-                elements, parts = one.elements, one.parts
+                elements, parts = tensor.elements, tensor.parts
                 known = unit.tensors.get(name)
                 if known is not None:
                     elements, parts = known.elements + elements, known.parts + parts
-                unit.tensors[name] = Tensor(name, one.dtype, elements, parts)
+                unit.tensors[name] = Tensor(name, tensor.dtype, elements, parts)
 
 
 # -- safetensors ----------------------------------------------------------------------------------
@@ -345,14 +345,14 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     try:
         header, begin = read_header(path)
         tensors, spans = {}, []
-        for name, one in header.items():
-            code, (start, stop) = str(one["dtype"]), one["data_offsets"]
+        for name, entry in header.items():
+            code, (start, stop) = str(entry["dtype"]), entry["data_offsets"]
             match = re.fullmatch(r"(B?F|I|U)(\d+)", code)
             dtype = dtype_name(f"{_KINDS[match[1]]}{match[2]}" if match else code.lower())
             if not 0 <= start <= stop:
                 raise ValueError(f"{name} ends before it begins")
             at = _Range(path, begin + start, stop - start)
-            tensors[name] = Tensor(name, dtype, count_of(one["shape"]), (at,))
+            tensors[name] = Tensor(name, dtype, count_of(entry["shape"]), (at,))
             if stop - start < tensors[name].bytes and dtype in SIZES:
                 raise ValueError(f"{name} has {stop - start} bytes of {tensors[name].bytes}")
             spans.append((start, stop))

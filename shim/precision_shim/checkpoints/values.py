@@ -69,13 +69,13 @@ def are_numbers(part: Part, most: int) -> bool | None:
 
     ``None`` where no value can be read.
     """
-    weights = {one.name.removeprefix("model."): one for one in part.held.get(PARAMS, ())}
+    weights = {tensor.name.removeprefix("model."): tensor for tensor in part.held.get(PARAMS, ())}
     seen = False
-    for one, number, value in samples(part.held[MASTER], most):
-        if one.dtype != "fp32":
+    for tensor, number, value in samples(part.held[MASTER], most):
+        if tensor.dtype != "fp32":
             continue
 
-        if looks_like_remainders(value, partial(_param_of, weights, one, number, value)):
+        if looks_like_remainders(value, partial(_param_of, weights, tensor, number, value)):
             return True
         seen = True
     return False if seen else None

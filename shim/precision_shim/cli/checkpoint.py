@@ -79,20 +79,20 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print(error, file=sys.stderr)
         return 2
-    ok = all(one.outcome.exact for one in examined)
+    ok = all(model.outcome.exact for model in examined)
     environment = {
         "shim": here.on,
         "optimizer_states": here.settings["optimizer_states"],
         "versions": here.versions(examined[0].part.framework),
     }
     if arguments.json:
-        parts = [one.to_dict() for one in examined]
+        parts = [model.to_dict() for model in examined]
         values = {"ok": ok, "path": arguments.path, "here": environment, "parts": parts}
         print(json.dumps(values, indent=1))
         return int(not ok)
-    blocks = ["\n".join(one.lines()) for one in examined]
+    blocks = ["\n".join(model.lines()) for model in examined]
     there = here.versions(examined[0].part.framework)
-    versions = ", ".join(f"{name} {one}" for name, one in there.items())
+    versions = ", ".join(f"{name} {version}" for name, version in there.items())
     shim = f"on, {environment['optimizer_states']}" if here.on else "off"
     blocks.append(f"here: {versions or 'none of the frameworks'}; the shim is {shim}")
     show("\n\n".join(blocks))

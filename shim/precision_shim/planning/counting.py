@@ -94,7 +94,7 @@ def part(name: str, share: Share, precision: Precision, optimizer: str) -> Part:
         share.groups,
         share.trainable,
         owned if optimizer else 0,
-        {key: one for key, one in held.items() if one.group_bytes},
+        {key: size for key, size in held.items() if size.group_bytes},
         _at_step(share, precision),
     )
 
@@ -112,12 +112,17 @@ def _at_step(share: Share, precision: Precision) -> dict[str, Held]:
     if precision.copies:
         sizes["grad_copies"] = _held(share, share.trainable, "fp32", share.states_sharded)
     if precision.unpacks:
-        one = _held(share, share.trainable, "fp32", share.states_sharded)
+        state = _held(share, share.trainable, "fp32", share.states_sharded)
         number = len(precision.unpacks)
         sizes["unpacked"] = Held(
-            ("fp32",), one.bytes * number, one.group_bytes * number, 0, 4.0 * number, one.sharded
+            ("fp32",),
+            state.bytes * number,
+            state.group_bytes * number,
+            0,
+            4.0 * number,
+            state.sharded,
         )
-    return {key: one for key, one in sizes.items() if one.group_bytes}
+    return {key: size for key, size in sizes.items() if size.group_bytes}
 
 
 def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[str, Held]:

@@ -83,8 +83,8 @@ class Stage:
         those on the GPU while the optimizer steps.
         """
         held = [component for part in self.parts for component in part.components.values()]
-        every, host = sum(one.bytes for one in held), sum(one.host for one in held)
-        top = sum(one.bytes for part in self.parts for one in part.at_step.values())
+        every, host = sum(size.bytes for size in held), sum(size.host for size in held)
+        top = sum(size.bytes for part in self.parts for size in part.at_step.values())
         return {"bytes": every, "host": host, "gpu": every - host, "peak": every - host + top}
 
 
@@ -249,9 +249,9 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as dicts, lists, strings and numbers."""
         told = asdict(self)
-        for model, one in zip(told["models"], self.models, strict=True):
+        for model, plan in zip(told["models"], self.models, strict=True):
             for side in ("before", "after"):
-                stages: tuple[Stage, ...] = getattr(one, side)
+                stages: tuple[Stage, ...] = getattr(plan, side)
                 for shown, stage in zip(model[side], stages, strict=True):
                     shown["totals"] = stage.totals
         return told

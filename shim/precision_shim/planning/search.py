@@ -63,8 +63,10 @@ def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[V
         [Variant("", (), model), *_order_variants(model, job, rules)] for model in request.models
     ]
     ranks = [range(len(choice)) for choice in choices]
-    for numbers in sorted(product(*ranks), key=lambda one: (max(one, default=0), sum(one))):
-        yield [one[number] for one, number in zip(choices, numbers, strict=True)]
+    for numbers in sorted(
+        product(*ranks), key=lambda numbers_of: (max(numbers_of, default=0), sum(numbers_of))
+    ):
+        yield [options[number] for options, number in zip(choices, numbers, strict=True)]
 
 
 def _order_variants(model: Plannable, job: Job, rules: Rules) -> Sequence[Variant]:
@@ -99,7 +101,9 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
         world //= 2
     # Half of this number does not fit, but a multiple of the groups in between may.
     step = max(world // 16, 1)
-    smaller = [one for one in range(world // 2 + 1, world) if one % step == 0 and fits(one)]
+    smaller = [
+        number for number in range(world // 2 + 1, world) if number % step == 0 and fits(number)
+    ]
     return min(smaller, default=world)
 
 

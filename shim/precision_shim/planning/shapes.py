@@ -184,7 +184,7 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     try:
         entries, _ = read_header(path)
         for name, entry in entries.items():
-            yield name, tuple(int(one) for one in entry["shape"])
+            yield name, tuple(int(length) for length in entry["shape"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(
             f"{path}: is no safetensors file: {error}; expected its header of names and shapes. "

@@ -63,11 +63,13 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
     and its direct subdirectories.
     """
     files = {}
-    for entry in sorted(os.scandir(directory), key=lambda one: one.name):
-        inside = sorted(os.scandir(entry), key=lambda one: one.name) if entry.is_dir() else [entry]
-        for one in inside:
-            if _BOUND.fullmatch(one.name) and one.is_file():
-                files[os.path.relpath(one.path, directory).replace(os.sep, "/")] = one.path
+    for entry in sorted(os.scandir(directory), key=lambda item: item.name):
+        inside = (
+            sorted(os.scandir(entry), key=lambda item: item.name) if entry.is_dir() else [entry]
+        )
+        for file in inside:
+            if _BOUND.fullmatch(file.name) and file.is_file():
+                files[os.path.relpath(file.path, directory).replace(os.sep, "/")] = file.path
     return files
 
 
@@ -80,14 +82,14 @@ def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
         bound: the fingerprints in the record.
         prints: the fingerprints of the files that exist.
     """
-    return sorted(name for name, one in prints.items() if bound.get(name) != one)
+    return sorted(name for name, print_ in prints.items() if bound.get(name) != print_)
 
 
 def are_fingerprints(value: object) -> bool:
     """Whether a record's value has the form of ``fingerprints``: file name to fingerprint."""
     return isinstance(value, Mapping) and all(
-        isinstance(name, str) and isinstance(one, str) and _FINGERPRINT.fullmatch(one)
-        for name, one in value.items()
+        isinstance(name, str) and isinstance(text, str) and _FINGERPRINT.fullmatch(text)
+        for name, text in value.items()
     )
 
 

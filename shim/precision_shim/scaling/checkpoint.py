@@ -216,8 +216,8 @@ def _fingerprints_of_all(
     except OSError as error:
         failure = str(_unreadable(error, str(path)))
     every = _from_all((mine, failure), group)
-    failures = [one for _, one in every if one]
-    prints = {name: one for of_rank, _ in every for name, one in of_rank.items()}
+    failures = [failure_of_rank for _, failure_of_rank in every if failure_of_rank]
+    prints = {name: print_ for of_rank, _ in every for name, print_ in of_rank.items()}
     return prints or None, failures[0] if failures else ""
 
 

@@ -121,14 +121,14 @@ class LossScaler(ShardedGradScaler):
         if not self._enabled:
             return None
         flags_found = [
-            one
+            flag
             for state in self._per_optimizer_states.values()
-            for one in state["found_inf_per_device"].values()
+            for flag in state["found_inf_per_device"].values()
         ]
         if not flags_found:
             return None
         device = flags_found[0].device
-        flags = [one.reshape(()).to(device, non_blocking=True) for one in flags_found]
+        flags = [flag.reshape(()).to(device, non_blocking=True) for flag in flags_found]
         return torch.stack(flags).sum() > 0
 
     def attach(self, loss: torch.Tensor) -> None:

@@ -153,13 +153,13 @@ def prepare(
     bound = in_class and not isinstance(raw, staticmethod) and hasattr(raw, "__get__")
     # Read the function in a class's descriptor: a bound one lacks the instance parameter.
     signature = _signature(getattr(raw, "__func__", raw) if in_class else raw)
-    parameters = [one for one in signature or () if one.kind in _NAMED]
+    parameters = [given for given in signature or () if given.kind in _NAMED]
     positional = [
         parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY
     ]
     positional_only = sum(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters)
     names = {parameter.name for parameter in parameters}
-    kinds = {one.kind for one in signature or ()}
+    kinds = {given.kind for given in signature or ()}
     lacking = [name for name in reads if name not in names]
     hidden = inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds
     if signature is None or (hidden and lacking):

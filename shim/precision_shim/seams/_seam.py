@@ -113,9 +113,11 @@ class Seam(_Fields):
                     "'module', 'module:attribute' and 'module:attribute mentions name'. Correct "
                     "it in the function's seam(...)."
                 )
-        for one in (self.wrapper, self.native):
-            if one is not None and not callable(one):
-                raise SeamError(f"{self.target}: {one!r} is no function; allowed: the function.")
+        for function in (self.wrapper, self.native):
+            if function is not None and not callable(function):
+                raise SeamError(
+                    f"{self.target}: {function!r} is no function; allowed: the function."
+                )
         if self.wrapper is None and self.native is None:
             raise SeamError(
                 f"{self.name}: a record without a wrapper says that the framework does "
@@ -290,7 +292,7 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
         SeamError: the declaration makes no sense; the message names the function.
     """
     shared = {"target": target, "feature": feature, **fields}
-    places = [{"target": one} if isinstance(one, str) else one for one in at] or [{}]
+    places = [{"target": place} if isinstance(place, str) else place for place in at] or [{}]
 
     def declare(function: Function) -> Function:
         records: list[Seam] = []
@@ -298,7 +300,7 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
             _check(function, given)
             features = given.pop("feature")
             features = (features,) if isinstance(features, str) else features
-            records += [Seam(feature=one, wrapper=function, **given) for one in features]
+            records += [Seam(feature=name, wrapper=function, **given) for name in features]
         marks: list[Seam] = vars(function).setdefault(_MARK, [])
         marks[:0] = records  # Python applies decorators from the lowest up
         return function

@@ -159,9 +159,9 @@ def lines(updates: Mapping[str, Any]) -> Iterator[str]:
 def brief(figures: Figures) -> str:
     """The shares over all groups, in one line."""
     shares = ", ".join(
-        f"{title} {one:.1%}"
+        f"{title} {part:.1%}"
         for name, title in _TITLES.items()
-        if (one := figures.share(name)) is not None
+        if (part := figures.share(name)) is not None
     )
     return f"updates lost to rounding at step {figures.step}: {shares}"
 
@@ -180,20 +180,20 @@ def findings(
         part: the part's name.
         where: framework and version, for messages.
     """
-    for one in updates["groups"]:
-        count = one["weights"]
+    for group in updates["groups"]:
+        count = group["weights"]
         if not count["updates"] or count["lost"] <= TOO_MANY * count["updates"]:
             continue
         dtype, percent = count["dtype"], _percent(count)
         sixteen = dtype in ("bf16", "fp16")
         message = (
-            f"{where}, {part}, parameter group {one['group']} (lr {one['lr']:g}): {percent} of the "
-            f"updates of the stored weights ({dtype}) were rounded away at step "
+            f"{where}, {part}, parameter group {group['group']} (lr {group['lr']:g}): {percent} of "
+            f"the updates of the stored weights ({dtype}) were rounded away at step "
             f"{updates['step']}, expected at most {TOO_MANY:.0%}: {_remedy(sixteen, part)}."
         )
         component = "params" if dtype in ("bf16", "fp16", "fp32") else "master"
         yield (
-            one["group"],
+            group["group"],
             (CODE, part, component, f"at most {TOO_MANY:.0%} lost", f"{percent} lost", message),
         )
 

@@ -83,7 +83,9 @@ class Merged:
         self._before, self._dtypes = [], rollout.dtypes
         if not (rollout.merged and rollout.dtypes):
             return ""
-        layers, reason = lora_layers([one for ref in self._chunks if (one := ref()) is not None])
+        layers, reason = lora_layers(
+            [chunk for ref in self._chunks if (chunk := ref()) is not None]
+        )
         layers = layers[:: -(-len(layers) // MOST_LAYERS) or 1]
         for layer, (rows, columns) in zip(layers, self._sample(layers), strict=True):
             product, copies = self._read(layer, rows, columns)
@@ -101,13 +103,13 @@ class Merged:
             number of elements, and the roundings.
         """
         before, self._before = self._before, []
-        for one in before:
-            product, copies = self._read(one.layer, one.rows, one.columns)
-            changed = product != one.product
-            stale = (changed & (copies == one.copies)).sum()
-            chain = (one.layer.base.dtype, *self._dtypes)
+        for sample in before:
+            product, copies = self._read(sample.layer, sample.rows, sample.columns)
+            changed = product != sample.product
+            stale = (changed & (copies == sample.copies)).sum()
+            chain = (sample.layer.base.dtype, *self._dtypes)
             kept = chain[1:] if chain[0] in (chain[1], torch.float32) else chain
-            yield product.device, changed.sum(), stale, len(one.rows), kept
+            yield product.device, changed.sum(), stale, len(sample.rows), kept
 
     def _read(
         self, layer: Layer, rows: torch.Tensor, columns: torch.Tensor
@@ -136,7 +138,7 @@ class Merged:
                     for size in layer.base.shape
                 )
                 device = local(layer.base).device
-                rows, columns = (one.to(device, non_blocking=True) for one in drawn)
+                rows, columns = (indices.to(device, non_blocking=True) for indices in drawn)
                 self._places[key].append((rows, columns))
         return self._places[key]
 
@@ -182,9 +184,9 @@ def _of_peft(module: Any) -> Layer | str:
 def _of_automodel(module: Any) -> Layer | str:
     """A layer of NeMo Automodel's, which computes the product in the dtype of the matrix."""
     base, scale = getattr(module, "weight", None), getattr(module, "scale", None)
-    a, b = (getattr(one, "weight", None) for one in (module.lora_A, module.lora_B))
+    a, b = (getattr(adapter, "weight", None) for adapter in (module.lora_A, module.lora_B))
     known = isinstance(scale, (int, float)) and not getattr(module, "use_dora", False)
-    if known and all(isinstance(one, torch.Tensor) for one in (base, a, b)):
+    if known and all(isinstance(weight, torch.Tensor) for weight in (base, a, b)):
         return Layer(base, a, b, float(scale), base.dtype)  # type: ignore[arg-type, union-attr]
     return f"{type(module).__name__} is no LoRA layer of a known kind"
 

@@ -84,7 +84,7 @@ def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     if not _meters:
         return {}
     watched = (_meters.get(stepper) for stepper in _steppers(optimizer))
-    return lost.metrics([one.figures for one in watched if one and one.figures], prefix)
+    return lost.metrics([watch.figures for watch in watched if watch and watch.figures], prefix)
 
 
 def _steppers(optimizer: Any) -> Iterator[Any]:

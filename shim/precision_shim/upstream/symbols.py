@@ -99,9 +99,9 @@ def versions_of(record: Record, distribution: str) -> list[str]:
 def digests_of(record: Record, distribution: str, version: str) -> dict[str, str]:
     """The recorded digests of a version's symbols, by target."""
     return {
-        target: one
+        target: digest
         for target, digests in record.get(distribution, {}).items()
-        for one, versions in digests.items()
+        for digest, versions in digests.items()
         if version in versions
     }
 
@@ -177,17 +177,17 @@ def compare(
     here = {target: found for target, found in digests.items() if found}
     best = Likeness("", len(here))
     most = -1
-    for one in [version] if version else versions_of(record, distribution):
+    for recorded in [version] if version else versions_of(record, distribution):
         there = {
             target: found
-            for target, found in digests_of(record, distribution, one).items()
+            for target, found in digests_of(record, distribution, recorded).items()
             if target in digests
         }
         equal = sum(there.get(target) == found for target, found in here.items())
         if there and equal >= most:
             most = equal
             best = Likeness(
-                one,
+                recorded,
                 len(here),
                 tuple(t for t in here if t in there and there[t] != here[t]),
                 tuple(t for t in there if t not in here),
@@ -272,7 +272,9 @@ def missed(
         here = versions(distribution, packages.get(distribution, adapter.packages))
         here = same_as(adapter, distribution) if here == "unknown" else plain(here or "")
         known = versions_of(shipped(), distribution) if here else []
-        last = next((one for one in reversed(known) if in_order([one, here])[-1] == here), "")
+        last = next(
+            (version for version in reversed(known) if in_order([version, here])[-1] == here), ""
+        )
         return last, frozenset(digests_of(shipped(), distribution, last))
 
     def told(target: str) -> str:

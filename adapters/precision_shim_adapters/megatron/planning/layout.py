@@ -262,7 +262,7 @@ def _letters(layout: object) -> str:
     if isinstance(layout, str):
         return layout.replace(",", "")
     try:
-        places = [list(map(str, one)) for one in layout]  # type: ignore[attr-defined]
+        places = [list(map(str, places_here)) for places_here in layout]  # type: ignore[attr-defined]
         return "|".join("".join(_LETTERS[name] for name in place) for place in places)
     except (TypeError, KeyError):
         names = ", ".join(_LETTERS)
@@ -333,7 +333,7 @@ def rank_numel(weight: Weight, sizes: Sizes) -> int:
 
 def _ways(weight: Weight, tensor: int) -> int:
     """Over how many ranks tensor parallelism splits a parameter outside the experts."""
-    words = [one for one in weight.name.split(".") if one not in ("weight", "bias")]
+    words = [part for part in weight.name.split(".") if part not in ("weight", "bias")]
     word = words[-1] if words else ""
     if _OTHER_MODEL.search(weight.name):
         return 1
@@ -410,7 +410,7 @@ def count(
             add(last, weight)  # the last stage has its own copy
     if value_head:
         dense[last] += model.number("hidden_size", "n_embd")
-    return [StageCount(*one) for one in zip(dense, experts, still, strict=True)]
+    return [StageCount(*counts) for counts in zip(dense, experts, still, strict=True)]
 
 
 def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
@@ -420,8 +420,8 @@ def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
     own = -(-dense // (sizes.tensor * sizes.pipeline))
     theirs = -(-experts // (sizes.experts_tensor * sizes.expert * sizes.pipeline))
     apart = sizes.expert > 1
-    one = StageCount(own if apart else own + theirs, theirs if apart else 0)
-    return [one] * sizes.pipeline
+    stage = StageCount(own if apart else own + theirs, theirs if apart else 0)
+    return [stage] * sizes.pipeline
 
 
 def _word(name: str) -> str:

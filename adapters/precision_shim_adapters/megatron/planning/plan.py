@@ -168,7 +168,7 @@ def plan_model(
         frozen=asked.frozen,
         value_head=asked.value_head,
     )
-    before, after = (stages(asked, one, counts, support) for one in sides)
+    before, after = (stages(asked, plan_side, counts, support) for plan_side in sides)
     return (
         ModelPlan(
             subject,
@@ -189,15 +189,15 @@ def plan_model(
 
 
 def stages(
-    asked: Asked, one: Side, counts: list[StageCount], support: FusedAdamSupport
+    asked: Asked, plan_side: Side, counts: list[StageCount], support: FusedAdamSupport
 ) -> tuple[Stage, ...]:
     """What a GPU of each pipeline stage holds."""
     wishes, sizes = asked.wishes, asked.sizes
-    made = precision(asked, one, support)
+    made = precision(asked, plan_side, support)
     if not wishes.trains:
         made = Precision(made.params)
-    distributed = bool(one.fields.get("use_distributed_optimizer", wishes.distributed))
-    name = str(one.fields.get("optimizer", wishes.optimizer)) if wishes.trains else ""
+    distributed = bool(plan_side.fields.get("use_distributed_optimizer", wishes.distributed))
+    name = str(plan_side.fields.get("optimizer", wishes.optimizer)) if wishes.trains else ""
     counted = []
     for number, count in enumerate(counts):
         every = count.dense + count.experts + count.frozen
@@ -238,7 +238,7 @@ def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
         }
         for stage in stages_
     ]
-    return max(sums, key=lambda one: sum(one.values()))
+    return max(sums, key=lambda held: sum(held.values()))
 
 
 def _gathered(part_: Part) -> str:
@@ -247,40 +247,40 @@ def _gathered(part_: Part) -> str:
     return "params" if shared else "grad_buckets"
 
 
-def _decisions(asked: Asked, one: Side, settings: Settings, holds: Holds) -> list[Decided]:
+def _decisions(asked: Asked, side: Side, settings: Settings, holds: Holds) -> list[Decided]:
     decisions = []
-    made = one.planned.plan
+    made = side.planned.plan
     if holds(DISPATCH, GROUP):
         decisions.append(Decided(DISPATCH, made.chosen, made.because))
     if holds(ALIGNMENT, GROUP):
-        in_fp32 = one.bucket.grad_reduce_in_fp32
+        in_fp32 = side.bucket.grad_reduce_in_fp32
         dtype = "fp32" if in_fp32 else name_of(asked.dtype)
         chosen = f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})"
-        decisions.append(Decided(ALIGNMENT, chosen, one.bucket.because))
+        decisions.append(Decided(ALIGNMENT, chosen, side.bucket.because))
     if holds(SCALING, GROUP) and asked.dtype is torch.float16:
-        scaler = foreseen(asked.wishes, one.planned.asked, settings)
+        scaler = foreseen(asked.wishes, side.planned.asked, settings)
         if scaler is not None:
-            fp16 = _fp16(one)
+            fp16 = _fp16(side)
             off = "no loss scaling", f"the optimizer's config has fp16={fp16}"
             decisions.append(Decided(SCALING, *(scaler if fp16 else off)))
     return decisions
 
 
-def _fp16(one: Side) -> bool:
+def _fp16(side: Side) -> bool:
     """The ``fp16`` of an fp16 model's OptimizerConfig, by which Megatron makes a scaler."""
-    return bool(one.fields.get("fp16", True))
+    return bool(side.fields.get("fp16", True))
 
 
-def _notes(asked: Asked, one: Side) -> list[str]:
+def _notes(asked: Asked, side: Side) -> list[str]:
     notes = []
     if asked.wishes.trains:
-        made = one.planned.plan
+        made = side.planned.plan
         notes += [*made.warnings, *(text for text in (made.bucket_warning,) if text)]
-        if one.bucket.problem:
-            notes.append(one.bucket.problem)
-        static = one.fields.get("loss_scale")
-        if asked.dtype is torch.float16 and not (_fp16(one) or static):
-            notes.append(unscaled(asked.wishes.where, False, bool(one.fields.get("bf16"))))
+        if side.bucket.problem:
+            notes.append(side.bucket.problem)
+        static = side.fields.get("loss_scale")
+        if asked.dtype is torch.float16 and not (_fp16(side) or static):
+            notes.append(unscaled(asked.wishes.where, False, bool(side.fields.get("bf16"))))
     if asked.wishes.asked and not fields_of(CONFIG):
         notes.append(
             "not checked: whether Megatron's OptimizerConfig has the fields that are written; "

@@ -179,8 +179,8 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         first, second = told.exp_avg, told.exp_avg_sq
         reading.foretold = replace(
             told,
-            exp_avg=lambda one: first(beneath.get(one, one)),
-            exp_avg_sq=lambda one: second(beneath.get(one, one)),
+            exp_avg=lambda parameter: first(beneath.get(parameter, parameter)),
+            exp_avg_sq=lambda parameter: second(beneath.get(parameter, parameter)),
         )
 
 
