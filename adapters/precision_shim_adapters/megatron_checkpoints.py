@@ -13,7 +13,7 @@ from precision_shim.checkpoints.tensors import Archive, Tensor, dtype_name
 from precision_shim.checkpoints.units import Unit
 
 DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
-"""The dtypes of parameters and gradient bucket in an optimizer's key."""
+"""Finds the two dtypes in an optimizer's key: that of the parameters, and that of the bucket."""
 
 _MASTER = re.compile(r"\.param$|\.fp32_param\.")
 _STATE = re.compile(r"(?:^|\.)(?:state\.|bucket_idx_\d+\.)(param|fp32_param|exp_avg_sq|exp_avg)\b")

@@ -139,7 +139,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         )
         job = command.read_launch_line(words, planned, settings, options)
     entry = entries[job.framework]
-    if not entry.plan:  # a third party's: its entry point has only a name
+    if not entry.plan:  # a third party's record, which has no more than the entry point's name
         entry = entry.as_said()
     if not entry.plan:
         raise PlanError(

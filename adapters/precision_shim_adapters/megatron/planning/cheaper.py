@@ -26,7 +26,7 @@ _Model = TypeVar("_Model", bound=Asked)
 
 _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (
-        "nothing: the masters are kept as remainders, whole in checkpoints",
+        "nothing: the masters are kept as remainders, and checkpoints have them in fp32",
         {PRECISION_AWARE: True, "store_param_remainders": True},
     ),
     (
