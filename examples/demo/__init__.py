@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_options", "demo"]
 
-_ROOT = Path(__file__).parents[2]
 _OURS = Path(__file__).with_name("demo.yaml")
 _SECTION = {"optimizer": "adam", "min_lr": 0.0, "clip_grad": 1.0, "weight_decay": 0.01}
 _EXTRA = {"rich": "rich", "matplotlib": "matplotlib", "yaml": "pyyaml", "numpy": "numpy"}
