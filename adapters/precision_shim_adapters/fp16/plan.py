@@ -26,7 +26,7 @@ from precision_shim.planning.record import (
 )
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
-from precision_shim.planning.text import parked
+from precision_shim.planning.text import list_parked
 from precision_shim.scaling import ScalerSettings
 
 from ..megatron.planning.layout import rank_numel
@@ -155,7 +155,7 @@ def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
             {"before": traffic, "after": traffic},
             stages,
             stages,
-            (*asked.notes, *parked(stages, asked.parked)),
+            (*asked.notes, *list_parked(stages, asked.parked)),
             asked.model.source,
             dict.fromkeys(("before", "after"), staying(stages, moved)),
             asked.place,

@@ -149,7 +149,7 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             name,
             device="cuda" if torch.cuda.is_available() else "cpu",
             because=scaled_because(name),
-            configured=configured(instance.cfg, name),
+            configured=read_section(instance.cfg, name),
         )
         # Restore here: in __init__ the first kind of worker calls load_checkpoint before the scaler
         # exists, and the second kind, from 0.6, loads without load_checkpoint.
@@ -173,7 +173,7 @@ def scaled_because(name: str) -> str:
     return f"{name}.precision is float16, and NeMo-RL does not scale the loss"
 
 
-def configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The optional block of a config, by the names of ``ScalerSettings``.
 
     Raises:

@@ -102,7 +102,7 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
         raise PlanError(
             f"{_where()}: its loader of configs cannot be imported ({error}). Install NeMo-RL here."
         ) from error
-    path, overrides = _named(job)
+    path, overrides = _find_named(job)
     register = getattr(loader, "register_omegaconf_resolvers", None)
     if register is not None:
         register()
@@ -122,7 +122,7 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     return {str(key): value for key, value in config.items()}
 
 
-def _named(job: Job) -> tuple[Path, list[str]]:
+def _find_named(job: Job) -> tuple[Path, list[str]]:
     """The file of the config, and the overrides."""
     given, overrides = "", []
     words = iter(job.arguments)
@@ -162,11 +162,11 @@ def _gpus(config: Mapping[str, Any]) -> int:
     each, nodes = (
         number_of(cluster, f"cluster.{key}", _where()) for key in ("gpus_per_node", "num_nodes")
     )
-    rewarding = _rewarding(config)
+    rewarding = _find_reward_model(config)
     if nodes == 1:
         each -= int(rewarding.get("gpus_per_node") or 0)
     else:
-        nodes -= int(rewarding.get("num_nodes") or 0) + _teaching(config)
+        nodes -= int(rewarding.get("num_nodes") or 0) + _count_teachers(config)
     generation = (config["policy"].get("generation") or {}).get("colocated") or {}
     if generation and not generation.get("enabled", True):
         theirs = generation.get("resources") or {}
@@ -177,7 +177,7 @@ def _gpus(config: Mapping[str, Any]) -> int:
     return each * nodes
 
 
-def _rewarding(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _find_reward_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The resources of a reward model that is an environment; empty where the job has none."""
     section = (config.get("env") or {}).get("reward_model") or {}
     data = config.get("data") or {}
@@ -189,7 +189,7 @@ def _rewarding(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return (section.get("resources") or {}) if used else {}
 
 
-def _teaching(config: Mapping[str, Any]) -> int:
+def _count_teachers(config: Mapping[str, Any]) -> int:
     """The nodes of on-policy distillation's teachers, where they have nodes of their own."""
     section = config.get("on_policy_distillation") or {}
     apart = section.get("non_colocated_teachers") or {}
@@ -280,12 +280,12 @@ def _on_megatron(
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
         prefix="++",
-        parked=_parked(section, key),
+        parked=_find_parked(section, key),
         illegal=tuple(illegal) if trains else (),
     )
 
 
-def _parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
+def _find_parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
     """The components that NeMo-RL moves to the host while the rollout or another model runs."""
     shared = (section.get("generation") or {}).get("colocated") or {}
     if key.startswith("teachers."):
@@ -312,7 +312,7 @@ def _on_dtensor(
             name_of(precision),
             dtensor.group_of(subject, second=bool(cfg.get("_v2"))),
             dtensor.scaled_because(subject),
-            configured=partial(dtensor.configured, section, subject),
+            configured=partial(dtensor.read_section, section, subject),
         )
     name = str((section.get("optimizer") or {}).get("name") or "torch.optim.AdamW")
     return ShardedModel(
@@ -337,5 +337,5 @@ def _on_dtensor(
             "shards": "cluster.gpus_per_node x cluster.num_nodes",
             "optimizer": f"{key}.optimizer.name",
         },
-        parked={} if cfg.get("cpu_offload") else _parked(section, key),
+        parked={} if cfg.get("cpu_offload") else _find_parked(section, key),
     )

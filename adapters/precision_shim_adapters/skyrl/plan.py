@@ -15,7 +15,7 @@ import torch
 
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
-from precision_shim.planning.command import Job, imported
+from precision_shim.planning.command import Job, find_imported
 from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model, is_router
@@ -119,7 +119,7 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
     wrong: list[Problem] = []
     while True:
         try:
-            return _loaded(configs, job, words), passed_over, wrong
+            return _load(configs, job, words), passed_over, wrong
         except DtypeError as error:
             kept = [word for word in words if word.partition("=")[0] != error.key]
             if kept == words:
@@ -147,12 +147,12 @@ def _unknown(message: str, words: list[str]) -> list[str]:
 
 def _tunes(job: Job) -> bool:
     """Whether a job fine-tunes without a rollout."""
-    modules = imported(job.source) if job.source is not None else []
+    modules = find_imported(job.source) if job.source is not None else []
     tunes = any("sft_config" in module or "sft_trainer" in module for module in modules)
     return tunes or job.target.endswith("main_sft")
 
 
-def _loaded(configs: Any, job: Job, words: list[str]) -> Any:
+def _load(configs: Any, job: Job, words: list[str]) -> Any:
     """The training config; SkyRL's own function turns a fine-tuning config into one."""
     if _tunes(job):
         from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
@@ -242,7 +242,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
         key=f"{where}.optimizer_config_kwargs.{{}}",
         bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
-        parked=_parked(trainer, role),
+        parked=_find_parked(trainer, role),
         place=_place(trainer, role),
     )
 
@@ -259,7 +259,7 @@ def _place(trainer: Any, role: str) -> str:
     return _together(trainer, role) or role
 
 
-def _parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
+def _find_parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
     """The components that SkyRL moves to the host while another model or the rollout runs."""
     key = _together(trainer, role)
     alone = key == "colocate_policy_ref" and "ref" not in _roles(trainer)
@@ -295,6 +295,6 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
             "shards": f"trainer.{role}.fsdp_config.fsdp_size",
             "context": f"trainer.{role}.sequence_parallel_size",
         },
-        parked={} if config.cpu_offload else _parked(trainer, role),
+        parked={} if config.cpu_offload else _find_parked(trainer, role),
         place=_place(trainer, role),
     )

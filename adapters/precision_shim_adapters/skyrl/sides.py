@@ -68,10 +68,12 @@ def sides_of(config: Any, in_force: InForce, directory: str = "") -> Sides:
         DtypeError: a key names no dtype.
     """
     trainer = config.trainer
-    others = [] if not has_reference(trainer) else [_trained(trainer, "ref", in_force, directory)]
+    others = (
+        [] if not has_reference(trainer) else [_read_trained(trainer, "ref", in_force, directory)]
+    )
     engines = (*(other for other in others if other is not None), *_rollouts(config, directory))
     path = directory or str(trainer.policy.model.path)
-    return Sides(_trained(trainer, "policy", in_force, directory), engines, model_type(path))
+    return Sides(_read_trained(trainer, "policy", in_force, directory), engines, model_type(path))
 
 
 def has_reference(trainer: Any) -> bool:
@@ -85,7 +87,7 @@ def has_reference(trainer: Any) -> bool:
 # -- trained models and the reference model ------------------------------------------------------
 
 
-def _trained(trainer: Any, role: str, in_force: InForce, directory: str) -> Engine | None:
+def _read_trained(trainer: Any, role: str, in_force: InForce, directory: str) -> Engine | None:
     if trainer.strategy == "megatron":
         return _on_megatron(trainer, role, in_force, directory)
     return _on_fsdp(trainer, role, in_force)
@@ -161,11 +163,11 @@ def not_compared(config: Any) -> tuple[str, str]:
 def _rollouts(config: Any, directory: str = "") -> Iterator[Engine]:
     path = directory or str(config.trainer.policy.model.path)
     backend = str(config.generator.inference_engine.backend)
-    for engine in _asked(config.generator.inference_engine):
+    for engine in _read_asked(config.generator.inference_engine):
         yield resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
 
 
-def _asked(engines: Any) -> Iterator[Engine]:
+def _read_asked(engines: Any) -> Iterator[Engine]:
     wanted = getattr(engines, "fp8_weight_sync_mode", None)
     if wanted is not None:
         yield Engine("rollout", FP8, "", because=f"{INFERENCE}.fp8_weight_sync_mode={wanted}")
@@ -309,7 +311,7 @@ def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
     backend, sent = str(engines.backend), _canonical(named(engines.model_dtype))
     computes = {
         resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path)).computes
-        for engine in _asked(engines)
+        for engine in _read_asked(engines)
     }
     if len(computes) > 1 or engines.weight_sync_backend == "delta":
         return (AUTO,)  # a delta has the dtypes of the base checkpoint, tensor by tensor

@@ -71,7 +71,7 @@ def plan_job(job: Job) -> Request:
     version = version_of("torchtitan", ("torchtitan",))
     found = list(_small(subject, prefix, parallel))
     if found:
-        world = _launched(job) or 1
+        world = _count_launched(job) or 1
         return Request("torchtitan", version, world, (), problems=tuple(found))
     world, shards = _world(job, parallel)
     found = [*_apart(subject, prefix, parallel, world), *_dtypes(job, subject, config, trainer)]
@@ -237,7 +237,7 @@ def _experts(subject: str, prefix: str, parallel: Any, model: Model) -> Iterator
             )
 
 
-def _launched(job: Job) -> int | None:
+def _count_launched(job: Job) -> int | None:
     each = job.launched("nproc-per-node")
     return None if each is None else each * (job.launched("nnodes") or 1)
 
@@ -249,7 +249,7 @@ def _world(job: Job, parallel: Any) -> tuple[int, int]:
         parallel.data_parallel_shard_degree,
     )
     rest = parallel.tensor_parallel_degree * parallel.context_parallel_degree * replicas
-    world = _launched(job)
+    world = _count_launched(job)
     if world is not None:
         if shards < 1:
             shards = max(world // rest, 1)

@@ -75,7 +75,7 @@ def named_config(job: Job) -> tuple[Path, str, list[str]]:
             flags[short.get(match.group(1), match.group(1))] = value
         elif "=" in word or word.startswith("~"):
             overrides.append(word)
-    path, name = _decorated(job.source)
+    path, name = _read_decorator(job.source)
     beside = job.source.parent if job.source is not None else Path.cwd()
     directory = beside / flags.get("config-path", path)
     if "config-dir" in flags:
@@ -88,7 +88,7 @@ def named_config(job: Job) -> tuple[Path, str, list[str]]:
     return directory, flags.get("config-name", name).removesuffix(".yaml"), overrides
 
 
-def _decorated(source: Path | None) -> tuple[str, str]:
+def _read_decorator(source: Path | None) -> tuple[str, str]:
     """The arguments of an entry point's ``@hydra.main``, read from its source."""
     words = {"config_path": "config", "config_name": "ppo_trainer"}
     if source is None:

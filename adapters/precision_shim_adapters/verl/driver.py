@@ -93,7 +93,7 @@ def compare_engines(call: Call, config: Any) -> Any:
 def _compare(config: Any) -> None:
     written = plain(config, sides.KEYS)
     sides.check_names(written)
-    job = sides.read_sides(written, _written())
+    job = sides.read_sides(written, _find_written())
     if job is None:
         return
     if job.trainer is None:
@@ -152,7 +152,7 @@ def _writer(config: Any) -> Any:
     return write
 
 
-def _written() -> sides.Written:
+def _find_written() -> sides.Written:
     """Which keys the user wrote: all of them where Hydra did not compose the config here."""
     from hydra.core.hydra_config import HydraConfig
 

@@ -341,7 +341,7 @@ def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype
     return computed(config, own, section) if own is torch.float32 else own
 
 
-def ignored(config: Any, computes: torch.dtype) -> list[str]:
+def find_ignored(config: Any, computes: torch.dtype) -> list[str]:
     """Remarks, in a worker and in a plan, on dtype keys that verl's FSDP ignores.
 
     Args:
@@ -389,5 +389,5 @@ def _tell_autocast(where: str, otherwise: str) -> None:
 
 
 def _tell_ignored(config: Any) -> None:
-    for message in ignored(config, computed(config)):
+    for message in find_ignored(config, computed(config)):
         warn(message)

@@ -290,7 +290,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
         bucket_key=f"{bucket_key}.grad_reduce_in_fp32",
         bucket_keys=tuple(map(str, _of(engine, bucket_key))),
         prefix="++",  # Hydra's prefix that sets a key whether the config has it or not
-        parked=_parked(section),
+        parked=_find_parked(section),
         illegal=tuple(illegal),
     )
 
@@ -312,7 +312,7 @@ def _bucket(section: _Section, wishes: Wishes) -> bool:
     return not (engine.get("use_mbridge") and engine.get("vanilla_mbridge") is False)
 
 
-def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
+def _find_parked(section: _Section) -> dict[str, tuple[str, ...]]:
     """The components that verl moves to the host's memory while the model is not used."""
     return {
         f"{section.engine_key}.{key}": components
@@ -373,7 +373,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
             "optimizer": f"{section.optim_key}.optimizer",
             **keys,
         },
-        parked={} if on_host else _parked(section),
+        parked={} if on_host else _find_parked(section),
         illegal=tuple(illegal),
-        notes=tuple(fsdp.ignored(engine, sharded.compute)) if trains and of_fsdp else (),
+        notes=tuple(fsdp.find_ignored(engine, sharded.compute)) if trains and of_fsdp else (),
     )

@@ -161,13 +161,13 @@ class Report:
 
     def lost(self) -> list[dict[str, str]]:
         """Features, with the framework's path, that are in force or native only here."""
-        return self._moved(self.here, self.there)
+        return self._find_moves(self.here, self.there)
 
     def won(self) -> list[dict[str, str]]:
         """Features, with the framework's path, that would be in force or native only there."""
-        return self._moved(self.there, self.here)
+        return self._find_moves(self.there, self.here)
 
-    def _moved(
+    def _find_moves(
         self, before: FrameworkStatus | None, after: FrameworkStatus | None
     ) -> list[dict[str, str]]:
         if before is None or after is None:

@@ -201,14 +201,14 @@ def _framework(target: str, source: Path | None, by_package: Mapping[str, str]) 
     if not _is_script(target) and top in by_package:
         return by_package[top]
     if source is not None:
-        for name in imported(source):
+        for name in find_imported(source):
             if name.partition(".")[0] in by_package:
                 return by_package[name.partition(".")[0]]
     parts = re.split(r"[/\\.]", target)
     return next((by_package[part] for part in parts if part in by_package), None)
 
 
-def imported(source: Path) -> list[str]:
+def find_imported(source: Path) -> list[str]:
     """The modules that a file imports; empty if the file cannot be read."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))

@@ -173,14 +173,14 @@ def unknown_keys(
             subject,
             key.format(name),
             f"{whose} has no {name!r}",
-            f"{_asked(name, known)} Correct the key, or leave it out.".strip(),
+            f"{_suggest(name, known)} Correct the key, or leave it out.".strip(),
         )
         for name in written
         if known and name not in known
     ]
 
 
-def _asked(name: str, known: Collection[str]) -> str:
+def _suggest(name: str, known: Collection[str]) -> str:
     text = meant(name, known)
     return text[:1].upper() + text[1:]
 

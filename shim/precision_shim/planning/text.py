@@ -69,7 +69,7 @@ def gigabytes(number: int) -> str:
     return f"{number / GB:.2f}"
 
 
-def parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list[str]:
+def list_parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list[str]:
     """Notes on what a framework moves to the host's memory between the phases of a step.
 
     Args:

@@ -21,7 +21,7 @@ from ..process.finders import Watcher
 from ..process.forks import Lock, is_cut_off
 from ..reporting.record import SeamStatus
 from ._call import prepare, through
-from ._plan import Group, Missed, Row, check, nothing_missed, refusal, unchecked
+from ._plan import Group, Missed, Row, check, list_unchecked, nothing_missed, refusal
 from ._seam import Adapter, Seam
 from ._sites import Layer, Sites, locate
 from ._source import Symbol
@@ -86,7 +86,7 @@ class Engine:
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
-            rows = list(unchecked(adapter, self._features))
+            rows = list(list_unchecked(adapter, self._features))
             self._known[adapter.framework] = _Known(adapter, rows)
             self._effects[adapter.framework] = adapter.effects
             self._expect({row.seam.module for row in rows if row.state != "off"}, adapter.effects)
@@ -122,7 +122,7 @@ class Engine:
             with suppress(Exception):  # the thread that imports the module gets the error
                 __import__(module)
             with _lock:
-                if self._live and _loaded(module) is not None:
+                if self._live and _find_loaded(module) is not None:
                     self._on_arrival(module)
                     self._sites.reach_copies()
 
@@ -131,7 +131,7 @@ class Engine:
             modules = modules | {target.partition(":")[0] for target in effects}
         self._watcher.watch(modules)
         for module in modules:
-            if _loaded(module) is not None:
+            if _find_loaded(module) is not None:
                 self._on_arrival(module)
 
     def _on_import(self, module: str) -> None:
@@ -180,7 +180,7 @@ class Engine:
                 self._live
                 and row.state == "pending"
                 and row.group not in self._refused
-                and (row.seam.module == module or _loaded(row.seam.module) is not None)
+                and (row.seam.module == module or _find_loaded(row.seam.module) is not None)
             ):
                 self._apply(row, known.adapter)
 
@@ -294,7 +294,7 @@ class Engine:
             return (framework, feature, group) in self._refused
 
 
-def _loaded(module: str) -> Any:
+def _find_loaded(module: str) -> Any:
     loaded = sys.modules.get(module)
     if loaded is None:
         return None

@@ -77,7 +77,7 @@ class Plan:
         )
 
 
-def unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
+def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
     """The rows of this version's seams before the check, each ``pending`` or ``off``.
 
     Of the source it reads only what seams name in ``only_if`` and ``unless``.
@@ -128,7 +128,7 @@ def check(
         missed: asked about seams that are optional or conditional and whose symbol is not here.
     """
     had = missed(adapter)
-    rows = unchecked(adapter, features)
+    rows = list_unchecked(adapter, features)
     rows += tuple(_find_moved(adapter, features, rows, had))
     problems: dict[Group, list[str]] = {}
     for row in rows:

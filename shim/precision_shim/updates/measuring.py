@@ -356,7 +356,7 @@ class Meter:
         )
         if not moved:
             return
-        self.figures = Figures(pending.step, self.every, moved, _copied(merged))
+        self.figures = Figures(pending.step, self.every, moved, _count_copied(merged))
         self._judge(self.figures)
         if self._on_figures is not None:
             self._on_figures(self)
@@ -397,11 +397,11 @@ def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counte
         sampled=sum(row.sampled for _, row in rows),
         weights=Count(_join(row.stored for _, row in rows), updates, missed),
         exp_avg_sq=Count(second, decays, stuck) if second else None,
-        rollout=_copied(rows),
+        rollout=_count_copied(rows),
     )
 
 
-def _copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
+def _count_copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
     """The counts for the copies that rollout engines get."""
     copied = [(numbers, row) for numbers, row in rows if row.copy]
     if not copied:

@@ -155,7 +155,7 @@ def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
             continue
         found = _of_peft(module) if hasattr(module, "base_layer") else _of_automodel(module)
         if isinstance(found, Layer):
-            found = _checked(found)
+            found = _check(found)
         if isinstance(found, Layer):
             layers.append(found)
         else:
@@ -191,7 +191,7 @@ def _of_automodel(module: Any) -> Layer | str:
     return f"{type(module).__name__} is no LoRA layer of a known kind"
 
 
-def _checked(layer: Layer) -> Layer | str:
+def _check(layer: Layer) -> Layer | str:
     tensors = (layer.base, layer.a, layer.b)
     if any(tensor.ndim != 2 for tensor in tensors):
         return "a layer with LoRA is no matrix"

@@ -44,7 +44,7 @@ from ..deciding.wishes import (
     FUSED_ADAM_ARGUMENTS,
     GROUP,
     SCALING,
-    coerced,
+    coerce_written,
     fused_adam_support,
 )
 from ..resuming.checkpoint import note_precision_aware
@@ -192,7 +192,7 @@ def settle(build: Build, *, native: bool = False) -> Settled:
         if made.bucket_warning and wishes.trains:
             warn(f"{build.framework} {wishes.subject}: {made.bucket_warning}.")
     else:
-        asked = coerced(wishes.asked, wishes.where)
+        asked = coerce_written(wishes.asked, wishes.where)
     if in_force(build.framework, SCALING, GROUP) and build.dtype is torch.float16:
         added.update(scaler_fields(wishes, asked, current_settings()))
     if in_force(build.framework, "dtype-coercion", GROUP) and not wishes.precision_aware_by_itself:

@@ -25,7 +25,7 @@ from precision_shim.planning.record import (
     unknown_keys,
 )
 from precision_shim.planning.request import Rules, Variant
-from precision_shim.planning.text import parked
+from precision_shim.planning.text import list_parked
 from precision_shim.precision.dtypes import name_of
 from precision_shim_adapters.megatron.deciding.legality import (
     FusedAdamSupport,
@@ -178,7 +178,7 @@ def plan_model(
             {"before": _traffic(before), "after": _traffic(after)},
             before,
             after,
-            (*asked.notes, *_notes(asked, sides[1]), *parked(after, asked.parked)),
+            (*asked.notes, *_notes(asked, sides[1]), *list_parked(after, asked.parked)),
             asked.model.source,
             _stays(asked, before, after),
             asked.place,
@@ -233,7 +233,7 @@ def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
         {
             "reduce_scatter": sum(ring(part, "grad_buckets") for part in stage.parts),
             "all_gather": sum(
-                ring(part, _gathered(part)) for part in stage.parts if part.optimizer
+                ring(part, _name_gathered(part)) for part in stage.parts if part.optimizer
             ),
         }
         for stage in stages_
@@ -241,7 +241,7 @@ def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
     return max(sums, key=lambda held: sum(held.values()))
 
 
-def _gathered(part_: Part) -> str:
+def _name_gathered(part_: Part) -> str:
     """What is all-gathered: parameters, or the reduced gradients where states are not sharded."""
     shared = any(part_.components[name].sharded for name in part_.components.keys() & {"exp_avg"})
     return "params" if shared else "grad_buckets"
