@@ -248,9 +248,14 @@ def _on_host(whole: Part) -> Part:
     """The same part with all bytes in the host's memory."""
     components = {
         name: Held(
-            one.dtypes, one.bytes, one.group_bytes, one.bytes, one.bytes_per_parameter, one.sharded
+            held.dtypes,
+            held.bytes,
+            held.group_bytes,
+            held.bytes,
+            held.bytes_per_parameter,
+            held.sharded,
         )
-        for name, one in whole.components.items()
+        for name, held in whole.components.items()
     }
     return Part(
         whole.name,

@@ -86,7 +86,11 @@ class ScaledWorker:
 
 
 @seam(
-    at=[place for one in DTENSOR for place in one.actor_class(one.beneath, *_RELIES_ON, one.clips)],
+    at=[
+        place
+        for each in DTENSOR
+        for place in each.actor_class(each.beneath, *_RELIES_ON, each.clips)
+    ],
     why=EXPORTED,
     replaces=True,
     **_FP16,
@@ -218,12 +222,12 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
 @seam(
     at=[
         # ``only_if`` the worker's module exists: another kind of worker uses the same function.
-        one.at(
-            one.clip,
-            *((one.module,) if one.optional else ()),
-            aliases=(f"{one.module}:{one.clips}",),
+        each.at(
+            each.clip,
+            *((each.module,) if each.optional else ()),
+            aliases=(f"{each.module}:{each.clips}",),
         )
-        for one in DTENSOR
+        for each in DTENSOR
     ],
     why="the first look at the gradients: norm and clipping want them unscaled",
     optional=True,  # a process without nemo_automodel has no such worker

@@ -69,21 +69,21 @@ def plan_job(job: Job) -> Request:
             "share with 1 on that many GPUs fewer."
         )
     version = version_of("torchtitan", ("torchtitan",))
-    found = list(_small(subject, prefix, parallel))
-    if found:
+    wrong = list(_small(subject, prefix, parallel))
+    if wrong:
         world = _count_launched(job) or 1
-        return Request("torchtitan", version, world, (), problems=tuple(found))
+        return Request("torchtitan", version, world, (), problems=tuple(wrong))
     world, shards = _world(job, parallel)
-    found = [*_apart(subject, prefix, parallel, world), *_dtypes(job, subject, config, trainer)]
+    wrong = [*_apart(subject, prefix, parallel, world), *_dtypes(job, subject, config, trainer)]
     notes: list[str] = []
-    if trainer is not config and not any(one.code == "dtype" for one in found):
+    if trainer is not config and not any(problem.code == "dtype" for problem in wrong):
         problems, notes = _both_sides(job, config)
-        found += problems
-    if any(one.code == "dtype" for one in found):
-        return Request("torchtitan", version, world, (), problems=tuple(found))
+        wrong += problems
+    if any(problem.code == "dtype" for problem in wrong):
+        return Request("torchtitan", version, world, (), problems=tuple(wrong))
     model = _model(job, config)
-    found += _heads(subject, prefix, parallel, config, model)
-    found += _experts(subject, prefix, parallel, model)
+    wrong += _heads(subject, prefix, parallel, config, model)
+    wrong += _experts(subject, prefix, parallel, model)
     compute = _name(training.mixed_precision_param)
     asked = ShardedModel(
         subject,
@@ -101,7 +101,7 @@ def plan_job(job: Job) -> Request:
         keys={name: prefix + key for name, key in _KEYS.items()},
     )
     return Request(
-        "torchtitan", version, world, (asked,), problems=tuple(found), notes=tuple(notes)
+        "torchtitan", version, world, (asked,), problems=tuple(wrong), notes=tuple(notes)
     )
 
 
@@ -306,12 +306,12 @@ def built(spec: Any) -> Model:
             f"({type(error).__name__}: {error}). Name its size with --parameters."
         ) from error
     weights = []
-    for name, one in model.named_parameters():
-        if not one.requires_grad:
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
             raise PlanError(
                 f"{_where()}: {name} of its model is frozen, as beside LoRA adapters, which are "
                 "not planned: their states are small, and the frozen model keeps its parameters "
                 "alone. Plan the config without the converter for an upper bound."
             )
-        weights.append(Weight(name, tuple(one.shape)))
+        weights.append(Weight(name, tuple(parameter.shape)))
     return Model(tuple(weights), {}, "torchtitan's model, built on the meta device")

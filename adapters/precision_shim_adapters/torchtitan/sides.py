@@ -113,8 +113,8 @@ def mark_released(config: Any, arguments: Sequence[str]) -> None:
 def _is_released(arguments: Sequence[str]) -> bool:
     """Whether the config function is in a file that is as torchtitan's wheel has it."""
     name = _word(arguments, "--module").strip()
-    modules = (sys.modules.get(one.format(name)) for one in _MODULES if name)
-    module = next((one for one in modules if one is not None), None)
+    modules = (sys.modules.get(place.format(name)) for place in _MODULES if name)
+    module = next((imported for imported in modules if imported is not None), None)
     function = getattr(module, _word(arguments, "--config"), None)
     try:
         path = Path(inspect.getfile(inspect.unwrap(function)))  # type: ignore[arg-type]
@@ -125,12 +125,12 @@ def _is_released(arguments: Sequence[str]) -> bool:
 
 def _word(arguments: Sequence[str], option: str) -> str:
     """The value of an option; the last one counts, as torchtitan reads it."""
-    found, words = "", iter(arguments)
+    given, words = "", iter(arguments)
     for word in words:
         head, equals, value = word.partition("=")
         if head == option:
-            found = value if equals else next(words, "")
-    return found
+            given = value if equals else next(words, "")
+    return given
 
 
 @contextmanager

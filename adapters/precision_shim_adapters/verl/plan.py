@@ -196,8 +196,8 @@ def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Planna
     optim = config["optim"]
     illegal = [
         problem
-        for name, one in (("engine", engine), ("optim", optim))
-        for problem in sections.unknown(one, name, "actor", job.settings)
+        for name, part in (("engine", engine), ("optim", optim))
+        for problem in sections.unknown(part, name, "actor", job.settings)
     ]
     section = _Section(
         at, "engine", strategy, engine, optim, config["model"], illegal=tuple(illegal)
@@ -214,7 +214,7 @@ def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, 
     places = {name: role.get(name) for name in names}
     if isinstance(inner, Mapping):
         places["model.fsdp_config"] = inner.get("fsdp_config")
-    name = next((name for name, found in places.items() if found), names[0])
+    name = next((name for name, section in places.items() if section), names[0])
     engine = mapping(places[name] or {}, f"{at.key}.{name}", _where())
     optim = None if at.subject == "ref" else _of(role, f"{at.key}.optim")
     sequence = _number(role, f"{at.key}.ulysses_sequence_parallel_size")
@@ -268,7 +268,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
             trains=trains,
         )
     except DtypeError as error:  # ``illegal`` may have the same field from verl's own checks
-        known = any(one.code == "dtype" for one in illegal)
+        known = any(problem.code == "dtype" for problem in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
     bucket_key = f"{section.engine_key}.override_ddp_config"

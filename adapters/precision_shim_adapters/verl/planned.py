@@ -56,11 +56,11 @@ def read_sharded(
         DtypeError: a dtype that verl does not know, or that cannot be trained in.
         PlanError: the engine is sharded as the plan cannot count.
     """
-    for one in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):
-        if (engine.get(one) or 1) != 1:
+    for degree in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):
+        if (engine.get(degree) or 1) != 1:
             raise PlanError(
-                f"{versioned('verl')}, {key}.{one}={engine[one]}: planned are data, tensor and "
-                f"context parallelism of its {strategy} engine. Set {key}.{one}=1."
+                f"{versioned('verl')}, {key}.{degree}={engine[degree]}: planned are data, tensor "
+                f"and context parallelism of its {strategy} engine. Set {key}.{degree}=1."
             )
     low = torch.float16 if engines.is_fp16(engine.get("dtype")) else torch.bfloat16
     if strategy == "veomni":
@@ -82,8 +82,8 @@ def read_sharded(
         names = ("model_dtype", "mp_param_dtype", "mp_reduce_dtype")
         values = (engine.get(name) for name in names)
         stored, compute, reduce = (
-            own_dtype(value or default, f"{key}.{one}", versioned("verl"))
-            for one, value, default in zip(names, values, ("fp32", "bf16", "fp32"), strict=True)
+            own_dtype(value or default, f"{key}.{field}", versioned("verl"))
+            for field, value, default in zip(names, values, ("fp32", "bf16", "fp32"), strict=True)
         )
         if compute is torch.float16:
             automodel.check_fp16(engine, key)

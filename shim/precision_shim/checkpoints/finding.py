@@ -53,13 +53,13 @@ def find(path: Path, framework: str | None = None) -> list[Part]:
         return [_part(whose, folder, units, notes) for folder, units in sorted(parts.items())]
 
 
-def _part(framework: str, path: Path, found: list[tuple[Path, str]], notes: list[str]) -> Part:
-    kinds = {kind for _, kind in found}
+def _part(framework: str, path: Path, all_units: list[tuple[Path, str]], notes: list[str]) -> Part:
+    kinds = {kind for _, kind in all_units}
     kind = next(first for first in _ORDER if first in kinds)
-    units = tuple(read_unit(folder, its) for folder, its in sorted(found) if its == kind)
+    units = tuple(read_unit(folder, its) for folder, its in sorted(all_units) if its == kind)
     known = {name for row in checkpoints().values() for name in row.models}
     subject = next((name for name in (path.name, *_names(path)) if name in known), "")
-    beside = tuple(unit for unit in sorted(found) if unit[1] != kind)
+    beside = tuple(unit for unit in sorted(all_units) if unit[1] != kind)
     return Part(framework, subject, path, units, kind, beside, notes=list(notes))
 
 

@@ -46,11 +46,11 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
     ]
     chosen = pieces[:: -(-len(pieces) // _PIECES) or 1]
     share = max(_LEAST, most // max(1, len(chosen)))
-    for one, number, dtype in chosen:
-        content = one.parts[number](share)
-        content = content[: len(content) - len(content) % item_size(one.dtype)]
-        if content and (len(content) // item_size(one.dtype) >= _ALIGNED or not full):
-            yield one, number, torch.frombuffer(bytearray(content), dtype=dtype)
+    for sampled, number, dtype in chosen:
+        content = sampled.parts[number](share)
+        content = content[: len(content) - len(content) % item_size(sampled.dtype)]
+        if content and (len(content) // item_size(sampled.dtype) >= _ALIGNED or not full):
+            yield sampled, number, torch.frombuffer(bytearray(content), dtype=dtype)
 
 
 def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
@@ -85,10 +85,10 @@ def _param_of(
     weights: dict[str, Tensor], tensor: Tensor, number: int, value: torch.Tensor
 ) -> torch.Tensor:
     """The values of a master's parameter; where the checkpoint lacks them, a substitute."""
-    found = weights.get(tensor.name.partition("param.")[2])
-    if found is not None and len(found.parts) == len(tensor.parts):
-        dtype, size = parse_dtype(found.dtype), value.numel() * item_size(found.dtype)
-        content = found.parts[number](size)
+    weight = weights.get(tensor.name.partition("param.")[2])
+    if weight is not None and len(weight.parts) == len(tensor.parts):
+        dtype, size = parse_dtype(weight.dtype), value.numel() * item_size(weight.dtype)
+        content = weight.parts[number](size)
         if dtype is not None and len(content) == size:
             return torch.frombuffer(bytearray(content), dtype=dtype)
     # Weights are hardly ever whole numbers beyond 1, so clamped masters stand for the parameter.

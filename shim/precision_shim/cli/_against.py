@@ -213,7 +213,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     known = _registry.entries()
     if framework is not None and framework not in known:
         raise SourceError(f"no framework {framework!r}; allowed: {', '.join(known)}.")
-    unnamed = [one for one in known.values() if not one.by_name]
+    unnamed = [framework for framework in known.values() if not framework.by_name]
     asked = [known[framework]] if framework is not None else unnamed
     packages = [package for entry in asked for package in entry.packages]
     tree = open_tree(path, (*packages, *_registry.shared()))
@@ -314,11 +314,11 @@ def _change(
     """How a symbol changed from the digest ``basis``; ``None`` if it neither is nor was there."""
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
-    found = digest_of(new.found.node)
-    as_in = _symbols.find_versions(_symbols.shipped(), distribution, target, found)
+    there = digest_of(new.found.node)
+    as_in = _symbols.find_versions(_symbols.shipped(), distribution, target, there)
     if not basis:
         return SymbolChange(target, "new", as_in)
-    if basis == found:
+    if basis == there:
         return SymbolChange(target, "same", as_in)
     if old.found is None:
         return SymbolChange(target, "changed", as_in)
@@ -351,8 +351,8 @@ def _package(distribution: str, entry: Framework) -> str:
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     seams_there = [seam for seam in seams if (seam.feature, seam.path) == (feature, path)]
     # A refused seam is the cause; a native seam of the same feature has a reason, too.
-    refused = [one for one in seams_there if one.state == "refused"]
-    reasons = [one.reason for one in refused or seams_there]
+    refused = [there for there in seams_there if there.state == "refused"]
+    reasons = [there.reason for there in refused or seams_there]
     own = [reason for reason in reasons if reason and not reason.startswith("refused whole")]
     return next(iter([*own, *filter(None, reasons)]), "this version has nothing of it")
 
@@ -368,11 +368,11 @@ def _against(asked: argparse.Namespace) -> int:
     except (PrecisionShimError, OSError) as error:
         return _fail(str(error))
     if asked.as_json:
-        told = [one.to_dict() for one in reports]
+        told = [verdict.to_dict() for verdict in reports]
         print(json.dumps(told if len(told) > 1 else told[0], indent=2))
     else:
-        show("\n\n".join(_text(one, path, verbose=asked.verbose) for one in reports))
-    return 1 if any(one.problems for one in reports) else 0
+        show("\n\n".join(_text(verdict, path, verbose=asked.verbose) for verdict in reports))
+    return 1 if any(verdict.problems for verdict in reports) else 0
 
 
 def _fail(sentence: str) -> int:

@@ -178,7 +178,7 @@ def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
     words = _AHEAD if ahead else _WORDS
     parts = []
     for word in dict.fromkeys(words.values()):
-        paths = [path for path, one in shown.items() if words.get(one) == word]
+        paths = [path for path, shown_word in shown.items() if words.get(shown_word) == word]
         if paths:
             named = ", ".join(path for path in paths if path)
             parts.append(word.format(name=name) + (f": {named}" if named else ""))
@@ -209,7 +209,7 @@ def _together(states: Sequence[str]) -> str:
         return "native" if states.count("native") >= states.count("absent") else "absent"
     if "native" in states:
         return "partly" if "wrapped" in states else "partly pending"
-    return next((one for one in ("wrapped", "pending") if one in states), "absent")
+    return next((word for word in ("wrapped", "pending") if word in states), "absent")
 
 
 def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
@@ -255,19 +255,19 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
 
 
 def seams(
-    found: Sequence[SeamStatus], shown: Mapping[str, str] | None = None, indent: int = 2
+    known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None, indent: int = 2
 ) -> Iterator[str]:
     """The table of seams: state, target, path, reason, why, upstream link, when to delete it.
 
     Args:
-        found: the seams.
+        known: the seams.
         shown: state to the word to show for it; other states are shown by name.
         indent: indentation of the features' names.
     """
     words = shown or {}
-    for feature in dict.fromkeys(seam.feature for seam in found):
+    for feature in dict.fromkeys(seam.feature for seam in known):
         yield " " * indent + feature
-        for seam in found:
+        for seam in known:
             if seam.feature != feature:
                 continue
             state = words.get(seam.state, seam.state)
@@ -314,7 +314,7 @@ def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
             for decision in decisions
         }
         kept = [decision for decision in decisions if newest.get(_key(decision)) is decision]
-    blocks = [fold(str(one), 2, 4) for one in kept]
+    blocks = [fold(str(told), 2, 4) for told in kept]
     return _fit(blocks[::-1], room, left_out=len(decisions) - len(kept), turn=True)
 
 

@@ -127,11 +127,11 @@ class Merged:
         return exact, copies
 
     def _sample(self, layers: Sequence[Layer]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        key = tuple((one.base.shape, one.base.device) for one in layers)
+        key = tuple((its.base.shape, its.base.device) for its in layers)
         if key not in self._places:
             generator = torch.Generator("cpu").manual_seed(0)
             self._places = {key: []}
-            sizes = [one.base.numel() for one in layers]
+            sizes = [its.base.numel() for its in layers]
             for layer, count in zip(layers, allot(sizes, MOST_ELEMENTS), strict=True):
                 drawn = (
                     torch.randint(size, (count,), generator=generator, device="cpu")
@@ -153,13 +153,13 @@ def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
     for module in (module for chunk in chunks for module in chunk.modules()):
         if not (hasattr(module, "lora_A") and hasattr(module, "lora_B")):
             continue
-        found = _of_peft(module) if hasattr(module, "base_layer") else _of_automodel(module)
-        if isinstance(found, Layer):
-            found = _check(found)
-        if isinstance(found, Layer):
-            layers.append(found)
+        layer = _of_peft(module) if hasattr(module, "base_layer") else _of_automodel(module)
+        if isinstance(layer, Layer):
+            layer = _check(layer)
+        if isinstance(layer, Layer):
+            layers.append(layer)
         else:
-            reasons.append(found)
+            reasons.append(layer)
     return layers, reasons[0] if reasons else "no LoRA layer of a known kind is in the model"
 
 

@@ -96,8 +96,8 @@ def watch_updates(
     if isinstance(dtype, torch.dtype):
         for reading in readings:
             meters.tell_rollout(reading.steppers, meters.Rollout((dtype,)))
-    found = [attach(reading, every, model=model) for reading in readings]
-    return UpdateWatch([one for one in found if one is not None])
+    meters_or_none = [attach(reading, every, model=model) for reading in readings]
+    return UpdateWatch([meter for meter in meters_or_none if meter is not None])
 
 
 def attach(
@@ -132,5 +132,5 @@ def attach(
     meters.add(stepper, meter)
     # A strong reference in this list would keep the optimizer's tensors alive until uninstall().
     weak = weakref.ref(meter)
-    kept.at_clear(lambda: None if (one := weak()) is None else one.remove())
+    kept.at_clear(lambda: None if (watch := weak()) is None else watch.remove())
     return meter

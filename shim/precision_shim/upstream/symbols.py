@@ -48,7 +48,7 @@ def write(record: Record, path: Path) -> None:
     """Write a record in a fixed order, so that equal records give equal files."""
     ordered = {
         distribution: {
-            target: {one: in_order(versions) for one, versions in sorted(digests.items())}
+            target: {digest: in_order(versions) for digest, versions in sorted(digests.items())}
             for target, digests in sorted(targets.items())
         }
         for distribution, targets in sorted(record.items())
@@ -174,16 +174,16 @@ def compare(
         version: the version; ``""``: the most similar version, and of equally similar ones the
             newest.
     """
-    here = {target: found for target, found in digests.items() if found}
+    here = {target: digest for target, digest in digests.items() if digest}
     best = Likeness("", len(here))
     most = -1
     for recorded in [version] if version else versions_of(record, distribution):
         there = {
-            target: found
-            for target, found in digests_of(record, distribution, recorded).items()
+            target: digest
+            for target, digest in digests_of(record, distribution, recorded).items()
             if target in digests
         }
-        equal = sum(there.get(target) == found for target, found in here.items())
+        equal = sum(there.get(target) == digest for target, digest in here.items())
         if there and equal >= most:
             most = equal
             best = Likeness(

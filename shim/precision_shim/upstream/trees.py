@@ -65,7 +65,8 @@ class _Wheel:
             raise SourceError(f"{path} is no wheel that can be read: {broken} in it is damaged.")
         # A wheel may keep its packages beneath NAME.data/purelib.
         self._names = {
-            re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", one): one for one in self._zip.namelist()
+            re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", name): name
+            for name in self._zip.namelist()
         }
         self._folders = {
             "/".join(parts[:depth])
@@ -191,7 +192,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
         if any(tree.has(package) for package in packages):
             return tree
         raise SourceError(f"{path} holds no framework. {looked_for}")
-    inner = [folder for one in _BENEATH for folder in sorted(path.glob(one) if one else [path])]
+    inner = [place for part in _BENEATH for place in sorted(path.glob(part) if part else [path])]
     roots = [folder for folder in inner if folder.is_dir()]
     # If the path is a package's own folder, the root is the folder above.
     roots += [above for above in (path.resolve().parent,) if (path / "__init__.py").is_file()]
@@ -258,17 +259,17 @@ def _find_declared(text: str, distribution: str, files: _Files, folder: str) -> 
 
 def _find_assigned(tree: ast.Module) -> Iterator[str]:
     """The version that a module assigns, as a string or as numbers (NVIDIA's ``MAJOR``, ...)."""
-    found = {
+    values = {
         target.id: line.value.value
         for line in tree.body
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant)
         for target in line.targets
         if isinstance(target, ast.Name)
     }
-    if isinstance(found.get("__version__"), str):
-        yield str(found["__version__"])
-    elif all(isinstance(found.get(name), int) for name in _PARTS[:3]):
-        yield ".".join(str(found[name]) for name in _PARTS[:3]) + str(found.get(_PARTS[3], ""))
+    if isinstance(values.get("__version__"), str):
+        yield str(values["__version__"])
+    elif all(isinstance(values.get(name), int) for name in _PARTS[:3]):
+        yield ".".join(str(values[name]) for name in _PARTS[:3]) + str(values.get(_PARTS[3], ""))
 
 
 def _normal(name: str) -> str:

@@ -58,7 +58,7 @@ def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]
         optimizers: single optimizers, not chains.
     """
     readings = [_read(chunks, optimizer) for optimizer in optimizers]
-    names = {one.name for one in readings}
+    names = {read.name for read in readings}
     experts = "experts" in names or any(
         is_expert(p)
         for chunk in (*chunks, *(c for optimizer in optimizers for c in _own_chunks(optimizer)))
@@ -104,7 +104,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
         buffers = _buffers_of(reading.trainable, [*chunks, *_own_chunks(optimizer)])
     for buffer in buffers:
         kept = (buffer.grad_data, *(getattr(buffer, "extra_main_grads", None) or ()))
-        reading.buckets += [one for one in kept if isinstance(one, torch.Tensor)]
+        reading.buckets += [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
         data = getattr(buffer, "param_data", None)
         # Frameworks that offload parameters keep a copy in these attributes.
         copies = (getattr(buffer, "param_data_cpu", None), getattr(data, "cpu_data", None))
@@ -187,14 +187,14 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
 def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:
     """The buffers of the chunks' DDPs that hold gradients of these parameters."""
     wanted_ones = {id(p) for p in parameters}
-    found = []
+    own = []
     for chunk in chunks:
         for name in ("buffers", "expert_parallel_buffers"):
             buffers = getattr(chunk, name, None)
             # torch's Module.buffers is a method; Megatron's DDP hides it behind a list.
             if isinstance(buffers, (list, tuple)):
-                found += [b for b in buffers if any(id(p) in wanted_ones for p in b.params)]
-    return unique(found)
+                own += [b for b in buffers if any(id(p) in wanted_ones for p in b.params)]
+    return unique(own)
 
 
 def _data_parallel_size(optimizer: Any, buffers: Sequence[Any], name: str) -> int:
