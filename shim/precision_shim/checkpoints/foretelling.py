@@ -39,8 +39,8 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: what the job's config sets: fields of the optimizer's config, and fields that
-            ``framework.Config`` has beside it; ``None`` where the job's config is not known.
+        config: what the job's config sets: the optimizer's fields, and those that a framework's
+            ``Config.beside`` names; ``None`` where the job's config is not known.
         instead: fields that replace those of ``config``, also where it is ``None``.
     """
 

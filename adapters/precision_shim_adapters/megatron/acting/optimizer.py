@@ -224,7 +224,7 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
 def check_again(config: Any) -> None:
     """Validate a finished OptimizerConfig again, for a framework that has set fields on it.
 
-    Dtype names become dtypes, and the fields that Megatron derives from others fit them.
+    It turns dtype names into dtypes, and derives fields from others anew, as Megatron does.
     """
     # From 0.5 Megatron-Bridge validates, and computes derived fields, in ``finalize``.
     (getattr(config, "finalize", None) or config.__post_init__)()
