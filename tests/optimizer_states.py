@@ -1,4 +1,4 @@
-"""What a distributed optimizer of Megatron's holds, whatever FusedAdam makes of its masters."""
+"""A distributed optimizer of Megatron's: a step's loss before it, and what it holds after it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,19 @@ import torch
 from packaging.version import Version
 
 from precision_shim.precision.remainders import join_master
+
+
+def loss_of_step(chunks: list[Any], optimizer: Any, seed: int) -> torch.Tensor:
+    """The loss of a tiny GPT on made-up tokens, with the gradients of the step before gone."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 32, (2, 9), generator=generator)
+    optimizer.zero_grad()
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    places = torch.arange(8).expand(2, 8)
+    labels = tokens[:, 1:].contiguous()
+    loss: torch.Tensor = chunks[0](tokens[:, :-1], places, None, labels=labels).mean()
+    return loss
 
 
 def live_states(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from precision_shim.checkpoints.tensors import Archive, Tensor, dtype_name
 from precision_shim.checkpoints.units import Unit
 
 DTYPES_IN_KEY = re.compile(r"dtype_\((torch\.\w+), (torch\.\w+)\)")
-"""The dtypes of parameters and gradient bucket in an optimizer's key."""
+"""Finds the two dtypes in an optimizer's key: that of the parameters, and that of the bucket."""
 
 _MASTER = re.compile(r"\.param$|\.fp32_param\.")
 _STATE = re.compile(r"(?:^|\.)(?:state\.|bucket_idx_\d+\.)(param|fp32_param|exp_avg_sq|exp_avg)\b")
@@ -51,8 +51,8 @@ def is_master(key: str) -> bool:
 
 def fill_part(unit: Unit, part: Part) -> None:
     """Read the contents of a distributed checkpoint of Megatron's into a part."""
-    for key, one in unit.tensors.items():
-        part.add(_component_of(key), one)
+    for key, tensor in unit.tensors.items():
+        part.add(_component_of(key), tensor)
         dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
         if dtypes is not None:
             _note_dtypes(part, dtypes[1], dtypes[2])
@@ -82,9 +82,9 @@ def _component_of(key: str) -> str:
     if not is_optimizers(key):
         weights = "_extra_state" not in key and not key.startswith(_NO_WEIGHTS)
         return PARAMS if weights else OTHER
-    found = _STATE.search(key)
-    if found is not None:
-        return _COMPONENT[found[1]]
+    match = _STATE.search(key)
+    if match is not None:
+        return _COMPONENT[match[1]]
     return MASTER if is_master(key) else OTHER  # one sharding type's keys end in ".param"
 
 
@@ -111,7 +111,7 @@ def _note_dtypes(part: Part, params: str, bucket: str) -> None:
 
 def _take_gathered(archive: Archive, part: Part) -> None:
     """The states of all ranks in one object: ``{index: {dtypes: {state: tensor}}}``."""
-    for keys, one in archive.tensors():
+    for keys, tensor in archive.tensors():
         for key in keys:
             if (
                 isinstance(key, tuple)
@@ -120,42 +120,45 @@ def _take_gathered(archive: Archive, part: Part) -> None:
             ):
                 _note_dtypes(part, key[0].path, key[1].path)
         component = _COMPONENT.get(str(keys[-1]) if keys else "", OTHER)
-        part.add(component, Tensor(f"param_state.{one.name}", one.dtype, one.elements, one.parts))
+        part.add(
+            component,
+            Tensor(f"param_state.{tensor.name}", tensor.dtype, tensor.elements, tensor.parts),
+        )
 
 
 def _dicts_in(tree: Any) -> Iterator[dict[Any, Any]]:
     seen: set[int] = set()
     waiting = [tree]
     while waiting:
-        one = waiting.pop()
-        if not isinstance(one, (dict, list, tuple, Made)) or id(one) in seen:
+        node = waiting.pop()
+        if not isinstance(node, (dict, list, tuple, Made)) or id(node) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, dict):
-            yield one
-            waiting += one.values()
-        elif isinstance(one, Made):
-            waiting += [one.state, one.items, *one.arguments]
+        seen.add(id(node))
+        if isinstance(node, dict):
+            yield node
+            waiting += node.values()
+        elif isinstance(node, Made):
+            waiting += [node.state, node.items, *node.arguments]
         else:
-            waiting += one
+            waiting += node
 
 
 def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
-    return (one for one in _dicts_in(tree) if name in one)
+    return (mapping for mapping in _dicts_in(tree) if name in mapping)
 
 
 def _values_of(tree: Any, name: str) -> Iterator[Any]:
     """The values under a key, anywhere in a tree."""
-    return (one[name] for one in _dicts_with(tree, name))
+    return (mapping[name] for mapping in _dicts_with(tree, name))
 
 
 def _number(archive: Archive, value: Any) -> float | None:
     """A number, or the number in a tensor of one element; ``None`` for other values."""
     if isinstance(value, (int, float)):
         return float(value)
-    for _, one in archive.tensors([value]):
-        content = one.parts[0](4) if one.parts and one.dtype == "fp32" else b""
+    for _, tensor in archive.tensors([value]):
+        content = tensor.parts[0](4) if tensor.parts and tensor.dtype == "fp32" else b""
         if len(content) == 4:
-            found: float = struct.unpack("<f", content)[0]
-            return found
+            number: float = struct.unpack("<f", content)[0]
+            return number
     return None

@@ -34,7 +34,7 @@ def told(who: str, seams: Iterable[SeamStatus], version: str | None, error: str 
             f"TransformerEngine {is_not}: optimizer states stay fp32, and "
             "use_precision_aware_optimizer=true ends in UnsupportedPrecisionError"
         )
-    elif (found := release(version)) and found < BF16_MOMENTS_SINCE:
+    elif (known := release(version)) and known < BF16_MOMENTS_SINCE:
         what = (
             f"TransformerEngine {version} takes no bf16 moments: optimizer states stay fp32, and "
             "exp_avg_dtype=bf16 or exp_avg_sq_dtype=bf16 ends in DtypeError"

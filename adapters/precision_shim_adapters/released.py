@@ -23,9 +23,9 @@ def are_released(distribution: str, paths: Iterable[Path]) -> bool:
     try:
         files = importlib.metadata.files(distribution) or ()
         recorded = {
-            Path(str(one.locate())).resolve(): one.hash.value
-            for one in files
-            if one.name in names and one.hash is not None
+            Path(str(file.locate())).resolve(): file.hash.value
+            for file in files
+            if file.name in names and file.hash is not None
         }
         return all(recorded.get(path) == _digest(path) for path in wanted)
     except (OSError, importlib.metadata.PackageNotFoundError):

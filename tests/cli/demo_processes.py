@@ -104,7 +104,7 @@ def _output(stdout: int, stderr: int) -> None:
 
 def run(launch: Launch) -> int:
     """``precision-shim demo`` with the launch's arguments; returns its exit status."""
-    from examples import demo
+    from examples.demo import runs
 
     from precision_shim.cli import main
 
@@ -114,7 +114,7 @@ def run(launch: Launch) -> int:
     os.environ.update(launch.options["variables"])
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         _output(stdout.fileno(), stderr.fileno())
-    demo.subprocess = type("subprocess", (), {**vars(subprocess), "Popen": Forked})
+    runs.subprocess = type("subprocess", (), {**vars(subprocess), "Popen": Forked})
     try:
         main(["demo", *launch.options["arguments"]])
     except SystemExit as ended:

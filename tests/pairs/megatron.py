@@ -19,6 +19,7 @@ from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel,
 from precision_shim.testing.transformer_engine import stand_in_transformer_engine
 
 from ..audit.offloading import OFFLOAD, stepped
+from ..optimizer_states import loss_of_step
 from ..rank_server import Launch, look_ahead
 from ..verl.support import local_layers
 from ..verl.test_checkpoints import Job as Saved
@@ -160,17 +161,7 @@ class Training:
         said = []
         rank = torch.distributed.get_rank()
         for step in steps:
-            generator = torch.Generator().manual_seed(100 * step + rank)
-            tokens = torch.randint(0, 32, (2, 9), generator=generator)
-            self.optimizer.zero_grad()
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            loss = self.chunks[0](
-                tokens[:, :-1],
-                torch.arange(8).expand(2, 8),
-                None,
-                labels=tokens[:, 1:].contiguous(),
-            ).mean()
+            loss = loss_of_step(self.chunks, self.optimizer, 100 * step + rank)
             weight = 2.0**60 if step in overflows else 1.0
             self.optimizer.scale_loss(loss * weight).backward()
             finalize_model_grads(self.chunks)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ..upstream_files import fetch
+from ..upstreams_own import fetch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 URL = "https://github.com/pytorch/torchtitan"

@@ -83,7 +83,7 @@ MANIFEST = {
         "tests/activation/test_against.py::test_a_wheel_that_holds", "the wheel is a download"
     ),
     "precision-shim doctor --probe": Held(
-        "tests/verl/test_probes.py", "the unit environments have no framework to probe"
+        "tests/verl/test_contract.py", "the unit environments have no framework to probe"
     ),
     "precision-shim doctor --record FILE": Held("tests/symbols_in_record.py"),
     "precision-shim demo": Held(
@@ -106,10 +106,10 @@ MANIFEST = {
         "tests/plan/test_command.py::test_the_search_gives_up_no_more_than_it_has_to",
         "the unit environments have no verl",
     ),
-    "python -m examples.verl_fsdp": Held("tests/verl/test_example.py"),
-    "python -m examples.skyrl_fsdp": Held("tests/skyrl/test_example.py"),
-    "python -m examples.nemo_rl_dtensor": Held("tests/nemo_rl/test_example.py"),
-    "python -m examples.torchtitan_pretraining": Held("tests/torchtitan/test_example.py"),
+    "python -m examples.verl_fsdp": Held("tests/verl/test_contract.py"),
+    "python -m examples.skyrl_fsdp": Held("tests/skyrl/test_contract.py"),
+    "python -m examples.nemo_rl_dtensor": Held("tests/nemo_rl/test_contract.py"),
+    "python -m examples.torchtitan_pretraining": Held("tests/torchtitan/test_contract.py"),
     "*python -m benchmarks.gpu": Held(
         "tests/gpu/test_dry_run.py::test_every_part_runs_and_every_check_holds", "a GPU"
     ),

@@ -83,6 +83,17 @@ def megatron_ranks(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -
 
 
 @pytest.fixture(scope="session")
+def fsdp_ranks(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, value_checkpoint: Path
+) -> Iterator[Ranks]:
+    """Starts ranks that train on FSDP; what they run is in ``fsdp_ranks.py``."""
+    models = {"MODEL": str(checkpoint), "VALUE_MODEL": str(value_checkpoint)}
+    folder = tmp_path_factory.mktemp("fsdp-ranks")
+    with rank_server("tests.verl.fsdp_ranks", folder, **models) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
 def ray_drivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Starts drivers of Ray clusters, and what they start."""
     with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("ray-drivers")) as ranks:

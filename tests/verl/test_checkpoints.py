@@ -21,7 +21,7 @@ import precision_shim
 from precision_shim.errors import CheckpointLayoutError
 
 from ..checkpoint_doctor import ask
-from ..optimizer_states import live_states, reads_remainders
+from ..optimizer_states import live_states, loss_of_step, reads_remainders
 from ..rank_server import Ranks
 from .conftest import VERL
 
@@ -46,17 +46,7 @@ class Job:
 
         losses = []
         for step in range(first, first + steps):
-            generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(0, 32, (2, 9), generator=generator)
-            self.optimizer.zero_grad()
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            loss = self.chunks[0](
-                tokens[:, :-1],
-                torch.arange(8).expand(2, 8),
-                None,
-                labels=tokens[:, 1:].contiguous(),
-            ).mean()
+            loss = loss_of_step(self.chunks, self.optimizer, step)
             loss.backward()
             finalize_model_grads(self.chunks)
             self.optimizer.step()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from packaging.version import Version
 
 from ..checkpoint_damage import wrong_answers
 from ..checkpoint_doctor import FP16, ask
-from ..rank_server import Ranks, rank_server
+from ..rank_server import Ranks
 from .conftest import VERL
 
 pytestmark = [
@@ -32,38 +31,24 @@ OWN_SCALER = Version("0.8") <= VERL
 
 
 @pytest.fixture(scope="module")
-def launch(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, value_checkpoint: Path
-) -> Iterator[Ranks]:
-    """Runs a case on fresh processes; returns what each rank found."""
-    with rank_server(
-        "tests.verl.fsdp_ranks",
-        tmp_path_factory.mktemp("ranks"),
-        MODEL=str(checkpoint),
-        VALUE_MODEL=str(value_checkpoint),
-    ) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the first half is saved, with the shim and without."""
     return tmp_path_factory.mktemp("halves")
 
 
 @pytest.fixture(scope="module")
-def with_shim(launch: Ranks, folder: Path) -> list[dict[str, Any]]:
-    return launch("exact", folder=folder)
+def with_shim(fsdp_ranks: Ranks, folder: Path) -> list[dict[str, Any]]:
+    return fsdp_ranks("exact", folder=folder)
 
 
 @pytest.fixture(scope="module")
-def without(launch: Ranks, folder: Path, with_shim: Any) -> list[dict[str, Any]]:
-    return launch("plain", folder=folder)
+def without(fsdp_ranks: Ranks, folder: Path, with_shim: Any) -> list[dict[str, Any]]:
+    return fsdp_ranks("plain", folder=folder)
 
 
 @pytest.fixture(scope="module")
-def resumed(launch: Ranks, folder: Path, without: Any) -> list[dict[str, Any]]:
-    return launch("resumed", folder=folder)
+def resumed(fsdp_ranks: Ranks, folder: Path, without: Any) -> list[dict[str, Any]]:
+    return fsdp_ranks("resumed", folder=folder)
 
 
 # -- resuming ----------------------------------------------------------------------------------
@@ -148,19 +133,19 @@ def test_a_checkpoint_without_the_scaler_loads_with_one_warning(resumed: Any) ->
         assert all(math.isfinite(value) for step in one["trains"] for value in step)
 
 
-def test_installed_after_the_engine_was_built(launch: Ranks) -> None:
+def test_installed_after_the_engine_was_built(fsdp_ranks: Ranks) -> None:
     if not OWN_SCALER:
         pytest.skip("0.7.1's FSDP engine has no scaler")
-    for one in launch("late"):
+    for one in fsdp_ranks("late"):
         assert one["kind"] == "ShardedGradScaler"
         assert one["loaded_kind"] == "LossScaler"
         for key in ("parameters", "moments", "scale", "tracker"):
             assert one["loaded"][key] == one["saved"][key]
 
 
-def test_lora(launch: Ranks) -> None:
+def test_lora(fsdp_ranks: Ranks) -> None:
     pytest.importorskip("peft")
-    for one in launch("lora"):
+    for one in fsdp_ranks("lora"):
         assert one["loaded"] == one["saved"]
         assert one["saved"]["counter"] == [3, 1, 0]
 
@@ -169,8 +154,8 @@ def test_lora(launch: Ranks) -> None:
 
 
 @pytest.fixture(scope="module")
-def contents(launch: Ranks) -> list[dict[str, Any]]:
-    return launch("contents")
+def contents(fsdp_ranks: Ranks) -> list[dict[str, Any]]:
+    return fsdp_ranks("contents")
 
 
 def test_without_the_optimizer_no_scaler(contents: Any) -> None:
@@ -205,8 +190,8 @@ def test_a_reference_model_gets_nothing(contents: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def faults(launch: Ranks) -> list[dict[str, Any]]:
-    return launch("faults")
+def faults(fsdp_ranks: Ranks) -> list[dict[str, Any]]:
+    return fsdp_ranks("faults")
 
 
 def assert_skipped(before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -261,8 +246,8 @@ def test_a_file_that_cannot_be_written_loses_no_checkpoint(faults: Any) -> None:
 # -- what the user sees ------------------------------------------------------------------------
 
 
-def test_metrics(launch: Ranks) -> None:
-    for one in launch("metrics"):
+def test_metrics(fsdp_ranks: Ranks) -> None:
+    for one in fsdp_ranks("metrics"):
         for subject, (steps, looked, minis) in one.items():
             scales = [step["loss_scale"] for step in steps]
             assert scales == [2.0**12, 2.0**12, 2.0**11], subject  # the step's own
@@ -276,9 +261,9 @@ def test_metrics(launch: Ranks) -> None:
 
 
 @pytest.mark.skipif(not OWN_SCALER, reason="0.7.1 computes under a bfloat16 autocast")
-def test_losses_and_norms_are_unscaled(launch: Ranks) -> None:
+def test_losses_and_norms_are_unscaled(fsdp_ranks: Ranks) -> None:
     """The losses to the bit; the norm as far as fp32 sums of fewer than 2**14 squares go."""
-    for one in launch("by_hand"):
+    for one in fsdp_ranks("by_hand"):
         assert one["scale"] == 2.0**10
         assert one["start"] == 0
         reported, by_hand = one["losses"]
@@ -287,8 +272,8 @@ def test_losses_and_norms_are_unscaled(launch: Ranks) -> None:
         assert reported == pytest.approx(by_hand, rel=2.0**-10)
 
 
-def test_small_gradients_survive(launch: Ranks) -> None:
-    assert_survive(launch("underflow", role="engine"))
+def test_small_gradients_survive(fsdp_ranks: Ranks) -> None:
+    assert_survive(fsdp_ranks("underflow", role="engine"))
 
 
 def assert_survive(ranks: list[dict[str, Any]]) -> None:
@@ -298,25 +283,25 @@ def assert_survive(ranks: list[dict[str, Any]]) -> None:
         assert one["with"] == one["whole"]
 
 
-def test_verls_values_and_the_users(launch: Ranks) -> None:
-    (one,) = launch("chosen", world=1)
+def test_verls_values_and_the_users(fsdp_ranks: Ranks) -> None:
+    (one,) = fsdp_ranks("chosen", world=1)
     assert one["verl"] == [65536.0, 400, 2.0, 0.5]
     assert one["user"] == [65536.0, 7, 2.0, 0.25]
     (decision,) = one["verl_subject"]
     assert decision[0] == "actor"
 
 
-def test_float16_under_another_key_is_said(launch: Ranks) -> None:
-    (one,) = launch("other_keys", world=1)
+def test_float16_under_another_key_is_said(fsdp_ranks: Ranks) -> None:
+    (one,) = fsdp_ranks("other_keys", world=1)
     (said,) = one["said"]
     assert "dtype=float16 is no fp16 training here" in said
     assert one["scaler"] == "NoneType"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", None])
-def test_other_dtypes_are_untouched(launch: Ranks, dtype: str | None) -> None:
-    (off,) = launch("untouched", world=1, dtype=dtype, on=False)
-    (on,) = launch("untouched", world=1, dtype=dtype, on=True)
+def test_other_dtypes_are_untouched(fsdp_ranks: Ranks, dtype: str | None) -> None:
+    (off,) = fsdp_ranks("untouched", world=1, dtype=dtype, on=False)
+    (on,) = fsdp_ranks("untouched", world=1, dtype=dtype, on=True)
     assert on["said"] == []
     for key in ("state", "files", "scaler", "calls"):
         assert on[key] == off[key], key
@@ -324,7 +309,7 @@ def test_other_dtypes_are_untouched(launch: Ranks, dtype: str | None) -> None:
 
 
 @pytest.mark.skipif(OWN_SCALER, reason="a fault of 0.7.1 only")
-def test_the_autocast_is_said(launch: Ranks, with_shim: Any) -> None:
+def test_the_autocast_is_said(fsdp_ranks: Ranks, with_shim: Any) -> None:
     log = [one["decisions"] for one in with_shim]
     assert all("has no scaler" in " ".join(lines) for lines in log)
 
@@ -334,14 +319,14 @@ def test_the_autocast_is_said(launch: Ranks, with_shim: Any) -> None:
 
 @pytest.fixture(scope="module", params=["actor", "critic"])
 def legacy(
-    request: pytest.FixtureRequest, launch: Ranks, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, fsdp_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Any, Any, Any]:
     if not Version("0.7") <= VERL < Version("0.8"):
         pytest.skip("verl 0.8 has no legacy workers")
     role, place = request.param, tmp_path_factory.mktemp("legacy")
-    ours = launch("legacy_exact", folder=place, role=role)
-    plain = launch("legacy_plain", folder=place, role=role)
-    return role, ours, plain, launch("legacy_resumed", folder=place, role=role)
+    ours = fsdp_ranks("legacy_exact", folder=place, role=role)
+    plain = fsdp_ranks("legacy_plain", folder=place, role=role)
+    return role, ours, plain, fsdp_ranks("legacy_resumed", folder=place, role=role)
 
 
 def test_legacy_workers_resume_bit_identically(legacy: Any) -> None:
@@ -385,17 +370,17 @@ def test_legacy_workers_without_the_shim(legacy: Any) -> None:
         assert one["metrics"][0][loss] == other["metrics"][0][loss]
 
 
-def test_legacy_critics_small_gradients_survive(launch: Ranks) -> None:
+def test_legacy_critics_small_gradients_survive(fsdp_ranks: Ranks) -> None:
     if not Version("0.7") <= VERL < Version("0.8"):
         pytest.skip("verl 0.8 has no legacy workers")
-    assert_survive(launch("underflow", role="critic"))
+    assert_survive(fsdp_ranks("underflow", role="critic"))
 
 
 # -- the audit ---------------------------------------------------------------------------------
 
 
-def test_the_audit_of_the_engine(launch: Ranks) -> None:
-    found = launch("audited")
+def test_the_audit_of_the_engine(fsdp_ranks: Ranks) -> None:
+    found = fsdp_ranks("audited")
     for rank, one in enumerate(found):
         names = [f"verl.{role}.model.rank{rank}.audit.json" for role in ("actor", "critic")]
         adapters = f"verl.actor.model-2.rank{rank}.audit.json"
@@ -429,8 +414,8 @@ def test_the_audit_of_the_engine(launch: Ranks) -> None:
     not Version("0.7") <= VERL < Version("0.8"), reason="verl 0.8 has no legacy workers"
 )
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_the_audit_of_legacy_workers(launch: Ranks, role: str) -> None:
-    for rank, one in enumerate(launch("legacy_audited", role=role)):
+def test_the_audit_of_legacy_workers(fsdp_ranks: Ranks, role: str) -> None:
+    for rank, one in enumerate(fsdp_ranks("legacy_audited", role=role)):
         (audit,) = one["all"].values()
         assert list(one["all"]) == [f"verl.{role}.model.rank{rank}.audit.json"]
         assert (audit["ok"], audit["complete"]) == (True, True)
@@ -440,8 +425,8 @@ def test_the_audit_of_legacy_workers(launch: Ranks, role: str) -> None:
 # -- strict ------------------------------------------------------------------------------------
 
 
-def test_strict_raises_where_a_trained_engine_gets_its_optimizer(launch: Ranks) -> None:
-    (found,) = launch("strict", world=1)
+def test_strict_raises_where_a_trained_engine_gets_its_optimizer(fsdp_ranks: Ranks) -> None:
+    (found,) = fsdp_ranks("strict", world=1)
     assert found["bad setting"].startswith("SettingsError: PRECISION_SHIM_GROWTH_INTERVAL='often'")
     refused = f"SeamError: verl {VERL}: fp16-scaling, group 'fsdp engine', is refused whole"
     assert found["refused"].startswith(refused)

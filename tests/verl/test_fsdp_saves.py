@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from ..rank_server import Ranks, rank_server
+from ..rank_server import Ranks
 from .conftest import VERL
 
 pytestmark = [
     pytest.mark.skipif(Version("0.7") > VERL, reason="0.6's are covered by test_untested_version"),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
 ]
-
-
-@pytest.fixture(scope="module")
-def launch(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, value_checkpoint: Path
-) -> Iterator[Ranks]:
-    with rank_server(
-        "tests.verl.fsdp_ranks",
-        tmp_path_factory.mktemp("ranks"),
-        MODEL=str(checkpoint),
-        VALUE_MODEL=str(value_checkpoint),
-    ) as ranks:
-        yield ranks
 
 
 def assert_honest(found: list[dict[str, Any]], over: bool) -> None:
@@ -65,25 +51,27 @@ def assert_honest(found: list[dict[str, Any]], over: bool) -> None:
         pytest.param(False, id="into a fresh directory", marks=pytest.mark.slow),
     ],
 )
-def test_killed_at_any_file_operation_of_a_save(launch: Ranks, over: bool, tmp_path: Path) -> None:
-    found = launch("ended_early", world=1, folder=tmp_path / "copies", over=over)
+def test_killed_at_any_file_operation_of_a_save(
+    fsdp_ranks: Ranks, over: bool, tmp_path: Path
+) -> None:
+    found = fsdp_ranks("ended_early", world=1, folder=tmp_path / "copies", over=over)
     assert_honest(found, over)
     # A process that is really killed leaves what the copies show.
     contents = list(found[0]["contents"].values())
     for content in contents[len(contents) // 3 :: len(contents) // 2]:
         place = tmp_path / content
-        launch("ended", world=1, folder=place, dies=True, over=over, content=content)
+        fsdp_ranks("ended", world=1, folder=place, dies=True, over=over, content=content)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("over", [True, False], ids=["over an old one", "into a fresh directory"])
-def test_killed_at_any_file_operation_of_either_of_two_ranks(launch: Ranks, over: bool) -> None:
-    assert_honest(launch("ended_early", over=over), over)
+def test_killed_at_any_file_operation_of_either_of_two_ranks(fsdp_ranks: Ranks, over: bool) -> None:
+    assert_honest(fsdp_ranks("ended_early", over=over), over)
 
 
 @pytest.mark.parametrize("how", ["without the shim", "in bfloat16"])
-def test_saved_again_by_others_the_record_is_not_taken(launch: Ranks, how: str) -> None:
-    for one in launch("saved_again", how=how):
+def test_saved_again_by_others_the_record_is_not_taken(fsdp_ranks: Ranks, how: str) -> None:
+    for one in fsdp_ranks("saved_again", how=how):
         (said,) = one["said"]
         assert "is of another save than the files beside it: extra_state_world_size_2" in said
         assert "fresh scaler at 2" in said
@@ -96,8 +84,8 @@ def test_saved_again_by_others_the_record_is_not_taken(launch: Ranks, how: str) 
 
 
 @pytest.mark.parametrize("how", ["copied"])
-def test_copied_and_moved_the_record_is_taken(launch: Ranks, how: str) -> None:
-    for one in launch("saved_again", how=how):
+def test_copied_and_moved_the_record_is_taken(fsdp_ranks: Ranks, how: str) -> None:
+    for one in fsdp_ranks("saved_again", how=how):
         assert one["loaded"] == one["first"]
         assert one["said"] == []
         assert one["strict"] == ""
@@ -108,16 +96,16 @@ def test_copied_and_moved_the_record_is_taken(launch: Ranks, how: str) -> None:
     not Version("0.7") <= VERL < Version("0.8"), reason="verl 0.8 has no legacy workers"
 )
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_legacy_workers_saved_again_without_the_shim(launch: Ranks, role: str) -> None:
-    for one in launch("legacy_saved_again", role=role):
+def test_legacy_workers_saved_again_without_the_shim(fsdp_ranks: Ranks, role: str) -> None:
+    for one in fsdp_ranks("legacy_saved_again", role=role):
         (said,) = one["said"]
         assert "is of another save" in said
         assert one["loaded"]["scale"] == 2.0
         assert one["loaded"]["counter"] == [0, 0, 0]
 
 
-def test_a_record_names_the_files_of_all_ranks(launch: Ranks, tmp_path: Path) -> None:
-    launch("saved_again", folder=tmp_path, how="copied")
+def test_a_record_names_the_files_of_all_ranks(fsdp_ranks: Ranks, tmp_path: Path) -> None:
+    fsdp_ranks("saved_again", folder=tmp_path, how="copied")
     record = json.loads((tmp_path / "copy" / "precision_shim_scaler.json").read_text())
     assert set(record["files"]) == {
         f"{what}_world_size_2_rank_{rank}.pt"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from packaging.version import Version
 
 import precision_shim
 
-from ..rank_server import Ranks, rank_server
+from ..rank_server import Ranks
 from .conftest import VERL
 from .megatron_fp16_support import Training
 from .support import optim_config
@@ -22,19 +21,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 FIGURES = {"updates_lost", "updates_lost_exp_avg_sq", "updates_lost_rollout"}
-
-
-@pytest.fixture(scope="module")
-def launch(
-    tmp_path_factory: pytest.TempPathFactory, checkpoint: Path, value_checkpoint: Path
-) -> Iterator[Ranks]:
-    with rank_server(
-        "tests.verl.fsdp_ranks",
-        tmp_path_factory.mktemp("ranks"),
-        MODEL=str(checkpoint),
-        VALUE_MODEL=str(value_checkpoint),
-    ) as ranks:
-        yield ranks
 
 
 def test_megatron_engine(
@@ -63,8 +49,8 @@ def test_megatron_engine(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
-def test_fsdp_engine(launch: Ranks) -> None:
-    for rank in launch("lost_updates"):
+def test_fsdp_engine(fsdp_ranks: Ranks) -> None:
+    for rank in fsdp_ranks("lost_updates"):
         for subject in ("actor", "critic"):
             first, _, *later = rank[subject]["metrics"]
             assert FIGURES & first.keys() == set()
@@ -76,8 +62,8 @@ def test_fsdp_engine(launch: Ranks) -> None:
 
 @pytest.mark.skipif(Version("0.8") <= VERL, reason="this version has no legacy workers")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked")
-def test_legacy_workers(launch: Ranks) -> None:
-    for rank in launch("legacy_lost_updates"):
+def test_legacy_workers(fsdp_ranks: Ranks) -> None:
+    for rank in fsdp_ranks("legacy_lost_updates"):
         for role in ("actor", "critic"):
             assert f"{role}/updates_lost" not in rank[role][0]
             assert 0.0 <= rank[role][-1][f"{role}/updates_lost"] <= 1.0

@@ -19,6 +19,7 @@ import precision_shim
 
 from ..checkpoint_doctor import verdict
 from ..kill_points import kill_points
+from ..optimizer_states import loss_of_step
 from ..rank_server import Ranks
 from .conftest import VERL
 from .support import optim_config
@@ -54,17 +55,7 @@ class Fp16Job(Job):
 
         found = []
         for step in range(first, first + steps):
-            generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(0, 32, (2, 9), generator=generator)
-            self.optimizer.zero_grad()
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            loss = self.chunks[0](
-                tokens[:, :-1],
-                torch.arange(8).expand(2, 8),
-                None,
-                labels=tokens[:, 1:].contiguous(),
-            ).mean()
+            loss = loss_of_step(self.chunks, self.optimizer, step)
             weight = 2.0**60 if step in self.OVERFLOWS else 1.0
             self.optimizer.scale_loss(loss * weight).backward()
             finalize_model_grads(self.chunks)

@@ -21,8 +21,8 @@ def files_of_rank(path: str, *, written: bool = False) -> Files:
     rank, ranks = 0, 1
     if torch.distributed.is_initialized():
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found = files_beneath(path)
+    files = files_beneath(path)
     if not written:
-        return dict(list(found.items())[rank::ranks])
+        return dict(list(files.items())[rank::ranks])
     mine = (f"__{rank}_", ".metadata") if rank == 0 else (f"__{rank}_",)
-    return {name: place for name, place in found.items() if Path(name).name.startswith(mine)}
+    return {name: place for name, place in files.items() if Path(name).name.startswith(mine)}

@@ -26,7 +26,7 @@ from precision_shim.planning.record import (
 )
 from precision_shim.planning.request import Rules, Variant
 from precision_shim.planning.shapes import Model
-from precision_shim.planning.text import parked
+from precision_shim.planning.text import list_parked
 from precision_shim.scaling import ScalerSettings
 
 from ..megatron.planning.layout import rank_numel
@@ -137,9 +137,9 @@ def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
             "not known here; planned are torch's Adam and AdamW. Plan the job with AdamW for an "
             "upper bound."
         )
-    found = [*asked.illegal, *problems(asked)]
-    if found:
-        return None, found
+    problems_found = [*asked.illegal, *problems(asked)]
+    if problems_found:
+        return None, problems_found
     whole = part("model", _share(asked), _precision(asked), asked.optimizer)
     if asked.offload:
         whole = _on_host(whole)
@@ -155,31 +155,31 @@ def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
             {"before": traffic, "after": traffic},
             stages,
             stages,
-            (*asked.notes, *parked(stages, asked.parked)),
+            (*asked.notes, *list_parked(stages, asked.parked)),
             asked.model.source,
             dict.fromkeys(("before", "after"), staying(stages, moved)),
             asked.place,
             asked.compute,
             asked.reduce if asked.optimizer else "",
         ),
-        found,
+        problems_found,
     )
 
 
 def problems(asked: ShardedModel) -> list[Problem]:
     """The group sizes of a model that do not divide GPUs or heads."""
-    found = []
+    told = []
 
     def report(code: str, key: str, message: str, remedy: str) -> None:
-        found.append(Problem(code, asked.subject, asked.keys.get(key, key), message, remedy))
+        told.append(Problem(code, asked.subject, asked.keys.get(key, key), message, remedy))
 
     groups = ("world", "tensor", "context", "replicas")
     for key in groups:
         value = getattr(asked, key)
         if value < 1:
-            found.append(too_small(asked.subject, asked.keys.get(key, key), value))
-    if found:
-        return found
+            told.append(too_small(asked.subject, asked.keys.get(key, key), value))
+    if told:
+        return told
     product = asked.tensor * asked.context * asked.replicas
     if asked.world % product:
         report(
@@ -189,7 +189,7 @@ def problems(asked: ShardedModel) -> list[Problem]:
             f"context {asked.context} x replicas {asked.replicas}",
             "Take a multiple of it, or smaller groups.",
         )
-        return found
+        return told
     ways = asked.tensor * _shards(asked)
     if asked.world % ways:
         report(
@@ -201,8 +201,8 @@ def problems(asked: ShardedModel) -> list[Problem]:
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads, key = asked.model.number(name), asked.keys.get("tensor", "tensor")
-        found += whole_heads(asked.subject, key, name, heads, asked.tensor)
-    return found
+        told += whole_heads(asked.subject, key, name, heads, asked.tensor)
+    return told
 
 
 def layout(asked: ShardedModel) -> dict[str, Any]:
@@ -221,9 +221,9 @@ def _share(asked: ShardedModel) -> Share:
     sizes = Sizes(asked.world, tensor=asked.tensor)
     split = bool(asked.model.config)
     numel = sum(
-        rank_numel(one, sizes) if split else -(-one.numel // asked.tensor)
-        for one in asked.model.weights
-        if not (asked.value_head and one.name.endswith("lm_head.weight"))
+        rank_numel(weight, sizes) if split else -(-weight.numel // asked.tensor)
+        for weight in asked.model.weights
+        if not (asked.value_head and weight.name.endswith("lm_head.weight"))
     )
     if asked.value_head:
         numel += asked.model.number("hidden_size", "n_embd")
@@ -248,9 +248,14 @@ def _on_host(whole: Part) -> Part:
     """The same part with all bytes in the host's memory."""
     components = {
         name: Held(
-            one.dtypes, one.bytes, one.group_bytes, one.bytes, one.bytes_per_parameter, one.sharded
+            held.dtypes,
+            held.bytes,
+            held.group_bytes,
+            held.bytes,
+            held.bytes_per_parameter,
+            held.sharded,
         )
-        for name, one in whole.components.items()
+        for name, held in whole.components.items()
     }
     return Part(
         whole.name,

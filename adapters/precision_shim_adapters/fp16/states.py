@@ -21,7 +21,7 @@ def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> An
         initialize: makes the states.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    gradients = [one.grad for one in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     for one in parameters:
         one.grad = None
     try:

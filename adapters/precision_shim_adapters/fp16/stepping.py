@@ -33,12 +33,12 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, pass its loss to ``attach`` and ``also``, and return its result."""
-        found = self.__wrapped__(*args, **kwargs)
-        loss = found if isinstance(found, torch.Tensor) else found[0]
+        result = self.__wrapped__(*args, **kwargs)
+        loss = result if isinstance(result, torch.Tensor) else result[0]
         self._self_attach(loss)
         if self._self_also is not None:
             self._self_also(loss)
-        return found
+        return result
 
 
 @contextmanager

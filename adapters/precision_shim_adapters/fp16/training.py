@@ -108,8 +108,8 @@ class ScaledTraining:
     @classmethod
     def of(cls, owner: Any) -> ScaledTraining | None:
         """The training that an owner keeps, if it has one."""
-        found = getattr(owner, _ATTRIBUTE, None)
-        return found if isinstance(found, cls) else None
+        training = getattr(owner, _ATTRIBUTE, None)
+        return training if isinstance(training, cls) else None
 
     @classmethod
     def of_attribute(

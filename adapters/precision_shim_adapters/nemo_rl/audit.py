@@ -60,7 +60,7 @@ class AuditedWorker:
 
 @seam(
     feature=FEATURE,
-    at=[place for one in DTENSOR for place in one.actor_class(one.beneath, *_RELIES_ON)],
+    at=[place for each in DTENSOR for place in each.actor_class(each.beneath, *_RELIES_ON)],
     why=EXPORTED,
     delete_when=_DELETE,
     replaces=True,
@@ -76,7 +76,7 @@ def redecorate(actor_class: Any) -> Any:
 
 @seam(
     feature=FEATURE,
-    at=[one.at(f"{one.beneath}.__init__", one.beneath) for one in DTENSOR],
+    at=[each.at(f"{each.beneath}.__init__", each.beneath) for each in DTENSOR],
     why=INHERITED,
     delete_when=_DELETE,
     relies_on=("optimizer", "model"),
@@ -94,7 +94,7 @@ def look_at(call: Call) -> Any:
 
 @seam(
     feature=FEATURE,
-    at=[one.method("train", group=one.metrics) for one in (*DTENSOR, *MEGATRON)],
+    at=[each.method("train", group=each.metrics) for each in (*DTENSOR, *MEGATRON)],
     why=INHERITED,
     delete_when="NeMo-RL says which of its updates are lost to rounding",
     relies_on=("train", "optimizer", "all_mb_metrics", "eval_mode"),
@@ -125,8 +125,8 @@ def _tell_meter(worker: Any) -> None:
     config = getattr(worker, "cfg", None)
     if group == VALUE_V2 or not isinstance(config, Mapping):
         return
-    found = rollout_dtype(config)
-    if found:
+    dtype = rollout_dtype(config)
+    if dtype:
         own = [DTYPES[config["precision"]]] if group and config.get("precision") in DTYPES else []
         lora = (config.get("dtensor_cfg") or {}).get("lora_cfg") or {}
-        tell_meter(optimizer, *map(name_of, own), found, merged=bool(lora.get("enabled")))
+        tell_meter(optimizer, *map(name_of, own), dtype, merged=bool(lora.get("enabled")))

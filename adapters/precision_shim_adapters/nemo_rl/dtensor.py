@@ -55,8 +55,8 @@ _FP16: dict[str, Any] = {"feature": FEATURE, "upstream": _PULL, "delete_when": _
 def _at_method(name: str) -> list[dict[str, Any]]:
     """The places of a method of each DTensor worker whose class Ray pickles by reference."""
     return [
-        one.at(f"{one.beneath}.{name}", one.beneath, relies_on=(*_RELIES_ON, one.clips))
-        for one in DTENSOR
+        worker.at(f"{worker.beneath}.{name}", worker.beneath, relies_on=(*_RELIES_ON, worker.clips))
+        for worker in DTENSOR
     ]
 
 
@@ -86,7 +86,11 @@ class ScaledWorker:
 
 
 @seam(
-    at=[place for one in DTENSOR for place in one.actor_class(one.beneath, *_RELIES_ON, one.clips)],
+    at=[
+        place
+        for each in DTENSOR
+        for place in each.actor_class(each.beneath, *_RELIES_ON, each.clips)
+    ],
     why=EXPORTED,
     replaces=True,
     **_FP16,
@@ -149,7 +153,7 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             name,
             device="cuda" if torch.cuda.is_available() else "cpu",
             because=scaled_because(name),
-            configured=configured(instance.cfg, name),
+            configured=read_section(instance.cfg, name),
         )
         # Restore here: in __init__ the first kind of worker calls load_checkpoint before the scaler
         # exists, and the second kind, from 0.6, loads without load_checkpoint.
@@ -173,7 +177,7 @@ def scaled_because(name: str) -> str:
     return f"{name}.precision is float16, and NeMo-RL does not scale the loss"
 
 
-def configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The optional block of a config, by the names of ``ScalerSettings``.
 
     Raises:
@@ -188,10 +192,10 @@ def configured(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _training_of(instance: Any) -> ScaledTraining | None:
     """A worker's scaled training, if the feature is in force in this process."""
-    found = ScaledTraining.of(instance)
-    if found is None or not in_force(FRAMEWORK, FEATURE, group_at(instance)):
+    training = ScaledTraining.of(instance)
+    if training is None or not in_force(FRAMEWORK, FEATURE, group_at(instance)):
         return None
-    return found
+    return training
 
 
 # -- training -------------------------------------------------------------------------------
@@ -218,12 +222,12 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
 @seam(
     at=[
         # ``only_if`` the worker's module exists: another kind of worker uses the same function.
-        one.at(
-            one.clip,
-            *((one.module,) if one.optional else ()),
-            aliases=(f"{one.module}:{one.clips}",),
+        each.at(
+            each.clip,
+            *((each.module,) if each.optional else ()),
+            aliases=(f"{each.module}:{each.clips}",),
         )
-        for one in DTENSOR
+        for each in DTENSOR
     ],
     why="the first look at the gradients: norm and clipping want them unscaled",
     optional=True,  # a process without nemo_automodel has no such worker

@@ -98,7 +98,7 @@ _BUILD: dict[str, Any] = {
 reference."""
 
 
-@seam(at=[{"target": one, "only_if": (one,)} for one in INLINE], **_BUILD)
+@seam(at=[{"target": target, "only_if": (target,)} for target in INLINE], **_BUILD)
 def worker_build_inline(call: Call, policy_cfg: Any, load_optimizer: Any, cfg: Any) -> Any:
     """Announce that a worker of 0.4 or 0.5 builds its model, and its optimizer if it trains."""
     return _build_model(call, policy_cfg, cfg.ddp, "policy", bool(load_optimizer))
@@ -190,7 +190,7 @@ _RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
 
 @seam(
     feature=SCALING,
-    at=[one.method("train") for one in MEGATRON],
+    at=[each.method("train") for each in MEGATRON],
     why=INHERITED,
     delete_when=_DELETE,
     relies_on=_RELIES_ON,
@@ -234,9 +234,9 @@ def times_loss_scale(function: Any, worker: Any) -> Any:
 @seam(
     feature=SCALING,
     at=[
-        one.method(name)
+        each.method(name)
         for name in ("_set_moe_grad_scale_func", "_set_mtp_grad_scale_func")
-        for one in MEGATRON
+        for each in MEGATRON
     ],
     why="a scale of its own, which Megatron from 0.19 takes for the loss scale",
     delete_when="it has the loss scale in it",
@@ -273,7 +273,9 @@ class ReportingWorker:
 @seam(
     feature=SCALING,
     at=[
-        place for one in MEGATRON for place in one.actor_class(f"{one.beneath}.train", *_RELIES_ON)
+        place
+        for each in MEGATRON
+        for place in each.actor_class(f"{each.beneath}.train", *_RELIES_ON)
     ],
     why=EXPORTED,
     delete_when=_DELETE,

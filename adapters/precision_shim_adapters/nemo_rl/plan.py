@@ -56,7 +56,7 @@ def plan_job(job: Job) -> Request:
         version_of(FRAMEWORK, ("nemo_rl",)),
         world,
         models,
-        megatron=any(isinstance(one, MegatronModel) for one in models),
+        megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
         notes=(*notes, *tell_unresolved(unresolved)),
     )
@@ -68,14 +68,14 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
         generation = config["policy"].get("generation")
         if generation:
             sides.coerce_names(generation)
-        found = sides.read_sides(config)
+        both = sides.read_sides(config)
     except DtypeError as error:
         return [Problem.of(error, "rollout", error.key)], []
-    if found is None:
+    if both is None:
         return [], []
     on = job.in_force(FEATURE, sides.GROUP)
-    others, kind = found.others, found.kind
-    return problems_of(_where(), found.trainer, others, job.settings, on=on, model_type=kind)
+    others, kind = both.others, both.kind
+    return problems_of(_where(), both.trainer, others, job.settings, on=on, model_type=kind)
 
 
 def _where() -> str:
@@ -102,7 +102,7 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
         raise PlanError(
             f"{_where()}: its loader of configs cannot be imported ({error}). Install NeMo-RL here."
         ) from error
-    path, overrides = _named(job)
+    path, overrides = _find_named(job)
     register = getattr(loader, "register_omegaconf_resolvers", None)
     if register is not None:
         register()
@@ -112,17 +112,17 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
         made = loader.load_config(path)
         if overrides:
             made = loader.parse_hydra_overrides(made, overrides)
-        found = plain(made, unresolved=unresolved)
+        config = plain(made, unresolved=unresolved)
     except Exception as error:  # files, YAML, hydra and omegaconf each have exception classes
         raise PlanError(
             f"{_where()}, {path}: {said(error)}. Correct the override or the file."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise PlanError(f"{_where()}, {path}: expected a mapping of keys. Correct the file.")
-    return {str(key): value for key, value in found.items()}
+    return {str(key): value for key, value in config.items()}
 
 
-def _named(job: Job) -> tuple[Path, list[str]]:
+def _find_named(job: Job) -> tuple[Path, list[str]]:
     """The file of the config, and the overrides."""
     given, overrides = "", []
     words = iter(job.arguments)
@@ -162,11 +162,11 @@ def _gpus(config: Mapping[str, Any]) -> int:
     each, nodes = (
         number_of(cluster, f"cluster.{key}", _where()) for key in ("gpus_per_node", "num_nodes")
     )
-    rewarding = _rewarding(config)
+    rewarding = _find_reward_model(config)
     if nodes == 1:
         each -= int(rewarding.get("gpus_per_node") or 0)
     else:
-        nodes -= int(rewarding.get("num_nodes") or 0) + _teaching(config)
+        nodes -= int(rewarding.get("num_nodes") or 0) + _count_teachers(config)
     generation = (config["policy"].get("generation") or {}).get("colocated") or {}
     if generation and not generation.get("enabled", True):
         theirs = generation.get("resources") or {}
@@ -177,31 +177,31 @@ def _gpus(config: Mapping[str, Any]) -> int:
     return each * nodes
 
 
-def _rewarding(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _find_reward_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The resources of a reward model that is an environment; empty where the job has none."""
     section = (config.get("env") or {}).get("reward_model") or {}
     data = config.get("data") or {}
     # ``data`` has the environment's name at its top level in 0.5, in these sections later; 0.4 has
     # a switch instead.
     places = [data, *(data.get(name) for name in ("train", "validation", "default"))]
-    names = [one.get("env_name") for one in places if isinstance(one, Mapping)]
+    names = [place.get("env_name") for place in places if isinstance(place, Mapping)]
     used = section.get("enabled") is True or "reward_model" in names
     return (section.get("resources") or {}) if used else {}
 
 
-def _teaching(config: Mapping[str, Any]) -> int:
+def _count_teachers(config: Mapping[str, Any]) -> int:
     """The nodes of on-policy distillation's teachers, where they have nodes of their own."""
     section = config.get("on_policy_distillation") or {}
     apart = section.get("non_colocated_teachers") or {}
     if not (section.get("enabled") and apart.get("enabled")):
         return 0
     default, own = apart.get("default_teacher_cfg") or {}, apart.get("teacher_overrides") or {}
-    found: list[tuple[str, int]] = []
+    teachers: list[tuple[str, int]] = []
     for alias, name in (section.get("teacher_model_by_agent_name") or {}).items():
-        if section.get("deduplicate_shared_teacher_checkpoints", True) and name in dict(found):
+        if section.get("deduplicate_shared_teacher_checkpoints", True) and name in dict(teachers):
             continue
-        found.append((name, int({**default, **(own.get(alias) or {})}.get("num_nodes", 1))))
-    return sum(nodes for _, nodes in found)
+        teachers.append((name, int({**default, **(own.get(alias) or {})}.get("num_nodes", 1))))
+    return sum(nodes for _, nodes in teachers)
 
 
 # -- the models ------------------------------------------------------------------------------------
@@ -280,12 +280,12 @@ def _on_megatron(
         key=f"{where}.optimizer.{{}}",
         bucket_key=f"{where}.distributed_data_parallel_config.grad_reduce_in_fp32",
         prefix="++",
-        parked=_parked(section, key),
+        parked=_find_parked(section, key),
         illegal=tuple(illegal) if trains else (),
     )
 
 
-def _parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
+def _find_parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
     """The components that NeMo-RL moves to the host while the rollout or another model runs."""
     shared = (section.get("generation") or {}).get("colocated") or {}
     if key.startswith("teachers."):
@@ -312,7 +312,7 @@ def _on_dtensor(
             name_of(precision),
             dtensor.group_of(subject, second=bool(cfg.get("_v2"))),
             dtensor.scaled_because(subject),
-            configured=partial(dtensor.configured, section, subject),
+            configured=partial(dtensor.read_section, section, subject),
         )
     name = str((section.get("optimizer") or {}).get("name") or "torch.optim.AdamW")
     return ShardedModel(
@@ -337,5 +337,5 @@ def _on_dtensor(
             "shards": "cluster.gpus_per_node x cluster.num_nodes",
             "optimizer": f"{key}.optimizer.name",
         },
-        parked={} if cfg.get("cpu_offload") else _parked(section, key),
+        parked={} if cfg.get("cpu_offload") else _find_parked(section, key),
     )

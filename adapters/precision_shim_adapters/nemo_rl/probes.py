@@ -46,7 +46,9 @@ def names() -> Answer:
 
 
 _WORKERS = {
-    one.name: one.module for one in reversed(DTENSOR) if look(f"{one.module}:{one.name}").found
+    worker.name: worker.module
+    for worker in reversed(DTENSOR)
+    if look(f"{worker.module}:{worker.name}").found
 }
 """Maps the kinds of DTensor workers to their modules in the installed version."""
 
@@ -71,7 +73,7 @@ def actor_classes() -> Answer:
 def _parameters(method: Any) -> tuple[str, ...]:
     """A method's parameters after ``self``, read from inside a decorator that hides them."""
     cells = [cell.cell_contents for cell in method.__closure__ or ()]
-    inner = next((one for one in cells if inspect.isfunction(one)), method)
+    inner = next((inside for inside in cells if inspect.isfunction(inside)), method)
     return tuple(inspect.signature(inner).parameters)[1:]
 
 

@@ -136,8 +136,8 @@ def read_sides(config: Any) -> Sides | None:
 
 
 def _part(config: Any, name: str) -> Any:
-    found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return found or {}
+    part = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return part or {}
 
 
 def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]:
@@ -205,13 +205,13 @@ def compare_engines(call: Call, master_config: Any) -> Any:
         DtypeError: the rollout's name is unknown.
         UnsupportedPrecisionError: in strict mode, a float16 policy's engines disagree with it.
     """
-    found = read_sides(master_config)
-    if found is not None:
+    both = read_sides(master_config)
+    if both is not None:
         generation = _part(master_config, "policy")["generation"]
 
         def write(engine: Engine, name: str) -> None:
             section, field = engine.key.removeprefix(f"{PLACE}.").split(".")
             generation[section][field] = name
 
-        settle(versioned(FRAMEWORK), found.trainer, found.others, write, found.kind)
+        settle(versioned(FRAMEWORK), both.trainer, both.others, write, both.kind)
     return call.proceed()

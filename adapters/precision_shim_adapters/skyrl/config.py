@@ -44,7 +44,7 @@ _FEATURES = ("bf16-dispatch", "grad-bucket-alignment")
 _DELETE = "SkyRL's config tells what was written from what was defaulted"
 
 _old_style: ContextVar[bool] = ContextVar("precision_shim_skyrl_old_style", default=False)
-"""Whether SkyRL is building the config from a base YAML: written by ``note_old_style``."""
+"""Whether SkyRL is building the config from a base YAML; ``note_old_style`` sets it."""
 
 _overriding: ContextVar[bool] = ContextVar("precision_shim_skyrl_overriding", default=False)
 """Whether SkyRL is building the config from overrides: written by ``note_overrides``."""

@@ -329,18 +329,18 @@ def _warn_of_attention(worker: Any) -> None:
     release = fused_adam_support().version
     if release is None:
         return
-    found = []
+    reasons = []
     packing = next((key for key in _PACKING if getattr(worker.cfg, key, False)), None)
     if packing and release < UNFUSED_PACKED_SINCE:
         since = ".".join(map(str, UNFUSED_PACKED_SINCE))
-        found.append(f"trainer.{packing}=true (packed sequences need TransformerEngine {since})")
+        reasons.append(f"trainer.{packing}=true (packed sequences need TransformerEngine {since})")
     if worker.provider.context_parallel_size > 1:
-        found.append("megatron_config.context_parallel_size above 1")
-    if found:
+        reasons.append("megatron_config.context_parallel_size above 1")
+    if reasons:
         warn(
             f"{versioned('skyrl')} {_role(worker)}: the model is fp32. TransformerEngine's flash "
             f"and fused attention take fp16 and bf16 only, and its unfused one does not go with "
-            f"{' or '.join(found)}: expect 'No dot product attention backend is available'. Turn "
+            f"{' or '.join(reasons)}: expect 'No dot product attention backend is available'. Turn "
             "that off, or train in bf16 (trainer.bf16=true)."
         )
 

@@ -144,8 +144,8 @@ def add_figures(output: Any, figures: dict[str, float]) -> None:
 
 def _figures_in(output: Any) -> dict[str, Any]:
     """A worker's metrics: the output is their dict (0.2) or an object with that dict (0.3)."""
-    found = output if isinstance(output, dict) else getattr(output, "metrics", None)
-    return {} if found is None else found
+    figures = output if isinstance(output, dict) else getattr(output, "metrics", None)
+    return {} if figures is None else figures
 
 
 @seam(

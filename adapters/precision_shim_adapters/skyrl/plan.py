@@ -15,7 +15,7 @@ import torch
 
 from precision_shim.adapting import version_of
 from precision_shim.errors import DtypeError, PlanError
-from precision_shim.planning.command import Job, imported
+from precision_shim.planning.command import Job, find_imported
 from precision_shim.planning.record import STATES, WEIGHTS, Decided, Problem
 from precision_shim.planning.request import Illegal, Plannable, Request
 from precision_shim.planning.shapes import Model, is_router
@@ -52,7 +52,7 @@ def plan_job(job: Job) -> Request:
         version_of("skyrl", ("skyrl",)),
         world,
         models,
-        megatron=any(isinstance(one, MegatronModel) for one in models),
+        megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
         notes=(
             *(
@@ -73,23 +73,23 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
     directory = job.options.model or ""
     try:
         engine_name(config.generator.inference_engine.model_dtype, sides.KEY, _where(), also=())
-        found = sides.sides_of(config, job.in_force, directory)
+        both = sides.sides_of(config, job.in_force, directory)
     except DtypeError as error:
         # A wrong name in a model's own section is a problem of that model already.
         own = error.key.startswith(INFERENCE)
         return ([Problem.of(error, "rollout", error.key)] if own else []), []
-    trainer = found.trainer
+    trainer = both.trainer
     if trainer is None:
         return [], ["rollout: {}: {} ({})".format(AGREEMENT, *sides.not_compared(config))]
     notes = [f"policy: {AGREEMENT}: {trainer.computes} ({trainer.because})"] * bool(trainer.because)
     problems, told = problems_of(
-        _where(), trainer, found.others, job.settings, on=on, model_type=found.model_type
+        _where(), trainer, both.others, job.settings, on=on, model_type=both.model_type
     )
     if on:
-        for one in found.others:
-            name = follows(trainer, one, found.model_type, job.settings["rollout"])
+        for other in both.others:
+            name = follows(trainer, other, both.model_type, job.settings["rollout"])
             if name:
-                sides.write(config, one, name)
+                sides.write(config, other, name)
         sides.send_in_engines_dtype(config)
     lost, rounded = wire_problems(_where(), sides.wires_of(config))
     return [*problems, *lost], [*notes, *told, *rounded]
@@ -119,7 +119,7 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
     wrong: list[Problem] = []
     while True:
         try:
-            return _loaded(configs, job, words), passed_over, wrong
+            return _load(configs, job, words), passed_over, wrong
         except DtypeError as error:
             kept = [word for word in words if word.partition("=")[0] != error.key]
             if kept == words:
@@ -140,19 +140,19 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
 
 def _unknown(message: str, words: list[str]) -> list[str]:
     """The overrides that SkyRL's message "Invalid fields" names."""
-    found = re.search(r"Invalid fields \{(.*?)\}", message)
-    names = set(re.findall(r"'([^']+)'", found.group(1))) if found else set()
+    match = re.search(r"Invalid fields \{(.*?)\}", message)
+    names = set(re.findall(r"'([^']+)'", match.group(1))) if match else set()
     return [word for word in words if names & set(word.partition("=")[0].split("."))]
 
 
 def _tunes(job: Job) -> bool:
     """Whether a job fine-tunes without a rollout."""
-    modules = imported(job.source) if job.source is not None else []
-    tunes = any("sft_config" in one or "sft_trainer" in one for one in modules)
+    modules = find_imported(job.source) if job.source is not None else []
+    tunes = any("sft_config" in module or "sft_trainer" in module for module in modules)
     return tunes or job.target.endswith("main_sft")
 
 
-def _loaded(configs: Any, job: Job, words: list[str]) -> Any:
+def _load(configs: Any, job: Job, words: list[str]) -> Any:
     """The training config; SkyRL's own function turns a fine-tuning config into one."""
     if _tunes(job):
         from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
@@ -193,12 +193,12 @@ def _models(job: Job, trainer: Any, world: int) -> Iterator[Plannable]:
 
 
 def _roles(trainer: Any) -> list[str]:
-    found = ["policy"]
+    roles = ["policy"]
     if sides.has_reference(trainer):
-        found.append("ref")
+        roles.append("ref")
     if trainer.critic.model.path:
-        found.append("critic")
-    return found
+        roles.append("critic")
+    return roles
 
 
 def _gpus(trainer: Any, role: str, world: int) -> int:
@@ -242,7 +242,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
         frozen=is_router if getattr(config, "freeze_moe_router", False) else (lambda name: False),
         key=f"{where}.optimizer_config_kwargs.{{}}",
         bucket_key=f"{where}.ddp_config.grad_reduce_in_fp32",
-        parked=_parked(trainer, role),
+        parked=_find_parked(trainer, role),
         place=_place(trainer, role),
     )
 
@@ -259,7 +259,7 @@ def _place(trainer: Any, role: str) -> str:
     return _together(trainer, role) or role
 
 
-def _parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
+def _find_parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
     """The components that SkyRL moves to the host while another model or the rollout runs."""
     key = _together(trainer, role)
     alone = key == "colocate_policy_ref" and "ref" not in _roles(trainer)
@@ -295,6 +295,6 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
             "shards": f"trainer.{role}.fsdp_config.fsdp_size",
             "context": f"trainer.{role}.sequence_parallel_size",
         },
-        parked={} if config.cpu_offload else _parked(trainer, role),
+        parked={} if config.cpu_offload else _find_parked(trainer, role),
         place=_place(trainer, role),
     )

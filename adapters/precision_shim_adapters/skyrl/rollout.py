@@ -104,13 +104,13 @@ def _settle(config: Any) -> None:
     where = versioned("skyrl")
     # SkyRL parses model_dtype for each weight sync, and knows no "auto".
     engine_name(config.generator.inference_engine.model_dtype, sides.KEY, where, also=())
-    found = sides.sides_of(config, partial(in_force, "skyrl"))
-    if found.trainer is None:
+    both = sides.sides_of(config, partial(in_force, "skyrl"))
+    if both.trainer is None:
         decide("skyrl", "rollout", FEATURE, *sides.not_compared(config))
         return
-    if found.trainer.because:
-        decide("skyrl", "policy", FEATURE, found.trainer.computes, found.trainer.because)
-    settle(where, found.trainer, found.others, partial(sides.write, config), found.model_type)
+    if both.trainer.because:
+        decide("skyrl", "policy", FEATURE, both.trainer.computes, both.trainer.because)
+    settle(where, both.trainer, both.others, partial(sides.write, config), both.model_type)
     sides.send_in_engines_dtype(config)
     tell_of_wires(where, sides.wires_of(config))
 

@@ -68,10 +68,12 @@ def sides_of(config: Any, in_force: InForce, directory: str = "") -> Sides:
         DtypeError: a key names no dtype.
     """
     trainer = config.trainer
-    others = [] if not has_reference(trainer) else [_trained(trainer, "ref", in_force, directory)]
-    found = (*(one for one in others if one is not None), *_rollouts(config, directory))
+    others = (
+        [] if not has_reference(trainer) else [_read_trained(trainer, "ref", in_force, directory)]
+    )
+    engines = (*(other for other in others if other is not None), *_rollouts(config, directory))
     path = directory or str(trainer.policy.model.path)
-    return Sides(_trained(trainer, "policy", in_force, directory), found, model_type(path))
+    return Sides(_read_trained(trainer, "policy", in_force, directory), engines, model_type(path))
 
 
 def has_reference(trainer: Any) -> bool:
@@ -85,7 +87,7 @@ def has_reference(trainer: Any) -> bool:
 # -- trained models and the reference model ------------------------------------------------------
 
 
-def _trained(trainer: Any, role: str, in_force: InForce, directory: str) -> Engine | None:
+def _read_trained(trainer: Any, role: str, in_force: InForce, directory: str) -> Engine | None:
     if trainer.strategy == "megatron":
         return _on_megatron(trainer, role, in_force, directory)
     return _on_fsdp(trainer, role, in_force)
@@ -161,11 +163,11 @@ def not_compared(config: Any) -> tuple[str, str]:
 def _rollouts(config: Any, directory: str = "") -> Iterator[Engine]:
     path = directory or str(config.trainer.policy.model.path)
     backend = str(config.generator.inference_engine.backend)
-    for one in _asked(config.generator.inference_engine):
-        yield resolve_auto(one, backend, checkpoint_dtype(path), model_type(path))
+    for engine in _read_asked(config.generator.inference_engine):
+        yield resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path))
 
 
-def _asked(engines: Any) -> Iterator[Engine]:
+def _read_asked(engines: Any) -> Iterator[Engine]:
     wanted = getattr(engines, "fp8_weight_sync_mode", None)
     if wanted is not None:
         yield Engine("rollout", FP8, "", because=f"{INFERENCE}.fp8_weight_sync_mode={wanted}")
@@ -196,7 +198,7 @@ def _over(engines: Any) -> dict[str, Mapping[str, Any]]:
     """The sections that go over SkyRL's own values, each for some of the engines."""
     first, *roles = _OVER
     by_role = getattr(engines, "enable_pd", False) and any(
-        getattr(engines, one, None) for one in roles
+        getattr(engines, role, None) for role in roles
     )
     return {
         f"{INFERENCE}.{one}": getattr(engines, one, None) or {}
@@ -244,7 +246,7 @@ def send_in_engines_dtype(config: Any) -> None:
     engines another dtype and the user wrote no ``model_dtype``, the weights would be rounded twice.
     """
     engines = config.generator.inference_engine
-    computes = {one.computes for one in _rollouts(config)}
+    computes = {rollout.computes for rollout in _rollouts(config)}
     if model_dtype_is_written(engines) or len(computes) != 1 or computes & {AUTO, FP8}:
         return
     (dtype,) = computes
@@ -275,16 +277,16 @@ def wires_of(config: Any) -> list[Wire]:
     """The weight syncs of a job, as its config is after all that the shim writes."""
     engines = config.generator.inference_engine
     sent = _canonical(named(engines.model_dtype))
-    found = []
-    for one in _rollouts(config):
-        if one.computes in (AUTO, FP8):
+    wires = []
+    for rollout in _rollouts(config):
+        if rollout.computes in (AUTO, FP8):
             continue
-        if one.computes != sent:
-            value = one.values[one.computes]
-            found.append(
+        if rollout.computes != sent:
+            value = rollout.values[rollout.computes]
+            wires.append(
                 Wire(
                     "rollout",
-                    one.computes,
+                    rollout.computes,
                     sent,
                     f"SkyRL casts to {KEY}",
                     KEY,
@@ -293,8 +295,10 @@ def wires_of(config: Any) -> list[Wire]:
             )
     if engines.weight_sync_backend == "delta":
         stored = stored_dtypes(str(config.trainer.policy.model.path))
-        found += delta_wires({one.computes for one in _rollouts(config)} - {AUTO, FP8}, stored)
-    return found
+        wires += delta_wires(
+            {rollout.computes for rollout in _rollouts(config)} - {AUTO, FP8}, stored
+        )
+    return wires
 
 
 def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
@@ -306,8 +310,8 @@ def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
     """
     backend, sent = str(engines.backend), _canonical(named(engines.model_dtype))
     computes = {
-        resolve_auto(one, backend, checkpoint_dtype(path), model_type(path)).computes
-        for one in _asked(engines)
+        resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path)).computes
+        for engine in _read_asked(engines)
     }
     if len(computes) > 1 or engines.weight_sync_backend == "delta":
         return (AUTO,)  # a delta has the dtypes of the base checkpoint, tensor by tensor
@@ -316,7 +320,9 @@ def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
 
 def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
     """Canonical names of the dtypes in a base checkpoint, from SkyRL's own index of its files."""
-    return frozenset(OF_HEADER[one.dtype] for one in locations.values() if one.dtype in OF_HEADER)
+    return frozenset(
+        OF_HEADER[location.dtype] for location in locations.values() if location.dtype in OF_HEADER
+    )
 
 
 def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
@@ -332,13 +338,13 @@ def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
     return [
         Wire(
             "rollout",
-            one,
+            compute,
             dtype,
             f"the delta sync sends the dtype of the base checkpoint, {dtype}",
             f"{INFERENCE}.weight_sync_backend",
             f"Write {INFERENCE}.weight_sync_backend=nccl, or save the model of "
-            f"trainer.policy.model.path in {one} or fp32 and name that directory there.",
+            f"trainer.policy.model.path in {compute} or fp32 and name that directory there.",
         )
-        for one in sorted(computes)
+        for compute in sorted(computes)
         for dtype in sorted(stored)
     ]

@@ -97,9 +97,9 @@ def report_from_endpoint(endpoint: Any) -> Any:
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:
         output = await own()
-        found = meters.metrics(getattr(trainer, "optimizers", None), "trainer/")
-        if found:
-            output.metrics.update(found)
+        figures = meters.metrics(getattr(trainer, "optimizers", None), "trainer/")
+        if figures:
+            output.metrics.update(figures)
         return output
 
     return remake(endpoint, step)
@@ -115,7 +115,7 @@ def report_from_endpoint(endpoint: Any) -> Any:
 )
 def report_in_log(call: Call, extra_metrics: Any = None) -> Any:
     """Log the shares of lost updates beside the grad norm."""
-    found = meters.metrics(call.instance.optimizers)
-    if found:
-        call.arguments["extra_metrics"] = {**(extra_metrics or {}), **found}
+    figures = meters.metrics(call.instance.optimizers)
+    if figures:
+        call.arguments["extra_metrics"] = {**(extra_metrics or {}), **figures}
     return call.proceed()

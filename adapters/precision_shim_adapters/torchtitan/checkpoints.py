@@ -92,7 +92,7 @@ def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
     file_name = os.path.join(checkpoint, METADATA)
     try:
         with _open_metadata(checkpoint) as file:
-            found = read_entries(file, file_name).get(f"{STATE}.{KEY}")
+            entry = read_entries(file, file_name).get(f"{STATE}.{KEY}")
     except CheckpointUnreadableError as error:
         raise ScalerCheckpointError(
             f"{error} Whether it has a loss scaler's state cannot be told. {_ANOTHER}"
@@ -103,15 +103,15 @@ def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
             f"{file_name}: it cannot be read ({why}). Whether the checkpoint has a loss scaler's "
             f"state cannot be told. {_ANOTHER}"
         ) from error
-    if found is None:
+    if entry is None:
         return None
-    if found.dtype != "uint8":
-        what = "an object" if found.dtype is None else f"a tensor of {found.dtype}"
+    if entry.dtype != "uint8":
+        what = "an object" if entry.dtype is None else f"a tensor of {entry.dtype}"
         raise ScalerCheckpointError(
             f"{where}: it is {what} where a tensor of bytes was expected: it is damaged, and not "
             f"read. {_ANOTHER} {_OTHERWISE}"
         )
-    return found.shape
+    return entry.shape
 
 
 def _open_metadata(checkpoint: str) -> Any:
@@ -131,16 +131,16 @@ def _open_metadata(checkpoint: str) -> Any:
 )
 def state_dict(call: Call) -> Any:
     """Add the scaler's record; during a load, an empty tensor of the stored record's size."""
-    found = call.proceed()
+    state = call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:
-        return found
+        return state
     loading = _loading.get()
     if loading is None:
-        return {**found, KEY: training.record_tensor()}
+        return {**state, KEY: training.record_tensor()}
     if loading.size is None:
-        return found
-    return {**found, KEY: torch.zeros(loading.size, dtype=torch.uint8)}
+        return state
+    return {**state, KEY: torch.zeros(loading.size, dtype=torch.uint8)}
 
 
 @seam(at=of_both("load_state_dict"), why="what comes from a checkpoint", **SCALED)

@@ -71,14 +71,14 @@ def _has_scaler(target: str) -> bool:
 
 def native_rl(symbol: Symbol, settings: Any) -> str | None:
     """Whether the RL trainer's ``optim_step`` names a scaler; no version does yet."""
-    found = _has_scaler(f"{POLICY}.optim_step")
-    return "torchtitan's RL trainer has a loss scaler of its own" if found else None
+    scaler = _has_scaler(f"{POLICY}.optim_step")
+    return "torchtitan's RL trainer has a loss scaler of its own" if scaler else None
 
 
 def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
     """Whether ``Trainer.train_step`` names a scaler; no version does yet."""
-    found = _has_scaler(f"{TRAINER}.train_step")
-    return "torchtitan's Trainer has a loss scaler of its own" if found else None
+    scaler = _has_scaler(f"{TRAINER}.train_step")
+    return "torchtitan's Trainer has a loss scaler of its own" if scaler else None
 
 
 ON_RL: dict[str, Any] = {"group": RL, "native": native_rl}

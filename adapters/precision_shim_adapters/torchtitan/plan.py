@@ -69,21 +69,21 @@ def plan_job(job: Job) -> Request:
             "share with 1 on that many GPUs fewer."
         )
     version = version_of("torchtitan", ("torchtitan",))
-    found = list(_small(subject, prefix, parallel))
-    if found:
-        world = _launched(job) or 1
-        return Request("torchtitan", version, world, (), problems=tuple(found))
+    wrong = list(_small(subject, prefix, parallel))
+    if wrong:
+        world = _count_launched(job) or 1
+        return Request("torchtitan", version, world, (), problems=tuple(wrong))
     world, shards = _world(job, parallel)
-    found = [*_apart(subject, prefix, parallel, world), *_dtypes(job, subject, config, trainer)]
+    wrong = [*_apart(subject, prefix, parallel, world), *_dtypes(job, subject, config, trainer)]
     notes: list[str] = []
-    if trainer is not config and not any(one.code == "dtype" for one in found):
+    if trainer is not config and not any(problem.code == "dtype" for problem in wrong):
         problems, notes = _both_sides(job, config)
-        found += problems
-    if any(one.code == "dtype" for one in found):
-        return Request("torchtitan", version, world, (), problems=tuple(found))
+        wrong += problems
+    if any(problem.code == "dtype" for problem in wrong):
+        return Request("torchtitan", version, world, (), problems=tuple(wrong))
     model = _model(job, config)
-    found += _heads(subject, prefix, parallel, config, model)
-    found += _experts(subject, prefix, parallel, model)
+    wrong += _heads(subject, prefix, parallel, config, model)
+    wrong += _experts(subject, prefix, parallel, model)
     compute = _name(training.mixed_precision_param)
     asked = ShardedModel(
         subject,
@@ -101,7 +101,7 @@ def plan_job(job: Job) -> Request:
         keys={name: prefix + key for name, key in _KEYS.items()},
     )
     return Request(
-        "torchtitan", version, world, (asked,), problems=tuple(found), notes=tuple(notes)
+        "torchtitan", version, world, (asked,), problems=tuple(wrong), notes=tuple(notes)
     )
 
 
@@ -158,8 +158,8 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
     try:
         names.coerce_training(trainer.training)
     except DtypeError as error:
-        found = re.search(r"training\.\w+(?==)", str(error))
-        key = error.key or (found.group() if found else "training.dtype")
+        match = re.search(r"training\.\w+(?==)", str(error))
+        key = error.key or (match.group() if match else "training.dtype")
         yield Problem.of(error, subject, key if trainer is config else f"trainer.{key}")
 
 
@@ -172,10 +172,10 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
             sides.coerce_generator(config.generator)
         except DtypeError as error:
             return [Problem.of(error, "rollout", error.key)], []
-    found = sides.engines(config.trainer.training, config.generator.model_dtype)
-    if found is None:
+    both = sides.engines(config.trainer.training, config.generator.model_dtype)
+    if both is None:
         return [], []
-    trainer, rollout = found
+    trainer, rollout = both
     return problems_of(_where(), trainer, [rollout], job.settings, on=on)
 
 
@@ -225,7 +225,7 @@ def _experts(subject: str, prefix: str, parallel: Any, model: Model) -> Iterator
     """Problems of experts that do not divide evenly over the expert-parallel ranks."""
     ways = parallel.expert_parallel_degree
     counts = {model.experts} if model.config else set()
-    counts |= {one.shape[0] for one in model.weights if _EXPERTS in one.name}
+    counts |= {weight.shape[0] for weight in model.weights if _EXPERTS in weight.name}
     for experts in sorted(counts):
         if experts % ways:
             yield Problem(
@@ -237,7 +237,7 @@ def _experts(subject: str, prefix: str, parallel: Any, model: Model) -> Iterator
             )
 
 
-def _launched(job: Job) -> int | None:
+def _count_launched(job: Job) -> int | None:
     each = job.launched("nproc-per-node")
     return None if each is None else each * (job.launched("nnodes") or 1)
 
@@ -249,7 +249,7 @@ def _world(job: Job, parallel: Any) -> tuple[int, int]:
         parallel.data_parallel_shard_degree,
     )
     rest = parallel.tensor_parallel_degree * parallel.context_parallel_degree * replicas
-    world = _launched(job)
+    world = _count_launched(job)
     if world is not None:
         if shards < 1:
             shards = max(world // rest, 1)
@@ -269,12 +269,12 @@ def _name(value: object) -> str:
 def _optimizer(config: Any) -> str:
     """The optimizer of the parameter groups; the first that is not Adam, if there is any."""
     names = [
-        str(found)
+        str(named)
         for group in getattr(config, "param_groups", None) or ()
-        if (found := getattr(group, "optimizer_name", None))
+        if (named := getattr(group, "optimizer_name", None))
     ]
     names = names or [str(getattr(config, "name", "AdamW"))]
-    return next((one for one in names if "adam" not in one.lower()), names[0])
+    return next((name for name in names if "adam" not in name.lower()), names[0])
 
 
 def _model(job: Job, config: Any) -> Model:
@@ -306,12 +306,12 @@ def built(spec: Any) -> Model:
             f"({type(error).__name__}: {error}). Name its size with --parameters."
         ) from error
     weights = []
-    for name, one in model.named_parameters():
-        if not one.requires_grad:
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
             raise PlanError(
                 f"{_where()}: {name} of its model is frozen, as beside LoRA adapters, which are "
                 "not planned: their states are small, and the frozen model keeps its parameters "
                 "alone. Plan the config without the converter for an upper bound."
             )
-        weights.append(Weight(name, tuple(one.shape)))
+        weights.append(Weight(name, tuple(parameter.shape)))
     return Model(tuple(weights), {}, "torchtitan's model, built on the meta device")

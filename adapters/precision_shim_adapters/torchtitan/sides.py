@@ -113,8 +113,8 @@ def mark_released(config: Any, arguments: Sequence[str]) -> None:
 def _is_released(arguments: Sequence[str]) -> bool:
     """Whether the config function is in a file that is as torchtitan's wheel has it."""
     name = _word(arguments, "--module").strip()
-    found = (sys.modules.get(one.format(name)) for one in _MODULES if name)
-    module = next((one for one in found if one is not None), None)
+    modules = (sys.modules.get(place.format(name)) for place in _MODULES if name)
+    module = next((imported for imported in modules if imported is not None), None)
     function = getattr(module, _word(arguments, "--config"), None)
     try:
         path = Path(inspect.getfile(inspect.unwrap(function)))  # type: ignore[arg-type]
@@ -125,12 +125,12 @@ def _is_released(arguments: Sequence[str]) -> bool:
 
 def _word(arguments: Sequence[str], option: str) -> str:
     """The value of an option; the last one counts, as torchtitan reads it."""
-    found, words = "", iter(arguments)
+    given, words = "", iter(arguments)
     for word in words:
         head, equals, value = word.partition("=")
         if head == option:
-            found = value if equals else next(words, "")
-    return found
+            given = value if equals else next(words, "")
+    return given
 
 
 @contextmanager
@@ -144,9 +144,9 @@ def marked() -> Iterator[None]:
     before = defaults["model_dtype"]
 
     def load_config(self: Any, args: Any) -> Any:
-        found = load(self, args)
-        mark_released(found[0], args)
-        return found
+        config = load(self, args)
+        mark_released(config[0], args)
+        return config
 
     defaults["model_dtype"] = unwritten(before)
     ConfigManager._load_config = load_config
@@ -226,9 +226,9 @@ def build_controller(call: Call, config: Any) -> Any:
     generator = config.generator
     generator_dtype_name(generator.model_dtype)
     coerce_generator(generator)
-    found = engines(config.trainer.training, generator.model_dtype)
-    if found is not None:
-        trainer, rollout = found
+    both = engines(config.trainer.training, generator.model_dtype)
+    if both is not None:
+        trainer, rollout = both
 
         def write(engine: Engine, name: str) -> None:
             generator.model_dtype = name
@@ -255,9 +255,9 @@ def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     if "generator_dtype" in call.arguments:
         call.arguments["generator_dtype"] = name
     call.proceed()
-    found = engines(config.training, name)
-    if found is not None:
-        verdict = compare(*found)
+    both = engines(config.training, name)
+    if both is not None:
+        verdict = compare(*both)
         decide(FRAMEWORK, "rollout", FEATURE, verdict.chosen, verdict.because)
 
 
@@ -272,7 +272,7 @@ def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
 )
 def load_config(call: Call, args: Any) -> Any:
     """Under ``PRECISION_SHIM_ROLLOUT=follow``, mark what torchtitan's own config function wrote."""
-    found = call.proceed()
+    config = call.proceed()
     if current_settings()["rollout"] == "follow":
-        mark_released(found[0], args)
-    return found
+        mark_released(config[0], args)
+    return config

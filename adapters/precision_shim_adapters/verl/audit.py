@@ -32,15 +32,15 @@ _LEGACY: dict[str, Any] = {"delete_when": "verl 0.8 is the oldest in use", "opti
 def engine(call: Call) -> Any:
     """Audit an engine's optimizer."""
     result = call.proceed()
-    one = call.instance
-    if one.optimizer is not None:
-        kind = getattr(one.model_config, "model_type", "")
+    engine = call.instance
+    if engine.optimizer is not None:
+        kind = getattr(engine.model_config, "model_type", "")
         watch(
             "verl",
             "critic" if kind == "value_model" else "actor",
-            one.optimizer,
-            model=one.module,
-            scaler=lambda: getattr(one, "scaler", None),
+            engine.optimizer,
+            model=engine.module,
+            scaler=lambda: getattr(engine, "scaler", None),
         )
     return result
 
@@ -64,16 +64,16 @@ def engine(call: Call) -> Any:
 def legacy(call: Call) -> Any:
     """Audit the optimizer of 0.7.1's actor or critic."""
     result = call.proceed()
-    one = call.instance
-    subject = "actor" if hasattr(one, "actor_module") else "critic"
-    optimizer = getattr(one, f"{subject}_optimizer")
+    worker = call.instance
+    subject = "actor" if hasattr(worker, "actor_module") else "critic"
+    optimizer = getattr(worker, f"{subject}_optimizer")
     if optimizer is not None:  # a reference policy has no optimizer
         watch(
             "verl",
             subject,
             optimizer,
-            model=getattr(one, f"{subject}_module"),
-            scaler=lambda: getattr(one, "scaler", None),
+            model=getattr(worker, f"{subject}_module"),
+            scaler=lambda: getattr(worker, "scaler", None),
         )
     return result
 
@@ -118,7 +118,7 @@ def legacy_rollout(call: Call) -> Any:
 )
 def legacy_lost_updates(call: Call) -> Any:
     """Add the shares of lost updates to the metrics that a legacy worker of verl 0.7.1 returns."""
-    found = call.proceed()
+    result = call.proceed()
     kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
-    found.update(meters.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
-    return found
+    result.update(meters.metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
+    return result

@@ -54,12 +54,12 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(directory.resolve()), version_base=None):
-            found: dict[str, Any] = plain(compose(name, overrides), unresolved=unresolved)
+            config: dict[str, Any] = plain(compose(name, overrides), unresolved=unresolved)
     except Exception as error:  # hydra and omegaconf have many exception classes
         raise PlanError(
             f"{_where()}, {directory / name}.yaml: {said(error)}. Correct the override or the file."
         ) from error
-    return found
+    return config
 
 
 def named_config(job: Job) -> tuple[Path, str, list[str]]:
@@ -68,14 +68,14 @@ def named_config(job: Job) -> tuple[Path, str, list[str]]:
     overrides = []
     words = iter(job.arguments)
     for word in words:
-        found = _FLAG.match(word)
-        if found:
-            value = found.group(2) if found.group(2) is not None else next(words, "")
+        match = _FLAG.match(word)
+        if match:
+            value = match.group(2) if match.group(2) is not None else next(words, "")
             short = {"cn": "config-name", "cp": "config-path", "cd": "config-dir"}
-            flags[short.get(found.group(1), found.group(1))] = value
+            flags[short.get(match.group(1), match.group(1))] = value
         elif "=" in word or word.startswith("~"):
             overrides.append(word)
-    path, name = _decorated(job.source)
+    path, name = _read_decorator(job.source)
     beside = job.source.parent if job.source is not None else Path.cwd()
     directory = beside / flags.get("config-path", path)
     if "config-dir" in flags:
@@ -88,11 +88,11 @@ def named_config(job: Job) -> tuple[Path, str, list[str]]:
     return directory, flags.get("config-name", name).removesuffix(".yaml"), overrides
 
 
-def _decorated(source: Path | None) -> tuple[str, str]:
+def _read_decorator(source: Path | None) -> tuple[str, str]:
     """The arguments of an entry point's ``@hydra.main``, read from its source."""
-    found = {"config_path": "config", "config_name": "ppo_trainer"}
+    words = {"config_path": "config", "config_name": "ppo_trainer"}
     if source is None:
-        return found["config_path"], found["config_name"]
+        return words["config_path"], words["config_name"]
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError) as error:
@@ -102,6 +102,6 @@ def _decorated(source: Path | None) -> tuple[str, str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "hydra.main":
             for keyword in node.keywords:
-                if keyword.arg in found and isinstance(keyword.value, ast.Constant):
-                    found[keyword.arg] = str(keyword.value.value)
-    return found["config_path"], found["config_name"]
+                if keyword.arg in words and isinstance(keyword.value, ast.Constant):
+                    words[keyword.arg] = str(keyword.value.value)
+    return words["config_path"], words["config_name"]

@@ -91,16 +91,16 @@ def compare_engines(call: Call, config: Any) -> Any:
 
 
 def _compare(config: Any) -> None:
-    found = plain(config, sides.KEYS)
-    sides.check_names(found)
-    job = sides.read_sides(found, _written())
+    written = plain(config, sides.KEYS)
+    sides.check_names(written)
+    job = sides.read_sides(written, _find_written())
     if job is None:
         return
     if job.trainer is None:
         decide("verl", "rollout", FEATURE, *sides.unknown_engine(job))
         return
     settle(versioned("verl"), job.trainer, job.others, _writer(config), job.model_type)
-    refusal, fatal = sync.refuses_delta(found["actor_rollout_ref"]["rollout"], job.strategy)
+    refusal, fatal = sync.refuses_delta(written["actor_rollout_ref"]["rollout"], job.strategy)
     if refusal and (fatal or current_settings().strict):
         raise UnsupportedPrecisionError(refusal)
 
@@ -152,13 +152,13 @@ def _writer(config: Any) -> Any:
     return write
 
 
-def _written() -> sides.Written:
+def _find_written() -> sides.Written:
     """Which keys the user wrote: all of them where Hydra did not compose the config here."""
     from hydra.core.hydra_config import HydraConfig
 
     if not HydraConfig.initialized():
         return sides.written_by((), own=False)
     hydra = HydraConfig.get()
-    sources = [one for one in hydra.runtime.config_sources if one.provider not in _HYDRAS]
-    own = all(sides.is_verls(one.path) for one in sources)
+    sources = [source for source in hydra.runtime.config_sources if source.provider not in _HYDRAS]
+    own = all(sides.is_verls(source.path) for source in sources)
     return sides.written_by(list(hydra.overrides.task), own=own)

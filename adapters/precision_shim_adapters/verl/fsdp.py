@@ -251,15 +251,15 @@ def asks_fp16(config: Any) -> bool:
 
 def _dtypes(config: Any) -> dict[str, torch.dtype | None]:
     if dataclasses.is_dataclass(config):
-        config = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
-    found: dict[str, torch.dtype | None] = {}
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    dtypes: dict[str, torch.dtype | None] = {}
     for name, value in config.items() if isinstance(config, Mapping) else ():
         if "dtype" in str(name):
-            found[str(name)] = parse_dtype(str(value))
+            dtypes[str(name)] = parse_dtype(str(value))
         else:
             inner = _dtypes(value)
-            found.update({f"{name}.{key}": dtype for key, dtype in inner.items()})
-    return found
+            dtypes.update({f"{name}.{key}": dtype for key, dtype in inner.items()})
+    return dtypes
 
 
 MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -341,7 +341,7 @@ def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype
     return computed(config, own, section) if own is torch.float32 else own
 
 
-def ignored(config: Any, computes: torch.dtype) -> list[str]:
+def find_ignored(config: Any, computes: torch.dtype) -> list[str]:
     """Remarks, in a worker and in a plan, on dtype keys that verl's FSDP ignores.
 
     Args:
@@ -349,7 +349,7 @@ def ignored(config: Any, computes: torch.dtype) -> list[str]:
         computes: the dtype in which the engine trains.
     """
     mixed = _get(config, "mixed_precision")
-    found = []
+    keys = []
     for key in mixed or ():
         if key not in MIXED:
             near = meant(str(key), MIXED)
@@ -357,7 +357,7 @@ def ignored(config: Any, computes: torch.dtype) -> list[str]:
                 f"{versioned('verl')}: mixed_precision.{key} is a key that verl never reads; "
                 f"allowed: {', '.join(MIXED)}{'; ' if near else '.'}{near}"
             )
-            found.append(message)
+            keys.append(message)
     asked = [name for name, dtype in _dtypes(config).items() if dtype is torch.float16]
     if asked and computes is not torch.float16:
         message = (
@@ -365,8 +365,8 @@ def ignored(config: Any, computes: torch.dtype) -> list[str]:
             f"its dtype from mixed_precision.param_dtype, which is {name_of(computes)}. The loss "
             "is not scaled. Set mixed_precision: {param_dtype: fp16} to train in float16."
         )
-        found.append(message)
-    return found
+        keys.append(message)
+    return keys
 
 
 def _get(config: Any, key: str) -> Any:
@@ -389,5 +389,5 @@ def _tell_autocast(where: str, otherwise: str) -> None:
 
 
 def _tell_ignored(config: Any) -> None:
-    for message in ignored(config, computed(config)):
+    for message in find_ignored(config, computed(config)):
         warn(message)

@@ -95,15 +95,15 @@ def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
     from verl.utils.fs import copy_to_local, is_non_local
 
     remote = is_non_local(path)
-    found = {}
+    files = {}
     for part, beginning in _NAMES.items():
         name = f"{beginning}_world_size_{manager.world_size}_rank_{manager.rank}.pt"
         place = os.path.join(path, name)
         if not remote:
-            found[name] = place
+            files[name] = place
         elif part in loaded:  # returns verl's existing local copy
-            found[name] = copy_to_local(place)
-    return found
+            files[name] = copy_to_local(place)
+    return files
 
 
 def _goes_with(manager: Any, path: Any, training: ScaledTraining, contents: Any) -> bool:

@@ -50,10 +50,10 @@ def scale_engine_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
 def update_policy(call: Call) -> Any:
     """Add the scaler's metrics to the result of an update of 0.7.1's actor."""
     keep_at_optimizer(call.instance)  # for an actor made before a late install()
-    found = call.proceed()
+    result = call.proceed()
     training = training_of(call.instance)
-    found.update(training.metrics("actor/") if training is not None else {})
-    return found
+    result.update(training.metrics("actor/") if training is not None else {})
+    return result
 
 
 @seam(
@@ -68,9 +68,9 @@ def update_critic(call: Call) -> Any:
     if training is None or not training.drives:
         return call.proceed()
     with training.in_progress():
-        found = call.proceed()
-    found.update(training.metrics("critic/"))
-    return found
+        result = call.proceed()
+    result.update(training.metrics("critic/"))
+    return result
 
 
 @seam(
@@ -81,11 +81,11 @@ def update_critic(call: Call) -> Any:
 )
 def scale_value_loss(call: Call) -> Any:
     """Scale the loss of 0.7.1's critic."""
-    found = call.proceed()
+    result = call.proceed()
     training = ScaledTraining.current()
     if training is not None:
-        training.attach(found[0])
-    return found
+        training.attach(result[0])
+    return result
 
 
 @seam(

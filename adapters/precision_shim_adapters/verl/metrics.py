@@ -64,24 +64,24 @@ def report_lost_updates(call: Call) -> Any:
 def _add(result: Any, figures: dict[str, float]) -> None:
     import verl.utils.tensordict_utils as tu
 
-    found = tu.get(result, "metrics") if figures else {}
-    if "grad_norm" in found:  # only a training step has it: no evaluation, no lone backward pass
-        tu.assign_non_tensor(result, metrics={**found, **figures})
+    metrics = tu.get(result, "metrics") if figures else {}
+    if "grad_norm" in metrics:  # only a training step has it: no evaluation, no lone backward pass
+        tu.assign_non_tensor(result, metrics={**metrics, **figures})
 
 
 @seam(feature=FEATURE, delete_when=_SCALE, **_STEP)
 def report_step(call: Call) -> Any:
     """Add the loss scaler's metrics to the result of a Tinker client's step."""
-    found = call.proceed()
-    if "grad_norm" in found:
-        found.update(of_engine(call.instance.engine))
-    return found
+    result = call.proceed()
+    if "grad_norm" in result:
+        result.update(of_engine(call.instance.engine))
+    return result
 
 
 @seam(feature="audit", delete_when=_LOST, **_STEP)
 def report_lost_updates_of_step(call: Call) -> Any:
     """Add the shares of lost updates to the result of a Tinker client's step."""
-    found = call.proceed()
-    if "grad_norm" in found:
-        found.update(meters.metrics(getattr(call.instance.engine, "optimizer", None)))
-    return found
+    result = call.proceed()
+    if "grad_norm" in result:
+        result.update(meters.metrics(getattr(call.instance.engine, "optimizer", None)))
+    return result

@@ -51,7 +51,7 @@ def step_engine(call: Call) -> Any:
 def update(call: Call) -> Any:
     """Report skipped steps as successful in 0.7.1's workers; add the loss scaler's metrics."""
     with skipping(succeeds=True):
-        found = call.proceed()
+        result = call.proceed()
     kind = "actor" if hasattr(call.instance, "actor_optimizer") else "critic"
-    found.update(metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
-    return found
+    result.update(metrics(getattr(call.instance, f"{kind}_optimizer"), f"{kind}/"))
+    return result

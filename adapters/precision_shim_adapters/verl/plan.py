@@ -69,7 +69,7 @@ def plan_job(job: Job) -> Request:
         version_of("verl", ("verl",)),
         world,
         models,
-        megatron=any(isinstance(one, MegatronModel) for one in models),
+        megatron=any(isinstance(model, MegatronModel) for model in models),
         problems=tuple(problems),
         notes=(*notes, *tell_unresolved(unresolved)),
     )
@@ -79,29 +79,29 @@ def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], lis
     """Whether actor, reference model and rollout agree: as ``driver.compare_engines`` says it."""
     directory, _, overrides = named_config(job)
     own = sides.is_verls(str(directory)) and not any(
-        one.startswith(SEARCH_PATH) for one in overrides
+        override.startswith(SEARCH_PATH) for override in overrides
     )
     written = sides.written_by(overrides, own=own)
     try:
         sides.check_names(config)
-        found = sides.read_sides(config, written)
+        both = sides.read_sides(config, written)
     except DtypeError as error:
         return [Problem.of(error, "", error.key)], []
-    if found is None:
+    if both is None:
         return [], []
-    if found.trainer is None:
-        return [], ["rollout: {}: {} ({})".format(FEATURE, *sides.unknown_engine(found))]
+    if both.trainer is None:
+        return [], ["rollout: {}: {} ({})".format(FEATURE, *sides.unknown_engine(both))]
     on = job.in_force(FEATURE, driver.GROUP)
     problems, notes = problems_of(
         versioned("verl"),
-        found.trainer,
-        found.others,
+        both.trainer,
+        both.others,
         job.settings,
         on=on,
-        model_type=found.model_type,
+        model_type=both.model_type,
     )
     rollout = _of(_of(config, "actor_rollout_ref"), sides.ROLLOUT)
-    refusal, _ = sync.refuses_delta(rollout, found.strategy)
+    refusal, _ = sync.refuses_delta(rollout, both.strategy)
     if refusal:
         message, _, remedy = refusal.rpartition(". ")
         key = f"{sides.ROLLOUT}.checkpoint_engine.backend"
@@ -114,13 +114,13 @@ def _gpus(config: Mapping[str, Any]) -> int:
     return _number(trainer, "trainer.n_gpus_per_node") * _number(trainer, "trainer.nnodes")
 
 
-def _number(found: Mapping[str, Any], key: str, default: int = 1) -> int:
-    return number_of(found, key, _where(), default)
+def _number(config: Mapping[str, Any], key: str, default: int = 1) -> int:
+    return number_of(config, key, _where(), default)
 
 
-def _of(found: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """A nested section, by its dotted key; empty where there is none."""
-    value = found.get(key.rpartition(".")[2])
+    value = config.get(key.rpartition(".")[2])
     return {} if value is None else mapping(value, key, _where())
 
 
@@ -196,11 +196,13 @@ def _of_sft(job: Job, config: Mapping[str, Any], world: int, key: str) -> Planna
     optim = config["optim"]
     illegal = [
         problem
-        for name, one in (("engine", engine), ("optim", optim))
-        for problem in sections.unknown(one, name, "actor", job.settings)
+        for name, part in (("engine", engine), ("optim", optim))
+        for problem in sections.unknown(part, name, "actor", job.settings)
     ]
-    found = _Section(at, "engine", strategy, engine, optim, config["model"], illegal=tuple(illegal))
-    return _model(job, found)
+    section = _Section(
+        at, "engine", strategy, engine, optim, config["model"], illegal=tuple(illegal)
+    )
+    return _model(job, section)
 
 
 def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, Any]) -> _Section:
@@ -212,7 +214,7 @@ def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, 
     places = {name: role.get(name) for name in names}
     if isinstance(inner, Mapping):
         places["model.fsdp_config"] = inner.get("fsdp_config")
-    name = next((name for name, found in places.items() if found), names[0])
+    name = next((name for name, section in places.items() if section), names[0])
     engine = mapping(places[name] or {}, f"{at.key}.{name}", _where())
     optim = None if at.subject == "ref" else _of(role, f"{at.key}.optim")
     sequence = _number(role, f"{at.key}.ulysses_sequence_parallel_size")
@@ -245,11 +247,11 @@ def _model(job: Job, section: _Section) -> Plannable:
         for key, value in overrides.items()
         if key not in ("moe_config", "attn_implementation", "model_config")
     }
-    found = job.model(path, {k: v for k, v in overrides.items() if v is not None})
+    shapes = job.model(path, {k: v for k, v in overrides.items() if v is not None})
     value = section.at.subject == "critic"
     if section.strategy == "megatron":
-        return _on_megatron(section, found, value)
-    return _sharded(job, section, found, value)
+        return _on_megatron(section, shapes, value)
+    return _sharded(job, section, shapes, value)
 
 
 def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
@@ -266,7 +268,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
             trains=trains,
         )
     except DtypeError as error:  # ``illegal`` may have the same field from verl's own checks
-        known = any(one.code == "dtype" for one in illegal)
+        known = any(problem.code == "dtype" for problem in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
     bucket_key = f"{section.engine_key}.override_ddp_config"
@@ -288,7 +290,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
         bucket_key=f"{bucket_key}.grad_reduce_in_fp32",
         bucket_keys=tuple(map(str, _of(engine, bucket_key))),
         prefix="++",  # Hydra's prefix that sets a key whether the config has it or not
-        parked=_parked(section),
+        parked=_find_parked(section),
         illegal=tuple(illegal),
     )
 
@@ -310,7 +312,7 @@ def _bucket(section: _Section, wishes: Wishes) -> bool:
     return not (engine.get("use_mbridge") and engine.get("vanilla_mbridge") is False)
 
 
-def _parked(section: _Section) -> dict[str, tuple[str, ...]]:
+def _find_parked(section: _Section) -> dict[str, tuple[str, ...]]:
     """The components that verl moves to the host's memory while the model is not used."""
     return {
         f"{section.engine_key}.{key}": components
@@ -329,7 +331,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     if optim is not None and strategy not in ("veomni", "torchtitan"):
         illegal += sections.of_torch_optimizer(optim, section.optim_key, subject)
     try:
-        found = read_sharded(
+        sharded = read_sharded(
             strategy,
             engine,
             section.engine_key,
@@ -342,9 +344,11 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     # verl always keeps a forward-only model in the host's memory, whatever the offload setting.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
-    compute = name_of(found.compute)
-    scaled = scaling(job, compute, found.group, found.because, framework_default=fsdp.VERLS_SCALER)
-    keys = {name: f"{section.engine_key}.{key}" for name, key in found.sizes.items()}
+    compute = name_of(sharded.compute)
+    scaled = scaling(
+        job, compute, sharded.group, sharded.because, framework_default=fsdp.VERLS_SCALER
+    )
+    keys = {name: f"{section.engine_key}.{key}" for name, key in sharded.sizes.items()}
     sizes: dict[str, Any] = {
         name: _number(engine, key, -1 if name == "shards" else 1) for name, key in keys.items()
     }
@@ -356,10 +360,10 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
         section.at.subject,
         model,
         section.at.world,
-        name_of(found.stored),
+        name_of(sharded.stored),
         **sizes,
         compute=compute,
-        reduce=name_of(found.reduce),
+        reduce=name_of(sharded.reduce),
         optimizer=("AdamW" if name == "adamw" else name) if trains else "",
         decisions=scaled if trains else (),
         offload=bool(on_host) and not (trains and strategy == "fsdp"),
@@ -369,7 +373,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
             "optimizer": f"{section.optim_key}.optimizer",
             **keys,
         },
-        parked={} if on_host else _parked(section),
+        parked={} if on_host else _find_parked(section),
         illegal=tuple(illegal),
-        notes=tuple(fsdp.ignored(engine, found.compute)) if trains and of_fsdp else (),
+        notes=tuple(fsdp.find_ignored(engine, sharded.compute)) if trains and of_fsdp else (),
     )

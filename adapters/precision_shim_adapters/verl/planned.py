@@ -56,11 +56,11 @@ def read_sharded(
         DtypeError: a dtype that verl does not know, or that cannot be trained in.
         PlanError: the engine is sharded as the plan cannot count.
     """
-    for one in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):
-        if (engine.get(one) or 1) != 1:
+    for degree in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):
+        if (engine.get(degree) or 1) != 1:
             raise PlanError(
-                f"{versioned('verl')}, {key}.{one}={engine[one]}: planned are data, tensor and "
-                f"context parallelism of its {strategy} engine. Set {key}.{one}=1."
+                f"{versioned('verl')}, {key}.{degree}={engine[degree]}: planned are data, tensor "
+                f"and context parallelism of its {strategy} engine. Set {key}.{degree}=1."
             )
     low = torch.float16 if engines.is_fp16(engine.get("dtype")) else torch.bfloat16
     if strategy == "veomni":
@@ -80,10 +80,10 @@ def read_sharded(
         return Sharded(torch.float32, low, titan.BECAUSE, of_it, sizes=sizes)
     if strategy == "automodel":
         names = ("model_dtype", "mp_param_dtype", "mp_reduce_dtype")
-        values = (engine.get(one) for one in names)
+        values = (engine.get(name) for name in names)
         stored, compute, reduce = (
-            own_dtype(value or default, f"{key}.{one}", versioned("verl"))
-            for one, value, default in zip(names, values, ("fp32", "bf16", "fp32"), strict=True)
+            own_dtype(value or default, f"{key}.{field}", versioned("verl"))
+            for field, value, default in zip(names, values, ("fp32", "bf16", "fp32"), strict=True)
         )
         if compute is torch.float16:
             automodel.check_fp16(engine, key)
@@ -93,14 +93,14 @@ def read_sharded(
     stored = fsdp.model_dtype({"forward_only": not trains, **engine}, key)
     sizes = {"shards": "fsdp_size", "context": "ulysses_sequence_parallel_size"}
     if strategy == "fsdp_turbo":
-        found: Any = engine.get("turbo_config")
+        turbo: Any = engine.get("turbo_config")
         for one in _TURBOS:
-            found = found.get(one) if isinstance(found, Mapping) else None
-        dtype = parse_dtype(str(found))
+            turbo = turbo.get(one) if isinstance(turbo, Mapping) else None
+        dtype = parse_dtype(str(turbo))
         if dtype is None:
             place = f"{key}.turbo_config.{'.'.join(_TURBOS)}"
             raise PlanError(
-                f"{versioned('verl')}: {place}={found!r} is no dtype, and FSDP Turbo's default is "
+                f"{versioned('verl')}: {place}={turbo!r} is no dtype, and FSDP Turbo's default is "
                 f"not known here. Set {place}."
             )
         of_it = engines.GROUPS[engines.TURBO]

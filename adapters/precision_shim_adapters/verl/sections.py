@@ -40,23 +40,23 @@ def unknown(
     if name == "McoreOptimizerConfig" and "bf16-dispatch" in settings.features:
         known.update(PRECISION_AWARE_FIELDS)  # the shim adds them to versions that lack them
     yield from unknown_keys(
-        [one for one in section if one not in _HYDRAS],
+        [known_key for known_key in section if known_key not in _HYDRAS],
         known,
         subject,
         f"{key}.{{}}" if key else "{}",
         f"{versioned('verl')}'s {name}",
     )
-    for one, inner in section.items():
+    for word, inner in section.items():
         if isinstance(inner, Mapping) and "_target_" in inner:
-            yield from unknown(inner, f"{key}.{one}" if key else str(one), subject, settings)
+            yield from unknown(inner, f"{key}.{word}" if key else str(word), subject, settings)
 
 
 def _fields(name: str) -> tuple[str, ...]:
     """The fields of a dataclass of verl's; empty where it is not found."""
     if not name:
         return ()
-    looks = (look(f"{_PACKAGE}.{one}:{name}.__init__") for one in _MODULES)
-    return next((found.parameters for found in looks if found.found), ())
+    looks = (look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES)
+    return next((symbol.parameters for symbol in looks if symbol.found), ())
 
 
 def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
@@ -67,7 +67,7 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
         return
     kind = getattr(torch.optim, name, None)
     if not inspect.isclass(kind):
-        names = [one for one in dir(torch.optim) if inspect.isclass(getattr(torch.optim, one))]
+        names = [word for word in dir(torch.optim) if inspect.isclass(getattr(torch.optim, word))]
         yield Problem(
             "key",
             subject,
@@ -77,7 +77,7 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
         )
         return
     written = optim.get("override_optimizer_config") or {}
-    known = [one for one in inspect.signature(kind).parameters if one != "params"]
+    known = [parameter for parameter in inspect.signature(kind).parameters if parameter != "params"]
     whose = f"torch.optim.{name}"
     place = f"{key}.override_optimizer_config.{{}}"
     yield from unknown_keys(list(map(str, written)), known, subject, place, whose)

@@ -90,8 +90,8 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
     path, backend = str(_section(shared, "model").get("path") or ""), str(rollout.get("name"))
     checkpoint, kind = checkpoint_dtype(path), model_type(path) if backend == "vllm" else ""
     others = [
-        resolve_auto(one, backend, checkpoint, kind) if one.subject == "rollout" else one
-        for one in others
+        resolve_auto(other, backend, checkpoint, kind) if other.subject == "rollout" else other
+        for other in others
     ]
     return Sides(trainer, tuple(others), kind, str(actor.get("strategy") or "fsdp"))
 
@@ -125,7 +125,7 @@ def written_by(overrides: Sequence[str], *, own: bool) -> Written:
         own: whether the composed config is verl's own; in a user's config each key counts as
             written.
     """
-    heads = [one.partition("=")[0].lstrip("+~").rpartition("@")[2] for one in overrides]
+    heads = [override.partition("=")[0].lstrip("+~").rpartition("@")[2] for override in overrides]
     return lambda key: not own or any(key == head or key.startswith(f"{head}.") for head in heads)
 
 
@@ -137,12 +137,12 @@ def is_verls(path: str) -> bool:
     """
     spec = importlib.util.find_spec("verl")
     locations = (spec.submodule_search_locations if spec else None) or ()
-    places = [Path(one).resolve() for one in locations]
+    places = [Path(location).resolve() for location in locations]
     if path.startswith("verl."):
         directories = [place.parent.joinpath(*path.split(".")) for place in places]
     else:
         directories = [Path(path).resolve()]
-    files = [file for one in directories for file in one.rglob("*.yaml")]
+    files = [file for directory in directories for file in directory.rglob("*.yaml")]
     return (
         bool(files)
         and any(place in file.parents for place in places for file in files[:1])
@@ -179,8 +179,8 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str, written: Written
 
 def _autocasts_in_param_dtype() -> bool:
     """From 0.8 the engine's autocast has FSDP's dtype; before, it was bfloat16 always."""
-    found = look(f"{fsdp.SHARDED}._build_fsdp_module")
-    return found.found and "_autocast_dtype" in found.names
+    symbol = look(f"{fsdp.SHARDED}._build_fsdp_module")
+    return symbol.found and "_autocast_dtype" in symbol.names
 
 
 def _reference(
@@ -273,5 +273,5 @@ def _teachers(config: Mapping[str, Any], written: Written) -> Iterator[Engine]:
 
 
 def _section(section: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = section.get(key)
-    return found if isinstance(found, Mapping) else {}
+    value = section.get(key)
+    return value if isinstance(value, Mapping) else {}

@@ -96,23 +96,23 @@ class Checked:
     @property
     def size(self) -> int:
         """Bytes of all files."""
-        return sum(one.size for one in self.files)
+        return sum(file.size for file in self.files)
 
     def bytes(self, state: str) -> int:
         """Bytes in a state, of all files."""
-        return sum(one.bytes(state) for one in self.files)
+        return sum(file.bytes(state) for file in self.files)
 
     def share(self, state: str) -> float:
         """Bytes in a state, as a share of all bytes."""
         return self.bytes(state) / max(1, self.size)
 
-    def name(self, one: File) -> str:
+    def name(self, file: File) -> str:
         """A file's name within the directory."""
-        return os.path.relpath(one.path, self.top)
+        return os.path.relpath(file.path, self.top)
 
     def _in(self, state: str) -> list[File]:
-        found = [one for one in self.files if one.bytes(state)]
-        return sorted(found, key=lambda one: (-one.bytes(state), one.path))
+        files = [file for file in self.files if file.bytes(state)]
+        return sorted(files, key=lambda file: (-file.bytes(state), file.path))
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """The rows of the text: a label and a sentence each."""
@@ -123,26 +123,26 @@ class Checked:
             f"checksums ({percent(self.share('checked'))})",
         )
         for state, said in _SAID.items():
-            found = self._in(state)
-            if found:
-                names = ", ".join(self.name(one) for one in found[:_NAMED])
-                more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+            files = self._in(state)
+            if files:
+                names = ", ".join(self.name(file) for file in files[:_NAMED])
+                more = f", and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
                 yield (
                     said,
-                    f"{size_text(self.bytes(state))} in {_files(found)} "
+                    f"{size_text(self.bytes(state))} in {_files(files)} "
                     f"({percent(self.share(state))}): {names}{more}: {_MEANS[state]}",
                 )
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON: how many bytes are in each state, and in which files."""
-        found: dict[str, Any] = {"count": len(self.files), "bytes": self.size}
+        told: dict[str, Any] = {"count": len(self.files), "bytes": self.size}
         for state in ("checked", *_SAID):
-            found[state] = {
+            told[state] = {
                 "bytes": self.bytes(state),
                 "share": self.share(state),
-                "files": {self.name(one): one.bytes(state) for one in self._in(state)},
+                "files": {self.name(file): file.bytes(state) for file in self._in(state)},
             }
-        return found
+        return told
 
 
 def check(part: Part, most: int | None = MOST) -> Checked:
@@ -164,10 +164,10 @@ def check(part: Part, most: int | None = MOST) -> Checked:
     folders = {unit.path for unit in units}
     left, count = most, 0
     found, damaged = [], []
-    for path in sorted(sizes, key=lambda one: (sizes[one], one)):
+    for path in sorted(sizes, key=lambda size: (sizes[size], size)):
         held: list[Span] = []
         unread: list[Span] = []
-        for offset, length in sorted(archives.get(path, ()), key=lambda one: one[0]):
+        for offset, length in sorted(archives.get(path, ()), key=lambda span: span[0]):
             end = sizes[path] if length is None else offset + length
             count += 1
             if left is not None and (end - offset > left or count > _ARCHIVES):
@@ -194,10 +194,10 @@ def check(part: Part, most: int | None = MOST) -> Checked:
 def _paths(part: Part) -> list[Path]:
     """All files in a model's directory and in its units' directories, which may be linked."""
     tops = [part.path, *(unit.path for unit in (*part.units, *part.weights))]
-    found = {
+    paths = {
         Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names
     }
-    return sorted(one for one in found if one.is_file())
+    return sorted(path for path in paths if path.is_file())
 
 
 def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
@@ -211,8 +211,8 @@ def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
     return tuple(merged)
 
 
-def _files(found: Iterable[File]) -> str:
-    count = len(tuple(found))
+def _files(files: Iterable[File]) -> str:
+    count = len(tuple(files))
     return f"{count} file" + ("s" if count != 1 else "")
 
 

@@ -50,21 +50,21 @@ def find(path: Path, framework: str | None = None) -> list[Part]:
         model = _model_of(directory, top)
         parts.setdefault(model or top, []).append((directory, kind))
     with saying_how_to_go_on(path):
-        return [_part(whose, one, units, notes) for one, units in sorted(parts.items())]
+        return [_part(whose, folder, units, notes) for folder, units in sorted(parts.items())]
 
 
-def _part(framework: str, path: Path, found: list[tuple[Path, str]], notes: list[str]) -> Part:
-    kinds = {kind for _, kind in found}
-    kind = next(one for one in _ORDER if one in kinds)
-    units = tuple(read_unit(directory, one) for directory, one in sorted(found) if one == kind)
+def _part(framework: str, path: Path, all_units: list[tuple[Path, str]], notes: list[str]) -> Part:
+    kinds = {kind for _, kind in all_units}
+    kind = next(first for first in _ORDER if first in kinds)
+    units = tuple(read_unit(folder, its) for folder, its in sorted(all_units) if its == kind)
     known = {name for row in checkpoints().values() for name in row.models}
     subject = next((name for name in (path.name, *_names(path)) if name in known), "")
-    beside = tuple(one for one in sorted(found) if one[1] != kind)
+    beside = tuple(unit for unit in sorted(all_units) if unit[1] != kind)
     return Part(framework, subject, path, units, kind, beside, notes=list(notes))
 
 
 def _names(path: Path) -> list[str]:
-    return [one.name for one in path.parents][:_DEPTH]
+    return [parent.name for parent in path.parents][:_DEPTH]
 
 
 def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]:
@@ -75,28 +75,28 @@ def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]
     kind = kind_of(path)
     if kind is not None:
         return [(path, kind)]
-    found = []
+    units = []
     if depth:
-        for one in sorted(path.iterdir()):
-            if one.is_dir() and not one.name.startswith("."):
-                found += _units_in(one, depth - 1, seen)
-    return found
+        for entry in sorted(path.iterdir()):
+            if entry.is_dir() and not entry.name.startswith("."):
+                units += _units_in(entry, depth - 1, seen)
+    return units
 
 
 def _last_step(path: Path) -> Path | None:
     """The step of a run's directory that the run would resume from."""
     steps = _steps(path)
-    return max(steps, key=lambda one: steps[one], default=None)
+    return max(steps, key=lambda step: steps[step], default=None)
 
 
 def _steps(path: Path) -> dict[Path, int]:
     """The step directories in a run's directory, with the numbers of the steps."""
     steps = {}
     for row in checkpoints().values():
-        for one in path.iterdir():
-            match = re.fullmatch(row.steps, one.name)
-            if match and one.is_dir():
-                steps[one] = int(match[1])
+        for entry in path.iterdir():
+            match = re.fullmatch(row.steps, entry.name)
+            if match and entry.is_dir():
+                steps[entry] = int(match[1])
     return steps
 
 
@@ -129,10 +129,12 @@ def _step_before(path: Path) -> Path | None:
     """The step before the last step of a run, or before the step that a path lies in."""
     try:
         whole = _last_step(path.absolute()) or path.absolute()
-        for one in (whole, *whole.parents):
-            steps = _steps(one.parent)
-            if one in steps:
-                earlier = {other: number for other, number in steps.items() if number < steps[one]}
+        for parent in (whole, *whole.parents):
+            steps = _steps(parent.parent)
+            if parent in steps:
+                earlier = {
+                    other: number for other, number in steps.items() if number < steps[parent]
+                }
                 return max(earlier, key=lambda other: earlier[other], default=None)
     except OSError:
         pass
@@ -151,7 +153,7 @@ def _framework_of(path: Path) -> str:
     for name, row in checkpoints().items():
         for step in (whole, *whole.parents):
             if re.fullmatch(row.steps, step.name):
-                models = [one for one in row.models if (step / one).is_dir()]
+                models = [model for model in row.models if (step / model).is_dir()]
                 if models or not row.models:
                     fits[name] = len(models)
                 break
@@ -162,17 +164,17 @@ def _framework_of(path: Path) -> str:
 def _model_of(directory: Path, top: Path) -> Path | None:
     """The directory of the model that files belong to, by its name."""
     known = {name for row in checkpoints().values() for name in row.models}
-    for one in (directory, *directory.parents):
-        if one.name in known:
-            return one
-        if one == top:
+    for parent in (directory, *directory.parents):
+        if parent.name in known:
+            return parent
+        if parent == top:
             break
     return None
 
 
 def _what_is_there(path: Path) -> str:
     try:
-        inside: list[str] = sorted(one.name for one in path.iterdir())
+        inside: list[str] = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         return f"it cannot be read ({error.strerror or error})"
     if not inside:

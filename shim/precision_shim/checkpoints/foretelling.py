@@ -39,8 +39,8 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: what the job's config sets: fields of the optimizer's config, and fields that
-            ``framework.Config`` has beside it; ``None`` where the job's config is not known.
+        config: what the job's config sets: the optimizer's fields, and those that a framework's
+            ``Config.beside`` names; ``None`` where the job's config is not known.
         instead: fields that replace those of ``config``, also where it is ``None``.
     """
 
@@ -81,24 +81,24 @@ class Here:
     def only_framework(self, kind: str) -> str:
         """The one installed framework that resumes from such files; empty if none or several do."""
         known = records()
-        found = [
+        installed = [
             name
             for name, row in checkpoints().items()
             if kind in row.resuming
             and version_of(known[name].distribution, known[name].packages) is not None
         ]
-        return found[0] if len(found) == 1 else ""
+        return installed[0] if len(installed) == 1 else ""
 
     def versions(self, framework: str) -> dict[str, str]:
         """The installed versions of a framework and of the packages that it builds on."""
         entry = records().get(framework)
-        found = {}
+        installed = {}
         named = {entry.distribution: entry.packages} if entry else {}
         for name, packages in {**named, **_BENEATH}.items():
             version = version_of(name, packages)
             if version is not None:
-                found[name] = version
-        return found
+                installed[name] = version
+        return installed
 
 
 def foretell(part: Part, here: Here) -> Outcome:
@@ -119,10 +119,10 @@ def foretell(part: Part, here: Here) -> Outcome:
         return Outcome(NOT_HERE, f"{part.framework} resumes from no such files")
     module, _, name = place.partition(":")
     try:
-        found: Outcome = getattr(importlib.import_module(module), name)(part, here)
+        outcome: Outcome = getattr(importlib.import_module(module), name)(part, here)
     except PrecisionShimError as error:  # the config asks for what is not possible here
         return Outcome(FAILS, str(error).rstrip("."))
-    return found
+    return outcome
 
 
 def remedy(part: Part, here: Here) -> str:
@@ -143,7 +143,7 @@ def _others(part: Part, here: Here) -> Iterator[tuple[str, Here]]:
     on = "" if here.on else "PRECISION_SHIM=1 "
     shimmed = here.but(on=True)
     yield f"{on}{states}=as-configured", shimmed.but(optimizer_states="as-configured")
-    for fields in (one for backend in backends() for one in backend.config.remedies):
+    for fields in (remedy for backend in backends() for remedy in backend.config.remedies):
         text = " ".join(f"{key}: {str(value).lower()}" for key, value in fields.items())
         yield f"{on}{text} in the optimizer's config", shimmed.but(instead=fields)
     for name in ("growth_interval", "growth_factor", "backoff_factor"):

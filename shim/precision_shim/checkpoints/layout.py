@@ -86,24 +86,24 @@ class Part:
 
     def dtypes(self, component: str) -> dict[str, int]:
         """The dtypes of a component, each with the number of its elements."""
-        found: dict[str, int] = {}
-        for one in self.held.get(component, ()):
-            found[one.dtype] = found.get(one.dtype, 0) + one.elements
-        return found
+        counts: dict[str, int] = {}
+        for tensor in self.held.get(component, ()):
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.elements
+        return counts
 
     def bytes(self, component: str) -> int:
         """Bytes of a component."""
-        return sum(one.bytes for one in self.held.get(component, ()))
+        return sum(tensor.bytes for tensor in self.held.get(component, ()))
 
     @property
     def has_states(self) -> bool:
         """Whether the part has optimizer states."""
-        return any(self.held.get(one) for one in (MASTER, EXP_AVG, EXP_AVG_SQ))
+        return any(self.held.get(component) for component in (MASTER, EXP_AVG, EXP_AVG_SQ))
 
     @property
     def params_dtype(self) -> str | None:
         """The dtype of the parameters; ``None`` where the files do not show a single one."""
-        floating = [one for one in self.dtypes(PARAMS) if one[:2] in ("fp", "bf")]
+        floating = [dtype for dtype in self.dtypes(PARAMS) if dtype[:2] in ("fp", "bf")]
         known = self.facts.get("params")
         return known or (floating[0] if len(floating) == 1 else None)
 

@@ -58,12 +58,12 @@ def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
         ) from None
 
 
-def _read_entry(one: Made) -> Stored:
-    if one.kind != f"{_METADATA}.TensorStorageMetadata":
+def _read_entry(made: Made) -> Stored:
+    if made.kind != f"{_METADATA}.TensorStorageMetadata":
         return Stored(None)
-    state = one.get("properties").state
+    state = made.get("properties").state
     dtype = state[0] if isinstance(state, tuple) else state["dtype"]
-    shape = one.get("size")
+    shape = made.get("size")
     if not isinstance(dtype, Name) or not isinstance(shape, tuple):
         raise ValueError("a tensor has no dtype or shape")
     return Stored(dtype_name(dtype.path), tuple(int(size) for size in shape))

@@ -98,9 +98,9 @@ _PLAIN = {
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
     **{
-        f"{module}.{one.__name__}": one
+        f"{module}.{kind.__name__}": kind
         for module in ("builtins", "__builtin__")  # the second up to protocol 2
-        for one in (set, frozenset, tuple, list, bytes, bytearray)
+        for kind in (set, frozenset, tuple, list, bytes, bytearray)
     },
 }
 """The only callables that ``_plain`` calls: types of plain data. No name is imported."""
@@ -369,16 +369,16 @@ def is_small(tree: Any, most: int) -> bool:
     """Whether plain data have at most ``most`` values, a shared one counted for each reference."""
     waiting, count = [tree], 0
     while waiting:
-        one = waiting.pop()
+        node = waiting.pop()
         count += 1
         inner: Iterable[Any] = ()
-        if isinstance(one, Persistent):
-            inner = (one.label,)
-        elif isinstance(one, dict):
-            inner = (*one.keys(), *one.values())
-        elif isinstance(one, (list, tuple, set, frozenset)):
-            inner = one
-        elif isinstance(one, (str, bytes, bytearray)) and len(one) > most << 10:
+        if isinstance(node, Persistent):
+            inner = (node.label,)
+        elif isinstance(node, dict):
+            inner = (*node.keys(), *node.values())
+        elif isinstance(node, (list, tuple, set, frozenset)):
+            inner = node
+        elif isinstance(node, (str, bytes, bytearray)) and len(node) > most << 10:
             return False
         waiting += inner
         if count + len(waiting) > most:

@@ -77,8 +77,8 @@ def _sort(part: Part) -> None:
 
 def _resolve(place: str) -> Callable[[Unit, Part], None]:
     module, _, name = place.partition(":")
-    found: Callable[[Unit, Part], None] = getattr(importlib.import_module(module), name)
-    return found
+    reader: Callable[[Unit, Part], None] = getattr(importlib.import_module(module), name)
+    return reader
 
 
 # -- torch's optimizers -------------------------------------------------------------------------
@@ -88,19 +88,19 @@ _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 
 def _take(unit: Unit, part: Part) -> None:
     """Sort the tensors of torch's own optimizers, whose keys end in the names of the states."""
-    for key, one in unit.tensors.items():
+    for key, tensor in unit.tensors.items():
         words = key.split(".")
         if words[-1] == _RECORD_KEY:
             continue
         if words[-1] in (EXP_AVG, EXP_AVG_SQ):
-            part.add(words[-1], one)
+            part.add(words[-1], tensor)
         elif words[-1] in ("master_param", "master_weight"):
-            part.add(MASTER, one)
+            part.add(MASTER, tensor)
         elif words[0] in _OPTIMIZERS or unit.path.name in _OPTIMIZERS:
-            part.add(OTHER, one)
+            part.add(OTHER, tensor)
         else:
-            weights = one.dtype[:2] in ("fp", "bf", "fl") and not words[-1].startswith("_")
-            part.add(PARAMS if weights and "train_state" not in words else OTHER, one)
+            weights = tensor.dtype[:2] in ("fp", "bf", "fl") and not words[-1].startswith("_")
+            part.add(PARAMS if weights and "train_state" not in words else OTHER, tensor)
 
 
 # -- the loss scaler's record -------------------------------------------------------------------
@@ -115,18 +115,18 @@ def _scaler_of(part: Part) -> Scaler:
         if file.is_file():
             return _judge_file(file)
     for unit in part.units:
-        for key, one in unit.tensors.items():
+        for key, tensor in unit.tensors.items():
             if key.rpartition(".")[2] == _RECORD_KEY:
-                return _judge_tensor(one, f"{unit.path} ({key})")
+                return _judge_tensor(tensor, f"{unit.path} ({key})")
         for key in unit.objects:
             if key.rpartition(".")[2] == _RECORD_KEY:
                 where = f"{unit.path} ({key})"
                 return Scaler("damaged", where, "an object where a tensor of bytes was expected")
     records = [
-        (archive, one)
+        (archive, record)
         for unit in part.units
         for archive in unit.common
-        for one in _records_in(archive.tree)
+        for record in _records_in(archive.tree)
     ]
     if records:
         return _judge_all(records)
@@ -164,30 +164,30 @@ def _judge(make: Callable[[], object], where: str) -> Scaler:
     return Scaler("whole", where, text, saved)
 
 
-def _judge_tensor(one: Tensor, where: str) -> Scaler:
-    if one.dtype != "uint8":
-        return Scaler("damaged", where, f"a tensor of {one.dtype} where bytes were expected")
-    if one.elements > _RECORD << 10:
+def _judge_tensor(tensor: Tensor, where: str) -> Scaler:
+    if tensor.dtype != "uint8":
+        return Scaler("damaged", where, f"a tensor of {tensor.dtype} where bytes were expected")
+    if tensor.elements > _RECORD << 10:
         return Scaler("damaged", where, "it is too large for a record")
     try:
-        content = b"".join(part(one.elements) for part in one.parts)
+        content = b"".join(part(tensor.elements) for part in tensor.parts)
     except CheckpointUnreadableError as error:
         return Scaler("damaged", where, str(error).rstrip("."))
     return _judge(lambda: parse_bytes(content, where), where)
 
 
 def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
-    judged = [_judge(partial(dict, one), str(archive.path)) for archive, one in records]
-    broken = [one for one in judged if one.state != "whole"]
+    judged = [_judge(partial(dict, record), str(archive.path)) for archive, record in records]
+    broken = [verdict for verdict in judged if verdict.state != "whole"]
     if broken:
         return broken[0]
-    if len({state_of(one) for _, one in records}) > 1:
+    if len({state_of(record) for _, record in records}) > 1:
         return Scaler("damaged", judged[0].where, "the ranks' files hold different states")
-    for (archive, _), one in zip(records, judged, strict=True):
+    for (archive, _), verdict in zip(records, judged, strict=True):
         # Compare each record with its own rank's files: those that it names and that exist.
         beside = files_beneath(archive.path.parent)
-        named = one.saved.files or {}
-        held = _check_save(one, {name: beside[name] for name in named if name in beside})
+        named = verdict.saved.files or {}
+        held = _check_save(verdict, {name: beside[name] for name in named if name in beside})
         if held.state != "whole":
             return held
     return judged[0]
@@ -196,21 +196,21 @@ def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
 def _records_in(tree: Any) -> Iterator[dict[str, Any]]:
     waiting, seen = [tree], set()
     while waiting:
-        one = waiting.pop()
-        if not isinstance(one, (dict, list, tuple, Made)) or id(one) in seen:
+        node = waiting.pop()
+        if not isinstance(node, (dict, list, tuple, Made)) or id(node) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, dict):
-            if one.get("kind") == KIND or _RECORD_KEY in one:
-                record = one if one.get("kind") == KIND else one[_RECORD_KEY]
+        seen.add(id(node))
+        if isinstance(node, dict):
+            if node.get("kind") == KIND or _RECORD_KEY in node:
+                record = node if node.get("kind") == KIND else node[_RECORD_KEY]
                 whole = isinstance(record, dict) and is_small(record, _RECORD)
                 yield record if whole else {}
                 continue
-            waiting += one.values()
-        elif isinstance(one, Made):
-            waiting += [one.state, one.items]
+            waiting += node.values()
+        elif isinstance(node, Made):
+            waiting += [node.state, node.items]
         else:
-            waiting += one
+            waiting += node
 
 
 _NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")
@@ -221,16 +221,16 @@ def _judge_native(part: Part) -> Scaler:
     if not part.scalers:
         return Scaler("none")
     where = str(part.path)
-    for one in part.scalers:
-        lacking = [name for name in _NATIVE if one.get(name) is None]
+    for scaler in part.scalers:
+        lacking = [name for name in _NATIVE if scaler.get(name) is None]
         if lacking:
             return Scaler("damaged", where, f"it has no {lacking[0]}")
-        if not (isinstance(one["scale"], float) and 0.0 < one["scale"] < math.inf):
-            return Scaler("damaged", where, f"its scale is {one['scale']!r}")
+        if not (isinstance(scaler["scale"], float) and 0.0 < scaler["scale"] < math.inf):
+            return Scaler("damaged", where, f"its scale is {scaler['scale']!r}")
         for name in _NATIVE[1:]:
-            if type(one[name]) is not int:
+            if type(scaler[name]) is not int:
                 return Scaler("damaged", where, f"its {name} is no whole number")
-    states = {tuple(one[name] for name in _NATIVE) for one in part.scalers}
+    states = {tuple(scaler[name] for name in _NATIVE) for scaler in part.scalers}
     part.facts["scalers_differ"] = len(states) > 1
     texts = (f"scale {a:g}, {b} good steps, hysteresis {c}" for a, b, c in sorted(states))
     return Scaler("whole", where, "; ".join(texts))
@@ -252,8 +252,8 @@ def _look_at_values(part: Part) -> None:
     else:
         from .values import are_numbers
 
-        found = are_numbers(part, _SAMPLE)
-        part.masters = UNKNOWN if found is None else NUMBERS if found else WHOLE
+        numbers = are_numbers(part, _SAMPLE)
+        part.masters = UNKNOWN if numbers is None else NUMBERS if numbers else WHOLE
     return _look_at_moments(part)
 
 

@@ -72,7 +72,7 @@ class Examined:
         told = f"{scaler.state}: {scaler.text}" if scaler.text else scaler.state
         rows.append(("loss scaler", told))
         rows += self.checked.rows()
-        rows += [("note", one) for one in part.notes]
+        rows += [("note", note) for note in part.notes]
         told = f"{self.outcome.verdict}: {self.outcome.because}"
         if self.outcome.exact and self.checked.share("checked") < 1:
             told += f"; {percent(self.checked.share('checked'))} of the bytes were checked"
@@ -144,7 +144,7 @@ def examine(
     Raises:
         CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.
     """
-    found = []
+    examined = []
     for part in read_parts(path, framework):
         with saying_how_to_go_on(Path(path)):
             checked = check(part, most)
@@ -152,5 +152,5 @@ def examine(
             part.framework = here.only_framework(part.kind)
         outcome = foretell(part, here)
         how = "" if outcome.verdict in (EXACT, NOT_HERE) else remedy(part, here)
-        found.append(Examined(part, outcome, checked, how))
-    return found
+        examined.append(Examined(part, outcome, checked, how))
+    return examined

@@ -40,7 +40,9 @@ def count_of(shape: Any) -> int:
         ValueError: no tensor has such a shape.
     """
     sizes = list(shape)
-    if len(sizes) > _DIMENSIONS or not all(type(one) is int and 0 <= one < _MOST for one in sizes):
+    if len(sizes) > _DIMENSIONS or not all(
+        type(size) is int and 0 <= size < _MOST for size in sizes
+    ):
         raise ValueError("a tensor has a shape that no tensor has")
     count: int = math.prod(sizes)
     if count >= _MOST:
@@ -149,11 +151,11 @@ class Archive:
         self._root = ""
         self.tree: Any = None
         with self._open() as archive:
-            pickles = [one for one in archive.namelist() if one.endswith("data.pkl")]
+            pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
             if len(pickles) != 1:
                 raise CheckpointUnreadableError(f"{path}: a zip file that torch did not write.")
             self._root = pickles[0].removesuffix("data.pkl")
-            self._sizes = {one.filename: one.file_size for one in archive.infolist()}
+            self._sizes = {info.filename: info.file_size for info in archive.infolist()}
             self.tree = read_pickle(self._member(archive, pickles[0]), str(path))
             order = f"{self._root}byteorder"
             self._little = order not in archive.namelist() or (
@@ -181,8 +183,8 @@ class Archive:
                 raise CheckpointUnreadableError(f"{path}: {reason}.") from None
             with archive:
                 if not _has_checksums(archive):
-                    for one in archive.infolist():
-                        del one.CRC  # zipfile then compares no checksum
+                    for info in archive.infolist():
+                        del info.CRC  # zipfile then compares no checksum
                 yield archive
 
     def _member(self, archive: zipfile.ZipFile, name: str, start: int = 0, most: int = -1) -> bytes:
@@ -206,25 +208,25 @@ class Archive:
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
         inside: set[int] = set()  # ids of values inside objects: they get the object's keys
         while waiting:
-            keys, one = waiting.pop()
-            if isinstance(one, Made):
-                found = self._tensor(keys, one)
-                if found is not None:
-                    yield keys, found
+            keys, node = waiting.pop()
+            if isinstance(node, Made):
+                tensor = self._tensor(keys, node)
+                if tensor is not None:
+                    yield keys, tensor
                     continue
-            if isinstance(one, (Made, dict, list, tuple)):
-                if id(one) in seen:
+            if isinstance(node, (Made, dict, list, tuple)):
+                if id(node) in seen:
                     continue
-                seen.add(id(one))
-            if isinstance(one, Made):
-                inner = [*one.arguments, one.state, one.items, *one.members]
+                seen.add(id(node))
+            if isinstance(node, Made):
+                inner = [*node.arguments, node.state, node.items, *node.members]
                 inside.update(map(id, inner))
                 waiting += [(keys, value) for value in reversed(inner)]
                 continue
-            if not isinstance(one, (dict, list, tuple)):
+            if not isinstance(node, (dict, list, tuple)):
                 continue
-            named = one.items() if isinstance(one, dict) else enumerate(one)
-            own = id(one) in inside
+            named = node.items() if isinstance(node, dict) else enumerate(node)
+            own = id(node) in inside
             for key, value in reversed(list(named)):
                 if own and key in _NO_DATA:
                     continue
@@ -250,9 +252,9 @@ class Archive:
         has = self._sizes.get(f"{self._root}data/{label[2]}")
         needed = start + _reach(shape, stride) if known and elements else 0
         if has is None or has < needed * item_size(dtype):
-            found = "is missing" if has is None else f"has {has} bytes, too few"
+            problem = "is missing" if has is None else f"has {has} bytes, too few"
             name = f"data/{label[2][:64]}"
-            raise CheckpointUnreadableError(f"{self.path}: its record {name!r} {found}.")
+            raise CheckpointUnreadableError(f"{self.path}: its record {name!r} {problem}.")
         if known and self._little and _is_contiguous(shape, stride):
             size = item_size(dtype)
             parts = (_Piece(self, label[2], start * size, elements * size),)
@@ -277,7 +279,7 @@ class _Piece:
 
 def _reach(shape: tuple[int, ...], stride: Any) -> int:
     """Number of storage elements from a tensor's first element to its last."""
-    if not isinstance(stride, tuple) or not all(type(one) is int for one in stride):
+    if not isinstance(stride, tuple) or not all(type(number) is int for number in stride):
         return 0
     reach: int = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
     return reach
@@ -304,20 +306,20 @@ def check_archive(path: Path, offset: int = 0, length: int | None = None) -> lis
             return []
         raw = file.fp
         assert raw is not None
-        for one in file.infolist():
-            start = _begin(raw, one)
-            summed, left = 0, one.file_size
+        for info in file.infolist():
+            start = _begin(raw, info)
+            summed, left = 0, info.file_size
             while left:
                 content = raw.read(min(left, _CHUNK))
                 if not content:
                     break
                 summed, left = zlib.crc32(content, summed), left - len(content)
-            if start is None or left or summed != one.CRC:
-                name = one.filename.partition("/")[2]
+            if start is None or left or summed != info.CRC:
+                name = info.filename.partition("/")[2]
                 raise CheckpointUnreadableError(
                     f"{path}: its record {name[:64]!r} is damaged: the checksum does not hold."
                 )
-            held.append((offset + start, offset + start + one.file_size))
+            held.append((offset + start, offset + start + info.file_size))
     return held
 
 
@@ -326,17 +328,17 @@ def _has_checksums(archive: zipfile.ZipFile) -> bool:
 
     In an archive with checksums one damaged record may have 0; the other records do not.
     """
-    return any(getattr(one, "CRC", 0) for one in archive.infolist())
+    return any(getattr(info, "CRC", 0) for info in archive.infolist())
 
 
-def _begin(raw: Any, one: zipfile.ZipInfo) -> int | None:
+def _begin(raw: Any, info: zipfile.ZipInfo) -> int | None:
     """Move the file to where a record's bytes begin; ``None`` where its header is damaged."""
-    raw.seek(one.header_offset)
+    raw.seek(info.header_offset)
     header = raw.read(_HEADER)
     if len(header) < _HEADER or header[:4] != b"PK\x03\x04":
         return None
     named, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-    start = one.header_offset + _HEADER + named + extra
+    start = info.header_offset + _HEADER + named + extra
     raw.seek(start)
     return start
 

@@ -76,7 +76,7 @@ def kind_of(path: Path) -> str | None:
         CheckpointUnreadableError: the directory cannot be read, or its checkpoint is incomplete.
     """
     try:
-        names = {one.name for one in path.iterdir()}
+        names = {entry.name for entry in path.iterdir()}
     except OSError as error:
         raise CheckpointUnreadableError(
             f"{path}: it cannot be read ({error.strerror or error})."
@@ -176,13 +176,13 @@ def _check_config(path: Path) -> None:
     """
     try:
         config = dict(json.loads(path.read_bytes()))
-        found = {name: config[name] for name in _WRITTEN if name in config}
+        written = {name: config[name] for name in _WRITTEN if name in config}
     except FileNotFoundError:
         raise CheckpointUnreadableError(f"{path}: it is missing.") from None
     except (ValueError, TypeError, RecursionError):
         raise CheckpointUnreadableError(f"{path}: it is no JSON object.") from None
     known = {*_WRITTEN, *(f"{name}_version" for name in _WRITTEN)}
-    wrong = [name for name, value in found.items() if value not in _WRITTEN[name]]
+    wrong = [name for name, value in written.items() if value not in _WRITTEN[name]]
     wrong += [name for name in config if name not in known]
     wrong += [name for name in known - {*_WRITTEN} if type(config.get(name, 1)) is not int]
     if "sharded_backend" not in config:
@@ -215,15 +215,15 @@ def _take(unit: Unit, metadata: Made) -> None:
     for file, end in ends.items():
         size = file.stat().st_size if file.is_file() else None
         if size is None or size < end:
-            found = "is missing" if size is None else f"has {size} bytes of {end}"
-            raise CheckpointUnreadableError(f"{file}: it {found}.")
-    for key, one in metadata.get("state_dict_metadata").items():
+            problem = "is missing" if size is None else f"has {size} bytes of {end}"
+            raise CheckpointUnreadableError(f"{file}: it {problem}.")
+    for key, described in metadata.get("state_dict_metadata").items():
         there = places.get(key, [])
-        if one.kind == f"{_METADATA}.TensorStorageMetadata":
-            properties = one.get("properties")
+        if described.kind == f"{_METADATA}.TensorStorageMetadata":
+            properties = described.get("properties")
             state = properties.state
             dtype = state[0] if isinstance(state, tuple) else state["dtype"]
-            size = one.get("size")
+            size = described.get("size")
             if not isinstance(dtype, Name) or not isinstance(size, tuple):
                 raise ValueError(f"{key} has no dtype or size")
             unit.tensors[key] = Tensor(key, dtype_name(dtype.path), count_of(size), tuple(there))
@@ -251,8 +251,8 @@ class _Place:
     def __call__(self, most: int) -> bytes:
         if not self.is_archive:
             return b""
-        found = [one for _, one in self.archive().tensors()]
-        return found[0].parts[0](most) if len(found) == 1 and found[0].parts else b""
+        tensors = [tensor for _, tensor in self.archive().tensors()]
+        return tensors[0].parts[0](most) if len(tensors) == 1 and tensors[0].parts else b""
 
 
 # -- files of ranks -------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def _read_shards(unit: Unit) -> None:
             raise CheckpointUnreadableError(
                 f"{unit.path}: {what}_world_size_{unit.world_size}_rank_{lacking}.pt is missing."
             )
-    unit.lacking = tuple(one for one in _TOGETHER if one not in files)
+    unit.lacking = tuple(kind for kind in _TOGETHER if kind not in files)
     for what, by_rank in sorted(files.items()):
         for _, path in sorted(by_rank.items()):
             archive = Archive(path)
@@ -290,14 +290,14 @@ def _read_shards(unit: Unit) -> None:
             if what == "extra_state":
                 unit.common.append(archive)
                 continue
-            for keys, one in archive.tensors():
+            for keys, tensor in archive.tensors():
                 name = ".".join(map(str, (what, *keys)))
                 # Each rank has a shard of the same tensor.
-                elements, parts = one.elements, one.parts
+                elements, parts = tensor.elements, tensor.parts
                 known = unit.tensors.get(name)
                 if known is not None:
                     elements, parts = known.elements + elements, known.parts + parts
-                unit.tensors[name] = Tensor(name, one.dtype, elements, parts)
+                unit.tensors[name] = Tensor(name, tensor.dtype, elements, parts)
 
 
 # -- safetensors ----------------------------------------------------------------------------------
@@ -344,17 +344,17 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     size = path.stat().st_size
     try:
         header, begin = read_header(path)
-        found, spans = {}, []
-        for name, one in header.items():
-            code, (start, stop) = str(one["dtype"]), one["data_offsets"]
+        tensors, spans = {}, []
+        for name, entry in header.items():
+            code, (start, stop) = str(entry["dtype"]), entry["data_offsets"]
             match = re.fullmatch(r"(B?F|I|U)(\d+)", code)
             dtype = dtype_name(f"{_KINDS[match[1]]}{match[2]}" if match else code.lower())
             if not 0 <= start <= stop:
                 raise ValueError(f"{name} ends before it begins")
             at = _Range(path, begin + start, stop - start)
-            found[name] = Tensor(name, dtype, count_of(one["shape"]), (at,))
-            if stop - start < found[name].bytes and dtype in SIZES:
-                raise ValueError(f"{name} has {stop - start} bytes of {found[name].bytes}")
+            tensors[name] = Tensor(name, dtype, count_of(entry["shape"]), (at,))
+            if stop - start < tensors[name].bytes and dtype in SIZES:
+                raise ValueError(f"{name} has {stop - start} bytes of {tensors[name].bytes}")
             spans.append((start, stop))
         end = 0
         for start, stop in sorted(spans):
@@ -365,7 +365,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             raise ValueError(f"it has {size} bytes of {begin + end}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointUnreadableError(f"{path}: no whole safetensors file ({error}).") from None
-    return found
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -37,20 +37,20 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
     Yields:
         The tensor, the number of the piece, and its first values.
     """
-    full = any(one.elements >= _ALIGNED for one in tensors)
+    full = any(tensor.elements >= _ALIGNED for tensor in tensors)
     pieces = [
-        (one, number, dtype)
-        for one in tensors
-        if (dtype := parse_dtype(one.dtype)) in (torch.float32, torch.bfloat16, torch.float16)
-        for number in range(len(one.parts))
+        (tensor, number, dtype)
+        for tensor in tensors
+        if (dtype := parse_dtype(tensor.dtype)) in (torch.float32, torch.bfloat16, torch.float16)
+        for number in range(len(tensor.parts))
     ]
     chosen = pieces[:: -(-len(pieces) // _PIECES) or 1]
     share = max(_LEAST, most // max(1, len(chosen)))
-    for one, number, dtype in chosen:
-        content = one.parts[number](share)
-        content = content[: len(content) - len(content) % item_size(one.dtype)]
-        if content and (len(content) // item_size(one.dtype) >= _ALIGNED or not full):
-            yield one, number, torch.frombuffer(bytearray(content), dtype=dtype)
+    for sampled, number, dtype in chosen:
+        content = sampled.parts[number](share)
+        content = content[: len(content) - len(content) % item_size(sampled.dtype)]
+        if content and (len(content) // item_size(sampled.dtype) >= _ALIGNED or not full):
+            yield sampled, number, torch.frombuffer(bytearray(content), dtype=dtype)
 
 
 def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
@@ -69,26 +69,26 @@ def are_numbers(part: Part, most: int) -> bool | None:
 
     ``None`` where no value can be read.
     """
-    weights = {one.name.removeprefix("model."): one for one in part.held.get(PARAMS, ())}
+    weights = {tensor.name.removeprefix("model."): tensor for tensor in part.held.get(PARAMS, ())}
     seen = False
-    for one, number, value in samples(part.held[MASTER], most):
-        if one.dtype != "fp32":
+    for tensor, number, value in samples(part.held[MASTER], most):
+        if tensor.dtype != "fp32":
             continue
 
-        if looks_like_remainders(value, partial(_param_of, weights, one, number, value)):
+        if looks_like_remainders(value, partial(_param_of, weights, tensor, number, value)):
             return True
         seen = True
     return False if seen else None
 
 
 def _param_of(
-    weights: dict[str, Tensor], one: Tensor, number: int, value: torch.Tensor
+    weights: dict[str, Tensor], tensor: Tensor, number: int, value: torch.Tensor
 ) -> torch.Tensor:
     """The values of a master's parameter; where the checkpoint lacks them, a substitute."""
-    found = weights.get(one.name.partition("param.")[2])
-    if found is not None and len(found.parts) == len(one.parts):
-        dtype, size = parse_dtype(found.dtype), value.numel() * item_size(found.dtype)
-        content = found.parts[number](size)
+    weight = weights.get(tensor.name.partition("param.")[2])
+    if weight is not None and len(weight.parts) == len(tensor.parts):
+        dtype, size = parse_dtype(weight.dtype), value.numel() * item_size(weight.dtype)
+        content = weight.parts[number](size)
         if dtype is not None and len(content) == size:
             return torch.frombuffer(bytearray(content), dtype=dtype)
     # Weights are hardly ever whole numbers beyond 1, so clamped masters stand for the parameter.
@@ -96,6 +96,6 @@ def _param_of(
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = parse_dtype(name)
-    assert found is not None
-    return found
+    dtype = parse_dtype(name)
+    assert dtype is not None
+    return dtype

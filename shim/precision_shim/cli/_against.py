@@ -110,7 +110,7 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
     for name, targets in _symbols.targets_by_distribution(adapter).items():
         version = _installed.version_of(name, packages.get(name, adapter.packages))
         if version not in (None, "unknown"):
-            yield name, str(version), {one: digest(one) for one in targets}
+            yield name, str(version), {target: digest(target) for target in targets}
 
 
 # -- judging a path ---------------------------------------------------------------------------
@@ -161,13 +161,13 @@ class Report:
 
     def lost(self) -> list[dict[str, str]]:
         """Features, with the framework's path, that are in force or native only here."""
-        return self._moved(self.here, self.there)
+        return self._find_moves(self.here, self.there)
 
     def won(self) -> list[dict[str, str]]:
         """Features, with the framework's path, that would be in force or native only there."""
-        return self._moved(self.there, self.here)
+        return self._find_moves(self.there, self.here)
 
-    def _moved(
+    def _find_moves(
         self, before: FrameworkStatus | None, after: FrameworkStatus | None
     ) -> list[dict[str, str]]:
         if before is None or after is None:
@@ -190,7 +190,7 @@ class Report:
             "reason": self.there.reason,
             "holds": dict(self.holds),
             "against": dict(self.against),
-            "symbols": [asdict(one) for one in self.symbols],
+            "symbols": [asdict(symbol) for symbol in self.symbols],
             "seams": [seam.to_dict() for seam in self.there.seams],
             "lost": self.lost(),
             "won": self.won(),
@@ -213,11 +213,11 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     known = _registry.entries()
     if framework is not None and framework not in known:
         raise SourceError(f"no framework {framework!r}; allowed: {', '.join(known)}.")
-    unnamed = [one for one in known.values() if not one.by_name]
+    unnamed = [framework for framework in known.values() if not framework.by_name]
     asked = [known[framework]] if framework is not None else unnamed
     packages = [package for entry in asked for package in entry.packages]
     tree = open_tree(path, (*packages, *_registry.shared()))
-    held = [entry for entry in asked if any(tree.has(one) for one in entry.packages)]
+    held = [entry for entry in asked if any(tree.has(name) for name in entry.packages)]
     if not held:  # only a shared package: judge the installed frameworks, or the one asked for
         held = [
             entry
@@ -225,7 +225,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
             if framework is not None
             or _installed.version_of(entry.distribution, entry.packages) is not None
         ]
-    judged = [one for entry in held if (one := _judge(entry, tree)).holds]
+    judged = [choice for entry in held if (choice := _judge(entry, tree)).holds]
     if not judged:
         inside = ", ".join(package for package in _registry.shared() if tree.has(package))
         raise SourceError(
@@ -247,10 +247,12 @@ def _judge(entry: Framework, tree: Tree) -> Report:
             problems = []
         adapter = entry.load()
         owned = {
-            distribution: [one for one in targets if tree.complete or tree.owns(one.split(":")[0])]
+            distribution: [
+                target for target in targets if tree.complete or tree.owns(target.split(":")[0])
+            ]
             for distribution, targets in _targets(adapter).items()
         }
-        new = {one: _sight(one) for targets in owned.values() for one in targets}
+        new = {target: _sight(target) for targets in owned.values() for target in targets}
     here = _here(entry, settings)
     holds, against, symbols = {}, {}, []
     for distribution, targets in owned.items():
@@ -258,7 +260,7 @@ def _judge(entry: Framework, tree: Tree) -> Report:
         if not targets or not tree.has(package):
             continue
         holds[distribution] = versions(distribution, (package,)) or "unknown"
-        old = {one: _sight(one) for one in targets}
+        old = {target: _sight(target) for target in targets}
         installed = _installed.version_of(distribution, (package,))
         basis = {one: digest_of(seen.found.node) for one, seen in old.items() if seen.found}
         against[distribution] = f"{installed}, installed here"
@@ -268,8 +270,12 @@ def _judge(entry: Framework, tree: Tree) -> Report:
             against[distribution] = f"{newest}, as recorded" if newest else "nothing"
         symbols += [
             change
-            for one in targets
-            if (change := _change(distribution, one, basis.get(one, ""), old[one], new[one]))
+            for target in targets
+            if (
+                change := _change(
+                    distribution, target, basis.get(target, ""), old[target], new[target]
+                )
+            )
         ]
     return Report(name, holds, against, there, here, tuple(symbols), tuple(problems))
 
@@ -285,7 +291,9 @@ def _targets(adapter: Adapter) -> dict[str, list[str]]:
     targets = _symbols.targets_by_distribution(adapter)
     record, own = _symbols.shipped(), adapter.distribution
     newest = _symbols.versions_of(record, own)[-1:]
-    recorded = [one for version in newest for one in _symbols.digests_of(record, own, version)]
+    recorded = [
+        target for version in newest for target in _symbols.digests_of(record, own, version)
+    ]
     targets[own] = list(dict.fromkeys([*targets.get(own, ()), *recorded]))
     return targets
 
@@ -306,11 +314,11 @@ def _change(
     """How a symbol changed from the digest ``basis``; ``None`` if it neither is nor was there."""
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
-    found = digest_of(new.found.node)
-    as_in = _symbols.find_versions(_symbols.shipped(), distribution, target, found)
+    there = digest_of(new.found.node)
+    as_in = _symbols.find_versions(_symbols.shipped(), distribution, target, there)
     if not basis:
         return SymbolChange(target, "new", as_in)
-    if basis == found:
+    if basis == there:
         return SymbolChange(target, "same", as_in)
     if old.found is None:
         return SymbolChange(target, "changed", as_in)
@@ -318,8 +326,8 @@ def _change(
         target,
         "changed",
         as_in,
-        gained=[one for one in new.parameters if one not in old.parameters],
-        lost=[one for one in old.parameters if one not in new.parameters],
+        gained=[parameter for parameter in new.parameters if parameter not in old.parameters],
+        lost=[parameter for parameter in old.parameters if parameter not in new.parameters],
         lines=changed_lines(old.found, new.found),
     )
 
@@ -341,11 +349,11 @@ def _package(distribution: str, entry: Framework) -> str:
 
 
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
-    found = [one for one in seams if (one.feature, one.path) == (feature, path)]
+    seams_there = [seam for seam in seams if (seam.feature, seam.path) == (feature, path)]
     # A refused seam is the cause; a native seam of the same feature has a reason, too.
-    refused = [one for one in found if one.state == "refused"]
-    reasons = [one.reason for one in refused or found]
-    own = [one for one in reasons if one and not one.startswith("refused whole")]
+    refused = [there for there in seams_there if there.state == "refused"]
+    reasons = [there.reason for there in refused or seams_there]
+    own = [reason for reason in reasons if reason and not reason.startswith("refused whole")]
     return next(iter([*own, *filter(None, reasons)]), "this version has nothing of it")
 
 
@@ -360,11 +368,11 @@ def _against(asked: argparse.Namespace) -> int:
     except (PrecisionShimError, OSError) as error:
         return _fail(str(error))
     if asked.as_json:
-        told = [one.to_dict() for one in reports]
+        told = [verdict.to_dict() for verdict in reports]
         print(json.dumps(told if len(told) > 1 else told[0], indent=2))
     else:
-        show("\n\n".join(_text(one, path, verbose=asked.verbose) for one in reports))
-    return 1 if any(one.problems for one in reports) else 0
+        show("\n\n".join(_text(verdict, path, verbose=asked.verbose) for verdict in reports))
+    return 1 if any(verdict.problems for verdict in reports) else 0
 
 
 def _fail(sentence: str) -> int:
@@ -372,26 +380,26 @@ def _fail(sentence: str) -> int:
     return 2
 
 
-def _text(one: Report, path: Path, *, verbose: bool) -> str:
-    lines = fold(f"{path.name}, for {one.framework}", 0, 2, break_words=True)
-    for name, version in one.holds.items():
-        lines += fold(f"{name} {version}, against {one.against[name]}", 2, 4)
-    features = list(dict.fromkeys(seam.feature for seam in one.there.seams))
-    lines += ["", *_status_text.framework(one.framework, one.there, features, ahead=True)]
+def _text(report: Report, path: Path, *, verbose: bool) -> str:
+    lines = fold(f"{path.name}, for {report.framework}", 0, 2, break_words=True)
+    for name, version in report.holds.items():
+        lines += fold(f"{name} {version}, against {report.against[name]}", 2, 4)
+    features = list(dict.fromkeys(seam.feature for seam in report.there.seams))
+    lines += ["", *_status_text.framework(report.framework, report.there, features, ahead=True)]
     for title, moved in (
-        ("what the user would lose", one.lost()),
-        ("what the user would gain", one.won()),
+        ("what the user would lose", report.lost()),
+        ("what the user would gain", report.won()),
     ):
         lines += ["", title] if moved else []
         for each in moved:
             where = f" ({each['path']})" if each["path"] else ""
             because = f": {each['because']}" if title.endswith("lose") else ""
             lines += fold(f"{each['feature']}{where}{because}", 2, 4)
-    lines += ["", *_symbols_text(one.symbols, verbose)]
-    told = _status_text.refusals(f"{one.framework} {one.there.version}", one.there.seams)
-    if one.problems:
+    lines += ["", *_symbols_text(report.symbols, verbose)]
+    told = _status_text.refusals(f"{report.framework} {report.there.version}", report.there.seams)
+    if report.problems:
         lines += ["", "problems"]
-        for text in told or one.problems:
+        for text in told or report.problems:
             lines += fold(text, 2, 4)
     else:
         lines += ["", "no problems"]
@@ -400,18 +408,20 @@ def _text(one: Report, path: Path, *, verbose: bool) -> str:
 
 def _symbols_text(symbols: tuple[SymbolChange, ...], verbose: bool) -> Iterable[str]:
     states = ("changed", "gone", "new", "same")
-    counts = [f"{sum(one.state == state for one in symbols)} {state}" for state in states]
+    counts = [f"{sum(symbol.state == state for symbol in symbols)} {state}" for state in states]
     yield f"{len(symbols)} symbol{'' if len(symbols) == 1 else 's'}: {', '.join(counts)}"
     for state in states if verbose else states[:3]:
-        for one in symbols:
-            if one.state != state:
+        for symbol in symbols:
+            if symbol.state != state:
                 continue
-            yield from fold(f"{state:<8} {one.target}", 2, 4)
-            as_in = f"as in {', '.join(one.as_in)}" if one.as_in else ""
-            gained = f"parameters gained: {', '.join(one.gained)}" if one.gained else ""
-            lost = f"parameters lost: {', '.join(one.lost)}" if one.lost else ""
-            lines = f"{len(one.lines)} lines went or came" if one.lines and not verbose else ""
+            yield from fold(f"{state:<8} {symbol.target}", 2, 4)
+            as_in = f"as in {', '.join(symbol.as_in)}" if symbol.as_in else ""
+            gained = f"parameters gained: {', '.join(symbol.gained)}" if symbol.gained else ""
+            lost = f"parameters lost: {', '.join(symbol.lost)}" if symbol.lost else ""
+            lines = (
+                f"{len(symbol.lines)} lines went or came" if symbol.lines and not verbose else ""
+            )
             yield from fold("; ".join(filter(None, (as_in, gained, lost, lines))), 11, 13)
-            yield from (f"           {line}" for line in one.lines if verbose)
-    if not verbose and any(one.lines for one in symbols):
+            yield from (f"           {line}" for line in symbol.lines if verbose)
+    if not verbose and any(symbol.lines for symbol in symbols):
         yield "  --verbose shows the lines"

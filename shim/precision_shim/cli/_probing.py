@@ -59,11 +59,11 @@ def ask(modules: Iterable[str]) -> list[dict[str, Any]]:
         check=False,
     )
     try:
-        found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+        outcomes: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         last = " / ".join(done.stderr.strip().splitlines()[-3:])
         raise RuntimeError(f"the probes ended with {done.returncode}: {last}") from None
-    return found
+    return outcomes
 
 
 def probing(asked: argparse.Namespace) -> int:
@@ -95,15 +95,15 @@ def probing(asked: argparse.Namespace) -> int:
 
 def _text(name: str, told: dict[str, Any]) -> Iterable[str]:
     outcomes = told["probes"]
-    failed = [one for one in outcomes if one["state"] == "fails"]
-    counts = Counter(one["state"] for one in outcomes)
+    failed = [outcome for outcome in outcomes if outcome["state"] == "fails"]
+    counts = Counter(outcome["state"] for outcome in outcomes)
     summary = [f"{counts[word]} {text}" for word, text in _WORDS.items() if counts[word]]
     yield f"{name} {told['version']}, {len(outcomes)} assumptions: {', '.join(summary)}"
-    for one in outcomes:
-        yield from fold(f"{one['state']:<8} {one['name']}", 2, 11)
-        if one["state"] != "holds":
-            yield from fold(one["found"] if one not in failed else "", 11)
-        if one in failed:
-            yield from fold(f"assumed: {one['assumes']} ({one['assumed']})", 11, 13)
-            yield from fold(f"found: {one['found']}", 11, 13)
-            yield from fold(f"rests on it: {one['rule']}", 11, 13)
+    for outcome in outcomes:
+        yield from fold(f"{outcome['state']:<8} {outcome['name']}", 2, 11)
+        if outcome["state"] != "holds":
+            yield from fold(outcome["found"] if outcome not in failed else "", 11)
+        if outcome in failed:
+            yield from fold(f"assumed: {outcome['assumes']} ({outcome['assumed']})", 11, 13)
+            yield from fold(f"found: {outcome['found']}", 11, 13)
+            yield from fold(f"rests on it: {outcome['rule']}", 11, 13)

@@ -47,10 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    audits = [(files.number(path, one), one) for path, one in found if isinstance(one, Audit)]
-    broken = {path.name: one for path, one in found if isinstance(one, str)}
+    audits = [(files.number(path, read), read) for path, read in found if isinstance(read, Audit)]
+    broken = {path.name: read for path, read in found if isinstance(read, str)}
     compared = compare(audits)
-    ok = not broken and all(one.ok for one in compared)
+    ok = not broken and all(group.ok for group in compared)
     if arguments.json:
         print(
             json.dumps(
@@ -59,30 +59,30 @@ def run(arguments: argparse.Namespace) -> int:
                     "broken": broken,
                     "groups": [
                         {
-                            "model": one.whose,
-                            "parts": one.part,
-                            "ok": one.ok,
-                            "world_size": one.world_size,
-                            "alike": list(one.alike),
+                            "model": group.whose,
+                            "parts": group.part,
+                            "ok": group.ok,
+                            "world_size": group.world_size,
+                            "alike": list(group.alike),
                             "differ": {
                                 rank: {
                                     key: {"found": there, "elsewhere": here}
                                     for key, (here, there) in what.items()
                                 }
-                                for rank, what in one.differ.items()
+                                for rank, what in group.differ.items()
                             },
-                            "missing": list(one.missing),
-                            "problems": {k: list(v) for k, v in one.problems.items()},
-                            "before_step": list(one.before_step),
+                            "missing": list(group.missing),
+                            "problems": {k: list(v) for k, v in group.problems.items()},
+                            "before_step": list(group.before_step),
                         }
-                        for one in compared
+                        for group in compared
                     ],
                 },
                 indent=1,
             )
         )
         return int(not ok)
-    blocks = ["\n".join(one.lines()) for one in compared]
+    blocks = ["\n".join(group.lines()) for group in compared]
     if broken:
         lines = (f"  {name}: {reason}" for name, reason in broken.items())
         blocks.append("\n".join(("no audits, though named so", *lines)))

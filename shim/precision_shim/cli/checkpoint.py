@@ -72,27 +72,27 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error(str(error))
     try:
         most = None if arguments.full else MOST
-        found = examine(arguments.path, here, arguments.framework, most=most)
+        examined = examine(arguments.path, here, arguments.framework, most=most)
     except CheckpointUnreadableError as error:
         if arguments.json:
             print(json.dumps({"ok": False, "path": arguments.path, "unreadable": str(error)}))
         else:
             print(error, file=sys.stderr)
         return 2
-    ok = all(one.outcome.exact for one in found)
+    ok = all(model.outcome.exact for model in examined)
     environment = {
         "shim": here.on,
         "optimizer_states": here.settings["optimizer_states"],
-        "versions": here.versions(found[0].part.framework),
+        "versions": here.versions(examined[0].part.framework),
     }
     if arguments.json:
-        parts = [one.to_dict() for one in found]
+        parts = [model.to_dict() for model in examined]
         values = {"ok": ok, "path": arguments.path, "here": environment, "parts": parts}
         print(json.dumps(values, indent=1))
         return int(not ok)
-    blocks = ["\n".join(one.lines()) for one in found]
-    there = here.versions(found[0].part.framework)
-    versions = ", ".join(f"{name} {one}" for name, one in there.items())
+    blocks = ["\n".join(model.lines()) for model in examined]
+    there = here.versions(examined[0].part.framework)
+    versions = ", ".join(f"{name} {version}" for name, version in there.items())
     shim = f"on, {environment['optimizer_states']}" if here.on else "off"
     blocks.append(f"here: {versions or 'none of the frameworks'}; the shim is {shim}")
     show("\n\n".join(blocks))
@@ -107,7 +107,7 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
     """
     from ..errors import SettingsError
 
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     words = {"true": True, "false": False, "none": None, "1": True, "0": False}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -115,17 +115,17 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
             raise SettingsError(f"--config {text!r} is not FIELD=VALUE.")
         name, value = name.strip(), value.strip()
         _check(text, name)
-        found[name] = words.get(value.lower(), value)
-        if any(name in one.config.numbers for one in _registry.backends()):
+        config[name] = words.get(value.lower(), value)
+        if any(name in backend.config.numbers for backend in _registry.backends()):
             try:
-                found[name] = float(value)
+                config[name] = float(value)
             except ValueError:
                 raise SettingsError(f"--config {text!r}: {value!r} is no number.") from None
-    _check_values(found)
-    return found or None
+    _check_values(config)
+    return config or None
 
 
-def _check_values(found: dict[str, Any]) -> None:
+def _check_values(values: dict[str, Any]) -> None:
     """Check the values of all fields, also of those that no foretelling reads.
 
     Raises:
@@ -136,15 +136,15 @@ def _check_values(found: dict[str, Any]) -> None:
 
     for row in _registry.checkpoints().values():
         for name, allowed in row.fields.items():
-            word = found.get(name, allowed[0])
+            word = values.get(name, allowed[0])
             if word not in allowed:
                 raise SettingsError(f"--config {name}={word!r}: allowed: {', '.join(allowed)}.")
     if find_spec("torch") is None:  # dtypes cannot be parsed, and nothing can be resumed
         return
     from ..precision.dtypes import coerce_dtype, coerce_dtypes
 
-    coerce_dtypes(found, where="--config")
-    coerce_dtype(found.get(_PRECISION), key=_PRECISION, where="--config")
+    coerce_dtypes(values, where="--config")
+    coerce_dtype(values.get(_PRECISION), key=_PRECISION, where="--config")
 
 
 def _check(text: str, name: str) -> None:
@@ -156,16 +156,17 @@ def _check(text: str, name: str) -> None:
     from ..errors import SettingsError
     from ..seams import look
 
-    configs = [one.config for one in _registry.backends()]
-    beside = [name for one in configs for name in one.beside]
+    configs = [backend.config for backend in _registry.backends()]
+    beside = [name for config in configs for name in config.beside]
     beside += [
         _PRECISION,
         *(name for row in _registry.checkpoints().values() for name in row.fields),
     ]
     fields = [
         field
-        for one in configs
-        for field in look(one.place).parameters or one.fields  # no parameters if not installed
+        for config in configs
+        for field in look(config.place).parameters
+        or config.fields  # no parameters if not installed
     ]
     if name in (*fields, *beside):
         return
@@ -178,8 +179,11 @@ def _check(text: str, name: str) -> None:
 
 def _config_help() -> str:
     parts = []
-    for one in _registry.backends():
-        parts += [f"a field of {one.config.name} that your job's config has", *one.config.beside]
+    for backend in _registry.backends():
+        parts += [
+            f"a field of {backend.config.name} that your job's config has",
+            *backend.config.beside,
+        ]
     parts.append(f"{_PRECISION}=fp16 for a job on FSDP or DTensor")
     rows = _registry.checkpoints(third_party=False).values()
     return ", or ".join([*parts, *(row.fields_are for row in rows if row.fields_are)]) + (

@@ -96,12 +96,12 @@ def doctor(asked: argparse.Namespace) -> int:
     other = _against.command(asked)
     if other is not None:
         return other(asked)
-    found, frameworks = _look()
+    told, frameworks = _look()
     if asked.as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(told, indent=2))
     else:
-        show(_text(found, frameworks, verbose=asked.verbose))
-    return 0 if found["ok"] else 1
+        show(_text(told, frameworks, verbose=asked.verbose))
+    return 0 if told["ok"] else 1
 
 
 def examine() -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
     frameworks: dict[str, FrameworkStatus] = {}
     switch = _switch()
     packages = {name: _package(name, packages) for name, packages in PACKAGES}
-    found: dict[str, Any] = {
+    told: dict[str, Any] = {
         "ok": True,
         "precision_shim": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -141,17 +141,17 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
         problems += limits if asked else []
         limits = [] if asked else limits
     if switch in ("on", "strict") and all(
-        one["state"] in ("absent", "off") for one in found["frameworks"].values()
+        framework["state"] in ("absent", "off") for framework in told["frameworks"].values()
     ):
         problems.append(
             "nothing to patch here: none of these frameworks is installed or asked for: "
-            + ", ".join(found["frameworks"])
+            + ", ".join(told["frameworks"])
         )
     # With the kill switch on nothing is asked for, so nothing can be missing.
-    found["problems"] = problems
-    found["limits"] = limits
-    found["ok"] = not problems or switch == "off"
-    return found, frameworks
+    told["problems"] = problems
+    told["limits"] = limits
+    told["ok"] = not problems or switch == "off"
+    return told, frameworks
 
 
 def _resolve(problems: list[str]) -> Settings | None:
@@ -172,7 +172,9 @@ def _switch() -> str:
 
 def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
     places = [*site.getsitepackages(), site.getusersitepackages()]
-    files = [str(file) for one in places if (file := Path(one, "zz_precision_shim.pth")).is_file()]
+    files = [
+        str(file) for place in places if (file := Path(place, "zz_precision_shim.pth")).is_file()
+    ]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
     active = _in_child(_START_UP, {**environment, PREFIX: "1"}) is True
     reason = ""
@@ -191,13 +193,13 @@ def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
 
 def _package(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
     version = _versions.version_of(name, packages)
-    found: dict[str, Any] = {"version": version}
+    told: dict[str, Any] = {"version": version}
     if version is not None and name == "wrapt":
-        found["c_extension"] = _in_child(_WRAPT)
+        told["c_extension"] = _in_child(_WRAPT)
     if version is not None and name == "transformer-engine":
         error = _in_child(_TRANSFORMER_ENGINE)
-        found["import_error"] = "the import did not end" if error is None else error
-    return found
+        told["import_error"] = "the import did not end" if error is None else error
+    return told
 
 
 def _framework(
@@ -209,17 +211,17 @@ def _framework(
     if settings is None:
         version = _versions.version_of(entry.distribution, entry.packages)
         state, reason = ("absent", "") if version is None else ("refused", _NO_SETTINGS)
-        one = FrameworkStatus(version, state, reason=reason)
+        status = FrameworkStatus(version, state, reason=reason)
     else:
-        one, told = foresee(entry, settings, _versions.version_of)
+        status, told = foresee(entry, settings, _versions.version_of)
         problems += told
-    frameworks[entry.framework] = one
+    frameworks[entry.framework] = status
     return {
-        "version": one.version,
-        "tested": one.tested,
-        "state": one.state,
-        "reason": one.reason,
-        "seams": [seam.to_dict() for seam in one.seams],
+        "version": status.version,
+        "tested": status.tested,
+        "state": status.state,
+        "reason": status.reason,
+        "seams": [seam.to_dict() for seam in status.seams],
     }
 
 
@@ -231,8 +233,8 @@ def _limits(
     limits = []
     for backend in _registry.backends():
         tell = resolve(backend.limits)
-        for name, one in frameworks.items():
-            told = tell(f"{name} {one.version}", one.seams, version, error)
+        for name, status in frameworks.items():
+            told = tell(f"{name} {status.version}", status.seams, version, error)
             if told:
                 limits.append(told)
     return limits
@@ -265,78 +267,80 @@ def _flags() -> list[str]:
 
 
 def _text(
-    found: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus], *, verbose: bool
+    told: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus], *, verbose: bool
 ) -> str:
-    start_up = found["start_up"]
-    lines = [f"precision_shim {found['precision_shim']['version']}"]
-    lines += _row("in", found["precision_shim"]["path"])
-    lines += _row("Python", f"{found['python']['version']}, {found['python']['executable']}")
+    start_up = told["start_up"]
+    lines = [f"precision_shim {told['precision_shim']['version']}"]
+    lines += _row("in", told["precision_shim"]["path"])
+    lines += _row("Python", f"{told['python']['version']}, {told['python']['executable']}")
     active = "active" if start_up["active"] else "not active"
     lines += _row("start-up file", f"{active}: {start_up['reason']}".removesuffix(": "))
-    packages = found["packages"]
-    here = [_package_text(name, one) for name, one in packages.items() if one["version"]]
+    packages = told["packages"]
+    here = [
+        _package_text(name, package) for name, package in packages.items() if package["version"]
+    ]
     lines += _row("packages", ", ".join(here) or "none of those that matter here")
-    missing = [name for name, one in packages.items() if not one["version"]]
+    missing = [name for name, package in packages.items() if not package["version"]]
     lines += _row("not installed", ", ".join(missing))
-    for name, one in packages.items():
-        if one.get("import_error"):
-            lines += _short(_row(name, f"cannot be imported: {one['import_error']}"), verbose)
+    for name, package in packages.items():
+        if package.get("import_error"):
+            lines += _short(_row(name, f"cannot be imported: {package['import_error']}"), verbose)
 
-    variables = [f"{name}={value}" for name, value in found["variables"].items()]
+    variables = [f"{name}={value}" for name, value in told["variables"].items()]
     lines += ["", *_row("variables", ", ".join(variables) or "none is set")]
     said = {
         "unset": f"{PREFIX} is unset: only install() patches; below is what it would do",
         "off": f"{PREFIX} is off: nothing is patched; below is what would be",
-    }.get(found["switch"], "")
-    valid = bool(found["settings"])
+    }.get(told["switch"], "")
+    valid = bool(told["settings"])
     lines += _row("", said if valid else "a setting is not valid: nothing is patched")
     if verbose and valid:
-        lines += _row("settings", "strict" if found["strict"] else "not strict")
-        for name, setting in found["settings"].items():
+        lines += _row("settings", "strict" if told["strict"] else "not strict")
+        for name, setting in told["settings"].items():
             lines += _row("", f"{name}={setting['value']}  ({setting['from']})")
-        lines += _row("features", ", ".join(found["features"]) or "none")
+        lines += _row("features", ", ".join(told["features"]) or "none")
 
-    for name, one in frameworks.items():
-        if one.state not in ("absent", "off"):
-            lines += ["", *_framework_text(name, one, found["features"], verbose)]
-    absent = ", ".join(name for name, one in frameworks.items() if one.state == "absent")
-    off = ", ".join(name for name, one in frameworks.items() if one.state == "off")
+    for name, status in frameworks.items():
+        if status.state not in ("absent", "off"):
+            lines += ["", *_framework_text(name, status, told["features"], verbose)]
+    absent = ", ".join(name for name, status in frameworks.items() if status.state == "absent")
+    off = ", ".join(name for name, status in frameworks.items() if status.state == "off")
     lines += [""] if absent or off else []
     lines += fold(f"not installed: {absent}", 0, 2) if absent else []
     lines += fold(f"not asked for: {off}", 0, 2) if off else []
 
-    if found["limits"]:
+    if told["limits"]:
         lines += ["", "limits"]
-        for limit in found["limits"]:
+        for limit in told["limits"]:
             lines += fold(limit, 2, 4)
-    none = "no problems, but the limits above" if found["limits"] else "no problems"
-    lines += ["", "problems" if found["problems"] else none]
-    for problem in _problems(found["problems"], frameworks):
+    none = "no problems, but the limits above" if told["limits"] else "no problems"
+    lines += ["", "problems" if told["problems"] else none]
+    for problem in _problems(told["problems"], frameworks):
         lines += _short(fold(problem, 2, 4, break_words=True), verbose)
     return "\n".join(lines)
 
 
 def _framework_text(
-    name: str, one: FrameworkStatus, features: list[str], verbose: bool
+    name: str, status: FrameworkStatus, features: list[str], verbose: bool
 ) -> list[str]:
-    if one.reason == _NO_SETTINGS:
-        return fold(f"{name} {one.version}: {one.reason}", 0, 2)
-    lines = _status_text.framework(name, one, features, ahead=True)
+    if status.reason == _NO_SETTINGS:
+        return fold(f"{name} {status.version}: {status.reason}", 0, 2)
+    lines = _status_text.framework(name, status, features, ahead=True)
     if verbose:
-        lines += ["", *_status_text.seams(one.seams, _SHOWN)]
+        lines += ["", *_status_text.seams(status.seams, _SHOWN)]
     return lines
 
 
 def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
     """The problems, in which all seams that were refused for one reason are one problem."""
     refused = {
-        inapplicable(f"{name} {one.version}", seam)
-        for name, one in frameworks.items()
-        for seam in one.seams
+        inapplicable(f"{name} {status.version}", seam)
+        for name, status in frameworks.items()
+        for seam in status.seams
     }
     told = [problem for problem in problems if problem not in refused]
-    for name, one in frameworks.items():
-        told += _status_text.refusals(f"{name} {one.version}", one.seams)
+    for name, status in frameworks.items():
+        told += _status_text.refusals(f"{name} {status.version}", status.seams)
     return list(dict.fromkeys(told))
 
 

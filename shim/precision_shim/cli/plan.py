@@ -139,7 +139,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         )
         job = command.read_launch_line(words, planned, settings, options)
     entry = entries[job.framework]
-    if not entry.plan:  # a third party's: its entry point has only a name
+    if not entry.plan:  # a third party's record, which has no more than the entry point's name
         entry = entry.as_said()
     if not entry.plan:
         raise PlanError(
@@ -170,26 +170,26 @@ def _show(asked: argparse.Namespace, job: Job, request: Request, rules: Rules) -
     from ..planning.search import render, search
 
     plan = make(job, request, rules)
-    found = search(job, request, rules, asked.gpu_memory * text.GB) if asked.search else None
+    searched = search(job, request, rules, asked.gpu_memory * text.GB) if asked.search else None
     if asked.plot:
         plot.draw(plan, Path(asked.plot), asked.gpu_memory)
     if asked.json:
-        print(json.dumps(_json(plan, found), indent=1))
+        print(json.dumps(_json(plan, searched), indent=1))
     else:
         blocks = [text.render(plan, asked.gpu_memory)]
-        if found is not None:
-            blocks.append(render(found, asked.gpu_memory * text.GB, request))
+        if searched is not None:
+            blocks.append(render(searched, asked.gpu_memory * text.GB, request))
         show("\n\n".join(blocks))
     return 1 if plan.problems else 0
 
 
-def _json(plan: Plan, found: Any) -> dict[str, Any]:
+def _json(plan: Plan, told: Any) -> dict[str, Any]:
     values = plan.to_dict()
-    if found is not None:
+    if told is not None:
         values["search"] = {
-            "fits": found.plan is not None,
-            "gives_up": found.gives_up,
-            "lines": list(found.lines),
-            "fewest_gpus": found.fewest,
+            "fits": told.plan is not None,
+            "gives_up": told.gives_up,
+            "lines": list(told.lines),
+            "fewest_gpus": told.fewest,
         }
     return values

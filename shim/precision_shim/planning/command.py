@@ -189,9 +189,9 @@ def file_of(module: str) -> Path | None:
         return None
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder, *rest)
-        for found in (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py"):
-            if found.is_file():
-                return found
+        for candidate in (path.with_suffix(".py"), path / "__main__.py", path / "__init__.py"):
+            if candidate.is_file():
+                return candidate
     local = Path(*module.split(".")).with_suffix(".py")
     return local if local.is_file() else None
 
@@ -201,26 +201,26 @@ def _framework(target: str, source: Path | None, by_package: Mapping[str, str]) 
     if not _is_script(target) and top in by_package:
         return by_package[top]
     if source is not None:
-        for name in imported(source):
+        for name in find_imported(source):
             if name.partition(".")[0] in by_package:
                 return by_package[name.partition(".")[0]]
     parts = re.split(r"[/\\.]", target)
-    return next((by_package[one] for one in parts if one in by_package), None)
+    return next((by_package[part] for part in parts if part in by_package), None)
 
 
-def imported(source: Path) -> list[str]:
+def find_imported(source: Path) -> list[str]:
     """The modules that a file imports; empty if the file cannot be read."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return []
-    found = []
+    modules = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [one.name for one in node.names]
+            modules += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.append(node.module)
-    return found
+            modules.append(node.module)
+    return modules
 
 
 def directory_of(name: object) -> Path:
@@ -250,7 +250,7 @@ def _find_in_cache(name: str) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, "config.json")
+        cached = try_to_load_from_cache(name, "config.json")
     except Exception:  # not installed, or not the name of a repository
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(cached).parent if isinstance(cached, str) else None

@@ -94,7 +94,7 @@ def part(name: str, share: Share, precision: Precision, optimizer: str) -> Part:
         share.groups,
         share.trainable,
         owned if optimizer else 0,
-        {key: one for key, one in held.items() if one.group_bytes},
+        {key: size for key, size in held.items() if size.group_bytes},
         _at_step(share, precision),
     )
 
@@ -108,16 +108,21 @@ def _held(share: Share, numel: int, dtype: str, sharded: bool) -> Held:
 
 
 def _at_step(share: Share, precision: Precision) -> dict[str, Held]:
-    found = {}
+    sizes = {}
     if precision.copies:
-        found["grad_copies"] = _held(share, share.trainable, "fp32", share.states_sharded)
+        sizes["grad_copies"] = _held(share, share.trainable, "fp32", share.states_sharded)
     if precision.unpacks:
-        one = _held(share, share.trainable, "fp32", share.states_sharded)
+        state = _held(share, share.trainable, "fp32", share.states_sharded)
         number = len(precision.unpacks)
-        found["unpacked"] = Held(
-            ("fp32",), one.bytes * number, one.group_bytes * number, 0, 4.0 * number, one.sharded
+        sizes["unpacked"] = Held(
+            ("fp32",),
+            state.bytes * number,
+            state.group_bytes * number,
+            0,
+            4.0 * number,
+            state.sharded,
         )
-    return {key: one for key, one in found.items() if one.group_bytes}
+    return {key: size for key, size in sizes.items() if size.group_bytes}
 
 
 def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[str, Held]:
@@ -129,13 +134,13 @@ def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[
     gone = round(share.trainable * precision.offloaded)
     moved = Share(gone, group=share.group, states_sharded=share.states_sharded)
     there = _held(moved, gone, "fp32", share.states_sharded)
-    found = dict(held)
+    sizes = dict(held)
     for component in ("exp_avg", "exp_avg_sq"):
-        found[component] = _replace(held[component], share, gone, there, gone)
+        sizes[component] = _replace(held[component], share, gone, there, gone)
     kept = 0 if precision.offload_keeps_master else gone
-    found["master"] = _replace(held["master"], share, kept, there, gone)
-    found["grad_copies"] = Held(("fp32",), there.bytes, there.group_bytes, there.bytes, 4.0, True)
-    return found
+    sizes["master"] = _replace(held["master"], share, kept, there, gone)
+    sizes["grad_copies"] = Held(("fp32",), there.bytes, there.group_bytes, there.bytes, 4.0, True)
+    return sizes
 
 
 def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Held:

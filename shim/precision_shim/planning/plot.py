@@ -59,23 +59,23 @@ def draw(plan: Plan, path: Path, memory: float | None = None) -> None:
 
 
 def _bars(plan: Plan) -> list[tuple[str, Mapping[str, float]]]:
-    found: list[tuple[str, Mapping[str, float]]] = []
+    bars: list[tuple[str, Mapping[str, float]]] = []
     for model in plan.models:
         for numbers, before, after in group_stages(model):
             where = f"\nstage {spans(numbers)}" if len(model.after) > 1 else ""
             for side, stage in (("without", before), ("with", after)):
-                found.append((f"{model.subject}{where}\n{side}", _heights(stage)))
-    return found
+                bars.append((f"{model.subject}{where}\n{side}", _heights(stage)))
+    return bars
 
 
 def _heights(stage: Stage) -> dict[str, float]:
-    found = dict.fromkeys((*COMPONENTS, "at step"), 0.0)
+    heights = dict.fromkeys((*COMPONENTS, "at step"), 0.0)
     for part in stage.parts:
         for name, held in part.components.items():
-            found[name] += (held.bytes - held.host) / GB
+            heights[name] += (held.bytes - held.host) / GB
         for held in part.at_step.values():
-            found["at step"] += held.bytes / GB
-    return found
+            heights["at step"] += held.bytes / GB
+    return heights
 
 
 def _stack(axes: Any, bars: list[tuple[str, Mapping[str, float]]]) -> None:

@@ -82,9 +82,9 @@ class Stage:
         ``bytes``: all; ``host``: those in the host's memory; ``gpu``: those on the GPU; ``peak``:
         those on the GPU while the optimizer steps.
         """
-        held = [one for part in self.parts for one in part.components.values()]
-        every, host = sum(one.bytes for one in held), sum(one.host for one in held)
-        top = sum(one.bytes for part in self.parts for one in part.at_step.values())
+        held = [component for part in self.parts for component in part.components.values()]
+        every, host = sum(size.bytes for size in held), sum(size.host for size in held)
+        top = sum(size.bytes for part in self.parts for size in part.at_step.values())
         return {"bytes": every, "host": host, "gpu": every - host, "peak": every - host + top}
 
 
@@ -173,14 +173,14 @@ def unknown_keys(
             subject,
             key.format(name),
             f"{whose} has no {name!r}",
-            f"{_asked(name, known)} Correct the key, or leave it out.".strip(),
+            f"{_suggest(name, known)} Correct the key, or leave it out.".strip(),
         )
         for name in written
         if known and name not in known
     ]
 
 
-def _asked(name: str, known: Collection[str]) -> str:
+def _suggest(name: str, known: Collection[str]) -> str:
     text = meant(name, known)
     return text[:1].upper() + text[1:]
 
@@ -248,13 +248,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as dicts, lists, strings and numbers."""
-        found = asdict(self)
-        for model, one in zip(found["models"], self.models, strict=True):
+        told = asdict(self)
+        for model, plan in zip(told["models"], self.models, strict=True):
             for side in ("before", "after"):
-                stages: tuple[Stage, ...] = getattr(one, side)
+                stages: tuple[Stage, ...] = getattr(plan, side)
                 for shown, stage in zip(model[side], stages, strict=True):
                     shown["totals"] = stage.totals
-        return found
+        return told
 
     def peak(self, side: str = "after") -> int:
         """The most bytes that a GPU holds: one model steps, the others on it keep ``stays``."""
@@ -262,5 +262,5 @@ class Plan:
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))
             others = (one for one in self.models if one is not model and one.place == model.place)
-            most = max(most, top + sum(one.stays.get(side, 0) for one in others))
+            most = max(most, top + sum(other.stays.get(side, 0) for other in others))
         return most

@@ -141,7 +141,7 @@ def _list_assumptions(request: Request, rules: Rules) -> list[str]:
 
 def _unique(problems: Iterable[Problem]) -> list[Problem]:
     """Each problem once, from the first model that has it."""
-    found: dict[tuple[str, str, str], Problem] = {}
-    for one in problems:
-        found.setdefault((one.code, one.key, one.message), one)
-    return list(found.values())
+    unique: dict[tuple[str, str, str], Problem] = {}
+    for problem in problems:
+        unique.setdefault((problem.code, problem.key, problem.message), problem)
+    return list(unique.values())

@@ -43,24 +43,30 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
     """
     last: Request | None = None
     for variants in _candidates(job, request, rules):
-        changed = replace(request, models=tuple(one.model for one in variants))
+        changed = replace(request, models=tuple(variant.model for variant in variants))
         plan = make(job, changed, rules)
         if plan.problems:
             continue
         last = changed
         if plan.peak() <= memory:
-            gives_up = "; ".join(dict.fromkeys(one.gives_up for one in variants if one.gives_up))
-            lines = tuple(dict.fromkeys(line for one in variants for line in one.lines))
+            gives_up = "; ".join(
+                dict.fromkeys(variant.gives_up for variant in variants if variant.gives_up)
+            )
+            lines = tuple(dict.fromkeys(line for variant in variants for line in variant.lines))
             return Found(gives_up, lines, plan, fewest(job, changed, rules, memory))
     return Found("", (), None, fewest(job, last or request, rules, memory))
 
 
 def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[Variant]]:
     """The unchanged models, then combinations of their variants, the cheapest last."""
-    choices = [[Variant("", (), one), *_order_variants(one, job, rules)] for one in request.models]
-    ranks = [range(len(one)) for one in choices]
-    for numbers in sorted(product(*ranks), key=lambda one: (max(one, default=0), sum(one))):
-        yield [one[number] for one, number in zip(choices, numbers, strict=True)]
+    choices = [
+        [Variant("", (), model), *_order_variants(model, job, rules)] for model in request.models
+    ]
+    ranks = [range(len(choice)) for choice in choices]
+    for numbers in sorted(
+        product(*ranks), key=lambda numbers_of: (max(numbers_of, default=0), sum(numbers_of))
+    ):
+        yield [options[number] for options, number in zip(choices, numbers, strict=True)]
 
 
 def _order_variants(model: Plannable, job: Job, rules: Rules) -> Sequence[Variant]:
@@ -78,7 +84,8 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
 
     def fits(world: int) -> bool:
         models = tuple(
-            one.on(world) if one.place == request.models[0].place else one for one in request.models
+            model.on(world) if model.place == request.models[0].place else model
+            for model in request.models
         )
         plan = make(job, replace(request, models=models, world_size=world), rules)
         return not plan.problems and len(plan.models) == len(models) and plan.peak() <= memory
@@ -94,26 +101,28 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
         world //= 2
     # Half of this number does not fit, but a multiple of the groups in between may.
     step = max(world // 16, 1)
-    smaller = [one for one in range(world // 2 + 1, world) if one % step == 0 and fits(one)]
+    smaller = [
+        number for number in range(world // 2 + 1, world) if number % step == 0 and fits(number)
+    ]
     return min(smaller, default=world)
 
 
-def render(found: Found, memory: float, request: Request) -> str:
+def render(searched: Found, memory: float, request: Request) -> str:
     """What a search found, as text."""
     gigabytes = memory / (1 << 30)
-    if found.plan is None:
+    if searched.plan is None:
         lines = [
             f"search: no precision settings that are legal here fit {request.world_size} GPUs of "
             f"{gigabytes:g} GB"
         ]
-    elif not found.lines:
+    elif not searched.lines:
         lines = [f"search: it fits {gigabytes:g} GB as it is"]
     else:
         lines = [
             f"search: it fits {gigabytes:g} GB with these lines",
-            *(f"    {line}" for line in found.lines),
-            *fold(f"which give up {found.gives_up}"),
+            *(f"    {line}" for line in searched.lines),
+            *fold(f"which give up {searched.gives_up}"),
         ]
-    if found.fewest is not None:
-        lines.append(f"  the smallest number of GPUs found: {found.fewest}")
+    if searched.fewest is not None:
+        lines.append(f"  the smallest number of GPUs found: {searched.fewest}")
     return "\n".join(lines)

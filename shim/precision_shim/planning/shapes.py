@@ -70,13 +70,13 @@ class Model:
     @property
     def parameters(self) -> int:
         """Number of all parameters."""
-        return sum(one.numel for one in self.weights)
+        return sum(weight.numel for weight in self.weights)
 
     def number(self, *keys: str) -> int:
         """The first of these keys of the config that holds a number other than 0, else 0."""
         for key in keys:
-            if found := _whole(self.config.get(key)):
-                return found
+            if count := _whole(self.config.get(key)):
+                return count
         return 0
 
     @property
@@ -99,20 +99,20 @@ def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> M
     if overrides:
         return from_config({**whole, **overrides}, str(directory / "config.json"))
     config = text_config(whole)
-    found = list(_headers(directory)) if _is_whole(directory) else []
-    if not found or any(_PACKED.search(one.name) for one in found):
+    headers = list(_headers(directory)) if _is_whole(directory) else []
+    if not headers or any(_PACKED.search(header.name) for header in headers):
         return from_config(whole, str(directory / "config.json"))
     # Where the config lacks the key, the files show it: a tied model has no output layer in them.
-    without = not any(_OUTPUT.search(one.name) for one in found)
+    without = not any(_OUTPUT.search(header.name) for header in headers)
     tied = bool(config.get("tie_word_embeddings", without))
-    several = len({one.name for one in found}) > 1
+    several = len({header.name for header in headers}) > 1
     layers = config.get("num_hidden_layers")
     weights = tuple(
-        one
-        for one in found
-        if not _NO_PARAMETER.search(one.name)
-        and not (tied and one.name.endswith("lm_head.weight") and several)
-        and not _predicts_further(one.name, layers)
+        header
+        for header in headers
+        if not _NO_PARAMETER.search(header.name)
+        and not (tied and header.name.endswith("lm_head.weight") and several)
+        and not _predicts_further(header.name, layers)
     )
     return Model(weights, config, f"safetensors headers in {directory}", tied)
 
@@ -130,8 +130,8 @@ def _is_whole(directory: Path) -> bool:
 
 def _predicts_further(name: str, layers: object) -> bool:
     """Whether a parameter is of a multi-token prediction head, which transformers drops."""
-    found = _LAYER.search(name)
-    behind = found is not None and isinstance(layers, int) and int(found.group(1)) >= layers > 0
+    match = _LAYER.search(name)
+    behind = match is not None and isinstance(layers, int) and int(match.group(1)) >= layers > 0
     return behind or bool(_FURTHER.search(name))
 
 
@@ -146,7 +146,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(
             f"{path}: cannot be read ({error.strerror or error}); expected a model's config. Name "
@@ -154,9 +154,9 @@ def _json(path: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise PlanError(f"{path}: is no JSON: {error}. Repair it or fetch it again.") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise PlanError(f"{path}: expected a JSON object. Repair it or fetch it again.")
-    return found
+    return content
 
 
 # -- safetensors -----------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     try:
         entries, _ = read_header(path)
         for name, entry in entries.items():
-            yield name, tuple(int(one) for one in entry["shape"])
+            yield name, tuple(int(length) for length in entry["shape"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(
             f"{path}: is no safetensors file: {error}; expected its header of names and shapes. "
@@ -228,7 +228,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Model:
         _with_experts(config, few) if few < experts else dict(config), where
     )
     if few < experts:
-        weights = [_repeat(one, few, experts) for one in weights]
+        weights = [_repeat(weight, few, experts) for weight in weights]
     return Model(tuple(weights), text, f"{where}, built on the meta device", tied)
 
 

@@ -21,14 +21,14 @@ def render(plan: Plan, memory: float | None = None) -> str:
         memory: memory of a GPU, in GB of 2^30 bytes; ``None``: no comparison with it.
     """
     blocks = ["\n".join(_head(plan))]
-    blocks += ["\n".join(_model(one, memory)) for one in plan.models]
+    blocks += ["\n".join(_model(model, memory)) for model in plan.models]
     if len(plan.models) > 1:
         blocks.append("\n".join(_together(plan, memory)))
     if plan.problems:
         lines = ["illegal"]
-        for one in plan.problems:
-            subject = f"{one.subject}: " if one.subject else ""
-            lines += fold(f"{subject}{one.key}: {one.message}. {one.remedy}".strip())
+        for problem in plan.problems:
+            subject = f"{problem.subject}: " if problem.subject else ""
+            lines += fold(f"{subject}{problem.key}: {problem.message}. {problem.remedy}".strip())
         blocks.append("\n".join(lines))
     if plan.notes:
         blocks.append("\n".join(line for note in plan.notes for line in fold(f"note: {note}")))
@@ -48,7 +48,7 @@ def _head(plan: Plan) -> list[str]:
 
 def _together(plan: Plan, memory: float | None) -> list[str]:
     words = [f"{side} {gigabytes(plan.peak(key))}" for side, key in _SIDES]
-    apart = len({one.place for one in plan.models}) > 1
+    apart = len({model.place for model in plan.models}) > 1
     where = " on the same GPUs" if apart else ""
     lines = fold(
         f"at most at a time, one model at its step and of the others{where} what stays: "
@@ -69,14 +69,14 @@ def gigabytes(number: int) -> str:
     return f"{number / GB:.2f}"
 
 
-def parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list[str]:
+def list_parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list[str]:
     """Notes on what a framework moves to the host's memory between the phases of a step.
 
     Args:
         stages: the pipeline stages.
         by_key: for each key of the config, the components that it moves.
     """
-    found = []
+    lines = []
     for key, components in by_key.items():
         sums = [dict.fromkeys(components, 0) for _ in stages]
         for stage, counts in zip(stages, sums, strict=True):
@@ -87,12 +87,12 @@ def parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list
         most = max(sums, key=lambda one: sum(one.values()))
         moved = [name for name in components if most[name]]
         if moved:
-            found.append(
+            lines.append(
                 f"{key}: between the phases of a step the host holds "
                 f"{gigabytes(sum(most.values()))} GB for each GPU ({', '.join(moved)}), beside "
                 "what else it has to"
             )
-    return found
+    return lines
 
 
 def _model(model: ModelPlan, memory: float | None) -> list[str]:
@@ -107,14 +107,14 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
         rows += _stage(numbers, before, after, len(model.after), memory)
     lines += _table(rows)
     sent = {
-        side: ", ".join(f"{kind} {gigabytes(number)}" for kind, number in one.items())
-        for side, one in model.traffic.items()
+        side: ", ".join(f"{kind} {gigabytes(number)}" for kind, number in traffic.items())
+        for side, traffic in model.traffic.items()
     }
-    if any(number for one in model.traffic.values() for number in one.values()):
+    if any(number for traffic in model.traffic.values() for number in traffic.values()):
         words = f"without the shim: {sent['before']}; with it: {sent['after']}"
         lines += fold(f"GB that a GPU sends in a step: {words}")
-    for one in model.decisions:
-        lines += fold(f"{one.feature}: {one.chosen} ({one.because})")
+    for decision in model.decisions:
+        lines += fold(f"{decision.feature}: {decision.chosen} ({decision.because})")
     for note in model.notes:
         lines += fold(f"note: {note}")
     return lines
@@ -122,11 +122,11 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
 
 def group_stages(model: ModelPlan) -> list[tuple[list[int], Stage, Stage]]:
     """Group the pipeline stages whose tables are equal; the first stage stands for its group."""
-    found: dict[str, tuple[list[int], Stage, Stage]] = {}
+    groups: dict[str, tuple[list[int], Stage, Stage]] = {}
     for before, after in zip(model.before, model.after, strict=True):
         shown = str(_stage([], before, after, 1, None))
-        found.setdefault(shown, ([], before, after))[0].append(before.stage)
-    return list(found.values())
+        groups.setdefault(shown, ([], before, after))[0].append(before.stage)
+    return list(groups.values())
 
 
 def _stage(
@@ -135,8 +135,8 @@ def _stage(
     rows: list[Sequence[str]] = []
     if stages > 1:
         rows.append((f"stage {spans(numbers)}", "", "", "", ""))
-    for one, other in zip(before.parts, after.parts, strict=True):
-        rows += _part(one, other)
+    for part, other in zip(before.parts, after.parts, strict=True):
+        rows += _part(part, other)
     first, second = before.totals, after.totals
     rows.append(("together", "", gigabytes(first["gpu"]), "", gigabytes(second["gpu"])))
     if first["peak"] > first["gpu"] or second["peak"] > second["gpu"]:
@@ -146,7 +146,7 @@ def _stage(
         host = (gigabytes(first["host"]), gigabytes(second["host"]))
         rows.append(("in the host's memory", "", host[0], "", host[1]))
     if memory is not None:
-        words = [_format_left(memory - one["peak"] / GB) for one in (first, second)]
+        words = [_format_left(memory - side["peak"] / GB) for side in (first, second)]
         rows.append((f"left of {memory:g}", "", words[0], "", words[1]))
     return rows
 
@@ -159,10 +159,10 @@ def _part(before: Part, after: Part) -> list[Sequence[str]]:
         if not any(sides):
             continue
         cells = []
-        for one in sides:
-            cells += ["+".join(one.dtypes) if one else "-"]
-            cells += [gigabytes(one.bytes - one.host) if one else "0.00"]
-        shared = any(one is not None and one.sharded for one in sides)
+        for side in sides:
+            cells += ["+".join(side.dtypes) if side else "-"]
+            cells += [gigabytes(side.bytes - side.host) if side else "0.00"]
+        shared = any(side is not None and side.sharded for side in sides)
         share = f" / {before.data_parallel_size}" if shared else ""
         rows.append((f"{name}{component}{share}", *cells))
     return rows
@@ -170,13 +170,13 @@ def _part(before: Part, after: Part) -> list[Sequence[str]]:
 
 def spans(numbers: Sequence[int]) -> str:
     """Numbers in a few characters: ``0, 2-14``."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
         else:
-            found.append([number])
-    return ", ".join(f"{one[0]}-{one[-1]}" if len(one) > 1 else str(one[0]) for one in found)
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _table(rows: Iterable[Sequence[str]]) -> list[str]:

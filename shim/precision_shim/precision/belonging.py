@@ -62,32 +62,34 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
     These are the ranks' own files and the files of torch's distributed checkpoint, in the directory
     and its direct subdirectories.
     """
-    found = {}
-    for entry in sorted(os.scandir(directory), key=lambda one: one.name):
-        inside = sorted(os.scandir(entry), key=lambda one: one.name) if entry.is_dir() else [entry]
-        for one in inside:
-            if _BOUND.fullmatch(one.name) and one.is_file():
-                found[os.path.relpath(one.path, directory).replace(os.sep, "/")] = one.path
-    return found
+    files = {}
+    for entry in sorted(os.scandir(directory), key=lambda item: item.name):
+        inside = (
+            sorted(os.scandir(entry), key=lambda item: item.name) if entry.is_dir() else [entry]
+        )
+        for file in inside:
+            if _BOUND.fullmatch(file.name) and file.is_file():
+                files[os.path.relpath(file.path, directory).replace(os.sep, "/")] = file.path
+    return files
 
 
-def foreign(bound: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
     """The files that prove a record to be of another save: changed files, and unrecorded ones.
 
     A missing file proves nothing: users copy weights without optimizer states, and delete states.
 
     Args:
         bound: the fingerprints in the record.
-        found: the fingerprints of the files that exist.
+        prints: the fingerprints of the files that exist.
     """
-    return sorted(name for name, one in found.items() if bound.get(name) != one)
+    return sorted(name for name, print_ in prints.items() if bound.get(name) != print_)
 
 
 def are_fingerprints(value: object) -> bool:
     """Whether a record's value has the form of ``fingerprints``: file name to fingerprint."""
     return isinstance(value, Mapping) and all(
-        isinstance(name, str) and isinstance(one, str) and _FINGERPRINT.fullmatch(one)
-        for name, one in value.items()
+        isinstance(name, str) and isinstance(text, str) and _FINGERPRINT.fullmatch(text)
+        for name, text in value.items()
     )
 
 
@@ -106,5 +108,5 @@ def _members(file: BinaryIO) -> Iterator[str]:
             members = archive.infolist()
     except Exception:  # zipfile may raise anything for a damaged file or no zip
         return
-    for one in members:
-        yield f"{one.filename}\0{one.file_size}\0{one.CRC}\n"
+    for member in members:
+        yield f"{member.filename}\0{member.file_size}\0{member.CRC}\n"

@@ -61,5 +61,5 @@ def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
     A seam that its adapter declares as a refusal does not count: it refuses only when it is used.
     """
     return frozenset(
-        (one.feature, one.group) for one in seams if one.state == "refused" and not one.refusal
+        (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal
     )

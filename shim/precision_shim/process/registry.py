@@ -33,17 +33,17 @@ def entries(*, third_party: bool = True) -> "dict[str, Framework]":
     """All known frameworks by name; an entry point cannot replace one of ours."""
     from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
 
-    found = {one.framework: one for one in FRAMEWORKS}
+    known = {framework.framework: framework for framework in FRAMEWORKS}
     if third_party:
         from importlib.metadata import entry_points
 
         for point in entry_points(group=ENTRY_POINTS):
             name = point.name.strip().lower()
             package = name.replace("-", "_")
-            found.setdefault(
+            known.setdefault(
                 name, Framework(name, name, (package,), point.value, effects=MEGATRON_EFFECTS)
             )
-    return found
+    return known
 
 
 _said: "dict[tuple[str, ...], dict[str, Framework]]" = {}
@@ -65,9 +65,9 @@ def records(*, third_party: bool = True) -> "dict[str, Framework]":
     path = tuple(sys.path)
     theirs = _said.get(path)
     if theirs is None:
-        theirs = {name: one for name, one in entries().items() if name not in ours}
-        said = {name: _as_said(one) for name, one in theirs.items()}
-        theirs = {name: said[name] or one for name, one in theirs.items()}
+        theirs = {name: declared for name, declared in entries().items() if name not in ours}
+        said = {name: _as_said(declared) for name, declared in theirs.items()}
+        theirs = {name: said[name] or declared for name, declared in theirs.items()}
         if all(said.values()):  # one that failed may load later: its framework was half imported
             _said.clear()
             _said[path] = theirs
@@ -87,14 +87,19 @@ def packages() -> "set[str]":
     """The packages whose import wakes an adapter of ours, even if no framework was named."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
-    return {package for one in FRAMEWORKS if not one.by_name for package in one.packages}
+    return {
+        package
+        for framework in FRAMEWORKS
+        if not framework.by_name
+        for package in framework.packages
+    }
 
 
 def by_name() -> "set[str]":
     """The frameworks of ours that only their names ask for."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
-    return {one.framework for one in FRAMEWORKS if one.by_name}
+    return {framework.framework for framework in FRAMEWORKS if framework.by_name}
 
 
 def backends() -> "tuple[Backend, ...]":
@@ -106,29 +111,36 @@ def backends() -> "tuple[Backend, ...]":
 
 def shared() -> "dict[str, str]":
     """The backends' packages that contain seams, to the names of their distributions."""
-    return {package: name for one in backends() for package, name in one.shared.items()}
+    return {package: name for backend in backends() for package, name in backend.shared.items()}
 
 
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
     """Package of an optimizer's class to the ``"module:function"`` that reads such optimizers."""
     theirs = records().values() if third_party else ()
-    told = [*(one.audit_readers for one in theirs), *(one.audit_readers for one in backends())]
-    return {package: place for one in told for package, place in one.items()}
+    told = [
+        *(adapter.audit_readers for adapter in theirs),
+        *(backend.audit_readers for backend in backends()),
+    ]
+    return {package: place for readers in told for package, place in readers.items()}
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
     """Kind of a checkpoint's files to the ``"module:function"`` that sorts their tensors."""
-    told = [one.checkpoint_readers for one in backends()]
+    told = [backend.checkpoint_readers for backend in backends()]
     whose = records().get(framework)
     if whose is not None:
         told.append(whose.checkpoint_readers)
-    return {kind: place for one in told for kind, place in one.items()}
+    return {kind: place for readers in told for kind, place in readers.items()}
 
 
 def checkpoints(*, third_party: bool = True) -> "dict[str, Checkpoints]":
     """Framework name to its ``Checkpoints``, for each framework that has such a record."""
     known = records(third_party=third_party)
-    return {name: one.checkpoints for name, one in known.items() if one.checkpoints is not None}
+    return {
+        name: framework.checkpoints
+        for name, framework in known.items()
+        if framework.checkpoints is not None
+    }
 
 
 def symbols_file() -> "Path":

@@ -186,7 +186,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
     known = [
         f"{PREFIX}_FEATURES",
         f"{PREFIX}_FRAMEWORKS",
-        *(one.variable for one in TABLE.values()),
+        *(setting.variable for setting in TABLE.values()),
     ]
     unknown = sorted(
         name for name in environ if name.startswith(f"{PREFIX}_") and name not in known
@@ -207,8 +207,8 @@ def _nearest(name: str, known: Iterable[str]) -> list[str]:
     # Compare without the common prefix, which would make any two names look alike.
     rest = {one.removeprefix(f"{PREFIX}_"): one for one in known}
     word = name.removeprefix(f"{PREFIX}_")
-    begun = [one for one in rest if word and one.startswith(word)]
-    return [rest[one] for one in (get_close_matches(word, rest, n=1) or begun)[:1]]
+    begun = [begins for begins in rest if word and begins.startswith(word)]
+    return [rest[match] for match in (get_close_matches(word, rest, n=1) or begun)[:1]]
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:

@@ -35,7 +35,7 @@ def version_of(distribution: str, packages: Iterable[str]) -> str | None:
             continue
         if spec is None:
             continue
-        folders = [Path(one).resolve() for one in spec.submodule_search_locations or ()]
+        folders = [Path(location).resolve() for location in spec.submodule_search_locations or ()]
         if known is not None:
             own = Path(str(known.locate_file(package.replace(".", "/")))).resolve()
             if own in folders or not folders:
@@ -47,8 +47,8 @@ def version_of(distribution: str, packages: Iterable[str]) -> str | None:
 
 def describe(adapter: Adapter) -> str:
     """A framework's name and version, for messages."""
-    found = version_of(adapter.distribution, adapter.packages)
-    return f"{adapter.framework} {found or '(not installed)'}"
+    version = version_of(adapter.distribution, adapter.packages)
+    return f"{adapter.framework} {version or '(not installed)'}"
 
 
 def judge_version(

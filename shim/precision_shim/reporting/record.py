@@ -131,16 +131,16 @@ class Status:
             "settings": dict(self.settings),
             "frameworks": {
                 name: {
-                    "version": one.version,
-                    "state": one.state,
-                    "reason": one.reason,
-                    "seams": [seam.to_dict() for seam in one.seams],
+                    "version": framework.version,
+                    "state": framework.state,
+                    "reason": framework.reason,
+                    "seams": [seam.to_dict() for seam in framework.seams],
                 }
-                for name, one in self.frameworks.items()
+                for name, framework in self.frameworks.items()
             },
             "decisions": [asdict(decision) for decision in self.decisions],
             "notes": list(self.notes),
-            "audit": [one.to_dict() for one in self.audit],
+            "audit": [audit.to_dict() for audit in self.audit],
         }
 
     def details(self) -> str:

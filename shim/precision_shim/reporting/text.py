@@ -48,22 +48,22 @@ def screen(status: Status) -> str:
     given = {name: status.settings[name] for name in status.given if name in status.settings}
     if status.enabled and given:
         lines += fold("set: " + ", ".join(f"{k}={v}" for k, v in given.items()), 0, 2)
-    absent = [name for name, one in status.frameworks.items() if one.state == "absent"]
-    off = [name for name, one in status.frameworks.items() if one.state == "off"]
-    for name, one in status.frameworks.items():
-        if one.state not in ("absent", "off"):
-            lines += ["", *framework(name, one, status.features)]
+    absent = [name for name, told in status.frameworks.items() if told.state == "absent"]
+    off = [name for name, told in status.frameworks.items() if told.state == "off"]
+    for name, told in status.frameworks.items():
+        if told.state not in ("absent", "off"):
+            lines += ["", *framework(name, told, status.features)]
     if absent or off:
         lines.append("")
         lines += fold(f"not installed: {', '.join(absent)}", 0, 2) if absent else []
         lines += fold(f"not asked for: {', '.join(off)}", 0, 2) if off else []
 
     if status.audit:
-        audits = [fold(f"{one.headline}: {one.brief()}", 2, 4) for one in status.audit]
+        audits = [fold(f"{audit.headline}: {audit.brief()}", 2, 4) for audit in status.audit]
         lines += ["", "audit", *_fit(audits, _AUDITS)]
 
     wrong = [fold(text, 2, 4) for text in _problems(status)]
-    decided = [fold(str(one), 2, 4) for one in status.decisions]
+    decided = [fold(str(decision), 2, 4) for decision in status.decisions]
     room = SCREEN - len(lines)
     for_decisions = _length(decided) + 2 if decided else 0
     for_problems = _length(wrong) + 2 if wrong else 0
@@ -86,10 +86,10 @@ def table(status: Status) -> str:
             for name, value in status.settings.items()
         )
         lines += fold(f"settings: {', '.join(settings)}", 0, 2)
-    for name, one in status.frameworks.items():
-        lines += ["", *fold(headline(name, one), 0, 2)]
-        lines += fold(one.reason, 2, 2)
-        lines += seams(one.seams)
+    for name, told in status.frameworks.items():
+        lines += ["", *fold(headline(name, told), 0, 2)]
+        lines += fold(told.reason, 2, 2)
+        lines += seams(told.seams)
     if status.decisions:
         lines += ["", "decisions"]
         for decision in status.decisions:
@@ -104,63 +104,69 @@ def table(status: Status) -> str:
 # -- a framework ------------------------------------------------------------------------------
 
 
-def headline(name: str, one: FrameworkStatus, *, ahead: bool = False) -> str:
+def headline(name: str, status: FrameworkStatus, *, ahead: bool = False) -> str:
     """Name, version and verdict."""
-    tested = {True: ", tested", False: ", not tested", None: ""}[one.tested]
-    return f"{name} {one.version or ''}".rstrip() + f"{tested}: {_verdict(one, ahead)}"
+    tested = {True: ", tested", False: ", not tested", None: ""}[status.tested]
+    return f"{name} {status.version or ''}".rstrip() + f"{tested}: {_verdict(status, ahead)}"
 
 
-def _verdict(one: FrameworkStatus, ahead: bool) -> str:
-    broken = any(seam.state == "refused" and not seam.refusal for seam in one.seams)
-    if one.state == "wrapped":
+def _verdict(status: FrameworkStatus, ahead: bool) -> str:
+    broken = any(seam.state == "refused" and not seam.refusal for seam in status.seams)
+    if status.state == "wrapped":
         return "in force, but refused in part" if broken else "in force"
-    if one.state == "pending":
+    if status.state == "pending":
         if ahead:
             return "can be patched"
         return (
             "imported; waits for modules that it has not imported yet"
-            if one.seams
+            if status.seams
             else ("waits for its import")
         )
-    if one.state == "refused" and ahead and any(seam.state == "pending" for seam in one.seams):
+    if (
+        status.state == "refused"
+        and ahead
+        and any(seam.state == "pending" for seam in status.seams)
+    ):
         return "can be patched in part"
     return {
-        "absent": "nothing of what the shim patches is here" if one.seams else "not installed",
+        "absent": "nothing of what the shim patches is here" if status.seams else "not installed",
         "native": "does all of it itself",
         "off": "not asked for",
-    }.get(one.state, one.state)
+    }.get(status.state, status.state)
 
 
 def framework(
-    name: str, one: FrameworkStatus, features: Iterable[str], *, ahead: bool = False
+    name: str, status: FrameworkStatus, features: Iterable[str], *, ahead: bool = False
 ) -> list[str]:
     """A framework's lines on the screen: the verdict, and one line per feature.
 
     Args:
         name: the framework's name.
-        one: its state.
+        status: its state.
         features: the features asked for; the other features share one line.
         ahead: whether the states are a forecast, as the doctor's are.
     """
-    lines = fold(headline(name, one, ahead=ahead), 0, 2)
-    if one.reason and not (one.state == "refused" and not one.seams):  # else listed as a problem
-        lines += fold(one.reason, 2, 4)
+    lines = fold(headline(name, status, ahead=ahead), 0, 2)
+    if status.reason and not (
+        status.state == "refused" and not status.seams
+    ):  # else listed as a problem
+        lines += fold(status.reason, 2, 4)
     asked = set(features)
-    known = {seam.feature for seam in one.seams}
+    known = {seam.feature for seam in status.seams}
     for feature in (*(f for f in FEATURES if f in known), *sorted(known - set(FEATURES))):
-        if feature in asked or any(s.state != "off" for s in one.seams if s.feature == feature):
-            text = _feature(name, [s for s in one.seams if s.feature == feature], ahead)
+        if feature in asked or any(s.state != "off" for s in status.seams if s.feature == feature):
+            text = _feature(name, [s for s in status.seams if s.feature == feature], ahead)
             lines += fold(f"{feature:<{_COLUMN - 3}} {text}", 2, _COLUMN)
         else:
             known.discard(feature)
-    left_out = [f for f in FEATURES if f in {s.feature for s in one.seams} - known]
+    left_out = [f for f in FEATURES if f in {s.feature for s in status.seams} - known]
     return lines + (fold(f"not asked for: {', '.join(left_out)}", 2, 4) if left_out else [])
 
 
-def _feature(name: str, found: Sequence[SeamStatus], ahead: bool) -> str:
+def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
     """On which paths a feature is in force, waits, is native or is refused."""
     states: dict[str, list[str]] = {}
-    for seam in found:
+    for seam in seams:
         states.setdefault(seam.path, []).append(_state(seam))
     verdicts = {path: _together(several) for path, several in states.items()}
     main = {path: verdict for path, verdict in verdicts.items() if not path.endswith(")")}
@@ -172,17 +178,17 @@ def _feature(name: str, found: Sequence[SeamStatus], ahead: bool) -> str:
     words = _AHEAD if ahead else _WORDS
     parts = []
     for word in dict.fromkeys(words.values()):
-        paths = [path for path, one in shown.items() if words.get(one) == word]
+        paths = [path for path, shown_word in shown.items() if words.get(shown_word) == word]
         if paths:
             named = ", ".join(path for path in paths if path)
             parts.append(word.format(name=name) + (f": {named}" if named else ""))
     return "; ".join(parts) or "nothing of what it patches is here"
 
 
-def verdicts(found: Iterable[SeamStatus]) -> dict[tuple[str, str], str]:
+def verdicts(seams: Iterable[SeamStatus]) -> dict[tuple[str, str], str]:
     """One word for each feature and path."""
     states: dict[tuple[str, str], list[str]] = {}
-    for seam in found:
+    for seam in seams:
         states.setdefault((seam.feature, seam.path), []).append(_state(seam))
     return {both: _together(several) for both, several in states.items()}
 
@@ -203,18 +209,18 @@ def _together(states: Sequence[str]) -> str:
         return "native" if states.count("native") >= states.count("absent") else "absent"
     if "native" in states:
         return "partly" if "wrapped" in states else "partly pending"
-    return next((one for one in ("wrapped", "pending") if one in states), "absent")
+    return next((word for word in ("wrapped", "pending") if word in states), "absent")
 
 
-def refusals(name: str, found: Iterable[SeamStatus]) -> list[str]:
+def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     """Why seams were refused, each reason once, and what to do about it.
 
     Seams that an adapter declares as refusals are left out: they refuse when they are used.
     """
-    found = list(found)
+    seams = list(seams)
     subjects: dict[str, dict[tuple[str, str], None]] = {}
     features: dict[str, None] = {}
-    for seam in found:
+    for seam in seams:
         if seam.state == "refused" and not seam.refusal:
             # The engine joins several problems of one seam into one text: split it.
             for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
@@ -234,7 +240,7 @@ def refusals(name: str, found: Iterable[SeamStatus]) -> list[str]:
         texts.append(f"{name}: refused: {where}, because: {'; '.join(several)}")
     if features:
         out = ",".join(f"-{feature}" for feature in features)
-        at_work = {both[0] for both, verdict in verdicts(found).items() if verdict in AT_WORK}
+        at_work = {both[0] for both, verdict in verdicts(seams).items() if verdict in AT_WORK}
         going_on = [feature for feature in features if feature in at_work]
         if going_on:
             texts.append(
@@ -249,19 +255,19 @@ def refusals(name: str, found: Iterable[SeamStatus]) -> list[str]:
 
 
 def seams(
-    found: Sequence[SeamStatus], shown: Mapping[str, str] | None = None, indent: int = 2
+    known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None, indent: int = 2
 ) -> Iterator[str]:
     """The table of seams: state, target, path, reason, why, upstream link, when to delete it.
 
     Args:
-        found: the seams.
+        known: the seams.
         shown: state to the word to show for it; other states are shown by name.
         indent: indentation of the features' names.
     """
     words = shown or {}
-    for feature in dict.fromkeys(seam.feature for seam in found):
+    for feature in dict.fromkeys(seam.feature for seam in known):
         yield " " * indent + feature
-        for seam in found:
+        for seam in known:
             if seam.feature != feature:
                 continue
             state = words.get(seam.state, seam.state)
@@ -287,13 +293,13 @@ def _headline(status: Status) -> str:
 
 def _problems(status: Status) -> list[str]:
     texts = list(status.notes)
-    for name, one in status.frameworks.items():
-        if one.state == "refused" and not one.seams and one.reason:
-            texts.append(f"{name}: {one.reason}")
-        texts += refusals(name, one.seams)
+    for name, told in status.frameworks.items():
+        if told.state == "refused" and not told.seams and told.reason:
+            texts.append(f"{name}: {told.reason}")
+        texts += refusals(name, told.seams)
         texts += dict.fromkeys(
             f"{name}: {seam.target}: {seam.reason}"
-            for seam in one.seams
+            for seam in told.seams
             if seam.state == "wrapped" and seam.reason
         )
     return list(dict.fromkeys(texts))
@@ -302,15 +308,18 @@ def _problems(status: Status) -> list[str]:
 def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
     """All decisions if there is room; else the newest per subject and feature that fit."""
     kept: Sequence[Decision] = decisions
-    if _length(fold(str(one), 2, 4) for one in decisions) > room:
-        newest = {(one.framework, one.subject, one.feature): one for one in decisions}
-        kept = [one for one in decisions if newest.get(_key(one)) is one]
-    blocks = [fold(str(one), 2, 4) for one in kept]
+    if _length(fold(str(decision), 2, 4) for decision in decisions) > room:
+        newest = {
+            (decision.framework, decision.subject, decision.feature): decision
+            for decision in decisions
+        }
+        kept = [decision for decision in decisions if newest.get(_key(decision)) is decision]
+    blocks = [fold(str(told), 2, 4) for told in kept]
     return _fit(blocks[::-1], room, left_out=len(decisions) - len(kept), turn=True)
 
 
-def _key(one: Decision) -> tuple[str, str, str]:
-    return one.framework, one.subject, one.feature
+def _key(decision: Decision) -> tuple[str, str, str]:
+    return decision.framework, decision.subject, decision.feature
 
 
 def _fit(

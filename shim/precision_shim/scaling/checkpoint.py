@@ -127,10 +127,10 @@ def load(
     if files is not None and bound is None:
         unknown = ("it does not say which files it was written with: not held against them",)
     elif files is not None and bound is not None:
-        found, failure = _fingerprints_of_all(path, files, group)
+        prints, failure = _fingerprints_of_all(path, files, group)
         if failure:
             raise ScalerCheckpointError(failure)
-        others = foreign(bound, found or {})
+        others = foreign(bound, prints or {})
         if others:
             raise _of_another_save(str(path), others)
     return (*restore(scaler, record, str(path)), *unknown)
@@ -216,9 +216,9 @@ def _fingerprints_of_all(
     except OSError as error:
         failure = str(_unreadable(error, str(path)))
     every = _from_all((mine, failure), group)
-    failures = [one for _, one in every if one]
-    found = {name: one for of_rank, _ in every for name, one in of_rank.items()}
-    return found or None, failures[0] if failures else ""
+    failures = [failure_of_rank for _, failure_of_rank in every if failure_of_rank]
+    prints = {name: print_ for of_rank, _ in every for name, print_ in of_rank.items()}
+    return prints or None, failures[0] if failures else ""
 
 
 def _unreadable(error: OSError, where: str) -> ScalerCheckpointError:

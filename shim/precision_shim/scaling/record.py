@@ -107,9 +107,9 @@ class BoundWhenPickled(OrderedDict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         bound = OrderedDict(self)
         with contextlib.suppress(OSError):  # an unreadable file must not fail the framework's save
-            found = fingerprints(self._files)
-            if found:
-                bound["files"] = found
+            prints = fingerprints(self._files)
+            if prints:
+                bound["files"] = prints
                 bound["digest"] = digest_of(bound)
         return bound.__reduce_ex__(protocol)
 

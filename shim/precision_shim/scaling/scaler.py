@@ -120,15 +120,15 @@ class LossScaler(ShardedGradScaler):
         """
         if not self._enabled:
             return None
-        found = [
-            one
+        flags_found = [
+            flag
             for state in self._per_optimizer_states.values()
-            for one in state["found_inf_per_device"].values()
+            for flag in state["found_inf_per_device"].values()
         ]
-        if not found:
+        if not flags_found:
             return None
-        device = found[0].device
-        flags = [one.reshape(()).to(device, non_blocking=True) for one in found]
+        device = flags_found[0].device
+        flags = [flag.reshape(()).to(device, non_blocking=True) for flag in flags_found]
         return torch.stack(flags).sum() > 0
 
     def attach(self, loss: torch.Tensor) -> None:
@@ -196,9 +196,9 @@ class LossScaler(ShardedGradScaler):
 
     def _look(self, optimizer_state: Any) -> None:
         assert self._scale is not None
-        found = optimizer_state["found_inf_per_device"].values()
-        values = [self._scale, *(one.to(self._scale.device, non_blocking=True) for one in found)]
-        self._last_scale, *overflows = torch.cat([one.reshape(1) for one in values]).tolist()
+        flags = optimizer_state["found_inf_per_device"].values()
+        values = [self._scale, *(flag.to(self._scale.device, non_blocking=True) for flag in flags)]
+        self._last_scale, *overflows = torch.cat([value.reshape(1) for value in values]).tolist()
         self._overflow = any(overflows)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -218,8 +218,8 @@ class LossScaler(ShardedGradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """GradScaler's state, with ``min_scale``, below which the scale never falls."""
-        found: dict[str, Any] = super().state_dict()
-        return {**found, "min_scale": self._min_scale} if found else found
+        state: dict[str, Any] = super().state_dict()
+        return {**state, "min_scale": self._min_scale} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore scale, growth tracker and settings, as GradScaler does, and ``min_scale``.

@@ -117,14 +117,14 @@ class Call:
         return self._wrapped(*args, *unnamed, **rest, **self._twice)
 
     def _bound(self) -> dict[str, Any]:
-        found = self._arguments
-        if found is None:
-            found = self._arguments = dict(zip(self._names(), self._args, strict=False))
+        values = self._arguments
+        if values is None:
+            values = self._arguments = dict(zip(self._names(), self._args, strict=False))
             if self._kwargs:
-                if not found.keys().isdisjoint(self._kwargs):  # given twice: mostly an error
-                    self._twice = {k: v for k, v in self._kwargs.items() if k in found}
-                found.update((k, v) for k, v in self._kwargs.items() if k not in self._twice)
-        return found
+                if not values.keys().isdisjoint(self._kwargs):  # given twice: mostly an error
+                    self._twice = {k: v for k, v in self._kwargs.items() if k in values}
+                values.update((k, v) for k, v in self._kwargs.items() if k not in self._twice)
+        return values
 
     def _names(self) -> tuple[str, ...]:
         binding = self._binding
@@ -152,15 +152,17 @@ def prepare(
     reads = reads_of(function)
     bound = in_class and not isinstance(raw, staticmethod) and hasattr(raw, "__get__")
     # Read the function in a class's descriptor: a bound one lacks the instance parameter.
-    found = _signature(getattr(raw, "__func__", raw) if in_class else raw)
-    parameters = [one for one in found or () if one.kind in _NAMED]
-    positional = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
-    positional_only = sum(one.kind is one.POSITIONAL_ONLY for one in parameters)
-    names = {one.name for one in parameters}
-    kinds = {one.kind for one in found or ()}
+    signature = _signature(getattr(raw, "__func__", raw) if in_class else raw)
+    parameters = [given for given in signature or () if given.kind in _NAMED]
+    positional = [
+        parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    positional_only = sum(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    kinds = {given.kind for given in signature or ()}
     lacking = [name for name in reads if name not in names]
     hidden = inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds
-    if found is None or (hidden and lacking):
+    if signature is None or (hidden and lacking):
         starts_alike = list(source.positional[: len(positional)]) == positional
         if starts_alike or (len(positional) == int(bound)):
             positional = list(source.positional)
@@ -170,7 +172,7 @@ def prepare(
         if required:
             raise SeamError(f"{target} has no parameter {', '.join(map(repr, required))}")
     first = positional[0] if bound and positional else ""
-    own = {**source.defaults, **{one.name: one.default for one in parameters}}
+    own = {**source.defaults, **{parameter.name: parameter.default for parameter in parameters}}
     return Binding(
         target=target,
         positional=tuple(positional[1:] if first else positional),

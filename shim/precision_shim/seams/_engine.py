@@ -21,7 +21,7 @@ from ..process.finders import Watcher
 from ..process.forks import Lock, is_cut_off
 from ..reporting.record import SeamStatus
 from ._call import prepare, through
-from ._plan import Group, Missed, Row, check, nothing_missed, refusal, unchecked
+from ._plan import Group, Missed, Row, check, list_unchecked, nothing_missed, refusal
 from ._seam import Adapter, Seam
 from ._sites import Layer, Sites, locate
 from ._source import Symbol
@@ -86,7 +86,7 @@ class Engine:
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
-            rows = list(unchecked(adapter, self._features))
+            rows = list(list_unchecked(adapter, self._features))
             self._known[adapter.framework] = _Known(adapter, rows)
             self._effects[adapter.framework] = adapter.effects
             self._expect({row.seam.module for row in rows if row.state != "off"}, adapter.effects)
@@ -122,7 +122,7 @@ class Engine:
             with suppress(Exception):  # the thread that imports the module gets the error
                 __import__(module)
             with _lock:
-                if self._live and _loaded(module) is not None:
+                if self._live and _find_loaded(module) is not None:
                     self._on_arrival(module)
                     self._sites.reach_copies()
 
@@ -131,7 +131,7 @@ class Engine:
             modules = modules | {target.partition(":")[0] for target in effects}
         self._watcher.watch(modules)
         for module in modules:
-            if _loaded(module) is not None:
+            if _find_loaded(module) is not None:
                 self._on_arrival(module)
 
     def _on_import(self, module: str) -> None:
@@ -180,7 +180,7 @@ class Engine:
                 self._live
                 and row.state == "pending"
                 and row.group not in self._refused
-                and (row.seam.module == module or _loaded(row.seam.module) is not None)
+                and (row.seam.module == module or _find_loaded(row.seam.module) is not None)
             ):
                 self._apply(row, known.adapter)
 
@@ -294,13 +294,13 @@ class Engine:
             return (framework, feature, group) in self._refused
 
 
-def _loaded(module: str) -> Any:
-    found = sys.modules.get(module)
-    if found is None:
+def _find_loaded(module: str) -> Any:
+    loaded = sys.modules.get(module)
+    if loaded is None:
         return None
     # A module whose code still runs does not count: the watcher reports it when the code has run.
-    spec = getattr(found, "__spec__", None)
-    return None if getattr(spec, "_initializing", False) else found
+    spec = getattr(loaded, "__spec__", None)
+    return None if getattr(spec, "_initializing", False) else loaded
 
 
 def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
@@ -308,8 +308,8 @@ def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callab
     assert seam.wrapper is not None  # check() leaves no record of a native feature pending
     if seam.replaces:  # the symbol need not be callable: some frameworks build on objects
         return seam.wrapper
-    found = getattr(raw, "__func__", raw)
-    if not callable(found):
-        raise SeamError(f"{seam.target} is not callable: {found!r}")
+    function = getattr(raw, "__func__", raw)
+    if not callable(function):
+        raise SeamError(f"{seam.target} is not callable: {function!r}")
     source = symbol if symbol is not None else Symbol(seam.target)
     return through(seam.wrapper, prepare(seam.wrapper, seam.target, raw, in_class, source))

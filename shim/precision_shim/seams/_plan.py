@@ -77,7 +77,7 @@ class Plan:
         )
 
 
-def unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
+def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
     """The rows of this version's seams before the check, each ``pending`` or ``off``.
 
     Of the source it reads only what seams name in ``only_if`` and ``unless``.
@@ -85,12 +85,12 @@ def unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
     on, there = frozenset(features), cache(_is_there)
     return tuple(
         Row(
-            (adapter.framework, one.feature, one.group),
-            one,
-            "pending" if one.feature in on else "off",
+            (adapter.framework, seam.feature, seam.group),
+            seam,
+            "pending" if seam.feature in on else "off",
         )
-        for one in adapter.seams
-        if all(map(there, one.only_if)) and not any(map(there, one.unless))
+        for seam in adapter.seams
+        if all(map(there, seam.only_if)) and not any(map(there, seam.unless))
     )
 
 
@@ -128,7 +128,7 @@ def check(
         missed: asked about seams that are optional or conditional and whose symbol is not here.
     """
     had = missed(adapter)
-    rows = unchecked(adapter, features)
+    rows = list_unchecked(adapter, features)
     rows += tuple(_find_moved(adapter, features, rows, had))
     problems: dict[Group, list[str]] = {}
     for row in rows:
@@ -136,7 +136,7 @@ def check(
         if problem:
             problems.setdefault(row.group, []).append(problem)
     _refuse_halves(rows, problems, had)
-    refused = {group: tuple(found) for group, found in problems.items()}
+    refused = {group: tuple(told) for group, told in problems.items()}
     for row in rows:
         missing_half = row.state == "absent" and row.reason in refused.get(row.group, ())
         if (row.state == "pending" and row.group in refused) or missing_half:
@@ -219,7 +219,7 @@ def missing(seam: Seam, symbol: Symbol) -> str:
     """What a seam needs of its symbol and the source lacks, in words; ``""`` for nothing."""
     if symbol.kind and not seam.fits(symbol.kind):
         return f"{seam.target} is a {symbol.kind}, and {seam.name} is written for what is none"
-    lacking = [one for one in seam.parameters if one not in symbol.parameters]
+    lacking = [parameter for parameter in seam.parameters if parameter not in symbol.parameters]
     if lacking:
         return f"{seam.target} has no parameter {', '.join(map(repr, lacking))}"
     lacking = [one for one in seam.relies_on if one not in symbol.names]

@@ -113,9 +113,11 @@ class Seam(_Fields):
                     "'module', 'module:attribute' and 'module:attribute mentions name'. Correct "
                     "it in the function's seam(...)."
                 )
-        for one in (self.wrapper, self.native):
-            if one is not None and not callable(one):
-                raise SeamError(f"{self.target}: {one!r} is no function; allowed: the function.")
+        for function in (self.wrapper, self.native):
+            if function is not None and not callable(function):
+                raise SeamError(
+                    f"{self.target}: {function!r} is no function; allowed: the function."
+                )
         if self.wrapper is None and self.native is None:
             raise SeamError(
                 f"{self.name}: a record without a wrapper says that the framework does "
@@ -222,10 +224,10 @@ class Adapter:
             SeamError: a seam's feature is unknown; the message names its function.
         """
         allowed = tuple(features)
-        for one in self.seams:
-            if one.feature not in allowed:
+        for seam in self.seams:
+            if seam.feature not in allowed:
                 raise SeamError(
-                    f"{self.framework}: {one.name} is declared for the feature {one.feature!r}; "
+                    f"{self.framework}: {seam.name} is declared for the feature {seam.feature!r}; "
                     f"allowed: {', '.join(allowed)}. Correct the function's seam(...)."
                 )
 
@@ -290,7 +292,7 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
         SeamError: the declaration makes no sense; the message names the function.
     """
     shared = {"target": target, "feature": feature, **fields}
-    places = [{"target": one} if isinstance(one, str) else one for one in at] or [{}]
+    places = [{"target": place} if isinstance(place, str) else place for place in at] or [{}]
 
     def declare(function: Function) -> Function:
         records: list[Seam] = []
@@ -298,7 +300,7 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
             _check(function, given)
             features = given.pop("feature")
             features = (features,) if isinstance(features, str) else features
-            records += [Seam(feature=one, wrapper=function, **given) for one in features]
+            records += [Seam(feature=name, wrapper=function, **given) for name in features]
         marks: list[Seam] = vars(function).setdefault(_MARK, [])
         marks[:0] = records  # Python applies decorators from the lowest up
         return function
@@ -334,10 +336,10 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
     Raises:
         SeamError: a module or a function declares no seam.
     """
-    found: list[Seam] = []
+    seams: list[Seam] = []
     for source in sources:
         if isinstance(source, Seam):
-            found.append(source)
+            seams.append(source)
         elif isinstance(source, ModuleType):
             inside = [
                 value
@@ -348,21 +350,21 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
             ]
             if not inside:
                 raise SeamError(f"{source.__name__} declares no seam: no function has a seam(...).")
-            found += collect(*inside)
+            seams += collect(*inside)
         elif callable(source):
             marks = getattr(source, _MARK, None)
             if marks is None:
                 raise SeamError(f"{name_of(source)} declares no seam: it has no seam(...).")
-            found += marks
+            seams += marks
         else:
-            found += collect(*source)
-    return tuple(found)
+            seams += collect(*source)
+    return tuple(seams)
 
 
 def _mentions(code: CodeType, name: str) -> bool:
     """Whether code reads an attribute of this name, functions within it included."""
     return name in code.co_names or any(
-        _mentions(one, name) for one in code.co_consts if isinstance(one, CodeType)
+        _mentions(const, name) for const in code.co_consts if isinstance(const, CodeType)
     )
 
 
@@ -382,10 +384,10 @@ def reads_of(function: Callable[..., Any]) -> dict[str, Any]:
     """
     first, *others = inspect.signature(function).parameters.values() or (None,)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    if first is None or any(one.kind not in named for one in (first, *others)):
+    if first is None or any(other.kind not in named for other in (first, *others)):
         raise SeamError(
             f"{name_of(function)}: a wrapper is function(call, ...): first the call, then "
             "parameters of the symbol by their names, no *args and no **kwargs "
             "(call.arguments has what else was passed)."
         )
-    return {one.name: one.default for one in others}
+    return {other.name: other.default for other in others}

@@ -208,8 +208,8 @@ def _describe(target: str, tree: ast.Module, parts: list[str]) -> Symbol:
     positional: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     if isinstance(scope, _Function):
-        positional = tuple(one.arg for one in (*scope.args.posonlyargs, *scope.args.args))
-        parameters = (*positional, *(one.arg for one in scope.args.kwonlyargs))
+        positional = tuple(argument.arg for argument in (*scope.args.posonlyargs, *scope.args.args))
+        parameters = (*positional, *(argument.arg for argument in scope.args.kwonlyargs))
     return Symbol(
         target,
         True,
@@ -226,7 +226,8 @@ def _kind(node: ast.AST) -> str:
     if not isinstance(node, _Function):
         return "class"
     decorators = {
-        ast.unparse(one).partition("(")[0].rpartition(".")[2] for one in node.decorator_list
+        ast.unparse(decorator).partition("(")[0].rpartition(".")[2]
+        for decorator in node.decorator_list
     }
     if decorators & _PROPERTIES:
         return "property"
@@ -236,12 +237,12 @@ def _kind(node: ast.AST) -> str:
         return "coroutine"
     pending: list[ast.AST] = list(node.body)
     while pending:
-        one = pending.pop()
-        if isinstance(one, (ast.Yield, ast.YieldFrom)):
+        inner = pending.pop()
+        if isinstance(inner, (ast.Yield, ast.YieldFrom)):
             return "generator"
-        if not isinstance(one, (*_Function, ast.Lambda, ast.ClassDef)):
-            pending += ast.iter_child_nodes(one)
-    return next((one for one in ("staticmethod", "classmethod") if one in decorators), "")
+        if not isinstance(inner, (*_Function, ast.Lambda, ast.ClassDef)):
+            pending += ast.iter_child_nodes(inner)
+    return next((kind for kind in ("staticmethod", "classmethod") if kind in decorators), "")
 
 
 def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
@@ -250,21 +251,21 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
     positional = [*scope.args.posonlyargs, *scope.args.args]
     by_position = zip(reversed(positional), reversed(scope.args.defaults), strict=False)
     by_name = zip(scope.args.kwonlyargs, scope.args.kw_defaults, strict=True)
-    for one, value in (*by_position, *by_name):
+    for argument, value in (*by_position, *by_name):
         with suppress(ValueError):  # not a literal, or a keyword without a default
             if value is not None:
-                yield one.arg, ast.literal_eval(value)
+                yield argument.arg, ast.literal_eval(value)
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
     # The last definition wins at run time; those inside if and try at module level count too.
-    found: ast.AST | None = None
+    member: ast.AST | None = None
     pending = list(getattr(scope, "body", ()))
     while pending:
         node = pending.pop(0)
         if isinstance(node, (*_Function, ast.ClassDef)):
             if node.name == name:
-                found = node
+                member = node
         elif isinstance(node, (ast.If, ast.Try, ast.With)):
             pending = [
                 *node.body,
@@ -272,7 +273,7 @@ def _member(scope: ast.AST, name: str) -> ast.AST | None:
                 *(line for handler in getattr(node, "handlers", ()) for line in handler.body),
                 *pending,
             ]
-    return found
+    return member
 
 
 def _is_dataclass(node: ast.AST) -> bool:
@@ -284,7 +285,7 @@ def _is_dataclass(node: ast.AST) -> bool:
 
 def _fields(node: ast.AST, tree: ast.Module) -> tuple[str, ...]:
     """A dataclass's fields, and before them those of its bases in the same file."""
-    bases = (_member(tree, one.id) for one in getattr(node, "bases", ()) if _is_name(one))
+    bases = (_member(tree, name.id) for name in getattr(node, "bases", ()) if _is_name(name))
     inherited = [name for base in bases if base not in (None, node) for name in _fields(base, tree)]
     own = [
         line.target.id
@@ -308,7 +309,7 @@ def _names(node: ast.AST) -> frozenset[str]:
             if isinstance(value, ast.AST):
                 pending.append(value)
             elif isinstance(value, list):
-                pending += [one for one in value if isinstance(one, ast.AST)]
+                pending += [child for child in value if isinstance(child, ast.AST)]
             elif isinstance(value, str) and (key in _NAMING or _is_text(inner, key)):
                 names.add(value)
     return frozenset(names)

@@ -91,7 +91,7 @@ def resolve(target: str) -> Any:
     import importlib
 
     module, _, attribute = target.partition(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in attribute.split(".") if attribute else ():
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value

@@ -132,24 +132,24 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     """
     readings = read_optimizers(model_chunks, optimizer)
     measured, _ = measure(readings)
-    trainable = sum(one.parameters for one in readings)
-    owned = sum(one.owned_parameters for one in readings)
+    trainable = sum(reading.parameters for reading in readings)
+    owned = sum(reading.owned_parameters for reading in readings)
 
     def part(name: str) -> Part:
         counts = [one[name] for one in measured]
         covered = trainable if name in OF_MODEL else owned
-        dtypes = {dtype for one in counts for dtype in one.dtypes}
+        dtypes = {dtype for count in counts for dtype in count.dtypes}
         return Part(
-            nbytes=sum(one.allocated for one in counts),
-            elements=sum(one.elements for one in counts),
-            bytes_per_parameter=sum(one.bytes for one in counts) / covered if covered else 0.0,
+            nbytes=sum(count.allocated for count in counts),
+            elements=sum(count.elements for count in counts),
+            bytes_per_parameter=sum(count.bytes for count in counts) / covered if covered else 0.0,
             dtypes=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
-            sharded=any(is_sharded(one, name) for one in readings),
+            sharded=any(is_sharded(reading, name) for reading in readings),
         )
 
     return MeasuredBytes(
         **{name: part(name) for name in COMPONENTS},
         trainable=trainable,
         owned=owned,
-        data_parallel_sizes={one.name: one.data_parallel_size for one in readings},
+        data_parallel_sizes={reading.name: reading.data_parallel_size for reading in readings},
     )

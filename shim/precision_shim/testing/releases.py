@@ -27,10 +27,10 @@ def release_of(version: str) -> tuple[int, int]:
     Raises:
         ValueError: not a version.
     """
-    found = re.match(r"v?(\d+)\.(\d+)", version)
-    if found is None:
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    if match is None:
         raise ValueError(f"not a TransformerEngine version: {version!r}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def at_least(version: str, release: tuple[int, int]) -> bool:

@@ -53,7 +53,7 @@ class Copies:
 
 def named(chain: Chain) -> str:
     """A copy's dtype, and what it was rounded to before, such as ``"fp16 over bf16"``."""
-    return " over ".join(name_of(one) for one in reversed(chain))
+    return " over ".join(name_of(dtype) for dtype in reversed(chain))
 
 
 def copies_of(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> Copies:
@@ -64,7 +64,7 @@ def copies_of(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> C
         stepper: the torch optimizer inside.
         model: the model's modules, or ``None``.
     """
-    by_tensor = {id(one.stepped): one for one in reading.owned}
+    by_tensor = {id(parameter.stepped): parameter for parameter in reading.owned}
     in_model = {p.dtype for p in (*reading.trainable, *_parameters(model))} & set(SIXTEEN_BIT)
     otherwise = next(iter(in_model)) if len(in_model) == 1 else _compute_dtype(model)
     names = ((name, p) for chunk in _chunks(model) for name, p in chunk.named_parameters())
@@ -86,7 +86,7 @@ def _own_dtype(owned: Owned | None, kept: set[int]) -> Chain | None:
 
 def _chunks(model: Any) -> list[torch.nn.Module]:
     several = model if isinstance(model, (list, tuple)) else [model]
-    return [one for one in several if isinstance(one, torch.nn.Module)]
+    return [module for module in several if isinstance(module, torch.nn.Module)]
 
 
 def _parameters(model: Any) -> list[torch.Tensor]:

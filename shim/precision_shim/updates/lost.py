@@ -105,7 +105,7 @@ class Figures:
             "step": self.step,
             "every": self.every,
             **{name: self.share(name) for name in METRICS},
-            "groups": [asdict(one) for one in self.groups],
+            "groups": [asdict(group) for group in self.groups],
             "merged": None if self.merged is None else asdict(self.merged),
         }
 
@@ -118,10 +118,10 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
         name: see ``Figures.share``.
     """
     updates = lost = 0.0
-    for one in figures:
-        counts = [(group.elements / group.sampled, getattr(group, name)) for group in one.groups]
+    for figure in figures:
+        counts = [(group.elements / group.sampled, getattr(group, name)) for group in figure.groups]
         if name == "rollout":  # groups have none of it where LoRA is merged
-            counts.append((1.0, one.merged))
+            counts.append((1.0, figure.merged))
         for weight, count in counts:
             if count is not None:
                 updates += weight * count.updates
@@ -131,8 +131,8 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
 
 def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
     """The measured shares, by their names among a framework's metrics."""
-    found = {name: share(figures, name) for name in METRICS}
-    return {f"{prefix}{METRICS[name]}": one for name, one in found.items() if one is not None}
+    shares = {name: share(figures, name) for name in METRICS}
+    return {f"{prefix}{METRICS[name]}": one for name, one in shares.items() if one is not None}
 
 
 # -- for people ------------------------------------------------------------------------------------
@@ -142,13 +142,13 @@ def lines(updates: Mapping[str, Any]) -> Iterator[str]:
     """The figures as lines of text, from the result of ``Figures.to_dict``."""
     yield f"updates lost to rounding, step {updates['step']}:"
     groups = updates["groups"]
-    for one in groups[:_SHOWN]:
+    for group in groups[:_SHOWN]:
         shares = ", ".join(
-            f"{name} {_percent(one[name])} ({one[name]['dtype']})"
+            f"{name} {_percent(group[name])} ({group[name]['dtype']})"
             for name in METRICS
-            if one[name] is not None and one[name]["updates"]
+            if group[name] is not None and group[name]["updates"]
         )
-        yield f"  group {one['group']}, lr {one['lr']:g}: {shares}"
+        yield f"  group {group['group']}, lr {group['lr']:g}: {shares}"
     if len(groups) > _SHOWN:
         yield f"  and {len(groups) - _SHOWN} more groups"
     merged = updates.get("merged")
@@ -159,9 +159,9 @@ def lines(updates: Mapping[str, Any]) -> Iterator[str]:
 def brief(figures: Figures) -> str:
     """The shares over all groups, in one line."""
     shares = ", ".join(
-        f"{title} {one:.1%}"
+        f"{title} {part:.1%}"
         for name, title in _TITLES.items()
-        if (one := figures.share(name)) is not None
+        if (part := figures.share(name)) is not None
     )
     return f"updates lost to rounding at step {figures.step}: {shares}"
 
@@ -180,20 +180,20 @@ def findings(
         part: the part's name.
         where: framework and version, for messages.
     """
-    for one in updates["groups"]:
-        count = one["weights"]
+    for group in updates["groups"]:
+        count = group["weights"]
         if not count["updates"] or count["lost"] <= TOO_MANY * count["updates"]:
             continue
         dtype, percent = count["dtype"], _percent(count)
         sixteen = dtype in ("bf16", "fp16")
         message = (
-            f"{where}, {part}, parameter group {one['group']} (lr {one['lr']:g}): {percent} of the "
-            f"updates of the stored weights ({dtype}) were rounded away at step "
+            f"{where}, {part}, parameter group {group['group']} (lr {group['lr']:g}): {percent} of "
+            f"the updates of the stored weights ({dtype}) were rounded away at step "
             f"{updates['step']}, expected at most {TOO_MANY:.0%}: {_remedy(sixteen, part)}."
         )
         component = "params" if dtype in ("bf16", "fp16", "fp32") else "master"
         yield (
-            one["group"],
+            group["group"],
             (CODE, part, component, f"at most {TOO_MANY:.0%} lost", f"{percent} lost", message),
         )
 

@@ -178,7 +178,7 @@ class Meter:
         budget = MOST_ELEMENTS // max(1, meters.count())
         if self._sample is None or not self._sample.fits(groups, budget):
             self._sample = Sample(groups, budget)
-        found = []
+        snapshots = []
         rollout = meters.rollout_of(optimizer)
         reason = self._copies.merged.take(rollout) if rollout is not None else ""
         if reason:
@@ -192,11 +192,11 @@ class Meter:
                 if parameter.dtype.is_floating_point:
                     key = parameter.device, self._copies.chain(number, place, rollout)
                     alike.setdefault(key, []).append((parameter, at))
-            found += [
+            snapshots += [
                 self._take_some(optimizer, number, group, tensors, copy)
                 for (_, copy), tensors in alike.items()
             ]
-        return found
+        return snapshots
 
     def _take_some(
         self,
@@ -276,10 +276,10 @@ class Meter:
 
     def _compare(self, optimizer: torch.optim.Optimizer, before: list[_Before]) -> _Pending:
         rows: dict[torch.device, tuple[list[torch.Tensor], list[_Counted]]] = {}
-        for one in before:
-            vectors, about = rows.setdefault(one.weights.device, ([], []))
-            vectors.append(self._count(optimizer, one))
-            about.append(self._describe(optimizer, one))
+        for sample in before:
+            vectors, about = rows.setdefault(sample.weights.device, ([], []))
+            vectors.append(self._count(optimizer, sample))
+            about.append(self._describe(optimizer, sample))
         for device, changed, stale, sampled, chain in self._copies.merged.compare():
             vectors, about = rows.setdefault(device, ([], []))
             none = torch.zeros_like(changed)
@@ -299,38 +299,38 @@ class Meter:
             arriving.append((counts, event, about))
         return _Pending(self._step, arriving)
 
-    def _count(self, optimizer: Any, one: _Before) -> torch.Tensor:
-        weights = self._weights(optimizer, one.tensors)
+    def _count(self, optimizer: Any, sample: _Before) -> torch.Tensor:
+        weights = self._weights(optimizer, sample.tensors)
         none = torch.zeros((), dtype=torch.int64, device=weights.device)
         decays = stuck = stale = none
-        if one.decays is not None:
+        if sample.decays is not None:
             second = [
                 state
-                for p, at in one.tensors
+                for p, at in sample.tensors
                 if (state := self._rule.state(optimizer, p, "exp_avg_sq", at)) is not None
             ]
-            decays = one.decays.sum()
-            stuck = (one.decays & (torch.cat(second) == one.exp_avg_sq)).sum()
-        if one.copies is not None:
-            copies = self._rollout(one.tensors, one.copy, weights)
-            stale = (one.updates & (copies == one.copies)).sum()
-        lost_ones = (one.updates & (weights == one.weights)).sum()
-        counts = torch.stack([one.updates.sum(), lost_ones, decays, stuck, stale]).double()
+            decays = sample.decays.sum()
+            stuck = (sample.decays & (torch.cat(second) == sample.exp_avg_sq)).sum()
+        if sample.copies is not None:
+            copies = self._rollout(sample.tensors, sample.copy, weights)
+            stale = (sample.updates & (copies == sample.copies)).sum()
+        lost_ones = (sample.updates & (weights == sample.weights)).sum()
+        counts = torch.stack([sample.updates.sum(), lost_ones, decays, stuck, stale]).double()
         overflow = getattr(optimizer, "found_inf", None)  # a fused step skips by this flag
         if overflow is not None:
             counts = counts * (overflow == 0)
-        return torch.cat([counts, counts.new_ones(1) * one.lr])
+        return torch.cat([counts, counts.new_ones(1) * sample.lr])
 
-    def _describe(self, optimizer: Any, one: _Before) -> _Counted:
-        parameters = [parameter for parameter, _ in one.tensors]
+    def _describe(self, optimizer: Any, sample: _Before) -> _Counted:
+        parameters = [parameter for parameter, _ in sample.tensors]
         states = (optimizer.state.get(p, {}).get("exp_avg_sq") for p in parameters)
         second = {state.dtype for state in states if state is not None}
         return _Counted(
-            one.group,
-            sum(at.count for _, at in one.tensors),
+            sample.group,
+            sum(at.count for _, at in sample.tensors),
             _join(self._rule.stored(optimizer, p) for p in parameters),
-            _join(map(name_of, second)) if one.decays is not None else "",
-            named(one.copy) if one.copy is not None else "",
+            _join(map(name_of, second)) if sample.decays is not None else "",
+            named(sample.copy) if sample.copy is not None else "",
         )
 
     # -- a step later ------------------------------------------------------------------------------
@@ -344,19 +344,19 @@ class Meter:
         rows: dict[int, list[tuple[list[float], _Counted]]] = {}
         merged: list[tuple[list[float], _Counted]] = []
         for counts, _, about in pending.arriving:
-            for numbers, one in zip(counts.tolist(), about, strict=True):
-                kind = merged if one.group is None else rows.setdefault(one.group, [])
-                kind.append((numbers, one))
+            for numbers, row in zip(counts.tolist(), about, strict=True):
+                kind = merged if row.group is None else rows.setdefault(row.group, [])
+                kind.append((numbers, row))
         groups = [_group(number, sizes[number], some) for number, some in sorted(rows.items())]
         # A skipped step updates nothing: keep the figures of the step before.
         moved = tuple(
-            one
-            for one in groups
-            if one.weights.updates or (one.exp_avg_sq is not None and one.exp_avg_sq.updates)
+            group
+            for group in groups
+            if group.weights.updates or (group.exp_avg_sq is not None and group.exp_avg_sq.updates)
         )
         if not moved:
             return
-        self.figures = Figures(pending.step, self.every, moved, _copied(merged))
+        self.figures = Figures(pending.step, self.every, moved, _count_copied(merged))
         self._judge(self.figures)
         if self._on_figures is not None:
             self._on_figures(self)
@@ -378,7 +378,7 @@ def _captures() -> bool:
 def _plain(args: Any, kwargs: Any) -> bool:
     """Whether the step got no closure and no scaler: both change the gradients in the step."""
     given = (*args[1:], *kwargs.values())  # the optimizer comes first
-    return all(one is None for one in given)
+    return all(value is None for value in given)
 
 
 def _join(names: Iterable[str]) -> str:
@@ -389,25 +389,25 @@ def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counte
     updates, missed, decays, stuck = (
         sum(int(numbers[column]) for numbers, _ in rows) for column in range(4)
     )
-    second = _join(one.exp_avg_sq for _, one in rows if one.exp_avg_sq)
+    second = _join(row.exp_avg_sq for _, row in rows if row.exp_avg_sq)
     return Group(
         group=number,
         lr=rows[0][0][-1],
         elements=elements,
-        sampled=sum(one.sampled for _, one in rows),
-        weights=Count(_join(one.stored for _, one in rows), updates, missed),
+        sampled=sum(row.sampled for _, row in rows),
+        weights=Count(_join(row.stored for _, row in rows), updates, missed),
         exp_avg_sq=Count(second, decays, stuck) if second else None,
-        rollout=_copied(rows),
+        rollout=_count_copied(rows),
     )
 
 
-def _copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
+def _count_copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
     """The counts for the copies that rollout engines get."""
-    copied = [(numbers, one) for numbers, one in rows if one.copy]
+    copied = [(numbers, row) for numbers, row in rows if row.copy]
     if not copied:
         return None
     updates, stale = (sum(int(numbers[column]) for numbers, _ in copied) for column in (0, 4))
-    return Count(_join(one.copy for _, one in copied), updates, stale)
+    return Count(_join(row.copy for _, row in copied), updates, stale)
 
 
 def tell(text: str) -> None:

@@ -65,7 +65,7 @@ class Merged:
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        self._chunks = [weakref.ref(one) for one in chunks]
+        self._chunks = [weakref.ref(chunk) for chunk in chunks]
         self._before: list[_Before] = []
         self._dtypes: tuple[torch.dtype, ...] = ()
         self._places: dict[tuple[Any, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -83,7 +83,9 @@ class Merged:
         self._before, self._dtypes = [], rollout.dtypes
         if not (rollout.merged and rollout.dtypes):
             return ""
-        layers, reason = lora_layers([one for ref in self._chunks if (one := ref()) is not None])
+        layers, reason = lora_layers(
+            [chunk for ref in self._chunks if (chunk := ref()) is not None]
+        )
         layers = layers[:: -(-len(layers) // MOST_LAYERS) or 1]
         for layer, (rows, columns) in zip(layers, self._sample(layers), strict=True):
             product, copies = self._read(layer, rows, columns)
@@ -101,13 +103,13 @@ class Merged:
             number of elements, and the roundings.
         """
         before, self._before = self._before, []
-        for one in before:
-            product, copies = self._read(one.layer, one.rows, one.columns)
-            changed = product != one.product
-            stale = (changed & (copies == one.copies)).sum()
-            chain = (one.layer.base.dtype, *self._dtypes)
+        for sample in before:
+            product, copies = self._read(sample.layer, sample.rows, sample.columns)
+            changed = product != sample.product
+            stale = (changed & (copies == sample.copies)).sum()
+            chain = (sample.layer.base.dtype, *self._dtypes)
             kept = chain[1:] if chain[0] in (chain[1], torch.float32) else chain
-            yield product.device, changed.sum(), stale, len(one.rows), kept
+            yield product.device, changed.sum(), stale, len(sample.rows), kept
 
     def _read(
         self, layer: Layer, rows: torch.Tensor, columns: torch.Tensor
@@ -125,18 +127,18 @@ class Merged:
         return exact, copies
 
     def _sample(self, layers: Sequence[Layer]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        key = tuple((one.base.shape, one.base.device) for one in layers)
+        key = tuple((its.base.shape, its.base.device) for its in layers)
         if key not in self._places:
             generator = torch.Generator("cpu").manual_seed(0)
             self._places = {key: []}
-            sizes = [one.base.numel() for one in layers]
+            sizes = [its.base.numel() for its in layers]
             for layer, count in zip(layers, allot(sizes, MOST_ELEMENTS), strict=True):
                 drawn = (
                     torch.randint(size, (count,), generator=generator, device="cpu")
                     for size in layer.base.shape
                 )
                 device = local(layer.base).device
-                rows, columns = (one.to(device, non_blocking=True) for one in drawn)
+                rows, columns = (indices.to(device, non_blocking=True) for indices in drawn)
                 self._places[key].append((rows, columns))
         return self._places[key]
 
@@ -151,13 +153,13 @@ def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
     for module in (module for chunk in chunks for module in chunk.modules()):
         if not (hasattr(module, "lora_A") and hasattr(module, "lora_B")):
             continue
-        found = _of_peft(module) if hasattr(module, "base_layer") else _of_automodel(module)
-        if isinstance(found, Layer):
-            found = _checked(found)
-        if isinstance(found, Layer):
-            layers.append(found)
+        layer = _of_peft(module) if hasattr(module, "base_layer") else _of_automodel(module)
+        if isinstance(layer, Layer):
+            layer = _check(layer)
+        if isinstance(layer, Layer):
+            layers.append(layer)
         else:
-            reasons.append(found)
+            reasons.append(layer)
     return layers, reasons[0] if reasons else "no LoRA layer of a known kind is in the model"
 
 
@@ -182,20 +184,24 @@ def _of_peft(module: Any) -> Layer | str:
 def _of_automodel(module: Any) -> Layer | str:
     """A layer of NeMo Automodel's, which computes the product in the dtype of the matrix."""
     base, scale = getattr(module, "weight", None), getattr(module, "scale", None)
-    a, b = (getattr(one, "weight", None) for one in (module.lora_A, module.lora_B))
+    a, b = (getattr(adapter, "weight", None) for adapter in (module.lora_A, module.lora_B))
     known = isinstance(scale, (int, float)) and not getattr(module, "use_dora", False)
-    if known and all(isinstance(one, torch.Tensor) for one in (base, a, b)):
+    if known and all(isinstance(weight, torch.Tensor) for weight in (base, a, b)):
         return Layer(base, a, b, float(scale), base.dtype)  # type: ignore[arg-type, union-attr]
     return f"{type(module).__name__} is no LoRA layer of a known kind"
 
 
-def _checked(layer: Layer) -> Layer | str:
+def _check(layer: Layer) -> Layer | str:
     tensors = (layer.base, layer.a, layer.b)
-    if any(one.ndim != 2 for one in tensors):
+    if any(tensor.ndim != 2 for tensor in tensors):
         return "a layer with LoRA is no matrix"
-    if any(local(one).shape != one.shape for one in tensors):
+    if any(local(tensor).shape != tensor.shape for tensor in tensors):
         return "the factors of LoRA are sharded over the ranks, so that no rank has a whole product"
-    odd = [one.dtype for one in tensors if not one.is_floating_point() or one.element_size() == 1]
+    odd = [
+        tensor.dtype
+        for tensor in tensors
+        if not tensor.is_floating_point() or tensor.element_size() == 1
+    ]
     if odd:
         return f"a matrix with LoRA is in {name_of(odd[0])}"
     (rows, rank), (same, columns) = layer.b.shape, layer.a.shape

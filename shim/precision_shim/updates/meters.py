@@ -58,8 +58,8 @@ def tell_rollout(optimizer: Any, rollout: Rollout) -> None:
         optimizer: see ``metrics``.
         rollout: how they do.
     """
-    for one in _steppers(optimizer):
-        _rollouts[one] = rollout
+    for stepper in _steppers(optimizer):
+        _rollouts[stepper] = rollout
 
 
 def rollout_of(stepper: Any) -> Rollout | None:
@@ -83,8 +83,8 @@ def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """
     if not _meters:
         return {}
-    watched = (_meters.get(one) for one in _steppers(optimizer))
-    return lost.metrics([one.figures for one in watched if one and one.figures], prefix)
+    watched = (_meters.get(stepper) for stepper in _steppers(optimizer))
+    return lost.metrics([watch.figures for watch in watched if watch and watch.figures], prefix)
 
 
 def _steppers(optimizer: Any) -> Iterator[Any]:

@@ -139,8 +139,8 @@ class Rule:
     def gradient(self, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor | None:
         """The gradient that the coming step reads; ``None`` if there is none or it is sparse."""
         decoupled = self._fused and getattr(optimizer, "use_decoupled_grad", False)
-        found = getattr(parameter, "decoupled_grad", None) if decoupled else parameter.grad
-        return None if found is None or found.is_sparse else found
+        gradient = getattr(parameter, "decoupled_grad", None) if decoupled else parameter.grad
+        return None if gradient is None or gradient.is_sparse else gradient
 
     def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the states that the rule reads."""
@@ -153,12 +153,12 @@ class Rule:
         self, optimizer: Any, parameter: torch.Tensor, name: str, at: Taken
     ) -> torch.Tensor | None:
         """A sample of a state; ``None`` where the first step will make it."""
-        found = optimizer.state.get(parameter, {}).get(name)
-        if found is None:
+        value = optimizer.state.get(parameter, {}).get(name)
+        if value is None:
             return None
         if self._scaled.get(name) in _SCALED:
-            found = optimizer.get_unscaled_state(parameter, name)
-        return at(found)
+            value = optimizer.get_unscaled_state(parameter, name)
+        return at(value)
 
     def steps(
         self, optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor, at: Taken

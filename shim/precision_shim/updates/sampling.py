@@ -19,12 +19,12 @@ MOST_TENSORS = 512
 
 def allot(sizes: Sequence[int], budget: int) -> list[int]:
     """Divide a budget equally; what a small size cannot use goes to the larger sizes."""
-    found = [0] * len(sizes)
+    counts = [0] * len(sizes)
     smallest_first = sorted(range(len(sizes)), key=sizes.__getitem__)
     for place, which in enumerate(smallest_first):
-        found[which] = min(sizes[which], budget // (len(sizes) - place))
-        budget -= found[which]
-    return found
+        counts[which] = min(sizes[which], budget // (len(sizes) - place))
+        budget -= counts[which]
+    return counts
 
 
 class Sample:
@@ -46,9 +46,9 @@ class Sample:
 
     def __init__(self, groups: Sequence[Sequence[torch.Tensor]], budget: int) -> None:
         self.budget = budget
-        self.sizes = [sum(map(_numel, one)) for one in groups]
+        self.sizes = [sum(map(_numel, group)) for group in groups]
         self._shapes = _shapes(groups)
-        tensors = allot([len(one) for one in groups], MOST_TENSORS)
+        tensors = allot([len(group) for group in groups], MOST_TENSORS)
         chosen = [_some(one, most) for one, most in zip(groups, tensors, strict=True)]
         elements = allot(
             [
@@ -72,7 +72,7 @@ def _numel(parameter: torch.Tensor) -> int:
 
 
 def _shapes(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[tuple[int, torch.device]]]:
-    return [[(_numel(p), local(p).device) for p in one] for one in groups]
+    return [[(_numel(p), local(p).device) for p in group] for group in groups]
 
 
 def _some(parameters: Sequence[torch.Tensor], most: int) -> list[int]:
@@ -95,11 +95,11 @@ def _draw(
     drawn.clamp_(max=total - 1)
     bounds = torch.tensor([0, *sizes], device="cpu").cumsum(0)
     cuts = torch.searchsorted(drawn, bounds).tolist()
-    found = {}
+    taken = {}
     for number, place in enumerate(places):
         indices = drawn[cuts[number] : cuts[number + 1]] - bounds[number]
         if len(indices):
             # Copied once, before the first measurement; the host does not wait for the copy.
             device = local(parameters[place]).device
-            found[place] = Taken(indices.to(device, non_blocking=True), len(indices))
-    return found
+            taken[place] = Taken(indices.to(device, non_blocking=True), len(indices))
+    return taken

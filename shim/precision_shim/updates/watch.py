@@ -29,7 +29,7 @@ class UpdateWatch:
 
     def figures(self) -> list[dict[str, Any]]:
         """The newest figures of each optimizer that has some, ready for JSON."""
-        return [one.figures.to_dict() for one in self._meters if one.figures is not None]
+        return [meter.figures.to_dict() for meter in self._meters if meter.figures is not None]
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """The shares of lost updates over all optimizers.
@@ -39,12 +39,12 @@ class UpdateWatch:
         Args:
             prefix: goes before the names.
         """
-        return lost.metrics([one.figures for one in self._meters if one.figures], prefix)
+        return lost.metrics([meter.figures for meter in self._meters if meter.figures], prefix)
 
     def remove(self) -> None:
         """Stop measuring: take the hooks out."""
-        for one in self._meters:
-            one.remove()
+        for meter in self._meters:
+            meter.remove()
 
 
 def watch_updates(
@@ -94,10 +94,10 @@ def watch_updates(
         )
     readings = read_optimizers(model, optimizer)
     if isinstance(dtype, torch.dtype):
-        for one in readings:
-            meters.tell_rollout(one.steppers, meters.Rollout((dtype,)))
-    found = [attach(one, every, model=model) for one in readings]
-    return UpdateWatch([one for one in found if one is not None])
+        for reading in readings:
+            meters.tell_rollout(reading.steppers, meters.Rollout((dtype,)))
+    meters_or_none = [attach(reading, every, model=model) for reading in readings]
+    return UpdateWatch([meter for meter in meters_or_none if meter is not None])
 
 
 def attach(
@@ -132,5 +132,5 @@ def attach(
     meters.add(stepper, meter)
     # A strong reference in this list would keep the optimizer's tensors alive until uninstall().
     weak = weakref.ref(meter)
-    kept.at_clear(lambda: None if (one := weak()) is None else one.remove())
+    kept.at_clear(lambda: None if (watch := weak()) is None else watch.remove())
     return meter

@@ -19,16 +19,16 @@ def changed_lines(old: Definition, new: Definition) -> list[str]:
 def _code(found: Definition) -> list[str]:
     node = found.node
     assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     lines = found.text.split("\n")  # unlike ast, splitlines() splits at a form feed, too
     left_out: set[int] = set()
     inside: set[int] = set()
-    for one in ast.walk(node):
-        if isinstance(one, (ast.stmt, ast.expr)) and one.end_lineno is not None:
-            if is_remark(one):
-                left_out.update(range(one.lineno, one.end_lineno + 1))
-            elif isinstance(one, (ast.Constant, ast.JoinedStr)):
-                inside.update(range(one.lineno + 1, one.end_lineno + 1))
+    for inner in ast.walk(node):
+        if isinstance(inner, (ast.stmt, ast.expr)) and inner.end_lineno is not None:
+            if is_remark(inner):
+                left_out.update(range(inner.lineno, inner.end_lineno + 1))
+            elif isinstance(inner, (ast.Constant, ast.JoinedStr)):
+                inside.update(range(inner.lineno + 1, inner.end_lineno + 1))
     indent = len(lines[first - 1]) - len(lines[first - 1].lstrip())
     numbers = range(first, (node.end_lineno or first) + 1)
     return list(_code_lines(lines, numbers, left_out, inside, indent))

@@ -31,8 +31,8 @@ def digest(target: str) -> str:
 
     A dataclass's generated ``__init__`` has the digest of the class.
     """
-    found = definition(target)
-    return digest_of(found.node) if found is not None else ""
+    node = definition(target)
+    return digest_of(node.node) if node is not None else ""
 
 
 def digest_of(node: ast.AST) -> str:
@@ -111,10 +111,10 @@ def _f_string(node: ast.JoinedStr, in_class: bool) -> Iterator[str]:
 
 
 def _parts(values: Iterable[ast.AST]) -> Iterator[Any]:
-    for one in values:
-        if isinstance(one, ast.Constant):
-            yield str(one.value)
-        elif isinstance(one, ast.JoinedStr):
-            yield from _parts(one.values)
+    for value in values:
+        if isinstance(value, ast.Constant):
+            yield str(value.value)
+        elif isinstance(value, ast.JoinedStr):
+            yield from _parts(value.values)
         else:
-            yield one
+            yield value

@@ -94,14 +94,14 @@ def probes_in(module: str) -> tuple[Probe, ...]:
     Raises:
         SeamError: the module declares no probe.
     """
-    found = [
+    probes = [
         getattr(one, _MARK)
         for one in vars(importlib.import_module(module)).values()
         if callable(one) and hasattr(one, _MARK)
     ]
-    if not found:
+    if not probes:
         raise SeamError(f"{module} declares no probe: no function has a probe(...).")
-    return tuple(found)
+    return tuple(probes)
 
 
 def run(one: Probe) -> Outcome:

@@ -32,10 +32,10 @@ def read_symbols(path: Path = FILE) -> Record:
     """
     if not path.exists():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(record, dict):
         raise ValueError(f"{path} holds no record of symbols, which is a JSON object")
-    return found
+    return record
 
 
 @lru_cache(maxsize=1)
@@ -48,7 +48,7 @@ def write(record: Record, path: Path) -> None:
     """Write a record in a fixed order, so that equal records give equal files."""
     ordered = {
         distribution: {
-            target: {one: in_order(versions) for one, versions in sorted(digests.items())}
+            target: {digest: in_order(versions) for digest, versions in sorted(digests.items())}
             for target, digests in sorted(targets.items())
         }
         for distribution, targets in sorted(record.items())
@@ -67,14 +67,14 @@ def add(record: Record, distribution: str, version: str, digests: Mapping[str, s
     """
     version = plain(version)
     known = record.setdefault(distribution, {})
-    for target, found in digests.items():
+    for target, current in digests.items():
         kept = {
-            one: [other for other in versions if other != version]
-            for one, versions in known.pop(target, {}).items()
+            earlier: [other for other in versions if other != version]
+            for earlier, versions in known.pop(target, {}).items()
         }
-        if found:
-            kept[found] = in_order([*kept.get(found, ()), version])
-        kept = {one: versions for one, versions in kept.items() if versions}
+        if current:
+            kept[current] = in_order([*kept.get(current, ()), version])
+        kept = {recorded: versions for recorded, versions in kept.items() if versions}
         if kept:
             known[target] = kept
     if not known:
@@ -99,20 +99,20 @@ def versions_of(record: Record, distribution: str) -> list[str]:
 def digests_of(record: Record, distribution: str, version: str) -> dict[str, str]:
     """The recorded digests of a version's symbols, by target."""
     return {
-        target: one
+        target: digest
         for target, digests in record.get(distribution, {}).items()
-        for one, versions in digests.items()
+        for digest, versions in digests.items()
         if version in versions
     }
 
 
 def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
     """The symbols of an adapter's table, each once, by the distribution that they belong to."""
-    found: dict[str, list[str]] = {}
+    targets: dict[str, list[str]] = {}
     for target in dict.fromkeys(seam.target for seam in adapter.seams):
         distribution = owner(target, adapter)
-        found.setdefault(distribution, []).append(target)
-    return found
+        targets.setdefault(distribution, []).append(target)
+    return targets
 
 
 def owner(target: str, adapter: Adapter) -> str:
@@ -174,20 +174,20 @@ def compare(
         version: the version; ``""``: the most similar version, and of equally similar ones the
             newest.
     """
-    here = {target: found for target, found in digests.items() if found}
+    here = {target: digest for target, digest in digests.items() if digest}
     best = Likeness("", len(here))
     most = -1
-    for one in [version] if version else versions_of(record, distribution):
+    for recorded in [version] if version else versions_of(record, distribution):
         there = {
-            target: found
-            for target, found in digests_of(record, distribution, one).items()
+            target: digest
+            for target, digest in digests_of(record, distribution, recorded).items()
             if target in digests
         }
-        equal = sum(there.get(target) == found for target, found in here.items())
+        equal = sum(there.get(target) == digest for target, digest in here.items())
         if there and equal >= most:
             most = equal
             best = Likeness(
-                one,
+                recorded,
                 len(here),
                 tuple(t for t in here if t in there and there[t] != here[t]),
                 tuple(t for t in there if t not in here),
@@ -218,8 +218,8 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
         digests = _digests_here(distribution, targets)
         if not digests:
             continue
-        found = compare(shipped(), distribution, digests)
-        told.append(str(found) if own else f"{distribution} {here}: {found}")
+        alike = compare(shipped(), distribution, digests)
+        told.append(str(alike) if own else f"{distribution} {here}: {alike}")
     return told
 
 
@@ -232,23 +232,23 @@ def describe_differences(
         here = version if distribution == adapter.distribution else installed.get(distribution)
         if here is not None and plain(here) in versions_of(shipped(), distribution):
             digests = _digests_here(distribution, targets)
-            found = compare(shipped(), distribution, digests, plain(here))
-            if digests and not found.same:
-                told.append(f"{distribution} {here} is not what was recorded: {found}")
+            alike = compare(shipped(), distribution, digests, plain(here))
+            if digests and not alike.same:
+                told.append(f"{distribution} {here} is not what was recorded: {alike}")
     return told
 
 
 def same_as(adapter: Adapter, distribution: str) -> str:
     """The recorded version whose symbols equal all those here; ``""`` if there is none."""
     targets = targets_by_distribution(adapter).get(distribution, ())
-    found = compare(shipped(), distribution, _digests_here(distribution, targets))
-    return found.version if found.same else ""
+    alike = compare(shipped(), distribution, _digests_here(distribution, targets))
+    return alike.version if alike.same else ""
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
     """The digests here of recorded targets; a third party's targets may all be unrecorded."""
     known = shipped().get(distribution, {})
-    return {one: digest(one) for one in targets if one in known}
+    return {target: digest(target) for target in targets if target in known}
 
 
 def missed(
@@ -272,7 +272,9 @@ def missed(
         here = versions(distribution, packages.get(distribution, adapter.packages))
         here = same_as(adapter, distribution) if here == "unknown" else plain(here or "")
         known = versions_of(shipped(), distribution) if here else []
-        last = next((one for one in reversed(known) if in_order([one, here])[-1] == here), "")
+        last = next(
+            (version for version in reversed(known) if in_order([version, here])[-1] == here), ""
+        )
         return last, frozenset(digests_of(shipped(), distribution, last))
 
     def told(target: str) -> str:

@@ -46,7 +46,7 @@ class _Folder:
         return (self.root / path).is_dir()
 
     def top(self) -> list[str]:
-        return sorted(one.name for one in self.root.iterdir())
+        return sorted(path.name for path in self.root.iterdir())
 
     def read(self, path: str) -> bytes:
         return (self.root / path).read_bytes()
@@ -65,7 +65,8 @@ class _Wheel:
             raise SourceError(f"{path} is no wheel that can be read: {broken} in it is damaged.")
         # A wheel may keep its packages beneath NAME.data/purelib.
         self._names = {
-            re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", one): one for one in self._zip.namelist()
+            re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", name): name
+            for name in self._zip.namelist()
         }
         self._folders = {
             "/".join(parts[:depth])
@@ -188,16 +189,16 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
         raise SourceError(f"{path} does not exist. {looked_for}")
     if path.is_file():
         tree = Tree(path, _Wheel(path))
-        if any(tree.has(one) for one in packages):
+        if any(tree.has(package) for package in packages):
             return tree
         raise SourceError(f"{path} holds no framework. {looked_for}")
-    inner = [folder for one in _BENEATH for folder in sorted(path.glob(one) if one else [path])]
+    inner = [place for part in _BENEATH for place in sorted(path.glob(part) if part else [path])]
     roots = [folder for folder in inner if folder.is_dir()]
     # If the path is a package's own folder, the root is the folder above.
     roots += [above for above in (path.resolve().parent,) if (path / "__init__.py").is_file()]
     for root in roots:
         tree = Tree(path, _Folder(root))
-        if any(tree.has(one) for one in packages):
+        if any(tree.has(package) for package in packages):
             return tree
     raise SourceError(
         f"{path} holds no framework, neither in itself nor in src, python or lib/python3*/"
@@ -242,8 +243,8 @@ def _find_declared(text: str, distribution: str, files: _Files, folder: str) -> 
 
     def written(section: str, key: str) -> str:
         pattern = rf"^\[{section}\]\s*$(.*?)(^\[|\Z)"
-        found = re.search(pattern, text, re.MULTILINE | re.DOTALL)
-        value = found and re.search(rf"^{key} *[\"']([^\"']+)", found[1], re.MULTILINE)
+        match = re.search(pattern, text, re.MULTILINE | re.DOTALL)
+        value = match and re.search(rf"^{key} *[\"']([^\"']+)", match[1], re.MULTILINE)
         return value[1] if value else ""
 
     if _normal(written("project", "name *=")) != _normal(distribution):
@@ -258,17 +259,17 @@ def _find_declared(text: str, distribution: str, files: _Files, folder: str) -> 
 
 def _find_assigned(tree: ast.Module) -> Iterator[str]:
     """The version that a module assigns, as a string or as numbers (NVIDIA's ``MAJOR``, ...)."""
-    found = {
+    values = {
         target.id: line.value.value
         for line in tree.body
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant)
         for target in line.targets
         if isinstance(target, ast.Name)
     }
-    if isinstance(found.get("__version__"), str):
-        yield str(found["__version__"])
-    elif all(isinstance(found.get(name), int) for name in _PARTS[:3]):
-        yield ".".join(str(found[name]) for name in _PARTS[:3]) + str(found.get(_PARTS[3], ""))
+    if isinstance(values.get("__version__"), str):
+        yield str(values["__version__"])
+    elif all(isinstance(values.get(name), int) for name in _PARTS[:3]):
+        yield ".".join(str(values[name]) for name in _PARTS[:3]) + str(values.get(_PARTS[3], ""))
 
 
 def _normal(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A real NeMo-RL worker for ``test_status.py``, which runs this file in a process of its own."""
+"""A real NeMo-RL worker for ``test_contract.py``, which runs this file in a process of its own."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from ..deciding.wishes import (
     FUSED_ADAM_ARGUMENTS,
     GROUP,
     SCALING,
-    coerced,
+    coerce_written,
     fused_adam_support,
 )
 from ..resuming.checkpoint import note_precision_aware
@@ -192,7 +192,7 @@ def settle(build: Build, *, native: bool = False) -> Settled:
         if made.bucket_warning and wishes.trains:
             warn(f"{build.framework} {wishes.subject}: {made.bucket_warning}.")
     else:
-        asked = coerced(wishes.asked, wishes.where)
+        asked = coerce_written(wishes.asked, wishes.where)
     if in_force(build.framework, SCALING, GROUP) and build.dtype is torch.float16:
         added.update(scaler_fields(wishes, asked, current_settings()))
     if in_force(build.framework, "dtype-coercion", GROUP) and not wishes.precision_aware_by_itself:
@@ -224,7 +224,7 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
 def check_again(config: Any) -> None:
     """Validate a finished OptimizerConfig again, for a framework that has set fields on it.
 
-    Dtype names become dtypes, and the fields that Megatron derives from others fit them.
+    It turns dtype names into dtypes, and derives fields from others anew, as Megatron does.
     """
     # From 0.5 Megatron-Bridge validates, and computes derived fields, in ``finalize``.
     (getattr(config, "finalize", None) or config.__post_init__)()
@@ -311,10 +311,10 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
         note_told(config, "main-grads-dtype")
     # ``build_ddp`` has already compared and reported a bucket dtype that the user wrote.
     if buckets and buckets != {main_grads} and set(told) != {main_grads}:
-        found = ", ".join(sorted(map(name_of, buckets)))
+        dtypes = ", ".join(sorted(map(name_of, buckets)))
         problems.append(
             f"the optimizer expects {name_of(main_grads)} main grads, the gradient bucket is "
-            f"{found}"
+            f"{dtypes}"
         )
     unchecked = build.wishes.unchecked if build is not None else ()
     if live.single is not None and live.single is not params and "params_dtype" not in unchecked:
@@ -342,7 +342,7 @@ def _dtype(value: Any) -> Any:
 def _wrapped_chunks(model: Any) -> list[Any]:
     """The chunks of a model (one chunk or a list) that are in a DDP with buckets."""
     chunks = model if isinstance(model, list) else [model]
-    return [one for one in chunks if hasattr(one, "buffers") and hasattr(one, "ddp_config")]
+    return [chunk for chunk in chunks if hasattr(chunk, "buffers") and hasattr(chunk, "ddp_config")]
 
 
 def _bucket_dtypes(chunks: list[Any]) -> set[torch.dtype]:

@@ -143,28 +143,28 @@ def obstacles(request: OptimizerRequest) -> list[str]:
 
     The first two take the same steps, bit for bit.
     """
-    found = []
+    reasons = []
     if request.optimizer != "adam":
-        found.append(f"optimizer is {request.optimizer!r}, not 'adam'")
+        reasons.append(f"optimizer is {request.optimizer!r}, not 'adam'")
     if not request.distributed:
-        found.append("the distributed optimizer is off")
+        reasons.append("the distributed optimizer is off")
     if request.asked.get("optimizer_cpu_offload"):
-        found.append("Megatron does not resume optimizer_cpu_offload exactly with it")
+        reasons.append("Megatron does not resume optimizer_cpu_offload exactly with it")
     recipe = request.asked.get("fp8_recipe")
     if recipe not in (None, "delayed"):
-        found.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
+        reasons.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
     version = request.support.version
     if request.asked.get("store_param_remainders") and (version or ()) >= REMAINDERS_SINCE:
         # The user's field stays, so the shim must not add a field that conflicts with it.
         dtype = request.model.single or request.declared
         if dtype is FP16:
-            found.append("store_param_remainders takes bf16 parameters, they are fp16")
+            reasons.append("store_param_remainders takes bf16 parameters, they are fp16")
         if request.asked.get("optimizer_cuda_graph"):
-            found.append("store_param_remainders and optimizer_cuda_graph exclude each other")
-    found += request.blockers
+            reasons.append("store_param_remainders and optimizer_cuda_graph exclude each other")
+    reasons += request.blockers
     if request.support.problem:
-        found.append(request.support.problem)
-    return found
+        reasons.append(request.support.problem)
+    return reasons
 
 
 def plan_optimizer(request: OptimizerRequest) -> OptimizerPlan:

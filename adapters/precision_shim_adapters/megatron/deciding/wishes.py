@@ -185,7 +185,7 @@ def plan_wishes(
     Raises:
         DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
     """
-    asked = coerced(wishes.asked, wishes.where, now)
+    asked = coerce_written(wishes.asked, wishes.where, now)
     if asked.get("fp16") and asked.get("bf16"):
         asked["bf16"] = False  # fp16 wins where both are set
     dtype = model.single or wishes.declared
@@ -232,7 +232,9 @@ def scaler_row() -> dict[str, Any]:
     return {key: ROWS[torch.float16][key] for key in ("initial_loss_scale", "min_loss_scale")}
 
 
-def coerced(written: Mapping[str, Any], where: str, now: InForce | None = None) -> dict[str, Any]:
+def coerce_written(
+    written: Mapping[str, Any], where: str, now: InForce | None = None
+) -> dict[str, Any]:
     """Turn the dtype names among OptimizerConfig fields into dtypes.
 
     Returns the fields unchanged if ``dtype-coercion`` is not in force.

@@ -26,7 +26,7 @@ _Model = TypeVar("_Model", bound=Asked)
 
 _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (
-        "nothing: the masters are kept as remainders, whole in checkpoints",
+        "nothing: the masters are kept as remainders, and checkpoints have them in fp32",
         {PRECISION_AWARE: True, "store_param_remainders": True},
     ),
     (
@@ -80,7 +80,7 @@ def variants(
     """
     if not asked.wishes.trains:
         return []
-    found = []
+    cheaper = []
     for gives_up, step in _STEPS:
         fields = {
             key: name_of(asked.dtype) if value == "model" else value for key, value in step.items()
@@ -95,8 +95,8 @@ def variants(
         if problems_of(other, made, support):
             continue
         lines = tuple(_line(asked, key, value) for key, value in fields.items())
-        found.append((gives_up, lines, other))
-    return found
+        cheaper.append((gives_up, lines, other))
+    return cheaper
 
 
 def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupport) -> bool:

@@ -110,10 +110,10 @@ def support_of(version: str | None) -> FusedAdamSupport:
     """What TransformerEngine's FusedAdam can do; without a version the newest known rules apply."""
     if version is None:
         return NEWEST
-    found = release(version)
+    known = release(version)
     # Every TransformerEngine from about 1.13 has the arguments that Megatron needs; bf16 moments
     # have a rule of their own.
-    return FusedAdamSupport(found, True, "") if found else NEWEST
+    return FusedAdamSupport(known, True, "") if known else NEWEST
 
 
 def without_shim(support: FusedAdamSupport) -> InForce:
@@ -153,15 +153,15 @@ def side(asked: Asked, now: InForce) -> Side:
     return Side({**planned.added, **planned.asked}, choice, planned)
 
 
-def precision(asked: Asked, one: Side, support: FusedAdamSupport) -> Precision:
+def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:
     """The dtypes that Megatron keeps with these fields."""
-    dtype, fields = asked.dtype, dict(one.fields)
+    dtype, fields = asked.dtype, dict(side.fields)
     fields.update(bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype)
     if (support.version or ()) < REMAINDERS_SINCE:
         fields["store_param_remainders"] = False
     wanted = reader.read_wanted(fields.get)
     aware = bool(fields.get(PRECISION_AWARE))
-    bucket = torch.float32 if one.bucket.grad_reduce_in_fp32 else dtype
+    bucket = torch.float32 if side.bucket.grad_reduce_in_fp32 else dtype
     master = wanted.masters.get(dtype)
     main = wanted.masters[torch.float16]
     if master is None and aware and reader.adam_keeps_masters(fields.get, main):
@@ -202,18 +202,18 @@ def _find_unpacked(
 # -- what is illegal -------------------------------------------------------------------------------
 
 
-def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Problem]:
+def problems_of(asked: Asked, side: Side, support: FusedAdamSupport) -> list[Problem]:
     """List what Megatron refuses in an optimizer's config and bucket.
 
     Raises:
         PlanError: the optimizer is not Adam.
     """
-    fields, found = one.fields, []
+    fields, problems = side.fields, []
     subject = asked.wishes.subject
 
     def report(code: str, field: str, message: str, remedy: str) -> None:
         key = asked.bucket_key if field == "grad_reduce_in_fp32" else asked.key.format(field)
-        found.append(Problem(code, subject, key, message, remedy))
+        problems.append(Problem(code, subject, key, message, remedy))
 
     aware = bool(fields.get(PRECISION_AWARE))
     _refuse_others(asked, fields)
@@ -228,7 +228,7 @@ def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Prob
         report("precision-aware", PRECISION_AWARE, support.problem, "Leave it out.")
     for name, message, remedy in not_precision_aware(fields):
         report("dtype", name, message, remedy)
-    narrow = asked.dtype is torch.float16 and not one.bucket.grad_reduce_in_fp32
+    narrow = asked.dtype is torch.float16 and not side.bucket.grad_reduce_in_fp32
     if aware and narrow and fields.get("clip_grad", 1.0):
         report(
             "fp16-gradients",
@@ -236,7 +236,7 @@ def problems_of(asked: Asked, one: Side, support: FusedAdamSupport) -> list[Prob
             "fp16 gradients cannot be clipped by the precision-aware optimizer",
             "Write grad_reduce_in_fp32: true, or clip_grad: 0.",
         )
-    return found
+    return problems
 
 
 def _refuse_others(asked: Asked, fields: Mapping[str, Any]) -> None:

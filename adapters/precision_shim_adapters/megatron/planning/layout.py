@@ -39,10 +39,10 @@ def problems(
         subject: which model, for messages.
         megatron: megatron-core's release; ``None``: the newest known.
     """
-    found: list[Problem] = []
+    told: list[Problem] = []
 
     def report(code: str, key: str, message: str, remedy: str) -> None:
-        found.append(Problem(code, subject, sizes.key(key), message, remedy))
+        told.append(Problem(code, subject, sizes.key(key), message, remedy))
 
     for name, least in LEAST.items():
         size = getattr(sizes, name)
@@ -50,13 +50,13 @@ def problems(
             continue
         found_here = f"{sizes.key(name)}={size!r}: expected a whole number, at least {least}"
         report("size", name, found_here, f"Write {least} or more.")
-    if found:
-        return found
+    if told:
+        return told
     _check_world(sizes, report)
     _check_heads(sizes, model, megatron, report)
     _check_widths(sizes, model, report)
     _check_layers(sizes, model, report)
-    return found
+    return told
 
 
 def _check_world(sizes: Sizes, report: Report) -> None:
@@ -182,14 +182,14 @@ _OTHER_MODEL = re.compile(
 
 def layer_of(name: str) -> int | None:
     """The index of a parameter's layer; ``None`` outside the layers of the text model."""
-    found = None if _OTHER_MODEL.search(name) else _LAYER.search(name)
-    return int(found.group(1)) if found else None
+    match = None if _OTHER_MODEL.search(name) else _LAYER.search(name)
+    return int(match.group(1)) if match else None
 
 
 def number_of_layers(model: Model) -> int:
     """Number of layers of the text model, without the layers for multi-token prediction."""
     told = model.number("num_hidden_layers", "n_layer")
-    return told or 1 + max((layer_of(one.name) or 0 for one in model.weights), default=0)
+    return told or 1 + max((layer_of(weight.name) or 0 for weight in model.weights), default=0)
 
 
 def layers_of_stages(sizes: Sizes, layers: int) -> list[list[int]]:
@@ -204,50 +204,50 @@ def layers_of_stages(sizes: Sizes, layers: int) -> list[list[int]]:
     if chunks > 1 and sizes.pipeline == 1:
         chunks = 1
     numbers = _numbers(sizes, layers, chunks)
-    if min(min(one) for one in numbers) < 0 or sum(map(sum, numbers)) != layers:
+    if min(min(number) for number in numbers) < 0 or sum(map(sum, numbers)) != layers:
         raise ValueError(f"{layers} layers do not come out over {sizes.pipeline} stages")
-    found: list[list[int]] = [[] for _ in range(sizes.pipeline)]
+    stages: list[list[int]] = [[] for _ in range(sizes.pipeline)]
     first = 0
     for chunk in range(chunks):
         for stage in range(sizes.pipeline):
             count = numbers[stage][chunk]
-            found[stage] += range(first, first + count)
+            stages[stage] += range(first, first + count)
             first += count
-    return found
+    return stages
 
 
 def _numbers(sizes: Sizes, layers: int, chunks: int) -> list[list[int]]:
     """Number of layers by stage and chunk."""
     per_stage = _per_stage(sizes, layers)
-    found = []
+    numbers = []
     for stage, number in enumerate(per_stage):
         if number % chunks:
             raise ValueError(f"{number} layers of stage {stage} are not a multiple of {chunks}")
-        found.append([number // chunks] * chunks)
+        numbers.append([number // chunks] * chunks)
     if sizes.count_embedding:
-        found[0][0] -= 1
+        numbers[0][0] -= 1
     if sizes.count_loss:
-        found[-1][-1] -= 1
-    return found
+        numbers[-1][-1] -= 1
+    return numbers
 
 
 def _per_stage(sizes: Sizes, layers: int) -> list[int]:
     ends = (sizes.first, sizes.last)
-    if any(one is not None for one in ends):
+    if any(end is not None for end in ends):
         if sizes.count_embedding or sizes.count_loss:
             raise ValueError(
                 "layers of the first or last stage do not go with counting embedding or loss"
             )
-        middle = sizes.pipeline - sum(one is not None for one in ends)
-        left = layers - sum(one or 0 for one in ends)
+        middle = sizes.pipeline - sum(end is not None for end in ends)
+        left = layers - sum(end or 0 for end in ends)
         if middle < 0 or left < 0 or (middle and left % middle) or (not middle and left):
             raise ValueError(f"{left} layers cannot be spread evenly over {middle} stages between")
-        found = [left // middle if middle else 0] * sizes.pipeline
+        counts = [left // middle if middle else 0] * sizes.pipeline
         if sizes.first is not None:
-            found[0] = sizes.first
+            counts[0] = sizes.first
         if sizes.last is not None:
-            found[-1] = sizes.last
-        return found
+            counts[-1] = sizes.last
+        return counts
     counted = layers + sizes.count_embedding + sizes.count_loss
     if counted % sizes.pipeline:
         raise ValueError(f"{counted} layers cannot be spread evenly over {sizes.pipeline} stages")
@@ -262,7 +262,7 @@ def _letters(layout: object) -> str:
     if isinstance(layout, str):
         return layout.replace(",", "")
     try:
-        places = [list(map(str, one)) for one in layout]  # type: ignore[attr-defined]
+        places = [list(map(str, places_here)) for places_here in layout]  # type: ignore[attr-defined]
         return "|".join("".join(_LETTERS[name] for name in place) for place in places)
     except (TypeError, KeyError):
         names = ", ".join(_LETTERS)
@@ -273,8 +273,10 @@ def _letters(layout: object) -> str:
 
 def _by_layout(sizes: Sizes, layers: int) -> list[list[int]]:
     text = _letters(sizes.stages)
-    text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found.group(1) * int(found.group(2)), text)
-    text = re.sub(r"(.)\*(\d+)", lambda found: found.group(1) * int(found.group(2)), text)
+    text = re.sub(
+        r"\(([^)]+)\)\*(\d+)", lambda stages: stages.group(1) * int(stages.group(2)), text
+    )
+    text = re.sub(r"(.)\*(\d+)", lambda stages: stages.group(1) * int(stages.group(2)), text)
     if set(text) - set("Etm L|"):
         raise ValueError(f"{sizes.stages!r}: a layout has the letters E, t, m, L and | only")
     places = text.split("|")
@@ -282,13 +284,13 @@ def _by_layout(sizes: Sizes, layers: int) -> list[list[int]]:
         raise ValueError(f"{len(places)} places are not a multiple of {sizes.pipeline} stages")
     if text.count("t") != layers:
         raise ValueError(f"{text.count('t')} layers in the layout, {layers} in the model")
-    found: list[list[int]] = [[] for _ in range(sizes.pipeline)]
+    stages: list[list[int]] = [[] for _ in range(sizes.pipeline)]
     first = 0
     for number, place in enumerate(places):
         count = place.count("t")
-        found[number % sizes.pipeline] += range(first, first + count)
+        stages[number % sizes.pipeline] += range(first, first + count)
         first += count
-    return found
+    return stages
 
 
 # -- parameters by ranks ---------------------------------------------------------------------------
@@ -331,7 +333,7 @@ def rank_numel(weight: Weight, sizes: Sizes) -> int:
 
 def _ways(weight: Weight, tensor: int) -> int:
     """Over how many ranks tensor parallelism splits a parameter outside the experts."""
-    words = [one for one in weight.name.split(".") if one not in ("weight", "bias")]
+    words = [part for part in weight.name.split(".") if part not in ("weight", "bias")]
     word = words[-1] if words else ""
     if _OTHER_MODEL.search(weight.name):
         return 1
@@ -408,18 +410,18 @@ def count(
             add(last, weight)  # the last stage has its own copy
     if value_head:
         dense[last] += model.number("hidden_size", "n_embd")
-    return [StageCount(*one) for one in zip(dense, experts, still, strict=True)]
+    return [StageCount(*counts) for counts in zip(dense, experts, still, strict=True)]
 
 
 def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
     """Count a model of which only the number of parameters is known."""
-    dense = sum(one.numel for one in model.weights if not is_expert(one.name))
-    experts = sum(one.numel for one in model.weights if is_expert(one.name))
+    dense = sum(weight.numel for weight in model.weights if not is_expert(weight.name))
+    experts = sum(weight.numel for weight in model.weights if is_expert(weight.name))
     own = -(-dense // (sizes.tensor * sizes.pipeline))
     theirs = -(-experts // (sizes.experts_tensor * sizes.expert * sizes.pipeline))
     apart = sizes.expert > 1
-    one = StageCount(own if apart else own + theirs, theirs if apart else 0)
-    return [one] * sizes.pipeline
+    stage = StageCount(own if apart else own + theirs, theirs if apart else 0)
+    return [stage] * sizes.pipeline
 
 
 def _word(name: str) -> str:
@@ -435,12 +437,12 @@ def _stage_outside(name: str, last: int) -> int:
 
 def unknown(model: Model) -> list[str]:
     """Matrices of the text model that no rule here names; ``count`` takes them as not split."""
-    found = []
+    names = []
     for weight in model.weights:
         word = _word(weight.name)
         known = word in (*_COLUMN, *_ROW, *_VOCABULARY) or is_router(weight.name)
         whole = "norm" in word or re.search(r"(_a_proj|with_mqa|shared_expert_gate|^gate$)$", word)
         ours = not _OTHER_MODEL.search(weight.name) and not is_expert(weight.name)
         if ours and len(weight.shape) > 1 and not known and not whole:
-            found.append(_LAYER.sub(".layers.N.", weight.name))
-    return sorted(set(found))
+            names.append(_LAYER.sub(".layers.N.", weight.name))
+    return sorted(set(names))

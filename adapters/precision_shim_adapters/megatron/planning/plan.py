@@ -25,7 +25,7 @@ from precision_shim.planning.record import (
     unknown_keys,
 )
 from precision_shim.planning.request import Rules, Variant
-from precision_shim.planning.text import parked
+from precision_shim.planning.text import list_parked
 from precision_shim.precision.dtypes import name_of
 from precision_shim_adapters.megatron.deciding.legality import (
     FusedAdamSupport,
@@ -94,14 +94,14 @@ class MegatronModel(Asked):
 def _unknown(asked: Asked) -> list[Problem]:
     """Keys that the framework passes to Megatron's configs, but these configs lack."""
     subject = asked.wishes.subject
-    found = unknown_keys(
+    keys = unknown_keys(
         asked.wishes.asked, fields_of(CONFIG), subject, asked.key, "Megatron's OptimizerConfig"
     )
     if asked.bucket_keys:
         key = asked.bucket_key.rpartition(".")[0] + ".{}"
         whose = "Megatron's DistributedDataParallelConfig"
-        found += unknown_keys(asked.bucket_keys, fields_of(DDP), subject, key, whose)
-    return found
+        keys += unknown_keys(asked.bucket_keys, fields_of(DDP), subject, key, whose)
+    return keys
 
 
 def _no_names(asked: Asked) -> list[Problem]:
@@ -147,28 +147,28 @@ def plan_model(
     if not asked.wishes.trains:  # the model has no optimizer, whatever fields the config has
         asked = replace(asked, wishes=replace(asked.wishes, asked={}))
     subject = asked.wishes.subject
-    found = [*asked.illegal, *layout.problems(asked.sizes, asked.model, subject, megatron)]
-    found += _unknown(asked)
+    problems = [*asked.illegal, *layout.problems(asked.sizes, asked.model, subject, megatron)]
+    problems += _unknown(asked)
     numbers = _no_names(asked)
     if numbers:
-        return None, [*found, *numbers]
+        return None, [*problems, *numbers]
     on = with_shim(settings, support, holds)
     try:
         sides = [side(asked, without_shim(support)), side(asked, on)]
     except DtypeError as error:
         key = asked.key.format(error.key or "dtype")
-        return None, [*found, Problem.of(error, subject, key)]
+        return None, [*problems, Problem.of(error, subject, key)]
     if asked.wishes.trains:
-        found += problems_of(asked, sides[1], support)
-    if any(one.code in ("size", "world-size", "layers") for one in found):
-        return None, found
+        problems += problems_of(asked, sides[1], support)
+    if any(problem.code in ("size", "world-size", "layers") for problem in problems):
+        return None, problems
     counts = layout.count(
         asked.model,
         asked.sizes,
         frozen=asked.frozen,
         value_head=asked.value_head,
     )
-    before, after = (stages(asked, one, counts, support) for one in sides)
+    before, after = (stages(asked, plan_side, counts, support) for plan_side in sides)
     return (
         ModelPlan(
             subject,
@@ -178,27 +178,27 @@ def plan_model(
             {"before": _traffic(before), "after": _traffic(after)},
             before,
             after,
-            (*asked.notes, *_notes(asked, sides[1]), *parked(after, asked.parked)),
+            (*asked.notes, *_notes(asked, sides[1]), *list_parked(after, asked.parked)),
             asked.model.source,
             _stays(asked, before, after),
             asked.place,
             name_of(asked.dtype),
         ),
-        found,
+        problems,
     )
 
 
 def stages(
-    asked: Asked, one: Side, counts: list[StageCount], support: FusedAdamSupport
+    asked: Asked, plan_side: Side, counts: list[StageCount], support: FusedAdamSupport
 ) -> tuple[Stage, ...]:
     """What a GPU of each pipeline stage holds."""
     wishes, sizes = asked.wishes, asked.sizes
-    made = precision(asked, one, support)
+    made = precision(asked, plan_side, support)
     if not wishes.trains:
         made = Precision(made.params)
-    distributed = bool(one.fields.get("use_distributed_optimizer", wishes.distributed))
-    name = str(one.fields.get("optimizer", wishes.optimizer)) if wishes.trains else ""
-    found = []
+    distributed = bool(plan_side.fields.get("use_distributed_optimizer", wishes.distributed))
+    name = str(plan_side.fields.get("optimizer", wishes.optimizer)) if wishes.trains else ""
+    counted = []
     for number, count in enumerate(counts):
         every = count.dense + count.experts + count.frozen
         dense = Share(
@@ -218,8 +218,8 @@ def stages(
                 states_sharded=distributed,
             )
             parts.append(part("experts", experts, made, name))
-        found.append(Stage(number, tuple(parts)))
-    return tuple(found)
+        counted.append(Stage(number, tuple(parts)))
+    return tuple(counted)
 
 
 def _stays(asked: Asked, before: tuple[Stage, ...], after: tuple[Stage, ...]) -> dict[str, int]:
@@ -231,66 +231,68 @@ def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
     """Bytes of one reduce-scatter of the gradients and one all-gather, in the busiest stage."""
     sums = [
         {
-            "reduce_scatter": sum(ring(one, "grad_buckets") for one in stage.parts),
-            "all_gather": sum(ring(one, _gathered(one)) for one in stage.parts if one.optimizer),
+            "reduce_scatter": sum(ring(part, "grad_buckets") for part in stage.parts),
+            "all_gather": sum(
+                ring(part, _name_gathered(part)) for part in stage.parts if part.optimizer
+            ),
         }
         for stage in stages_
     ]
-    return max(sums, key=lambda one: sum(one.values()))
+    return max(sums, key=lambda held: sum(held.values()))
 
 
-def _gathered(part_: Part) -> str:
+def _name_gathered(part_: Part) -> str:
     """What is all-gathered: parameters, or the reduced gradients where states are not sharded."""
     shared = any(part_.components[name].sharded for name in part_.components.keys() & {"exp_avg"})
     return "params" if shared else "grad_buckets"
 
 
-def _decisions(asked: Asked, one: Side, settings: Settings, holds: Holds) -> list[Decided]:
-    found = []
-    made = one.planned.plan
+def _decisions(asked: Asked, side: Side, settings: Settings, holds: Holds) -> list[Decided]:
+    decisions = []
+    made = side.planned.plan
     if holds(DISPATCH, GROUP):
-        found.append(Decided(DISPATCH, made.chosen, made.because))
+        decisions.append(Decided(DISPATCH, made.chosen, made.because))
     if holds(ALIGNMENT, GROUP):
-        in_fp32 = one.bucket.grad_reduce_in_fp32
+        in_fp32 = side.bucket.grad_reduce_in_fp32
         dtype = "fp32" if in_fp32 else name_of(asked.dtype)
         chosen = f"gradient bucket {dtype} (grad_reduce_in_fp32={in_fp32})"
-        found.append(Decided(ALIGNMENT, chosen, one.bucket.because))
+        decisions.append(Decided(ALIGNMENT, chosen, side.bucket.because))
     if holds(SCALING, GROUP) and asked.dtype is torch.float16:
-        scaler = foreseen(asked.wishes, one.planned.asked, settings)
+        scaler = foreseen(asked.wishes, side.planned.asked, settings)
         if scaler is not None:
-            fp16 = _fp16(one)
+            fp16 = _fp16(side)
             off = "no loss scaling", f"the optimizer's config has fp16={fp16}"
-            found.append(Decided(SCALING, *(scaler if fp16 else off)))
-    return found
+            decisions.append(Decided(SCALING, *(scaler if fp16 else off)))
+    return decisions
 
 
-def _fp16(one: Side) -> bool:
+def _fp16(side: Side) -> bool:
     """The ``fp16`` of an fp16 model's OptimizerConfig, by which Megatron makes a scaler."""
-    return bool(one.fields.get("fp16", True))
+    return bool(side.fields.get("fp16", True))
 
 
-def _notes(asked: Asked, one: Side) -> list[str]:
-    found = []
+def _notes(asked: Asked, side: Side) -> list[str]:
+    notes = []
     if asked.wishes.trains:
-        made = one.planned.plan
-        found += [*made.warnings, *(text for text in (made.bucket_warning,) if text)]
-        if one.bucket.problem:
-            found.append(one.bucket.problem)
-        static = one.fields.get("loss_scale")
-        if asked.dtype is torch.float16 and not (_fp16(one) or static):
-            found.append(unscaled(asked.wishes.where, False, bool(one.fields.get("bf16"))))
+        made = side.planned.plan
+        notes += [*made.warnings, *(text for text in (made.bucket_warning,) if text)]
+        if side.bucket.problem:
+            notes.append(side.bucket.problem)
+        static = side.fields.get("loss_scale")
+        if asked.dtype is torch.float16 and not (_fp16(side) or static):
+            notes.append(unscaled(asked.wishes.where, False, bool(side.fields.get("bf16"))))
     if asked.wishes.asked and not fields_of(CONFIG):
-        found.append(
+        notes.append(
             "not checked: whether Megatron's OptimizerConfig has the fields that are written; "
             "megatron-core is not installed here"
         )
     further = asked.model.number("num_nextn_predict_layers", "mtp_num_hidden_layers")
     if further:
-        found.append(
+        notes.append(
             f"not counted: {further} of the layers that predict further tokens, which the "
             "framework may build in the last stage"
         )
     lacking = layout.unknown(asked.model)
     if lacking and asked.sizes.tensor > 1:
-        found.append(f"counted whole on each GPU, not known how they split: {', '.join(lacking)}")
-    return found
+        notes.append(f"counted whole on each GPU, not known how they split: {', '.join(lacking)}")
+    return notes

@@ -57,11 +57,11 @@ def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]
         chunks: the model's chunks; may be empty, since an optimizer knows its own parameters.
         optimizers: single optimizers, not chains.
     """
-    readings = [_read(chunks, one) for one in optimizers]
-    names = {one.name for one in readings}
+    readings = [_read(chunks, optimizer) for optimizer in optimizers]
+    names = {read.name for read in readings}
     experts = "experts" in names or any(
         is_expert(p)
-        for chunk in (*chunks, *(c for one in optimizers for c in _own_chunks(one)))
+        for chunk in (*chunks, *(c for optimizer in optimizers for c in _own_chunks(optimizer)))
         for p in chunk.parameters()
         if p.requires_grad
     )
@@ -104,17 +104,19 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
         buffers = _buffers_of(reading.trainable, [*chunks, *_own_chunks(optimizer)])
     for buffer in buffers:
         kept = (buffer.grad_data, *(getattr(buffer, "extra_main_grads", None) or ()))
-        reading.buckets += [one for one in kept if isinstance(one, torch.Tensor)]
+        reading.buckets += [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
         data = getattr(buffer, "param_data", None)
         # Frameworks that offload parameters keep a copy in these attributes.
         copies = (getattr(buffer, "param_data_cpu", None), getattr(data, "cpu_data", None))
-        reading.also_params += [one for one in (data, *copies) if isinstance(one, torch.Tensor)]
+        reading.also_params += [
+            copied for copied in (data, *copies) if isinstance(copied, torch.Tensor)
+        ]
     reading.bucket_views = [
         grad for p in reading.trainable if (grad := getattr(p, "main_grad", None)) is not None
     ]
     _read_states(reading, inner, pairs)
     dtypes = {p.dtype for p in trained}
-    in_bucket = {one.dtype for one in reading.bucket_views}
+    in_bucket = {view.dtype for view in reading.bucket_views}
     own = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
     makes_copies = bool(dtypes & set(SIXTEEN_BIT)) and in_bucket != {torch.float32}
     reading.copies_later = makes_copies and not own and reading.foretold.exp_avg is not None
@@ -152,7 +154,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
     # Megatron's optimizer for CPU offload steps copies of the parameters, in inner optimizers.
     beneath = getattr(inner, "param_to_inner_param", None) or {}
     steppers = list(getattr(inner, "sub_optimizers", None) or ())
-    states = {id(p): state for one in steppers for p, state in one.state.items()}
+    states = {id(p): state for stepper in steppers for p, state in stepper.state.items()}
     for model, stepped in pairs:
         masters = [stepped] if stepped.dtype != model.dtype else []
         lower = beneath.get(stepped, stepped)
@@ -177,22 +179,22 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         first, second = told.exp_avg, told.exp_avg_sq
         reading.foretold = replace(
             told,
-            exp_avg=lambda one: first(beneath.get(one, one)),
-            exp_avg_sq=lambda one: second(beneath.get(one, one)),
+            exp_avg=lambda parameter: first(beneath.get(parameter, parameter)),
+            exp_avg_sq=lambda parameter: second(beneath.get(parameter, parameter)),
         )
 
 
 def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:
     """The buffers of the chunks' DDPs that hold gradients of these parameters."""
     wanted_ones = {id(p) for p in parameters}
-    found = []
+    own = []
     for chunk in chunks:
         for name in ("buffers", "expert_parallel_buffers"):
             buffers = getattr(chunk, name, None)
             # torch's Module.buffers is a method; Megatron's DDP hides it behind a list.
             if isinstance(buffers, (list, tuple)):
-                found += [b for b in buffers if any(id(p) in wanted_ones for p in b.params)]
-    return unique(found)
+                own += [b for b in buffers if any(id(p) in wanted_ones for p in b.params)]
+    return unique(own)
 
 
 def _data_parallel_size(optimizer: Any, buffers: Sequence[Any], name: str) -> int:
@@ -238,10 +240,10 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """
 
     def get(name: str, default: Any) -> Any:
-        found = field(name)
-        if isinstance(found, str):  # a dtype name, where dtype-coercion is not in force
-            found = parse_dtype(found) or found
-        return default if found is None else found
+        value = field(name)
+        if isinstance(value, str):  # a dtype name, where dtype-coercion is not in force
+            value = parse_dtype(value) or value
+        return default if value is None else value
 
     fp32 = torch.float32
     params = get("params_dtype", fp32)

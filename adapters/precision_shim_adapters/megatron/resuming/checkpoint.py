@@ -120,7 +120,7 @@ def is_added_by_shim(config: Any) -> bool:
     """Whether the shim alone made an OptimizerConfig, or the config it copies, precision-aware."""
     values = (getattr(config, name, None) for name in _OWN)
     return hasattr(config, _ADDED) or any(
-        isinstance(one, float) and _own_floats.get(id(one)) is one for one in values
+        isinstance(value, float) and _own_floats.get(id(value)) is value for value in values
     )
 
 
@@ -201,7 +201,7 @@ def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
     if isinstance(state, dict):
         for name in ("per_bucket_numel", "per_bucket_numel_unpadded"):
             if name in state:
-                state[name].data = [rekeyed(one) for one in state[name].data]
+                state[name].data = [rekeyed(part) for part in state[name].data]
         for tensor in _sharded_tensors(state):
             tensor.key = DTYPES_IN_KEY.sub(renamed, tensor.key)
     elif getattr(state, "data", None) is not None:  # the gathered form is one object
@@ -264,13 +264,14 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
     """Give the loaded bookkeeping the live bucket's dtypes before Megatron compares them."""
     name = "per_bucket_numel_unpadded"
     if state_dict is not None and name in state_dict:
-        live = [next(iter(one)) for one in call.instance.per_bucket_numel_unpadded]
+        live = [next(iter(bucket)) for bucket in call.instance.per_bucket_numel_unpadded]
         stored = state_dict[name]
-        if len(live) == len(stored) and all(len(one) == 1 for one in stored):
+        if len(live) == len(stored) and all(len(bucket) == 1 for bucket in stored):
             call.arguments["state_dict"] = {
                 **state_dict,
                 name: [
-                    {key: next(iter(one.values()))} for key, one in zip(live, stored, strict=True)
+                    {key: next(iter(bucket.values()))}
+                    for key, bucket in zip(live, stored, strict=True)
                 ],
             }
     return call.proceed()
@@ -358,13 +359,13 @@ def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
     if not path.is_file():
         from megatron.core.dist_checkpointing import load_tensors_metadata
 
-        return {key: one.dtype for key, one in load_tensors_metadata(directory).items()}
+        return {key: tensor.dtype for key, tensor in load_tensors_metadata(directory).items()}
     with path.open("rb") as file:
-        found = read_entries(file, str(path))
+        entries = read_entries(file, str(path))
     return {
-        key: parse_dtype(one.dtype) or getattr(torch, one.dtype)
-        for key, one in found.items()
-        if one.dtype is not None
+        key: parse_dtype(entry.dtype) or getattr(torch, entry.dtype)
+        for key, entry in entries.items()
+        if entry.dtype is not None
     }
 
 

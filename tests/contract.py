@@ -1,0 +1,204 @@
+"""What the tests of every framework hold it to, whichever it is.
+
+``tests/<framework>/test_contract.py`` makes a class of each class here, with the framework's
+:class:`Driver` and the fixtures that build what only that framework has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from . import (
+    examples_run,
+    mutants,
+    probes_hold,
+    status_in_docs,
+    symbols_in_record,
+    versions_in_docs,
+)
+from .checkouts import Told, as_checkout, as_installed
+from .checkpoint_damage import wrong_answers
+from .checkpoint_doctor import ask
+from .in_force import disagreements, refused
+from .rank_server import Ranks
+from .upstreams_own import Own
+from .wishes import Case, each_case, expected, outcome_in
+
+
+def leave_as_it_is(root: Path, version: str) -> None:
+    """The copied packages say their version themselves."""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What the contract has to know of a framework.
+
+    Attributes:
+        framework: its name, as users write it.
+        version: what is installed, as ``status()`` tells it.
+        pinned: the version in the name of the tox environment.
+        worker: a file of tests that builds a real worker, and then calls ``status_in_docs.tell``.
+        example: the module in ``examples``.
+        tested: whether the installed version is a tested one.
+        state_version: writes the version into a checkout whose packages do not state it.
+    """
+
+    framework: str
+    version: str
+    pinned: str
+    worker: Path
+    example: str
+    tested: bool = True
+    state_version: Callable[[Path, str], None] = leave_as_it_is
+
+
+class Contract:
+    """Holds one framework."""
+
+    driver: ClassVar[Driver]
+
+
+class Release(Contract):
+    """What is recorded and assumed of a release, held to what is installed."""
+
+    @pytest.fixture(scope="class")
+    def installed(self) -> Told:
+        """What the doctor says of what is installed."""
+        return as_installed(self.driver.framework)
+
+    def test_the_record_of_symbols_is_current(self) -> None:
+        symbols_in_record.hold(self.driver.framework)
+
+    def test_a_wheel_of_what_is_installed_is_read_and_not_run(self, tmp_path: Path) -> None:
+        symbols_in_record.hold_as_a_wheel(self.driver.framework, tmp_path)
+
+    def test_the_page_of_versions_is_current(self) -> None:
+        versions_in_docs.hold(self.driver.framework)
+
+    def test_what_the_rules_assume_holds(self) -> None:
+        probes_hold.hold(self.driver.framework)
+
+    def test_a_checkout_is_the_version_that_it_states(
+        self, installed: Told, tmp_path: Path
+    ) -> None:
+        def state(root: Path) -> None:
+            self.driver.state_version(root, installed.version)
+
+        found = as_checkout(self.driver.framework, tmp_path, state)
+        assert found.version == installed.version.partition("+")[0]
+        assert found.tested is installed.tested is self.driver.tested
+        assert found.reason == installed.reason
+        assert found.problems == installed.problems
+        assert found.seams == installed.seams
+
+
+class Worker(Contract):
+    """What ``status()`` says in a real worker: on one screen, and in the docs as it is."""
+
+    @pytest.fixture
+    def server(self) -> Ranks | None:
+        """Where the worker's process is forked; none: it is a new Python."""
+        return None
+
+    def test_status_of_a_worker(
+        self, server: Ranks | None, tmp_path: Path, request: pytest.FixtureRequest
+    ) -> None:
+        driver = self.driver
+        text = status_in_docs.of_a_worker(driver.worker, tmp_path, server)
+        assert f"{driver.framework} {driver.version}, tested: in force" in text
+        environment = f"{driver.framework}-{driver.pinned}"
+        status_in_docs.hold(text, driver.framework, environment, request)
+
+
+class Wishes(Contract):
+    """The table of wishes on the framework's own config: one plan for each, as everywhere.
+
+    The fixture ``wishes_of`` writes a case into that config, and reads the wishes from there.
+    """
+
+    @each_case
+    def test_the_table(
+        self, fused_adam: str, shim: Any, wishes_of: Callable[[Case], Any], case: Case
+    ) -> None:
+        shim(settings=case.settings)
+        assert outcome_in(self.driver.framework, case, wishes_of(case)) == expected(case)
+
+
+class Job(Contract):
+    """A job: all who are asked agree on what is in force in it, and the example trains."""
+
+    def test_all_say_what_the_worker_says(self) -> None:
+        assert disagreements(self.driver.framework) == []
+
+    @pytest.mark.slow
+    def test_the_example_trains(self) -> None:
+        said = examples_run.run(self.driver.example, self.driver.framework)
+        assert said.count("step") >= 8
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that the framework wrote, whole, and that goes on exactly.
+
+    Attributes:
+        folder: where it is.
+        config: what the config of the job says that wrote it.
+        groups: the groups of the seams for fp16, by whether the doctor asks for them.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    groups: Mapping[str, bool]
+
+
+each_seed = pytest.mark.parametrize(
+    "seeds", [range(8), pytest.param(range(8, 58), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+
+
+class Damage(Contract):
+    """Damaged checkpoints: the checkpoint doctor calls none of them plainly exact.
+
+    The fixture ``saved`` has a worker of the framework write a checkpoint.
+    """
+
+    @each_seed
+    def test_no_damage_goes_unsaid(self, saved: Saved, tmp_path: Path, seeds: range) -> None:
+        self.hold_groups(saved)
+        work = tmp_path / "damaged"
+        framework = self.driver.framework
+        assert not list(wrong_answers(saved.folder, framework, saved.config, work, seeds))
+
+    def hold_groups(self, saved: Saved) -> None:
+        """The doctor asks for the seams of the worker that wrote the files, and for no others."""
+        framework = self.driver.framework
+        assert ask(saved.folder, framework, saved.config, on=True).outcome.exact
+        for group, asked_for in saved.groups.items():
+            with refused(framework, "fp16-scaling", group):
+                told = ask(saved.folder, framework, saved.config, on=True)
+            assert told.outcome.exact is not asked_for
+
+
+class Upstream(Contract):
+    """Changes of what the seams stand on: each is noticed, or does no harm."""
+
+    @pytest.mark.slow
+    def test_changes_of_upstream_are_noticed_or_do_no_harm(self) -> None:
+        mutants.hold(self.driver.framework)
+
+
+class UpstreamsOwn(Contract):
+    """The framework's own tests that need no GPU have the same outcome with the shim on and off.
+
+    The fixture ``own`` has the tests.
+    """
+
+    def test_upstreams_own_tests_have_the_same_outcome(self, own: Own) -> None:
+        off, on = own.run(on=False), own.run(on=True)
+        assert on.outcomes == off.outcomes, on.said
+        assert off.passed >= own.least(len(off.outcomes))

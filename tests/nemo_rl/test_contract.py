@@ -1,0 +1,179 @@
+"""What NeMo-RL, as every framework, is held to."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from precision_shim_adapters.nemo_rl.megatron import read_wishes
+
+from .. import contract
+from ..checkouts import Told, as_checkout
+from ..checkpoint_doctor import FP16, ask
+from ..rank_server import Ranks
+from ..upstreams_own import Own, fetch, in_a_fork_of
+from ..wishes import Case
+from .megatron import support as on_megatron
+from .megatron.conftest import cpu  # noqa: F401
+from .support import NEMO_RL, batch, loss_for, save
+
+DRIVER = contract.Driver(
+    "nemo-rl",
+    # The tag v0.5.0 calls itself 0.5.0rc0.
+    version=Version(version("nemo-rl")).public,
+    pinned=NEMO_RL.base_version,
+    worker=Path(__file__).with_name("megatron") / "status_worker.py",
+    example="nemo_rl_dtensor",
+)
+
+
+class TestRelease(contract.Release):
+    """Also as a checkout on ``PYTHONPATH``, which is how its own launcher runs it."""
+
+    driver = DRIVER
+
+    def test_what_states_no_version_is_the_recorded_one_that_it_equals(
+        self, installed: Told, tmp_path: Path
+    ) -> None:
+        def say_nothing(root: Path) -> None:
+            (root / "nemo_rl/package_info.py").unlink()
+
+        told = as_checkout("nemo-rl", tmp_path, say_nothing)
+        assert told.version == "unknown"
+        assert f"all as in {installed.version.partition('+')[0]}" in told.reason
+        assert told.seams == installed.seams
+        assert len(told.problems) == len(installed.problems)
+
+    def test_what_is_like_no_recorded_version_lacks_nothing(
+        self, installed: Told, tmp_path: Path
+    ) -> None:
+        """A changed line in a symbol: nobody can say which version it is."""
+
+        def change(root: Path) -> None:
+            (root / "nemo_rl/package_info.py").unlink()
+            worker = next((root / "nemo_rl/models/policy").rglob("dtensor_policy_worker.py"))
+            text = worker.read_text("utf-8")
+            head, line, rest = text.partition("        self.cfg = config\n")
+            assert line
+            worker.write_text(f"{head}{line}        self.another_line = True\n{rest}", "utf-8")
+
+        told = as_checkout("nemo-rl", tmp_path, change)
+        assert told.version == "unknown"
+        assert "all as in" not in told.reason
+        assert told.seams == installed.seams
+        assert len(told.problems) == len(installed.problems)
+
+    def test_a_checkout_before_another_that_is_installed(self, tmp_path: Path) -> None:
+        """The metadata on the path is not that of what is imported."""
+        place = next(Path(path, "nemo_rl") for path in sys.path if Path(path, "nemo_rl").is_dir())
+        shutil.copytree(place, tmp_path / "nemo_rl")
+        stated = tmp_path / "nemo_rl/package_info.py"
+        lines = stated.read_text("utf-8").splitlines()
+        changed = ["MINOR = 99" if line.startswith("MINOR") else line for line in lines]
+        stated.write_text("\n".join(changed), "utf-8")
+        told = Told("nemo-rl", [str(tmp_path), *(path for path in sys.path if path)])
+        assert told.version.split(".")[1] == "99"
+        assert "not among the tested versions" in told.reason
+
+
+class TestWorker(contract.Worker):
+    driver = DRIVER
+
+    @pytest.fixture
+    def server(self, ranks: Ranks) -> Ranks:
+        return ranks
+
+
+class TestWishes(contract.Wishes):
+    driver = DRIVER
+    OPEN = ("bf16", "fp16", "params_dtype", "use_precision_aware_optimizer", "adam_beta2")
+    """What the shipped files carry and the table leaves open where it does not name it."""
+
+    @pytest.fixture
+    def wishes_of(self, model: Path) -> Callable[[Case], Any]:
+        def read(case: Case) -> Any:
+            assert set(self.OPEN) <= set(on_megatron.OPTIMIZER)
+            precision = str(case.dtype).removeprefix("torch.")
+            config = on_megatron.policy_config(
+                model, precision, drop=self.OPEN, optimizer=dict(case.asked)
+            )
+            ddp = config["megatron_cfg"]["distributed_data_parallel_config"]
+            del ddp["grad_reduce_in_fp32"]
+            if case.bucket is not None:
+                ddp["grad_reduce_in_fp32"] = case.bucket
+            return read_wishes(config, "policy", megatron_fsdp=False, trains=True)
+
+        return read
+
+
+class TestJob(contract.Job):
+    driver = DRIVER
+
+    @pytest.mark.slow
+    def test_all_say_what_the_worker_says(self) -> None:
+        super().test_all_say_what_the_worker_says()
+
+
+class TestDamage(contract.Damage):
+    driver = DRIVER
+
+    @pytest.fixture(params=["v1", "v2"])  # weights in .distcp files, and in safetensors
+    def saved(
+        self, worker: Any, shim: Any, tmp_path: Path, request: pytest.FixtureRequest
+    ) -> contract.Saved:
+        shim()
+        folder = tmp_path / "step_1" / "policy"
+        with worker(request.param, "float16") as trained:
+            trained.train(batch(), loss_for(request.param))
+            save(trained, folder)
+        assert ask(folder, "nemo-rl", FP16).outcome.exact
+        groups = {f"dtensor {kind}": kind == request.param for kind in ("v1", "v2")}
+        return contract.Saved(folder, FP16, groups)
+
+
+class TestUpstream(contract.Upstream):
+    driver = DRIVER
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+class TestUpstreamsOwn(contract.UpstreamsOwn):
+    """Those of its repository at the tag that is installed, since its package carries no tests.
+
+    Its ``conftest.py``, which starts a Ray cluster for every test, is left out; a test that asks
+    for what stands there errors with the shim on and off.
+    """
+
+    driver = DRIVER
+    FILES = (
+        "models/automodel",
+        "models/dtensor",
+        "models/policy/test_utils.py",
+        "models/value/test_dtensor_value_worker.py",
+        "utils/test_native_checkpoint.py",
+        "utils/test_automodel_checkpoint.py",
+    )
+    """What is about the workers and what the shim enters; not all are in every version."""
+
+    @pytest.fixture
+    def own(self, ranks: Ranks, tmp_path: Path) -> Own:
+        folder = tmp_path / "RL"
+        folder.mkdir()
+        fetch(folder, "https://github.com/NVIDIA-NeMo/RL", (f"refs/tags/v{NEMO_RL}",), ".")
+        return Own(
+            "nemo-rl",
+            folder,
+            [f"tests/unit/{file}" for file in self.FILES],
+            least=lambda count: 15,  # 0.4.0 has the fewest: 18
+            start=in_a_fork_of(ranks),
+            environment={"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""},
+            conftest="tests/unit/conftest.py",
+            markers=("automodel", "mcore", "vllm", "sglang", "hf_gated", "run_first", "nemo_gym"),
+        )

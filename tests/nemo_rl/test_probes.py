@@ -1,9 +1,0 @@
-"""What the rules assume of the framework and of Megatron, asked of what is installed."""
-
-from __future__ import annotations
-
-from ..probes_hold import hold
-
-
-def test_what_the_rules_assume_holds() -> None:
-    hold("nemo-rl")

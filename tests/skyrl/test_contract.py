@@ -1,0 +1,173 @@
+"""What SkyRL, as every framework, is held to."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from precision_shim_adapters.skyrl.megatron import of_worker
+
+from .. import contract
+from ..rank_server import Ranks
+from ..upstreams_own import Own, fetch, in_a_fork_of
+from ..wishes import Case
+from .conftest import SKYRL
+from .support import megatron_worker, python_path
+
+DRIVER = contract.Driver(
+    "skyrl",
+    version=str(SKYRL),
+    pinned=str(SKYRL),
+    worker=Path(__file__).with_name("status_worker.py"),
+    example="skyrl_fsdp",
+)
+CONFIG = "trainer.policy.megatron_config"
+
+
+class TestRelease(contract.Release):
+    driver = DRIVER
+
+
+class TestWorker(contract.Worker):
+    driver = DRIVER
+
+    @pytest.fixture
+    def server(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+        monkeypatch.setenv("PYTHONPATH", python_path())
+        return ranks
+
+
+class TestWishes(contract.Wishes):
+    driver = DRIVER
+
+    @pytest.fixture
+    def wishes_of(self, checkpoints: dict[str, Path]) -> Callable[[Case], Any]:
+        def read(case: Case) -> Any:
+            written = [
+                f"{CONFIG}.optimizer_config_kwargs.{key}={value}"
+                for key, value in case.asked.items()
+            ]
+            if case.bucket is not None:
+                bucket = str(case.bucket).lower()
+                written.append(f"{CONFIG}.ddp_config.grad_reduce_in_fp32={bucket}")
+            dtype = str(case.dtype).removeprefix("torch.")
+            worker = megatron_worker(
+                checkpoints[dtype],
+                f"trainer.bf16={str(dtype == 'bfloat16').lower()}",
+                "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
+                *written,
+            )
+            worker.provider = SimpleNamespace(mtp_num_layers=None)  # which init_configs makes
+            return of_worker(worker, worker.cfg.policy.megatron_config.ddp_config)
+
+        return read
+
+
+class TestJob(contract.Job):
+    driver = DRIVER
+
+
+class TestUpstream(contract.Upstream):
+    driver = DRIVER
+
+
+URL = "https://github.com/NovaSky-AI/SkyRL"
+COERCION = (
+    # The pull request's end-to-end class, before its tests were narrowed for the merge.
+    "b580133089a7d80818bcae31dd5fe8cfef6c83d2",
+    "tests/backends/skyrl_train/distributed/test_optimizer_dtype_coercion.py",
+    "TestInitMegatronOptimConfigDtypeCoercion",
+)
+TAG = f"refs/tags/skyrl-v{SKYRL}"
+BEFORE = {Version("0.4.0"): "a9564572eb8e91076be43c1bd5e4615e3de17265"}
+"""A commit before a release, for mirrors that are older than its tag. A few of its tests then ask
+for what the release no longer has: they fail with the shim and without."""
+
+_BACKEND = "tests/backends/skyrl_train"
+FILES = (
+    f"{_BACKEND}/distributed/test_moe_config.py",
+    f"{_BACKEND}/distributed/test_optimizer_dtype_coercion.py",
+    f"{_BACKEND}/distributed/test_worker_dispatch.py",
+    f"{_BACKEND}/mtp/test_grad_clip.py",
+    f"{_BACKEND}/weight_sync/test_weight_extractor_utils.py",
+    f"{_BACKEND}/workers",
+    "tests/train/test_config.py",
+    "tests/train/test_trainer_utils.py",
+)
+"""What is about the workers, their optimizers and configs; not all are in every version."""
+
+PRELUDE = """
+import warnings
+warnings.simplefilter("ignore")
+from precision_shim.testing.transformer_engine import stand_in_transformer_engine
+stand_in = stand_in_transformer_engine("2.11.0")
+stand_in.__enter__()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+class TestUpstreamsOwn(contract.UpstreamsOwn):
+    """Those of its repository without the ``conftest.py`` that starts a Ray cluster."""
+
+    driver = DRIVER
+
+    @pytest.fixture(scope="class")
+    def fetched(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+        """Get the tests of SkyRL's repository at the first commit that can be fetched."""
+
+        def get(*commits: str) -> Path:
+            folder = fetch(tmp_path_factory.mktemp("skyrl"), URL, commits, "tests")
+            for conftest in folder.rglob("conftest.py"):
+                conftest.unlink()
+            return folder
+
+        return get
+
+    @pytest.fixture
+    def own_in(self, ranks: Ranks) -> Callable[..., Own]:
+        def tests(folder: Path, files: tuple[str, ...]) -> Own:
+            return Own(
+                "skyrl",
+                folder,
+                files,
+                least=lambda count: 30,
+                start=in_a_fork_of(ranks),
+                environment={"PYTHONPATH": python_path(folder), "RAY_ADDRESS": "local"},
+                prelude=PRELUDE,
+                markers=("megatron", "vllm", "integrations"),
+            )
+
+        return tests
+
+    @pytest.fixture
+    def own(self, own_in: Callable[..., Own], fetched: Callable[..., Path]) -> Own:
+        before = [commit for version, commit in BEFORE.items() if version == SKYRL]
+        return own_in(fetched(TAG, *before), FILES)
+
+    def test_coercion_end_to_end(
+        self, own_in: Callable[..., Own], fetched: Callable[..., Path], tmp_path: Path
+    ) -> None:
+        commit, path, name = COERCION
+        whole = (fetched(commit) / path).read_text(encoding="utf-8")
+        (theirs,) = [
+            node
+            for node in ast.parse(whole).body
+            if isinstance(node, ast.ClassDef) and node.name == name
+        ]
+        text = f"import pytest\nimport torch\n\n\n{ast.get_source_segment(whole, theirs)}\n"
+        (tmp_path / "test_theirs.py").write_text(text)
+        own = own_in(tmp_path, ("test_theirs.py",))
+        on = own.run(on=True)
+        assert (on.passed, len(on.outcomes)) == (4, 4), on.said
+        off = own.run(on=False)
+        if Version("0.3") > SKYRL:
+            assert off.passed <= 2, off.said
+        else:
+            assert (off.passed, len(off.outcomes)) == (4, 4), off.said

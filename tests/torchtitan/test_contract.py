@@ -1,0 +1,194 @@
+"""What torchtitan, as every framework, is held to."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from precision_shim.cli._probing import ask as ask_probes
+from precision_shim.process.registry import entries
+
+from .. import contract
+from ..checkouts import Told, as_checkout
+from ..checkpoint_damage import wrong_answers
+from ..checkpoint_doctor import FP16
+from ..rank_server import Ranks
+from ..upstreams_own import Own, fetch
+from .conftest import TORCHTITAN
+
+PROJECT = """
+[project]
+name = "torchtitan"
+dynamic = ["version"]
+
+[tool.setuptools.dynamic]
+version = {file = "assets/version.txt"}
+"""
+"""What torchtitan's own ``pyproject.toml`` says of its version, a file beside its packages."""
+
+
+def add_project(root: Path, version: str) -> None:
+    (root / "pyproject.toml").write_text(PROJECT)
+    (root / "assets").mkdir()
+    (root / "assets/version.txt").write_text(f"{version}\n")
+
+
+DRIVER = contract.Driver(
+    "torchtitan",
+    version=TORCHTITAN,
+    pinned=TORCHTITAN,
+    worker=Path(__file__).with_name("status_worker.py"),
+    example="torchtitan_pretraining",
+    state_version=add_project,
+)
+
+
+class TestRelease(contract.Release):
+    driver = DRIVER
+
+    def test_the_doctor_asks_the_probes(self) -> None:
+        """In a process without the tests' answers for a GPU, where not all can be imported."""
+        outcomes = ask_probes(entries(third_party=False)["torchtitan"].load().probes)
+        assert {outcome["state"] for outcome in outcomes} <= {"holds", "unasked"}
+        assert sum(outcome["state"] == "holds" for outcome in outcomes) >= 5
+
+    def test_the_packages_alone_state_none_and_are_like_a_recorded_one(
+        self, installed: Told, tmp_path: Path
+    ) -> None:
+        told = as_checkout("torchtitan", tmp_path)
+        assert told.version == "unknown"
+        assert f"all as in {installed.version}" in told.reason
+        assert told.seams == installed.seams
+
+
+class TestWorker(contract.Worker):
+    """A real RL trainer."""
+
+    driver = DRIVER
+
+
+class TestJob(contract.Job):
+    driver = DRIVER
+
+
+class TestDamage(contract.Damage):
+    driver = DRIVER
+
+    @pytest.fixture
+    def saved(self, ranks: Ranks, tmp_path: Path) -> contract.Saved:
+        ranks("pretrain", folder=tmp_path, world=1, first=0, last=2, save=True)
+        groups = {"rl": False, "pretraining": True}
+        return contract.Saved(tmp_path / "checkpoint", FP16, groups)
+
+    @contract.each_seed
+    def test_no_damage_goes_unsaid(
+        self, saved: contract.Saved, tmp_path: Path, seeds: range
+    ) -> None:
+        super().test_no_damage_goes_unsaid(saved, tmp_path, seeds)
+        # The same where next to nothing is held against its checksum.
+        work = tmp_path / "damaged"
+        few = wrong_answers(saved.folder, "torchtitan", FP16, work, seeds[:4], most=1 << 10)
+        assert not list(few)
+
+    @pytest.mark.parametrize(("case", "group"), [("policy", "rl"), ("pretrain", "pretraining")])
+    def test_the_checkpoint_doctor_asks_for_the_trainer_of_the_job(
+        self, ranks: Ranks, tmp_path: Path, case: str, group: str
+    ) -> None:
+        ranks(case, folder=tmp_path, world=1, first=0, last=1, save=True)
+        groups = {name: name == group for name in ("rl", "pretraining")}
+        self.hold_groups(contract.Saved(tmp_path / "checkpoint", FP16, groups))
+
+
+class TestUpstream(contract.Upstream):
+    driver = DRIVER
+
+
+UNIT = (
+    "activation_checkpoint",
+    "checkpoint",
+    "compile_moe",
+    "config_manager",
+    "configurable",
+    "distributed_utils",
+    "expert_parallel",
+    "fused_qkv",
+    "gpt_oss_moe",
+    "inference_moe",
+    "invalid_loss",
+    "linear",
+    "lora",
+    "loss",
+    "lr_scheduler",
+    "module",
+    "moe",
+    "no_new_cli_options",
+    "optimizer_param_groups",
+    "override",
+    "parallel_dims",
+    "set_determinism",
+    "state_dict_keys",
+    "train_spec",
+    "trainer",
+    "weight_tying",
+)
+"""What is about the trainers, their configs and what the shim enters."""
+
+COMMIT = "1fdf90d3f9b756ef709ce262bc839f1dab679b5e"
+"""The version 0.3.0rc1; it has no tag."""
+
+PRELUDE = f"""
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.torchtitan import cpu
+cpu.answer_for_gpus()
+
+
+def pytest_collection_modifyitems(items):
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+    items[:] = [
+        item for item in items if not issubclass(item.cls or object, MultiProcessTestCase)
+    ]
+
+
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+class TestUpstreamsOwn(contract.UpstreamsOwn):
+    """Those of its RL package come with its wheel; the others from its repository.
+
+    What wants vLLM, a GPU or the network fails with the shim on and off. Tests that start processes
+    are left out: those processes read neither our ``conftest.py`` nor the shim's start-up file.
+    """
+
+    driver = DRIVER
+
+    @pytest.fixture(params=["rl", "unit_tests"])
+    def own(self, tmp_path: Path, request: pytest.FixtureRequest) -> Own:
+        folder = tmp_path / request.param
+        folder.mkdir()
+        if request.param == "rl":
+            (place,) = importlib.util.find_spec("torchtitan").submodule_search_locations
+            files = [*Path(place, "experiments", "rl", "tests").glob("test_*.py")]
+        else:
+            whole = tmp_path / "repository"
+            whole.mkdir()
+            url = "https://github.com/pytorch/torchtitan"
+            fetch(whole, url, (COMMIT,), "tests/unit_tests")
+            files = [whole / "tests" / "unit_tests" / f"test_{name}.py" for name in UNIT]
+        for file in files:
+            (folder / file.name).write_text(file.read_text())
+        return Own(
+            "torchtitan",
+            folder,
+            ["."],
+            least=lambda count: count // 2 + 1,
+            environment={"CUDA_VISIBLE_DEVICES": ""},
+            prelude=PRELUDE,
+            install='precision_shim.install(settings={"log": "quiet"})',
+        )
