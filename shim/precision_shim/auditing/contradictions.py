@@ -24,12 +24,12 @@ class Contradiction:
 
     Attributes:
         code: such as ``"bf16-wire"``; docs/audit.md has them all.
-        who: which rank or engine shows it.
+        who: which rank of the trainer or which engine shows it.
         message: what was expected, what was found, and what the user can do.
     """
 
     code: str
-    who: str
+    who: int | str
     message: str
 
 
@@ -85,7 +85,7 @@ def _of_wire(one: Sent, rollouts: Sequence[Held]) -> Iterator[Contradiction]:
     engines = computes(one, rollouts)
     if not engines or not engines <= {"fp16", "fp32"}:
         return
-    into, who = "+".join(sorted(engines)), f"rank {one.rank}"
+    into, who = "+".join(sorted(engines)), one.rank
     for group, weights in one.sent.items():
         own = one.own.get(group)
         if own is None:

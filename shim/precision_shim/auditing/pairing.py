@@ -51,12 +51,15 @@ class Pair:
         if not self.sent:
             lines.append("  sent: not known: no process of the trainer told it")
         for (code, message), who in self.problems().items():
-            lines.append(f"  contradiction, {', '.join(who)}: {code}: {message}")
+            ranks = [one for one in who if isinstance(one, int)]
+            shown = [numbers(ranks)] if ranks else []
+            shown += [one for one in who if isinstance(one, str)]
+            lines.append(f"  contradiction, {', '.join(shown)}: {code}: {message}")
         return lines
 
-    def problems(self) -> Mapping[tuple[str, str], list[str]]:
+    def problems(self) -> Mapping[tuple[str, str], list[int | str]]:
         """Each contradiction's code and message, with the ranks and engines that show it."""
-        by_text: dict[tuple[str, str], list[str]] = {}
+        by_text: dict[tuple[str, str], list[int | str]] = {}
         for one in self.found:
             by_text.setdefault((one.code, one.message), []).append(one.who)
         return {key: list(dict.fromkeys(who)) for key, who in by_text.items()}

@@ -393,14 +393,14 @@ def test_the_command_on_a_contradiction(tmp_path: Path, capsys: pytest.CaptureFi
     assert "  held: not known: it is so" in lines
     assert "  held: not known: no engine told it" in lines
     (found,) = [one for one in lines if "contradiction" in one]
-    assert found.startswith("  contradiction, rank 0, rank 1: bf16-wire: bf16 represents all weights")
+    assert found.startswith("  contradiction, ranks 0-1: bf16-wire: bf16 represents all weights")
     assert lines[-1] == "problems: see above"
     status, said = audit(tmp_path, capsys, "--json")
     assert status == 1
     skyrl, verl = json.loads(said)["rollouts"]
     assert skyrl["ok"] and not verl["ok"]
     assert [one["code"] for one in verl["contradictions"]] == ["bf16-wire"]
-    assert verl["contradictions"][0]["who"] == ["rank 0", "rank 1"]
+    assert verl["contradictions"][0]["who"] == [0, 1]
 
 
 def test_the_command_on_an_engine_that_may_not_answer(
