@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import os
@@ -25,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import precision_shim
+from precision_shim.auditing import halves
+from precision_shim.precision.dtypes import name_of
 from precision_shim.updates import meters
 
 from ..rank_server import Launch, look_ahead
@@ -434,6 +437,55 @@ def shards(on: bool, dtype: str) -> dict[str, Any]:
     }
 
 
+def audited(
+    folder: str,
+    dtype: str,
+    features: str | None = None,
+    wire: str = "",
+    lora: bool = False,
+    takes: int = 1,
+) -> dict[str, Any]:
+    """What a rank wrote of the weights that its worker sent.
+
+    Args:
+        folder: ``PRECISION_SHIM_AUDIT_DIR``.
+        dtype: the rollout's dtype.
+        features: the features of the shim; ``None`` for all.
+        wire: a dtype that another engine's stream goes through on its way to fp16.
+        lora: train adapters, and merge them on the way.
+        takes: how often the weights are sent.
+    """
+    adapters = ("lora_rank=4", "lora_alpha=8", "lora.merge=True") if lora else ()
+    with ours() as said, pytest.MonkeyPatch.context() as patch:
+        if wire:
+            from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+            take = FSDPEngine.get_per_tensor_param
+
+            def rounding(self: Any, **arguments: Any) -> Any:
+                stream, *rest = take(self, **arguments)
+                return (((n, t.to(DTYPES[wire]).half()) for n, t in stream), *rest)
+
+            patch.setattr(FSDPEngine, "get_per_tensor_param", rounding)
+        precision_shim.install(features=features, settings={"audit_dir": folder}, export=False)
+        one = worker(
+            f"++actor_rollout_ref.rollout.dtype={dtype}",
+            *(f"++actor_rollout_ref.model.{each}" for each in adapters),
+        )
+        engine = one.actor.engine
+        trained(engine.module)
+        for _ in range(takes):
+            sent = {name: each.clone() for name, each in engine.get_per_tensor_param()[0]}
+        precision_shim.uninstall()
+    found = [each for _, each in halves.read(folder) if each.rank == dist.get_rank()]
+    return {
+        "halves": [dataclasses.asdict(each) for each in found],
+        "elements": sum(each.numel() for each in sent.values()),
+        "dtypes": sorted({name_of(each.dtype) for each in sent.values()}),
+        "said": said,
+    }
+
+
 def lost(dtype: str, lora: bool = False, steps: int = 4) -> dict[str, Any]:
     """The lost updates of a worker whose rollout has a dtype; with LoRA, what peft itself merges.
 
@@ -563,7 +615,7 @@ def run(launch: Launch) -> dict[str, Any]:
     )
     cases = {
         one.__name__: one
-        for one in (stream, titan, mooncake, kimi, delta, shards, lost, registered)
+        for one in (stream, titan, mooncake, kimi, delta, shards, lost, audited, registered)
     }
     found = {name: cases[launch.case](**options) for name, options in launch.options.items()}
     dist.barrier()

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from precision_shim.cli import main
+
 from ..rank_server import Ranks, rank_server
 from .conftest import VERL
 
@@ -269,6 +271,58 @@ def test_lost_updates_of_merged_lora(launch: Ranks) -> None:
         assert "updates_lost_rollout" not in rank["float16"]["metrics"]
         (told,) = [one for one in rank["float16"]["said"] if "not measured" in one]
         assert "sharded over the ranks" in told
+
+
+def test_the_audit_has_what_was_sent_beside_the_trainers_own(
+    launch: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of verl's own stream and the shim's, with LoRA merged, and of one that rounds unseen."""
+    jobs: dict[str, dict[str, Any]] = {
+        "fp16": {"dtype": "float16", "takes": 3},
+        "bf16": {"dtype": "bfloat16"},
+        "lora": {"dtype": "float16", "lora": True},
+        "alone": {"dtype": "float16", "features": "-rollout-agreement"},
+        "off": {"dtype": "float16", "features": "-audit"},
+        "wire": {"dtype": "float16", "wire": "bf16"},
+    }
+    folders = {name: tmp_path / name for name in jobs}
+    for folder in folders.values():
+        folder.mkdir()
+    ranks = launch("audited", **{n: {**j, "folder": str(folders[n])} for n, j in jobs.items()})
+    rounds = ["bf16"] if ROUNDS else ["fp32"]
+    for rank in ranks:
+        assert rank["off"]["halves"] == []
+        for name, dtypes in (
+            ("fp16", ["fp16"] if ROUNDS else ["fp32"]),
+            ("bf16", rounds),
+            ("lora", ["fp16"]),
+            ("alone", rounds),
+        ):
+            job = rank[name]
+            (half,) = job["halves"]
+            sent, own = half["sent"]["weights"], half["own"]["weights"]
+            assert sorted(sent["dtypes"]) == job["dtypes"] == dtypes
+            assert sum(sent["dtypes"].values()) == job["elements"]
+            assert list(own["dtypes"]) == ["fp32"]
+            assert own["exact"] < 0.1
+            assert sent["exact"] == 1.0 if dtypes == ["bf16"] else sent["exact"] < 0.5
+            assert half["sync"] == min(jobs[name].get("takes", 1), 2)
+            assert half["asked"] == jobs[name]["dtype"]
+            assert half["key"] == "actor_rollout_ref.rollout.dtype"
+        said = [one for job in ("fp16", "bf16", "lora") for one in rank[job]["said"]]
+        assert not any("-wire" in one or "weights-dtype" in one for one in said)
+        assert rank["wire"]["halves"][0]["sent"]["weights"]["exact"] == 1.0
+    (warned,) = [one for one in ranks[0]["wire"]["said"] if "bf16-wire" in one]
+    assert "something rounds them to bf16 before they are sent" in warned
+    assert len([one for one in ranks[0]["alone"]["said"] if "weights-dtype" in one]) == ROUNDS
+    codes = {"wire": "bf16-wire", **({"alone": "weights-dtype"} if ROUNDS else {})}
+    for name, folder in folders.items():
+        with pytest.raises(SystemExit) as ended:
+            main(["audit", str(folder)])
+        said = capsys.readouterr().out
+        assert (f"contradiction, ranks 0-1: {codes.get(name)}: " in said) == (name in codes)
+        assert ("contradiction" in said) == (name in codes)
+        assert ended.value.code == (2 if name == "off" else int(name in codes))
 
 
 def test_ray_finds_the_worker_as_it_was(launch: Ranks) -> None:

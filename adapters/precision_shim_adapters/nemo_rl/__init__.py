@@ -23,7 +23,7 @@ from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as backend
 from ..frameworks import NEMO_RL
-from . import audit, dtensor, megatron, sides
+from . import audit, dtensor, halves, megatron, sides
 
 ADAPTER = Adapter.of(
     NEMO_RL,
@@ -39,7 +39,8 @@ ADAPTER = Adapter.of(
         "dtensor value": "DTensor v2 value workers",
         "dtensor value metrics": "DTensor v2 value workers (metrics)",
         sides.GROUP: "driver (both sides)",
+        halves.GROUP: "all workers (audit of the weights to the rollout)",
     },
-    seams=collect(dtensor, backend.SEAMS, megatron, sides, audit),
+    seams=collect(dtensor, backend.SEAMS, megatron, sides, audit, halves),
 )
 """NeMo-RL's adapter; of several seams on one target the first is the innermost."""

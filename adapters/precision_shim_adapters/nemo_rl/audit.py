@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Call, around, in_force, seam
+from precision_shim.auditing.sending import tell_asked
 from precision_shim.auditing.watching import watch
 from precision_shim.precision.dtypes import name_of
 from precision_shim.updates import meters
@@ -18,7 +19,7 @@ from ..rollout import tell_meter
 from .dtensor import TRAIN
 from .legality import DTYPES
 from .places import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
-from .sides import rollout_dtype
+from .sides import asked_of, rollout_dtype
 
 FRAMEWORK = "nemo-rl"
 FEATURE = "audit"
@@ -43,6 +44,16 @@ def see(worker: Any) -> None:
             model=worker.model,
             scaler=scaler,
         )
+        if group != VALUE_V2:
+            _tell_audit(worker)
+
+
+def _tell_audit(worker: Any) -> None:
+    """Say which dtype the rollout was asked for."""
+    config = getattr(worker, "cfg", None)
+    asked = asked_of(config) if isinstance(config, Mapping) else None
+    if asked is not None:
+        tell_asked(FRAMEWORK, *asked, "NeMo-RL's generation workers are not asked")
 
 
 class AuditedWorker:
@@ -126,6 +137,7 @@ def _tell_meter(worker: Any) -> None:
     if group == VALUE_V2 or not isinstance(config, Mapping):
         return
     dtype = rollout_dtype(config)
+    _tell_audit(worker)
     if dtype:
         own = [DTYPES[config["precision"]]] if group and config.get("precision") in DTYPES else []
         lora = (config.get("dtensor_cfg") or {}).get("lora_cfg") or {}

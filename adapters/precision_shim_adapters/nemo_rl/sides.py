@@ -17,6 +17,7 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
+from precision_shim.precision.agreement import ENGINE_NAMES
 from precision_shim.precision.dtypes import name_of
 
 from ..rollout import (
@@ -162,6 +163,20 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
     read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
     because = f"{key}=fp8, beside which NeMo-RL gives vLLM bfloat16" if read == FP8 else ""
     yield Engine("rollout", CANONICAL.get(read, read), key, because=because)
+
+
+def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The dtype name that a policy's rollout is asked for, and its key; ``None`` without a rollout.
+
+    Args:
+        policy: the policy's config, as its worker has it.
+    """
+    generation, dtype = policy.get("generation"), DTYPES.get(policy.get("precision", ""))
+    if dtype is None or not isinstance(generation, Mapping):
+        return None
+    for one in _rollout(generation, Engine("policy", name_of(dtype), "policy.precision")):
+        return ENGINE_NAMES.get(one.computes, one.computes), one.key
+    return None
 
 
 def rollout_dtype(policy: Mapping[str, Any]) -> str:

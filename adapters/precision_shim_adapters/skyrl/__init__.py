@@ -25,7 +25,7 @@ from precision_shim.adapting import Adapter, collect
 from .. import megatron as backend
 from ..frameworks import SKYRL
 from ..megatron.acting import offload
-from . import audit, config, fsdp, megatron, overflow, processes, rollout, weights
+from . import audit, config, fsdp, halves, megatron, overflow, processes, rollout, weights
 
 ADAPTER = Adapter.of(
     SKYRL,
@@ -41,6 +41,7 @@ ADAPTER = Adapter.of(
         "ray": "all workers (their start in Ray)",
         "rollout": "the driver, for the inference engines",
         "rollout tinker": "the driver, for the inference engines (Tinker's server)",
+        halves.GROUP: "all workers (audit of the weights to the inference engines)",
         "rollout weight sync": "the driver, for the inference engines (the delta sync's sender)",
     },
     seams=collect(
@@ -59,6 +60,7 @@ ADAPTER = Adapter.of(
         weights,
         rollout,
         audit,
+        halves,
     ),
 )
 """SkyRL's adapter; of several seams on one target the first is the innermost."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Call, seam
+from precision_shim.auditing.sending import tell_asked
 from precision_shim.auditing.watching import watch
 from precision_shim.updates import meters
 
@@ -12,7 +13,7 @@ from ..fp16 import ScaledTraining
 from ..rollout import tell_meter
 from .megatron import WORKER
 from .overflow import BASE, add_figures
-from .sides import way_of_weights
+from .sides import asked_of, way_of_weights
 
 
 @seam(
@@ -73,10 +74,11 @@ def report_lost_updates(call: Call) -> Any:
     optional=True,
 )
 async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
-    """Tell the meter in which dtypes the policy's weights reach the inference engines."""
+    """Tell meter and audit in which dtypes the policy's weights reach the inference engines."""
     worker = call.instance
     model = getattr(getattr(worker.cfg, "policy", None), "model", None)
     path = str(getattr(model, "path", "") or "")
+    tell_asked("skyrl", *asked_of(inference_engine_cfg), "SkyRL's inference servers are not asked")
     names = way_of_weights(inference_engine_cfg, path)
     lora = getattr(getattr(model, "lora", None), "rank", 0)
     if lora and worker.cfg.strategy == "megatron":

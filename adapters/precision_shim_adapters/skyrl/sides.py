@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from precision_shim.precision.agreement import ENGINE_NAMES
 from precision_shim.precision.dtypes import name_of, parse_dtype
 
 from ..fp16 import FEATURE as FSDP_SCALING
@@ -299,6 +300,19 @@ def wires_of(config: Any) -> list[Wire]:
             {rollout.computes for rollout in _rollouts(config)} - {AUTO, FP8}, stored
         )
     return wires
+
+
+def asked_of(engines: Any) -> tuple[str, str]:
+    """The dtype name that all inference engines are asked for, and its key; empty if they differ.
+
+    Args:
+        engines: the section ``generator.inference_engine``.
+    """
+    found = {(one.computes, one.key) for one in _asked(engines)}
+    if len(found) > 1:
+        return "", KEY
+    ((computes, key),) = found
+    return ENGINE_NAMES.get(computes, computes), key
 
 
 def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from precision_shim.adapting import Adapter, collect
 
 from ..frameworks import TORCHTITAN
-from . import attention, audit, checkpoints, names, pretraining, rl, scaled, sides
+from . import attention, audit, checkpoints, halves, names, pretraining, rl, scaled, sides
 from .places import (
     ATTENTION,
     COMMAND_LINE,
@@ -34,6 +34,7 @@ from .places import (
     RL,
     RL_METRICS,
     ROLLOUT,
+    SENT,
     TORCHFT,
 )
 
@@ -41,6 +42,7 @@ ADAPTER = Adapter.of(
     TORCHTITAN,
     paths={
         RL: "RL trainer",
+        SENT: "RL trainer (audit of the weights to the generators)",
         RL_METRICS: "RL trainer (metrics)",
         PRETRAINING: "pre-training and SFT",
         METRICS: "pre-training and SFT (metrics)",
@@ -51,6 +53,6 @@ ADAPTER = Adapter.of(
         TORCHFT: "TorchFT's trainer",
         FORGE: "Forge's engine",
     },
-    seams=collect(names, sides, attention, scaled, checkpoints, rl, pretraining, audit),
+    seams=collect(names, sides, attention, scaled, checkpoints, rl, pretraining, audit, halves),
 )
 """torchtitan's adapter; of several seams on one target the first is the innermost."""

@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from precision_shim.adapting import Call, seam
+from precision_shim.auditing.sending import tell_asked
 from precision_shim.auditing.watching import watch
+from precision_shim.precision.agreement import ENGINE_NAMES
 from precision_shim.precision.dtypes import name_of, parse_dtype
 from precision_shim.updates import meters
 
@@ -14,6 +16,7 @@ from ..fp16 import ScaledTraining
 from ..rollout import tell_meter
 from .endpoints import remake
 from .places import FRAMEWORK, METRICS, POLICY, PRETRAINING, RL, RL_METRICS, TRAINER
+from .sides import KEY
 
 FEATURE = "audit"
 _WHY = "model parts and optimizers stand together, and the scaler was made"
@@ -56,7 +59,11 @@ def policy(call: Call, generator_dtype: Any = None) -> None:
     _see(call.instance, "policy")
     dtype = parse_dtype(str(generator_dtype or ""))
     if dtype is not None:
-        tell_meter(call.instance.optimizers, name_of(dtype))
+        short = name_of(dtype)
+        tell_meter(call.instance.optimizers, short)
+        tell_asked(
+            FRAMEWORK, ENGINE_NAMES.get(short, short), KEY, "torchtitan's generators are not asked"
+        )
 
 
 @seam(

@@ -27,6 +27,7 @@ from . import (
     fsdp,
     fsdp_checkpoints,
     fsdp_loops,
+    halves,
     megatron,
     metrics,
     overflow,
@@ -57,6 +58,9 @@ ADAPTER = Adapter.of(
         "fsdp weights": "FSDP engine (weights to the rollout)",
         "torchtitan weights": "torchtitan engine (weights to the rollout)",
         "checkpoint engines": "checkpoint engines (weights to the rollout)",
+        halves.SENT: "all engines (audit of the weights to the rollout)",
+        f"legacy {halves.SENT}": "legacy workers (audit of the weights to the rollout)",
+        halves.HELD: "vLLM servers (audit)",
     },
     seams=collect(
         backend.SEAMS,
@@ -82,6 +86,7 @@ ADAPTER = Adapter.of(
         driver,
         sync,
         audit,
+        halves,
     ),
 )
 """verl's adapter; of several seams on one target the first is the innermost."""

@@ -12,6 +12,7 @@ from precision_shim.auditing.watching import watch
 from precision_shim.updates import meters
 
 from ..rollout import tell_meter
+from .halves import know_legacy_rollout
 from .sides import rollout_dtype
 
 FEATURE = "audit"
@@ -92,12 +93,14 @@ def legacy(call: Call) -> Any:
     **_LEGACY,
 )
 def legacy_rollout(call: Call) -> Any:
-    """Tell the meter in which dtype the rollout of a 0.7.1's actor gets its weights."""
+    """Tell meter and audit in which dtype the rollout of a 0.7.1's actor gets its weights."""
     result = call.proceed()
     worker = call.instance
     lora = worker.config.model.get("lora_rank", 0) or worker.config.model.get("lora_adapter_path")
-    if worker._is_actor and worker._is_rollout and not lora:
-        tell_meter(worker.actor_optimizer, rollout_dtype(worker.config))
+    if worker._is_actor and worker._is_rollout:
+        know_legacy_rollout(worker)
+        if not lora:
+            tell_meter(worker.actor_optimizer, rollout_dtype(worker.config))
     return result
 
 

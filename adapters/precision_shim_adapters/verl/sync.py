@@ -294,7 +294,7 @@ def checkpoint_engine(call: Call) -> Any:
         warn(refusal)
     result = call.proceed()
     sender, delta = worker.checkpoint_engine, _backend(rollout) == DELTA
-    rounds = delta or _casts(sender)
+    rounds = delta or casts(sender)
     name = "" if refusal else _give(sender, rollout, rounds)
     if rounds:
         _tell_meter(worker.actor.engine, CANONICAL.get(name, "bf16"))
@@ -400,7 +400,12 @@ def _give(engine: Any, rollout: Any, rounds: bool) -> str:
     return name
 
 
-def _casts(engine: Any) -> bool:
+def is_delta(engine: Any) -> bool:
+    """Whether a checkpoint engine is one of verl's that send what has changed."""
+    return "Delta" in type(engine).__name__
+
+
+def casts(engine: Any) -> bool:
     """Whether a checkpoint engine rounds what it sends; others only keep the argument."""
     send = inspect.unwrap(engine.send_weights)
     return "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())

@@ -32,20 +32,27 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
     Raises:
         OSError: the file cannot be written; no temporary file stays behind.
     """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{stem}.rank{audit.rank}{SUFFIX}"
-    handle, name = tempfile.mkstemp(prefix=".audit-", suffix=".tmp", dir=folder)
+    path = Path(directory) / f"{stem}.rank{audit.rank}{SUFFIX}"
+    write_whole(path, json.dumps(audit.to_dict(), indent=1) + "\n")
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all; its directory is made if it does not exist.
+
+    Raises:
+        OSError: the file cannot be written; no temporary file stays behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".audit-", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(audit.to_dict(), file, indent=1)
-            file.write("\n")
+            file.write(text)
         os.chmod(name, 0o644)  # mkstemp lets only the owner read
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    return path
 
 
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:

@@ -1,11 +1,15 @@
-"""The process's audits, for ``status()``: each optimizer's newest, and whether it was written."""
+"""The process's audits, for ``status()``: each optimizer's newest, and whether it was written.
+
+Also the models whose optimizers are audited, for the audit of the weights that are sent.
+"""
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .record import Audit
@@ -14,6 +18,7 @@ _audits: dict[int, Audit] = {}
 _not_written: dict[int, str] = {}
 _undo: list[Callable[[], object]] = []
 _names: Counter[str] = Counter()
+_models: dict[tuple[str, str], list[weakref.ref[Any]]] = {}
 _numbers = itertools.count()
 
 
@@ -48,6 +53,17 @@ def problems() -> list[str]:
     return list(dict.fromkeys(filter(None, _not_written.values())))
 
 
+def put_model(framework: str, subject: str, model: Sequence[weakref.ref[Any]]) -> None:
+    """Keep the modules of a model, in place of an older model of that name."""
+    if model:
+        _models[framework, subject] = list(model)
+
+
+def model_of(framework: str, subject: str) -> list[Any]:
+    """The modules of a model that still live."""
+    return [one for ref in _models.get((framework, subject), ()) if (one := ref()) is not None]
+
+
 def at_clear(undo: Callable[[], object]) -> None:
     """Have ``clear`` call a function."""
     _undo.append(undo)
@@ -65,3 +81,4 @@ def clear() -> None:
     _audits.clear()
     _not_written.clear()
     _names.clear()
+    _models.clear()

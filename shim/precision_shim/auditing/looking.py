@@ -78,7 +78,7 @@ def look(
     """
     if group is not None and torch.distributed.get_rank(group) < 0:
         raise AuditError(
-            f"audit(group=...): rank {_rank()[0]} is not in the group. Pass one that this rank is "
+            f"audit(group=...): rank {rank_of_job()[0]} is not in the group. Pass one that this rank is "
             "in, or leave it out."
         )
     try:
@@ -100,7 +100,7 @@ def look(
     if group is not None:
         ranks, differing = _compare(parts, problems, group, where)
         problems += differing
-    rank, world = _rank()
+    rank, world = rank_of_job()
     return Audit(
         framework=framework or readings[0].framework,
         subject=subject,
@@ -164,7 +164,8 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _rank() -> tuple[int, int]:
+def rank_of_job() -> tuple[int, int]:
+    """Rank of this process, and the number of ranks of its job."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
@@ -177,7 +178,7 @@ def _gather(said: dict[str, Any], group: Any) -> list[tuple[int, dict[str, Any]]
     """Gather what each rank of a group says, with the rank's number in the job."""
     everyone: list[tuple[int, dict[str, Any]]]
     everyone = [(0, {})] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyone, (_rank()[0], said), group=group)
+    torch.distributed.all_gather_object(everyone, (rank_of_job()[0], said), group=group)
     return everyone
 
 

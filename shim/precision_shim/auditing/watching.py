@@ -106,6 +106,7 @@ class _Watcher:
         self._optimizer = weakref.ref(optimizer)
         several = model if isinstance(model, (list, tuple)) else [model]
         self._model = [weakref.ref(one) for one in several if one is not None]
+        kept.put_model(*names, self._model)
         self._scaler = scaler
         self._by_user = by_user or (lambda _: False)
         self._told = told or (lambda _: False)

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 _HELP = "Compare the audits that a job's ranks wrote into PRECISION_SHIM_AUDIT_DIR."
 _MORE = (
     "Groups the ranks of each model and optimizer, and names those that differ, those that are "
-    "missing, and what problems they have. Exit status 0: all there, alike and without a problem; "
-    "1: not so; 2: the directory has no audit."
+    "missing, and what problems they have. Holds the weights that were sent to the rollout against "
+    "what its engines hold. Exit status 0: all there, alike and without a problem or a "
+    "contradiction; 1: not so; 2: the directory has no audit."
 )
 
 
@@ -30,17 +31,19 @@ def register(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print, and return the exit status."""
-    from ..auditing import files
+    from ..auditing import files, halves
+    from ..auditing.pairing import pair
     from ..auditing.ranks import compare
     from ..auditing.record import Audit
 
     directory = arguments.directory
     try:
         found = list(files.read_audits(directory))
+        sides = list(halves.read(directory))
     except OSError as error:
         print(f"{directory}: cannot be read: {error.strerror or error}", file=sys.stderr)
         return 2
-    if not found:
+    if not found and not sides:
         print(
             f"{directory}: no audit here (*{files.SUFFIX}); set PRECISION_SHIM_AUDIT_DIR to this "
             "directory for the job.",
@@ -48,9 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 2
     audits = [(files.number(path, read), read) for path, read in found if isinstance(read, Audit)]
-    broken = {path.name: read for path, read in found if isinstance(read, str)}
+    broken = {path.name: read for path, read in (*found, *sides) if isinstance(read, str)}
     compared = compare(audits)
-    ok = not broken and all(group.ok for group in compared)
+    pairs = pair(half for _, half in sides if not isinstance(half, str))
+    ok = not broken and all(group.ok for group in (*compared, *pairs))
     if arguments.json:
         print(
             json.dumps(
@@ -77,12 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
                         }
                         for group in compared
                     ],
+                    "rollouts": [pair_of.to_dict() for pair_of in pairs],
                 },
                 indent=1,
             )
         )
         return int(not ok)
-    blocks = ["\n".join(group.lines()) for group in compared]
+    blocks = ["\n".join(group.lines()) for group in (*compared, *pairs)]
     if broken:
         lines = (f"  {name}: {reason}" for name, reason in broken.items())
         blocks.append("\n".join(("no audits, though named so", *lines)))

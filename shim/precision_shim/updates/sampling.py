@@ -67,6 +67,21 @@ class Sample:
         return budget == self.budget and self._shapes == _shapes(groups)
 
 
+def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """Some elements of a tensor at equal distances, as a view of this rank's share.
+
+    Args:
+        tensor: any tensor.
+        most: maximum number of elements of a contiguous tensor; of another, about as many.
+    """
+    own = local(tensor).detach()
+    if own.is_contiguous():
+        # An odd distance: an even one can be a multiple of a row, and take from one column alone.
+        return own.view(-1)[:: own.numel() // most | 1]
+    side = max(1, round(most ** (1 / own.ndim)))
+    return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)
+
+
 def _numel(parameter: torch.Tensor) -> int:
     return local(parameter).numel()
 

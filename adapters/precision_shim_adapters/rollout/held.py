@@ -1,0 +1,141 @@
+"""Asks a vLLM engine by its public calls what it holds, for the audit.
+
+The engine is the object that a framework's rollout holds: ``LLM``, ``LLMEngine`` or ``AsyncLLM``.
+Their configs tell what was asked; ``collective_rpc("apply_model", ...)`` runs ``in_engine`` on the
+model of each worker. An engine in another process takes a function only where
+``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` lets it; without it the record says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import versioned
+from precision_shim.auditing import sending
+from precision_shim.auditing.halves import Held, Weights
+from precision_shim.auditing.layers import kind_of
+from precision_shim.precision.dtypes import name_of
+
+from .in_engine import ignored_layers, read_model
+
+TIMEOUT_S = 120.0
+"""For an answer: an engine in its first start may compile."""
+
+_CALL = "apply_model"
+_HINT = "set VLLM_ALLOW_INSECURE_SERIALIZATION=1 for the rollout to have it asked"
+
+
+@dataclass(frozen=True)
+class Whose:
+    """Which engine is asked.
+
+    Attributes:
+        framework: the framework's name.
+        subject: ``"rollout"``, or whose engine it is.
+        name: which of the job's engines.
+    """
+
+    framework: str
+    subject: str
+    name: str
+
+
+def ask(engine: Any, whose: Whose, sync: int = 0) -> Held:
+    """Ask an ``LLM`` or an ``LLMEngine``, which answer at once.
+
+    Args:
+        engine: the engine.
+        whose: which engine it is.
+        sync: number of weight syncs before.
+    """
+    known = _of_config(engine, whose, sync)
+    try:
+        return _with(known, engine.collective_rpc(_CALL, TIMEOUT_S, (read_model,)))
+    except Exception as error:  # an audit must not end a rollout
+        return replace(known, not_answered=_reason(error))
+
+
+async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
+    """Ask an ``AsyncLLM``; see ``ask``."""
+    known = _of_config(engine, whose, sync)
+    try:
+        answer = engine.collective_rpc(_CALL, TIMEOUT_S, (read_model,))
+        return _with(known, await asyncio.wait_for(answer, TIMEOUT_S))
+    except Exception as error:  # an audit must not end a rollout
+        return replace(known, not_answered=_reason(error))
+
+
+async def audit_async(engine: Any, whose: Whose, sync: int = 0) -> None:
+    """Ask an ``AsyncLLM`` and write the answer, at the weight syncs that are audited."""
+    if sending.is_wanted() and (not sync or sync in sending.AT):
+        sending.write(await ask_async(engine, whose, sync))
+
+
+def _of_config(engine: Any, whose: Whose, sync: int) -> Held:
+    """What the engine's config says; it was resolved by vLLM before the engine started."""
+    config = getattr(engine, "llm_engine", engine).vllm_config
+    model, cache = config.model_config, config.cache_config
+    ignored = ignored_layers(getattr(config, "quant_config", None))
+    head = getattr(model, "head_dtype", None)
+    return Held(
+        framework=whose.framework,
+        subject=whose.subject,
+        name=whose.name,
+        job=sending.job(),
+        engine=versioned("vllm"),
+        model=str(model.model),
+        computes=_name(model.dtype),
+        quantization=str(model.quantization or ""),
+        ignored=None if ignored is None else tuple(ignored),
+        kv_cache=str(cache.cache_dtype),
+        head="" if head is None else _name(head),
+        sync=sync,
+    )
+
+
+def _with(known: Held, answers: Iterable[Mapping[str, Any]]) -> Held:
+    """A record with the answers of all workers, which may hold different layers."""
+    kinds: dict[str, dict[str, int]] = {}
+    dtypes: dict[str, int] = {}
+    quantised: dict[str, None] = {}
+    plain: dict[str, None] = {}
+    caches: set[str] = set()
+    ignored = known.ignored
+    exact = sampled = 0
+    for one in answers:
+        for name, (dtype, elements, in_quantised) in one["parameters"].items():
+            of_kind, short = kinds.setdefault(kind_of(name), {}), _name(dtype)
+            of_kind[short] = of_kind.get(short, 0) + elements
+            if not in_quantised:
+                dtypes[short] = dtypes.get(short, 0) + elements
+        quantised |= dict.fromkeys(one["quantised"])
+        plain |= dict.fromkeys(one["plain"])
+        caches |= {_name(dtype) for dtype in one["kv_cache"]}
+        ignored = ignored if one["ignored"] is None else tuple(one["ignored"])
+        exact, sampled = exact + one["exact"], sampled + one["sampled"]
+    return replace(
+        known,
+        kinds=kinds,
+        kv_held=tuple(sorted(caches)),
+        quantised=tuple(quantised),
+        plain=tuple(plain),
+        ignored=ignored,
+        weights=Weights(dtypes, exact / sampled if sampled else None, sampled),
+    )
+
+
+def _name(dtype: Any) -> str:
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    return name_of(found) if isinstance(found, torch.dtype) else str(dtype)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).splitlines()[0][:200] if str(error) else ""
+    if "VLLM_ALLOW_INSECURE_SERIALIZATION" in str(error):
+        return f"the engine's process takes no function; {_HINT}"
+    return f"{type(error).__name__}: {text}".rstrip(": ")

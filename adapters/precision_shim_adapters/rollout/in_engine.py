@@ -1,0 +1,89 @@
+"""What vLLM calls for ``apply_model``: reads the model of one of its workers, and changes nothing.
+
+vLLM pickles the function by its name. So this module imports as little as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+MOST_TENSORS, MOST_ELEMENTS = 256, 512
+"""How many parameters are sampled, and how many elements of each."""
+
+
+_UNQUANTISED = ("UnquantizedLinearMethod", "UnquantizedFusedMoEMethod")
+_BESIDE = ("Unquantized", "BaseKVCache", "Fp8KVCache", "CompressedTensorsKVCache", "NoneType")
+"""Beginnings of vLLM's names for methods of an embedding, and of an attention's cache."""
+
+_LISTS = ("ignored_layers", "modules_to_not_convert", "exclude_modules")
+"""What vLLM's configs of quantisations call the layers that they leave out, and no others."""
+
+
+def ignored_layers(quant_config: Any) -> list[str] | None:
+    """The layers that a quantisation of vLLM leaves out; ``None`` where it has no such list."""
+    for name in _LISTS:
+        found = getattr(quant_config, name, None)
+        if isinstance(found, (list, tuple)):
+            return [str(one) for one in found]
+    return None
+
+
+def read_model(model: torch.nn.Module) -> dict[str, Any]:
+    """Read dtypes, quantised layers, KV cache and a sample of the weights, as plain data.
+
+    The host waits for the device once.
+
+    Args:
+        model: the model of a worker.
+    """
+    quantised, plain, caches = [], [], set()
+    for name, module in model.named_modules():
+        method = type(getattr(module, "quant_method", None)).__name__
+        if method in _UNQUANTISED:
+            plain.append(name)
+        elif method.endswith("Method") and not method.startswith(_BESIDE):
+            quantised.append(name)
+        caches |= {str(one.dtype) for one in _tensors(vars(module).get("kv_cache"))}
+    skipped = tuple(f"{one}." for one in quantised)
+    parameters = {
+        name: (str(one.dtype), one.numel(), name.startswith(skipped))
+        for name, one in model.named_parameters()
+    }
+    sampled = [
+        one
+        for name, one in model.named_parameters()
+        if not parameters[name][2] and one.numel() and one.dtype.itemsize > 1
+    ]
+    counts = [_counts(one) for one in sampled[:: len(sampled) // MOST_TENSORS + 1]]
+    exact, normal = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
+    return {
+        "parameters": parameters,
+        "quantised": quantised,
+        "plain": plain,
+        "kv_cache": sorted(caches),
+        "ignored": ignored_layers(getattr(model, "quant_config", None)),
+        "exact": exact,
+        "sampled": normal,
+    }
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.numel() else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [one for each in value for one in _tensors(each)]
+    return []
+
+
+def _counts(parameter: torch.Tensor) -> torch.Tensor:
+    """How many of a sample bf16 represents exactly, and how many are normal numbers of fp16."""
+    flat = parameter.detach().reshape(-1)
+    wide = flat[:: flat.numel() // MOST_ELEMENTS | 1].float()
+    normal = wide.abs() >= 2.0**-14
+    exact = normal & (wide == wide.bfloat16().float())
+    return torch.stack([exact.sum(), normal.sum()])

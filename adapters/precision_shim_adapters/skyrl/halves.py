@@ -1,0 +1,123 @@
+"""SkyRL: audit the weights that the policy sends to the inference engines.
+
+From 0.4 SkyRL makes a source of weights over the live model, which vLLM's sender iterates once in
+each weight sync; before, an extractor that yields them in chunks. On the fp8 wire one source wraps
+another, and only what it makes of the weights is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from precision_shim.adapting import Call, seam
+from precision_shim.auditing import sending
+from precision_shim.precision.dtypes import CANONICAL
+
+from .megatron import TRAIN
+from .sides import dtypes_of_locations
+
+FEATURE, GROUP = "audit", "weights audit"
+_SOURCES = "skyrl.backends.skyrl_train.weight_sync.sources"
+_WORKERS = f"{TRAIN}.workers"
+_WHY = "the stream of weights, as it is sent"
+_DELETE = "SkyRL says which precision its inference engines have"
+
+_DELTA = "skyrl.backends.skyrl_train.weight_sync.delta.checkpoint"
+
+_wrapped: WeakSet[Any] = WeakSet()
+"""Sources that another source wraps."""
+
+_stored: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
+"""A source to the dtype of the base checkpoint that the delta sync rounds its weights to."""
+
+
+@seam(
+    f"{_SOURCES}:SerializedFp8WeightSource.__init__",
+    FEATURE,
+    group=GROUP,
+    only_if=(f"{_SOURCES}:SerializedFp8WeightSource",),
+    why="wraps the source of the weights that are quantised",
+    delete_when=_DELETE,
+    optional=True,
+)
+def wrap(call: Call, source: Any) -> None:
+    """Note that a source's weights are not what is sent."""
+    _wrapped.add(source)
+    call.proceed()
+
+
+@seam(
+    feature=FEATURE,
+    at=[
+        {
+            "target": f"{_SOURCES}:{name}.__iter__",
+            "only_if": (f"{_SOURCES}:{name}",),
+        }
+        for name in (
+            "FsdpWeightSource",
+            "MegatronWeightSource",
+            "SerializedFp8WeightSource",
+            "LoraAdapterWeightSource",
+        )
+    ],
+    group=GROUP,
+    why=_WHY,
+    delete_when=_DELETE,
+    optional=True,
+)
+def look_at_source(call: Call) -> Any:
+    """Return the same weights, looked at while they are taken."""
+    weights, source = call.proceed(), call.instance
+    if source in _wrapped:
+        return weights
+    return iter(sending.observe(weights, "skyrl", "policy", then=_stored.get(source)))
+
+
+@seam(
+    f"{_DELTA}:DeltaCheckpointPublisher.create_delta_files",
+    FEATURE,
+    group=GROUP,
+    only_if=(f"{_DELTA}:DeltaCheckpointPublisher",),
+    why="rounds the weights to the dtype of the base checkpoint, after it has taken them",
+    delete_when="SkyRL's delta sync sends model_dtype",
+    relies_on=("target_dtype", "_base_location"),
+    optional=True,
+)
+def know_base(call: Call, source: Any) -> Any:
+    """Note which dtype a base checkpoint has, on the rank that sends."""
+    publisher = call.instance
+    if sending.is_wanted() and publisher._current_rank() == 0:
+        stored = dtypes_of_locations(publisher._ensure_base_locations())
+        if len(stored) == 1:
+            _stored[source] = CANONICAL[next(iter(stored))]
+    return call.proceed()
+
+
+@seam(
+    feature=FEATURE,
+    at=[
+        {
+            "target": f"{_WORKERS}.{module}:{name}.extract_weights",
+            "only_if": (f"{_WORKERS}.{module}:{name}",),
+        }
+        for module, name in (
+            ("fsdp.fsdp_worker", "FSDPWeightExtractor"),
+            ("megatron.megatron_worker", "MegatronWeightExtractor"),
+        )
+    ],
+    group=GROUP,
+    why=_WHY,
+    delete_when="SkyRL 0.4 is the oldest in use",
+    optional=True,
+)
+def look_at_chunks(call: Call) -> Any:
+    """The same before 0.4."""
+    return sending.observe(call.proceed(), "skyrl", "policy", pairs=_pairs)
+
+
+def _pairs(chunk: Any) -> Iterator[tuple[str, Any]]:
+    yield from zip(chunk.names, chunk.tensors, strict=True)

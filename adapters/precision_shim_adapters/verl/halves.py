@@ -1,0 +1,199 @@
+"""verl: audit the weights that the actor sends, and ask the vLLM servers what they hold.
+
+An actor's engine returns its weights as a stream that has not run yet, whichever way they take then:
+verl's own weight sync or a checkpoint engine. 0.7.1's legacy workers make theirs in the middle of a
+method, and hand it to the rollout's ``ServerAdapter``. These seams come after those of ``sync``: they
+see what the shim sends.
+
+A server is verl's own Ray actor around vLLM's ``AsyncLLM``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from precision_shim.adapting import Call, seam
+from precision_shim.auditing import sending
+from precision_shim.auditing.halves import ROLLOUT
+from precision_shim.errors import DtypeError
+
+from ..rollout.held import Whose, audit_async
+from . import sides, sync
+
+FEATURE, SENT, HELD = "audit", "weights audit", "vllm servers"
+_ENGINES = "verl.workers.engine.{}.transformer_impl:{}.get_per_tensor_param"
+_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer"
+_DELETE = "verl says which precision its rollouts have"
+_ADAPTER = "ServerAdapter.update_weights"
+
+_senders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""An actor's engine to its checkpoint engine, or ``None`` where verl's own sync sends the weights."""
+
+_legacy: list[str] = []
+"""Whether this process is a legacy worker with an actor."""
+
+_syncs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""A server to the number of weight syncs that it has received."""
+
+
+def tell_asked(rollout: Any) -> None:
+    """Note the dtype that a worker's rollout was asked for.
+
+    Args:
+        rollout: the section ``actor_rollout_ref.rollout``, as the worker has it.
+    """
+    try:
+        name, key = sides.asked_dtype(rollout, sides.ROLLOUT)
+    except DtypeError:  # the engine refuses it, and the feature rollout-agreement has said so
+        return
+    backend = str(rollout.get("name"))
+    reason = "" if backend == "vllm" else f"verl's servers of {backend} are not asked"
+    sending.tell_asked("verl", name, key, reason)
+
+
+# -- the weights that are sent -------------------------------------------------------------------
+
+
+@seam(
+    "verl.workers.engine_workers:ActorRolloutRefWorker.init_model",
+    FEATURE,
+    group=SENT,
+    why="the worker knows the engine, the rollout's dtype and the checkpoint engine",
+    delete_when=_DELETE,
+    relies_on=("actor", "role", "rollout", "config"),
+    optional=True,
+)
+def know_rollout(call: Call) -> Any:
+    """Keep what is known of the rollout for the engine whose weights the worker will send."""
+    result = call.proceed()
+    worker = call.instance
+    if sending.is_wanted() and "actor" in worker.role:
+        tell_asked(worker.config.rollout)
+        _senders[worker.actor.engine] = getattr(worker, "checkpoint_engine", None)
+    return result
+
+
+@seam(
+    feature=FEATURE,
+    at=[
+        {"target": _ENGINES.format(package, name)}
+        for package, name in (
+            ("fsdp", "FSDPEngine"),
+            ("megatron", "MegatronEngine"),
+            ("veomni", "VeOmniEngine"),
+            ("automodel", "AutomodelEngine"),
+            ("torchtitan", "TorchTitanEngine"),
+        )
+    ],
+    group=SENT,
+    why="returns the weights that are sent, unstarted",
+    delete_when=_DELETE,
+    optional=True,
+)
+def look_at_stream(call: Call) -> Any:
+    """Return the same weights, looked at while they are taken."""
+    stream, *rest = result = call.proceed()
+    engine = call.instance
+    if engine not in _senders:
+        return result
+    then = _rounds_to(_senders[engine])
+    seen = sending.observe(stream, "verl", "actor", model=engine.module, then=then)
+    return result if seen is stream else (seen, *rest)
+
+
+def _rounds_to(sender: Any) -> torch.dtype | None:
+    """The dtype that a checkpoint engine rounds the weights to before it sends them."""
+    dtype = getattr(sender, "rollout_dtype", None)
+    if dtype is None or not (sync.casts(sender) or sync.is_delta(sender)):
+        return None
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+@seam(
+    feature=FEATURE,
+    at=[
+        f"verl.workers.rollout.{one}_rollout.{one}_rollout:{_ADAPTER}" for one in ("vllm", "sglang")
+    ],
+    only_if=("verl.workers.fsdp_workers",),
+    group=f"legacy {SENT}",
+    why="gets the weights of the legacy workers, unstarted",
+    delete_when="verl 0.8 is the oldest in use",
+    relies_on=("weights",),
+    optional=True,
+)
+async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
+    """Let a legacy worker's weights be looked at while they are taken."""
+    if _legacy:
+        seen = sending.observe(weights, "verl", "actor")
+        if seen is not weights:
+            call.arguments["weights"] = seen
+    return await call.proceed()
+
+
+def know_legacy_rollout(worker: Any) -> None:
+    """The same as ``know_rollout`` for 0.7.1's legacy workers.
+
+    Args:
+        worker: an ``ActorRolloutRefWorker`` with an actor and a rollout.
+    """
+    if sending.is_wanted():
+        tell_asked(worker.config.rollout)
+        _legacy[:] = [type(worker).__module__]
+
+
+# -- what a server holds -------------------------------------------------------------------------
+
+
+@seam(
+    f"{_SERVER}.run_server",
+    FEATURE,
+    group=HELD,
+    why="has made vLLM's engine when it ends",
+    delete_when=_DELETE,
+    relies_on=("engine", "AsyncLLM"),
+    optional=True,
+)
+async def ask_new_server(call: Call) -> Any:
+    """Ask a new server's engine what it holds."""
+    result = await call.proceed()
+    await _ask(call.instance)
+    return result
+
+
+@seam(
+    f"{_SERVER}.collective_rpc",
+    FEATURE,
+    group=HELD,
+    why="each weight sync begins with this call, which returns when the engine has the weights",
+    delete_when=_DELETE,
+    relies_on=("engine", "method"),
+    optional=True,
+)
+async def ask_after_sync(call: Call, method: Any) -> Any:
+    """Ask again after some of the weight syncs."""
+    result = await call.proceed()
+    server = call.instance
+    if method == "update_weights_from_ipc":
+        _syncs[server] = _syncs.get(server, 0) + 1
+        await _ask(server)
+    return result
+
+
+async def _ask(server: Any) -> None:
+    engine = getattr(server, "engine", None)  # only the first node of a server has one
+    if engine is not None and sending.is_wanted():
+        await audit_async(engine, _whose(), _syncs.get(server, 0))
+
+
+def _whose() -> Whose:
+    """Which engine this process has: verl's name of the actor tells it, the same in each run."""
+    ray: Any = importlib.import_module("ray")
+    name = str(ray.get_runtime_context().get_actor_name() or "server")
+    others = {"reward": "reward model", "teacher": "teacher"}
+    subject = next((long for short, long in others.items() if f"_{short}_" in name), ROLLOUT)
+    return Whose("verl", subject, name)

@@ -1,0 +1,224 @@
+"""Holds what was sent to a rollout against what its engines hold; pure, and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..precision.agreement import CANONICAL
+from .halves import BASE, ROLLOUT, Held, Sent, Weights
+from .layers import MATRICES, holds_a_word_of, is_named, joined, kind_of
+
+OWN_AT_MOST, SENT_AT_LEAST = 0.98, 0.999
+"""Shares that bf16 represents exactly: the trainer's own weights must have less than the first, and
+those that were sent more than the second, before a bf16 rounding lies between them."""
+
+LEAST_SAMPLE = 256
+"""A share of fewer elements says nothing."""
+
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Two halves that cannot both be meant.
+
+    Attributes:
+        code: such as ``"bf16-wire"``; docs/audit.md has them all.
+        who: which rank of the trainer or which engine shows it.
+        message: what was expected, what was found, and what the user can do.
+    """
+
+    code: str
+    who: int | str
+    message: str
+
+
+def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contradiction]:
+    """What contradicts what, in one job of one framework.
+
+    Args:
+        sent: what the ranks of the trainer sent.
+        held: what the engines hold, those of other models too.
+    """
+    rollouts = [one for one in held if one.subject == ROLLOUT]
+    for engine in rollouts:
+        for ask in _once(sent):
+            yield from _engine_dtype(ask, engine)
+    for one in sent:
+        yield from _of_wire(one, rollouts)
+        for engine in rollouts:
+            yield from _received(one, engine)
+            yield from _sent_in_8_bits(one, engine)
+    for engine in held:  # what an engine contradicts by itself, whatever model it has
+        yield from _held_dtype(engine)
+        yield from _left_out(engine)
+
+
+def _once(sent: Sequence[Sent]) -> Iterable[Sent]:
+    return {(one.asked, one.key): one for one in sent}.values()
+
+
+def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
+    """What the rollout's engines compute in: what they say, else what was asked for."""
+    if rollouts:
+        return {one.computes for one in rollouts}
+    return {CANONICAL[sent.asked]} if sent.asked in CANONICAL else set()
+
+
+def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
+    due = CANONICAL.get(ask.asked)  # not "auto", and not NeMo-RL's "fp8"
+    if due is not None and engine.computes and engine.computes != due:
+        yield Contradiction(
+            "engine-dtype",
+            _who(engine),
+            f"{ask.key}={ask.asked}, but the engine computes in {engine.computes}: something goes "
+            f"over the key on the way to {engine.engine}. Look for a second dtype among the "
+            "engine's own arguments.",
+        )
+
+
+# -- the wire ------------------------------------------------------------------------------------
+
+
+def _of_wire(one: Sent, rollouts: Sequence[Held]) -> Iterator[Contradiction]:
+    """A wire that rounds to bf16, before engines that all compute in more."""
+    engines = computes(one, rollouts)
+    if not engines or not engines <= {"fp16", "fp32"}:
+        return
+    into, who = "+".join(sorted(engines)), one.rank
+    for group, weights in one.sent.items():
+        own = one.own.get(group)
+        if own is None:
+            continue
+        if _mostly_bf16(weights, one.then) and not _mostly_bf16(own):
+            by = " by the framework's sender" if one.then else ""
+            yield Contradiction(
+                "weights-dtype",
+                who,
+                f"{group} go out in bf16{by}, the engine computes in {into}, and the trainer keeps "
+                f"them in {'+'.join(sorted(own.dtypes))}: each sync rounds them to bf16. Let the "
+                f"framework send {into}, or let the rollout compute in bf16.",
+            )
+        elif not one.quantised and _rounded(own, weights):
+            yield Contradiction(
+                "bf16-wire",
+                who,
+                f"bf16 represents all {group} that were sent exactly, but not the trainer's own, "
+                f"and the engine computes in {into}: something rounds them to bf16 before they "
+                "are sent, which no dtype shows. Look for a cast in the framework's weight sync.",
+            )
+
+
+def _mostly_bf16(weights: Weights, then: str = "") -> bool:
+    if then:
+        return then == "bf16"
+    total = sum(weights.dtypes.values())
+    return 2 * weights.dtypes.get("bf16", 0) > total
+
+
+def _rounded(before: Weights, after: Weights) -> bool:
+    """Whether a bf16 rounding lies between two groups of weights, by their shares."""
+    if before.exact is None or after.exact is None:
+        return False
+    if min(before.sampled, after.sampled) < LEAST_SAMPLE:
+        return False
+    return before.exact < OWN_AT_MOST and after.exact > SENT_AT_LEAST
+
+
+def _received(one: Sent, engine: Held) -> Iterator[Contradiction]:
+    """A rounding between the sender and the engine, at one and the same weight sync."""
+    same = engine.sync == one.sync and engine.computes in ("fp16", "fp32")
+    weights = one.sent.get(BASE)
+    if not same or engine.quantization or weights is None or engine.weights is None:
+        return
+    if one.then != "bf16" and not one.quantised and _rounded(weights, engine.weights):
+        yield Contradiction(
+            "bf16-wire",
+            _who(engine),
+            "bf16 represents all weights that the engine holds exactly, but not those that were "
+            f"sent, and the engine computes in {engine.computes}: something rounds them to bf16 "
+            "on the way, which no dtype shows. Look for a cast where the engine receives them.",
+        )
+
+
+# -- what an engine holds --------------------------------------------------------------------------
+
+
+def _held_dtype(engine: Held) -> Iterator[Contradiction]:
+    """Whole kinds of layers in another 16-bit dtype than the engine computes in."""
+    if engine.quantization or engine.computes not in ("fp16", "bf16"):
+        return
+    other = {"fp16": "bf16", "bf16": "fp16"}[engine.computes]
+    wrong = [kind for kind in MATRICES if engine.kinds.get(kind, {}).get(other)]
+    if wrong:
+        yield Contradiction(
+            "held-dtype",
+            _who(engine),
+            f"the engine computes in {engine.computes} and holds weights in {other}: "
+            f"{', '.join(wrong)}. Look for a weight sync that replaces tensors, or for a dtype of "
+            "the model's own.",
+        )
+
+
+def _sent_in_8_bits(one: Sent, engine: Held) -> Iterator[Contradiction]:
+    """Layers that were sent quantised, and that the engine holds as they are."""
+    plain = {joined(name): name for name in engine.plain}
+    quantised = {joined(name) for name in engine.quantised}
+    names = {joined(name) for name in one.quantised}
+    found = [plain[name] for name in sorted(names - quantised) if name in plain]
+    if found:
+        yield Contradiction(
+            "layers-quantised",
+            _who(engine),
+            f"the engine holds {_count(found)} without quantisation, and they were sent in 8 bits: "
+            f"{_some(found)}. Give trainer and engine one list of layers to leave out.",
+        )
+
+
+def _left_out(engine: Held) -> Iterator[Contradiction]:
+    """Layers that a quantised engine keeps in 16 bits, though no list names them."""
+    if not engine.quantization or not engine.quantised or engine.ignored is None:
+        return
+    plain = [one for one in engine.plain if kind_of(one) in ("attention", "mlp", "experts")]
+    unnamed = [one for one in plain if not is_named(one, engine.ignored)]
+    by_word: dict[str, list[str]] = {}
+    for one in unnamed:
+        word = holds_a_word_of(one, engine.ignored)
+        if word:
+            by_word.setdefault(word, []).append(one)
+    for word, layers in by_word.items():
+        yield Contradiction(
+            "layers-quantised",
+            _who(engine),
+            f"the engine holds {_count(layers)} in 16 bits that {engine.quantization} was meant "
+            f"for: {_some(layers)}. The list of layers to leave out has {word!r}, which is only a "
+            "piece of their names. Write whole names there, or a regular expression.",
+        )
+    mixed = {_like(one) for one in engine.quantised}
+    some = [one for one in unnamed if not holds_a_word_of(one, engine.ignored)]
+    odd = [one for one in some if _like(one) in mixed]
+    if odd:
+        yield Contradiction(
+            "layers-quantised",
+            _who(engine),
+            f"the engine holds {_count(odd)} in 16 bits, quantises others of their kind, and its "
+            f"list of layers to leave out names none of them: {_some(odd)}. Compare the list with "
+            "the engine's names.",
+        )
+
+
+def _like(layer: str) -> str:
+    """A layer's name without its number."""
+    return ".".join("*" if part.isdigit() else part for part in layer.split("."))
+
+
+def _count(layers: Sequence[str]) -> str:
+    return f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
+
+
+def _some(layers: Sequence[str]) -> str:
+    return ", ".join(layers[:3]) + (", ..." if len(layers) > 3 else "")
+
+
+def _who(engine: Held) -> str:
+    return engine.name if engine.subject == ROLLOUT else f"{engine.subject}, {engine.name}"

@@ -1,0 +1,148 @@
+"""The halves in a directory side by side, by framework and job: text, JSON and contradictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .contradictions import Contradiction, contradictions
+from .halves import Half, Held, Sent, Weights
+from .ranks import numbers
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What the trainer of one job sent, and what its engines hold.
+
+    Attributes:
+        whose: the framework.
+        job: the job's name; empty where nothing tells jobs apart.
+        sent: by rank, the newest of each.
+        held: by engine.
+        found: their contradictions.
+    """
+
+    whose: str
+    job: str
+    sent: tuple[Sent, ...]
+    held: tuple[Held, ...]
+    found: tuple[Contradiction, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing contradicts anything."""
+        return not self.found
+
+    def lines(self) -> list[str]:
+        """The pair as text."""
+        lines = [f"{self.whose}, trainer and rollout" + (f", job {self.job}" if self.job else "")]
+        by_text: dict[str, list[int]] = {}
+        for one in self.sent:
+            by_text.setdefault(_sent_text(one), []).append(one.rank)
+        lines += [f"  sent, {numbers(ranks)}: {text}" for text, ranks in by_text.items()]
+        by_engine: dict[str, list[str]] = {}
+        for engine in self.held:
+            by_engine.setdefault(_held_text(engine), []).append(engine.name)
+        lines += [f"  held, {', '.join(names)}: {text}" for text, names in by_engine.items()]
+        if not self.held:
+            reasons = {one.not_asked for one in self.sent} - {""}
+            lines.append(f"  held: not known: {'; '.join(sorted(reasons)) or 'no engine told it'}")
+        if not self.sent:
+            lines.append("  sent: not known: no process of the trainer told it")
+        for (code, message), who in self.problems().items():
+            ranks = [one for one in who if isinstance(one, int)]
+            shown = [numbers(ranks)] if ranks else []
+            shown += [one for one in who if isinstance(one, str)]
+            lines.append(f"  contradiction, {', '.join(shown)}: {code}: {message}")
+        return lines
+
+    def problems(self) -> Mapping[tuple[str, str], list[int | str]]:
+        """Each contradiction's code and message, with the ranks and engines that show it."""
+        by_text: dict[tuple[str, str], list[int | str]] = {}
+        for one in self.found:
+            by_text.setdefault((one.code, one.message), []).append(one.who)
+        return {key: list(dict.fromkeys(who)) for key, who in by_text.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The pair ready for JSON, in brief."""
+        return {
+            "framework": self.whose,
+            "job": self.job,
+            "ok": self.ok,
+            "sent": {one.rank: _sent_text(one) for one in self.sent},
+            "held": {one.name: _held_text(one) for one in self.held},
+            "contradictions": [
+                {"code": code, "message": message, "who": who}
+                for (code, message), who in self.problems().items()
+            ],
+        }
+
+
+def pair(halves: Iterable[Half]) -> list[Pair]:
+    """Group halves by framework and job, and compare those of each group."""
+    groups: dict[tuple[str, str], list[Half]] = {}
+    for one in halves:
+        groups.setdefault((one.framework, one.job), []).append(one)
+    found = []
+    for (whose, job), several in sorted(groups.items()):
+        sent = tuple(one for one in several if isinstance(one, Sent))
+        held = tuple(one for one in several if isinstance(one, Held))
+        sent = tuple(sorted(sent, key=lambda one: (one.subject, one.rank)))
+        held = tuple(sorted(held, key=lambda one: (one.subject, one.name)))
+        found.append(Pair(whose, job, sent, held, tuple(contradictions(sent, held))))
+    return found
+
+
+# -- text ----------------------------------------------------------------------------------------
+
+
+def _sent_text(one: Sent) -> str:
+    asked = f"{one.asked} asked ({one.key})" if one.asked else "dtype asked not known"
+    words = [f"{one.subject}, sync {one.sync}", asked]
+    for group, weights in one.sent.items():
+        then = f", then rounded to {one.then}" if one.then else ""
+        words.append(f"{group} in {_dtypes(weights.dtypes)}{then}, {_shares(weights, one, group)}")
+    if one.quantised:
+        words.append(f"{len(one.quantised)} layers in 8 bits")
+    return "; ".join(words)
+
+
+def _shares(weights: Weights, one: Sent, group: str) -> str:
+    own = one.own.get(group)
+    before = "not known" if own is None else _percent(own.exact)
+    return f"exact in bf16: {_percent(weights.exact)}, of the trainer's own {before}"
+
+
+def _percent(share: float | None) -> str:
+    return "not known" if share is None else f"{100 * share:.0f} %"
+
+
+def _dtypes(counts: Mapping[str, int]) -> str:
+    return "+".join(sorted(counts)) or "no dtype"
+
+
+def _held_text(one: Held) -> str:
+    words = [f"{one.subject}, {one.engine}", f"computes in {one.computes or '?'}"]
+    if one.quantization:
+        words.append(f"quantisation {one.quantization}")
+    if one.not_answered:
+        words.append(f"weights not known: {one.not_answered}")
+        return "; ".join(words)
+    kinds: dict[str, list[str]] = {}
+    for kind, counts in sorted(one.kinds.items()):
+        kinds.setdefault(_dtypes(counts), []).append(kind)
+    words += [f"{'/'.join(names)} in {dtypes}" for dtypes, names in kinds.items()]
+    if one.quantised or one.quantization:
+        words.append(f"{_layers(one.quantised)} quantised, {_layers(one.plain)} not")
+    cache = f"{'+'.join(one.kv_held) or '?'} ({one.kv_cache or 'auto'})"
+    words.append(f"KV cache {cache}")
+    if one.head:
+        words.append(f"head computes in {one.head}")
+    if one.weights is not None:
+        words.append(f"sync {one.sync}: exact in bf16: {_percent(one.weights.exact)}")
+    return "; ".join(words)
+
+
+def _layers(names: Sequence[str]) -> str:
+    return f"{len(names)} layer{'' if len(names) == 1 else 's'}"

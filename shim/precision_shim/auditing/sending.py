@@ -1,0 +1,297 @@
+"""Audits the weights on their way to the rollout: dtypes, and what bf16 represents exactly.
+
+An adapter passes the stream of weights through ``observe`` where its framework sends them. The
+stream's consumer gets the same tensors in the same order, at the same time. At a few of the weight
+syncs some elements are compared with their own rounding to bf16, on the device, and the host reads
+two numbers for each group of tensors at the end. No collective is added.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ..precision.dtypes import name_of
+from ..process.session import current_settings
+from ..reporting import journal as _journal
+from ..updates.measuring import tell
+from ..updates.sampling import MOST_ELEMENTS, MOST_TENSORS, Sample, few
+from . import files, halves, kept
+from .contradictions import contradictions
+from .halves import ADAPTERS, BASE, Sent, Weights
+from .looking import rank_of_job
+from .reading import local
+from .torch_reader import shards_by_gathered
+
+AT = (1, 2, 8, 64, 512, 4096)
+"""The weight syncs that are audited, counted from 1."""
+
+_LEAST = 2.0**-14  # fp16's least normal number: with fewer bits below it, bf16 holds most of them
+_WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+T = TypeVar("T")
+Named = Iterable[tuple[str, Any]]
+
+
+@dataclass
+class _Asked:
+    """What is known of a framework's rollout, and how often its weights were sent."""
+
+    name: str = ""
+    key: str = ""
+    not_asked: str = ""
+    syncs: int = 0
+
+
+_rollouts: dict[str, _Asked] = {}
+
+
+def _rollout(framework: str) -> _Asked:
+    if framework not in _rollouts:
+        kept.at_clear(_rollouts.clear)
+    return _rollouts.setdefault(framework, _Asked())
+
+
+def tell_asked(framework: str, name: str, key: str, not_asked: str = "") -> None:
+    """Note which dtype a framework's rollout was asked for in this job.
+
+    Args:
+        framework: the framework's name.
+        name: the value of the rollout's key, as the engine gets it; empty where it is not known.
+        key: the key.
+        not_asked: why no engine can be asked what it holds; empty where engines are asked.
+    """
+    known = _rollout(framework)
+    known.name, known.key, known.not_asked = name, key, not_asked
+
+
+def is_wanted() -> bool:
+    """Whether audits are written at all."""
+    return bool(current_settings()["audit_dir"])
+
+
+def observe(
+    items: Iterable[T],
+    framework: str,
+    subject: str,
+    *,
+    model: Any = None,
+    then: torch.dtype | None = None,
+    pairs: Callable[[T], Named] | None = None,
+) -> Iterable[T]:
+    """Pass on a stream of weights, and audit it at some of the weight syncs.
+
+    Without ``PRECISION_SHIM_AUDIT_DIR``, and at the other syncs, the stream itself is returned.
+
+    Args:
+        items: the stream.
+        framework: the framework's name.
+        subject: the model, such as ``"actor"``.
+        model: the trainer's modules; ``None`` for those whose optimizer is audited as ``subject``.
+        then: the dtype that the framework rounds to behind the stream; ``None`` for none.
+        pairs: gives the names and tensors of an item; ``None`` where an item is one such pair.
+    """
+    if not is_wanted():
+        return items
+    known = _rollout(framework)
+    known.syncs += 1
+    if known.syncs not in AT:
+        return items
+    chunks = kept.model_of(framework, subject) if model is None else _several(model)
+    return _observed(items, _Looker(framework, subject, known.syncs, then, chunks), pairs)
+
+
+def _observed(
+    items: Iterable[T], looker: _Looker, pairs: Callable[[T], Named] | None
+) -> Iterator[T]:
+    looker.begin()
+    source = iter(items)
+    try:
+        while True:
+            try:
+                item = next(source)
+            except StopIteration:
+                break
+            for name, tensor in (item,) if pairs is None else pairs(item):  # type: ignore[attr-defined]
+                looker.see(name, tensor)
+                del tensor
+            yield item
+            del item  # else this frame keeps it while the stream makes the next one
+    finally:
+        close = getattr(source, "close", None)
+        if close is not None:
+            close()
+    looker.end()
+
+
+def _several(model: Any) -> list[torch.nn.Module]:
+    return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
+@dataclass
+class _Group:
+    """What was seen of a group of tensors."""
+
+    elements: dict[str, int] = field(default_factory=dict)
+    counts: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        name = name_of(tensor.dtype)
+        self.elements[name] = self.elements.get(name, 0) + tensor.numel()
+
+    def weights(self) -> Weights:
+        """Read the counts from the device."""
+        for device in {one.device for one in self.counts if one.device.type == "cuda"}:
+            torch.cuda.synchronize(device)  # frameworks pack weights on streams of their own
+        exact = sampled = 0
+        for device in {one.device for one in self.counts}:
+            mine = [one for one in self.counts if one.device == device]
+            both = torch.stack(mine).sum(0).tolist()
+            exact, sampled = exact + both[0], sampled + both[1]
+        return Weights(self.elements, exact / sampled if sampled else None, sampled)
+
+
+class _Looker:
+    """Looks at one stream."""
+
+    def __init__(
+        self,
+        framework: str,
+        subject: str,
+        sync: int,
+        then: torch.dtype | None,
+        chunks: Sequence[torch.nn.Module],
+    ) -> None:
+        self._names = (framework, subject)
+        self._sync, self._then, self._chunks = sync, then, chunks
+        self._sent: dict[str, _Group] = {}
+        self._own: dict[str, Weights] = {}
+        self._quantised: list[str] = []
+        self._every = 1
+        self._failed = False
+
+    def begin(self) -> None:
+        """Sample the trainer's own parameters, before the first weight leaves."""
+        self._guard(self._look_at_own)
+
+    def see(self, name: str, tensor: Any) -> None:
+        """Look at a tensor of the stream."""
+        if isinstance(tensor, torch.Tensor):
+            self._guard(lambda: self._look_at(name, tensor))
+
+    def end(self) -> None:
+        """Write what was seen."""
+        self._guard(self._write)
+        self._chunks = ()
+
+    def _guard(self, act: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            with torch.no_grad():
+                act()
+        except Exception as error:  # an audit must not end a training
+            self._failed = True
+            who = " ".join(self._names)
+            tell(f"{who}: the weights that are sent to the rollout are not audited: {error!r}")
+
+    def _look_at_own(self) -> None:
+        gathered = shards_by_gathered(self._chunks)
+        named = {
+            id(one): (name, gathered.get(id(one), one))
+            for chunk in self._chunks
+            for name, one in chunk.named_parameters()
+        }
+        self._every = max(1, len(named) // MOST_TENSORS)
+        groups: dict[str, list[torch.Tensor]] = {}
+        found: dict[str, _Group] = {}
+        for name, one in named.values():
+            group = _group_of(name)
+            found.setdefault(group, _Group()).add(one)
+            if _can_be_sampled(one):
+                groups.setdefault(group, []).append(one)
+        sample = Sample(list(groups.values()), MOST_ELEMENTS)
+        for group, taken in zip(groups, sample.taken, strict=True):
+            found[group].counts += [
+                _counts(take.raw(groups[group][place])) for place, take in taken.items()
+            ]
+        self._own = {group: one.weights() for group, one in found.items()}
+
+    def _look_at(self, name: str, tensor: torch.Tensor) -> None:
+        group = self._sent.setdefault(_group_of(name), _Group())
+        if tensor.element_size() == 1:
+            if name.endswith(".weight"):
+                self._quantised.append(name.removesuffix(".weight"))
+            return
+        group.add(tensor)
+        if zlib.crc32(name.encode()) % self._every == 0 and _can_be_sampled(tensor):
+            group.counts.append(_counts(few(tensor, MOST_ELEMENTS // MOST_TENSORS), self._then))
+
+    def _write(self) -> None:
+        framework, subject = self._names
+        asked = _rollout(framework)
+        rank, world = rank_of_job()
+        sent = Sent(
+            framework=framework,
+            subject=subject,
+            rank=rank,
+            world_size=world,
+            job=job(),
+            asked=asked.name,
+            key=asked.key,
+            sync=self._sync,
+            sent={group: one.weights() for group, one in self._sent.items()},
+            own=self._own,
+            then="" if self._then is None else name_of(self._then),
+            quantised=tuple(self._quantised),
+            not_asked=asked.not_asked,
+        )
+        write(sent)
+        if rank == 0:
+            for one in contradictions([sent], []):
+                _journal.warn(f"{framework} {subject}: {one.code}: {one.message}", stacklevel=None)
+
+
+def write(half: halves.Half) -> None:
+    """Write a half into ``PRECISION_SHIM_AUDIT_DIR``; a failure warns."""
+    directory = current_settings()["audit_dir"]
+    try:
+        halves.write(directory, half)
+    except OSError as error:
+        tell(files.not_written(directory, error))
+
+
+def job() -> str:
+    """What all processes of a job on Ray have in common; empty elsewhere."""
+    ray = sys.modules.get("ray")
+    try:
+        if ray is None or not ray.is_initialized():
+            return ""
+        context = ray.get_runtime_context()
+        return f"{context.get_job_id()} of {context.gcs_address}"
+    except Exception:  # a Ray of another version
+        return ""
+
+
+def _group_of(name: str) -> str:
+    return ADAPTERS if "lora_" in name else BASE
+
+
+def _can_be_sampled(tensor: torch.Tensor) -> bool:
+    own = local(tensor)
+    plain = type(own) in _PLAIN and own.dtype in _WIDE
+    return plain and own.device.type != "meta" and own.numel() > 0
+
+
+def _counts(values: torch.Tensor, then: torch.dtype | None = None) -> torch.Tensor:
+    """How many of some values bf16 represents exactly, and how many there are to look at."""
+    wide = (values if then is None else values.to(then)).float()
+    normal = wide.abs() >= _LEAST
+    exact = normal & (wide == wide.bfloat16().float())
+    return torch.stack([exact.sum(), normal.sum()])

@@ -1,0 +1,90 @@
+"""The audit of the weights that NeMo-RL's DTensor workers send, through its own sender.
+
+NeMo-RL sends them by CUDA's handles over ZeroMQ: the test stands in for the handle and the socket.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from precision_shim.auditing import halves
+from precision_shim.cli import main
+
+from .support import batch, loss_for
+
+GENERATION = {"backend": "vllm", "vllm_cfg": {"precision": "float16"}}
+
+
+class Wire:
+    """The other end of the socket, which answers everything and keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def send_pyobj(self, payload: Any) -> None:
+        if isinstance(payload, tuple):
+            self.names += payload[1]
+
+    def recv(self) -> None:
+        pass
+
+
+def send(made: Any, patch: pytest.MonkeyPatch) -> list[str]:
+    """Let a worker send its weights; returns their names."""
+    from nemo_rl.models.policy import utils
+
+    patch.setattr(utils, "get_handle_from_tensor", lambda tensor: tensor)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    patch.setattr(torch.cuda, "current_stream", lambda *device: stream)
+    made.zmq_socket = wire = Wire()
+    made.stream_weights_via_ipc_zmq(buffer_size_bytes=2**22)
+    return wire.names
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_a_worker_sends(
+    worker: Any,
+    shim: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    dtype: str,
+) -> None:
+    """Beside its own weights, of an fp16 policy and of one whose rollout is in fp16 by mistake."""
+    shim(settings={"audit_dir": str(tmp_path)})
+    with worker(kind, dtype, generation=GENERATION) as made:
+        made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # the weights are no checkpoint's
+        names = send(made, monkeypatch)
+    (half,) = [one for _, one in halves.read(str(tmp_path))]
+    assert isinstance(half, halves.Sent)
+    assert len(names) > 10
+    sent, own = half.sent["weights"], half.own["weights"]
+    assert (half.asked, half.key) == ("float16", "policy.generation.vllm_cfg.precision")
+    assert half.subject == "policy"
+    assert sent.dtypes.keys() == {"fp16" if dtype == "float16" else "bf16"}
+    assert own.dtypes.keys() == {"fp32"}
+    assert sum(sent.dtypes.values()) >= sum(own.dtypes.values())
+    assert (sent.exact == 1.0) == (dtype == "bfloat16")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "held: not known: NeMo-RL's generation workers are not asked" in said
+    assert ("contradiction, rank 0: weights-dtype: " in said) == (dtype == "bfloat16")
+    assert (ended.value.code == 1) == (dtype == "bfloat16")
+
+
+def test_off_nothing_is_written_of_the_weights(
+    worker: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shim(features="-audit", settings={"audit_dir": str(tmp_path)})
+    with worker("v2", "float16", generation=GENERATION) as made:
+        assert send(made, monkeypatch)
+    assert list(tmp_path.iterdir()) == []

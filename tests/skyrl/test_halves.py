@@ -1,0 +1,135 @@
+"""The audit of the weights that SkyRL sends: its own sources, or extractors before 0.4."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from precision_shim.auditing import halves
+from precision_shim.cli import main
+
+from .support import batch, build, fsdp_worker, train_config, weights_sent
+from .test_both_sides import received, since_0_4, vllm  # noqa: F401
+
+
+def trained(checkpoint: Path) -> Any:
+    """A worker whose fp32 weights no half precision holds, and that knows its engines."""
+    worker = fsdp_worker("policy", checkpoint, "fp16")
+    engines = train_config("generator.inference_engine.model_dtype=float16").generator
+    with suppress(Exception):  # SkyRL's own part of it needs engines that run
+        asyncio.run(worker.init_weight_sync_state(None, engines.inference_engine))
+    worker.forward_backward(batch(0))
+    worker.optim_step()
+    return worker
+
+
+def written(folder: Path) -> halves.Sent:
+    (half,) = [one for _, one in halves.read(str(folder))]
+    assert isinstance(half, halves.Sent)
+    return half
+
+
+def audited(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(folder)])
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def test_fsdps_weights(
+    cpu: None,
+    checkpoints: dict[str, Path],
+    shim: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = {"audit_dir": str(tmp_path), "loss_scale_init": 1.0}
+    shim(settings=settings, export=False)
+    worker = trained(checkpoints["float32"])
+    off = weights_sent(worker, torch.float16)
+    half = written(tmp_path)
+    assert (half.asked, half.key) == ("float16", "generator.inference_engine.model_dtype")
+    assert (half.subject, half.sync, half.rank) == ("policy", 1, 0)
+    assert half.sent["weights"].dtypes == {"fp16": sum(one.numel() for one in off.values())}
+    assert half.own["weights"].dtypes.keys() == {"fp32"}
+    sent, own = half.sent["weights"].exact, half.own["weights"].exact
+    assert sent is not None
+    assert own is not None
+    assert own < sent < 0.9
+    status, said = audited(tmp_path, capsys)
+    assert "held: not known: SkyRL's inference servers are not asked" in said
+    assert "contradiction" not in said
+    with pytest.warns(match="weights-dtype: weights go out in bf16"):
+        weights_sent(worker, torch.bfloat16)
+    assert written(tmp_path).sync == 2
+    status, said = audited(tmp_path, capsys)
+    assert status == 1
+    assert "  contradiction, rank 0: weights-dtype: weights go out in bf16, the engine" in said
+
+
+def test_off_nothing_is_written(
+    cpu: None, checkpoints: dict[str, Path], shim: Any, tmp_path: Path
+) -> None:
+    shim(features="-audit", settings={"audit_dir": str(tmp_path)}, export=False)
+    weights_sent(trained(checkpoints["float32"]), torch.float16)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_megatrons_weights(
+    fused_adam: str, checkpoints: dict[str, Path], shim: Any, tmp_path: Path
+) -> None:
+    shim(settings={"audit_dir": str(tmp_path)}, export=False)
+    worker = build(checkpoints["float32"], "trainer.bf16=false")
+    with torch.no_grad():
+        for chunk in worker.actor_module:
+            for one in chunk.parameters():
+                one.add_(torch.randn_like(one) * 1e-3)
+    try:
+        from skyrl.backends.skyrl_train.weight_sync.sources import MegatronWeightSource
+    except ImportError:
+        from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import (
+            MegatronWeightExtractor,
+        )
+
+        extractor = MegatronWeightExtractor(
+            bridge=worker.bridge,
+            actor_module=worker.actor_module,
+            enable_bucketing=False,
+            bucket_size_threshold_GB=1.0,
+            training_dtype=torch.float32,
+        )
+        chunks = list(extractor.extract_weights(torch.float16))
+        sent = [tensor for chunk in chunks for tensor in chunk.tensors]
+    else:
+        stream = MegatronWeightSource(worker.bridge, worker.actor_module, torch.float16)
+        sent = [tensor for _, tensor in stream]
+    half = written(tmp_path)
+    assert half.sent["weights"].dtypes == {"fp16": sum(one.numel() for one in sent)}
+    assert half.own["weights"].dtypes.keys() == {"fp32"}
+    assert (half.own["weights"].exact or 0) < (half.sent["weights"].exact or 1) < 0.9
+
+
+@since_0_4
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+def test_the_delta_syncs_own_rounding(
+    checkpoints: dict[str, Path], shim: Any, tmp_path: Path, stored: str
+) -> None:
+    """Behind the stream of weights, to the dtype of the base checkpoint."""
+    from safetensors.torch import load_file
+
+    base, folder = checkpoints[stored], tmp_path / "audit"
+    shim(settings={"audit_dir": str(folder), "log": "quiet"}, export=False)
+    weights = {
+        name: one.float() + torch.randn(one.shape) * 1e-3
+        for name, one in load_file(base / "model.safetensors").items()
+    }
+    received(base, weights, torch.float32, tmp_path)
+    half = written(folder)
+    assert half.then == {"bfloat16": "bf16", "float32": "fp32"}[stored]
+    assert half.sent["weights"].dtypes.keys() == {"fp32"}
+    assert (half.sent["weights"].exact == 1.0) == (stored == "bfloat16")

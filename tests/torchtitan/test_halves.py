@@ -1,0 +1,94 @@
+"""The audit of the weights that torchtitan's trainer puts into TorchStore for its generators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from precision_shim.auditing import halves
+from precision_shim.cli import main
+
+from . import cpu
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch, torchtitan: None) -> dict[str, Any]:
+    """What arrives in the store, whose own client needs Monarch's processes."""
+    import torchstore.api
+
+    found: dict[str, Any] = {}
+
+    async def client(store_name: str) -> None:
+        pass
+
+    async def put_state_dict(store: Any, state_dict: Any, key: str, **options: Any) -> None:
+        found.update(state_dict)
+
+    monkeypatch.setattr(torchstore.api, "client", client)
+    monkeypatch.setattr(torchstore.state_dict_utils, "put_state_dict", put_state_dict)
+    return found
+
+
+@pytest.mark.parametrize("generator", DTYPES)
+def test_what_the_trainer_sends(
+    policy: Any,
+    shim: Any,
+    pushed: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    generator: str,
+) -> None:
+    folder = tmp_path / "audit"
+    shim(settings={"audit_dir": str(folder)})
+    made = policy("float16", generator_dtype=DTYPES[generator])
+    push(made)
+    (half,) = [one for _, one in halves.read(str(folder))]
+    assert isinstance(half, halves.Sent)
+    assert (half.asked, half.key, half.subject) == (
+        DTYPES[generator],
+        "generator.model_dtype",
+        "policy",
+    )
+    sent, own = half.sent["weights"], half.own["weights"]
+    assert generator in sent.dtypes
+    assert sum(sent.dtypes.values()) == sum(one.numel() for one in pushed.values())
+    assert own.dtypes.keys() == {"fp32"}
+    assert sent.exact is not None
+    assert own.exact is not None
+    assert (sent.exact > 0.99) == (generator == "bf16")
+    assert own.exact < 0.5
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(folder)])
+    said = capsys.readouterr().out
+    assert "held: not known: torchtitan's generators are not asked" in said
+    assert "contradiction" not in said
+    assert ended.value.code in (0, 1)
+
+
+def test_off_nothing_is_written(
+    policy: Any, shim: Any, pushed: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "audit"
+    shim(features="-audit", settings={"audit_dir": str(folder)})
+    push(policy("float16", generator_dtype="float16"))
+    assert pushed
+    assert not folder.exists()
+
+
+def push(trainer: Any) -> None:
+    """Let a trainer send its weights."""
+    import torchstore
+    from torchtitan.experiments.rl.actors import trainer as module
+
+    async def put(state_dict: Any, key: str, direct_rdma: bool) -> None:
+        # The store's release on PyPI has no such option yet.
+        await torchstore.put_state_dict(state_dict, key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "ts", SimpleNamespace(put_state_dict=put))
+        cpu.endpoint(trainer, "push_model_state_dict")

@@ -1,0 +1,91 @@
+"""The engine's half of the audit: what a real engine answers, and what a weight sync brought it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.auditing import halves, sending
+from precision_shim.cli import main
+from precision_shim.errors import PrecisionShimWarning
+from precision_shim_adapters.rollout.held import Whose, ask
+
+from .test_weights import running, send, trained  # noqa: F401
+
+HALF, BF16 = torch.float16, torch.bfloat16
+WHOSE = Whose("verl", "rollout", "replica 0")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    precision_shim.install(settings={"audit_dir": str(tmp_path)}, export=False)
+    yield tmp_path
+    precision_shim.uninstall()
+
+
+def test_what_the_engine_answers(both_sides: ModuleType, running: Any, size: Any) -> None:  # noqa: F811
+    held = ask(running, WHOSE)
+    assert held.not_answered == ""
+    assert held.engine.startswith("vllm 0.30.0")
+    assert held.computes == "fp16"
+    assert held.quantization == ""
+    assert held.kv_cache == "auto"
+    assert held.kv_held == ("fp16",)
+    assert held.head == "fp16"
+    model = running.llm_engine.model_executor.driver_worker.worker.get_model()
+    counted = {kind: sum(one.values()) for kind, one in held.kinds.items()}
+    assert {kind: set(one) for kind, one in held.kinds.items()} == dict.fromkeys(
+        ("attention", "embedding", "head", "mlp", "norm"), {"fp16"}
+    )
+    assert sum(counted.values()) == sum(one.numel() for one in model.parameters())
+    assert counted["embedding"] == counted["head"] == size.vocabulary * size.width
+    kinds = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert sorted(held.plain) == sorted(
+        f"model.layers.{layer}.{kind}" for layer in range(size.layers) for kind in kinds
+    )
+    assert held.quantised == ()
+    assert halves.Held.of(vars(held) | {"weights": vars(held.weights)}) == held
+
+
+@pytest.mark.parametrize("asked", ["float16", "bfloat16"])
+@pytest.mark.parametrize("wire", ["right", "over bf16", "in bf16"])
+def test_a_bf16_wire_is_found_and_a_right_one_is_not(
+    running: Any,  # noqa: F811
+    trained: Any,  # noqa: F811
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    wire: str,
+    asked: str,
+) -> None:
+    """Sent by the stream that an adapter would pass on, and read back in the engine."""
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, one in trained.named_parameters():
+            sent = one.detach() if wire == "right" else one.detach().to(BF16)
+            yield name, sent if wire == "in bf16" else sent.to(HALF)
+
+    sending.tell_asked("verl", asked, "rollout.dtype")
+    told: AbstractContextManager[Any] = nullcontext()
+    if wire != "right" and asked == "float16":
+        told = pytest.warns(PrecisionShimWarning, match="verl actor: ")
+    runner = running.llm_engine.model_executor.driver_worker.worker.model_runner
+    with told:
+        runner.model.load_weights(sending.observe(stream(), "verl", "actor", model=trained))
+    sending.write(ask(running, WHOSE, sync=1))
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(folder)])
+    said = capsys.readouterr().out
+    code = {"right": None, "over bf16": "bf16-wire", "in bf16": "weights-dtype"}[wire]
+    expected = {code, None if asked == "float16" else "engine-dtype"} - {None}
+    assert set(re.findall(r"contradiction, .*: ([a-z0-9-]+):", said)) == expected
+    assert ended.value.code == int(bool(expected))
+    assert "held, replica 0: rollout, vllm 0.30.0" in said
+    assert "KV cache fp16 (auto)" in said
