@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
                         }
                         for group in compared
                     ],
-                    "rollouts": [pair_of.to_dict() for pair_of in pairs],
+                    "rollouts": [halves_of.to_dict() for halves_of in pairs],
                 },
                 indent=1,
             )
