@@ -308,10 +308,10 @@ def asked_of(engines: Any) -> tuple[str, str]:
     Args:
         engines: the section ``generator.inference_engine``.
     """
-    found = {(one.computes, one.key) for one in _asked(engines)}
-    if len(found) > 1:
+    asked = {(engine.computes, engine.key) for engine in _read_asked(engines)}
+    if len(asked) > 1:
         return "", KEY
-    ((computes, key),) = found
+    ((computes, key),) = asked
     return ENGINE_NAMES.get(computes, computes), key
 
 
