@@ -38,18 +38,22 @@ def share_on_bf16s_grid(weights: dict[str, torch.Tensor]) -> float:
     return float(torch.cat([one.flatten() for one in exact]).float().mean())
 
 
-def wires(held: dict[str, torch.Tensor], masters: dict[str, torch.Tensor]) -> list[str]:
-    """By which dtypes on the way the weights came, ``once`` if by none: judged by every bit.
+def ways(held: dict[str, torch.Tensor], masters: dict[str, torch.Tensor]) -> list[str]:
+    """How the weights were rounded before the engine's own dtype: every way that fits each bit.
 
     Args:
         held: the engine's weights.
         masters: the trainer's, in fp32.
     """
     (dtype,) = {one.dtype for one in held.values()}
-    ways = {"once": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}
+    half, bf16 = torch.float16, torch.bfloat16
+    wires = {"once": (), "over fp16": (half,), "over bf16": (bf16,), "over both": (half, bf16)}
     found = []
-    for way, wire in ways.items():
-        wanted = as_engine_names({name: one.to(wire).to(dtype) for name, one in masters.items()})
+    for way, dtypes in wires.items():
+        wanted = masters
+        for wire in (*dtypes, dtype):
+            wanted = {name: one.to(wire) for name, one in wanted.items()}
+        wanted = as_engine_names(wanted)
         if wanted.keys() == held.keys() and all(
             torch.equal(one, wanted[name]) for name, one in held.items()
         ):

@@ -55,5 +55,5 @@ def test_without_the_shim_they_came_over_bf16_where_verl_rounds(
     job = found[f"{dtype}, off"]
     assert job["dtypes"] == [f"torch.{dtype}"]
     assert job["changed"]
-    assert ("bf16" if ROUNDS else "once") in job["way"]
+    assert ("over bf16" if ROUNDS else "once") in job["way"]
     assert (job["on bf16's grid"] == 1.0) is (ROUNDS or dtype == "bfloat16")

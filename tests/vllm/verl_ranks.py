@@ -22,6 +22,11 @@ from ..verl import sync_ranks
 from . import engines
 
 LENGTH = 32
+WRAPPED = (
+    "++actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap="
+    "[Qwen2DecoderLayer]"
+)
+"""Without it verl 0.7.1 fails on transformers 5, which this vLLM needs."""
 
 
 def synced(on: bool, dtype: str) -> dict[str, Any]:
@@ -33,7 +38,7 @@ def synced(on: bool, dtype: str) -> dict[str, Any]:
     """
     if on:
         precision_shim.install()
-    actor = sync_ranks.worker(f"actor_rollout_ref.rollout.dtype={dtype}").actor.engine
+    actor = sync_ranks.worker(f"actor_rollout_ref.rollout.dtype={dtype}", WRAPPED).actor.engine
     with both_sides.engine(Path(os.environ["MODEL"]), dtype, LENGTH) as llm:
         (before,) = llm.collective_rpc(engines.read)
         sync_ranks.trained(actor.module)
@@ -42,7 +47,7 @@ def synced(on: bool, dtype: str) -> dict[str, Any]:
         llm.collective_rpc(engines.load, args=(stream,))
         (held,) = llm.collective_rpc(engines.read)
     return {
-        "way": engines.wires(held, masters),
+        "way": engines.ways(held, masters),
         "changed": all(not torch.equal(before[name], one) for name, one in held.items()),
         "dtypes": sorted({str(one.dtype) for one in held.values()}),
         "on bf16's grid": engines.share_on_bf16s_grid(held),
