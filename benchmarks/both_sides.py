@@ -127,13 +127,14 @@ def load_vllm() -> Any:
 
 
 @contextmanager
-def engine(folder: Path, dtype: str, length: int) -> Iterator[Any]:
+def engine(folder: Path, dtype: str, length: int, **more: Any) -> Iterator[Any]:
     """A vLLM engine in this process; leaving the block frees it.
 
     Args:
         folder: the checkpoint.
         dtype: what it computes in, by a name that vLLM takes.
         length: of prompt and answer together.
+        **more: of vLLM's arguments.
     """
     llm = load_vllm().LLM(
         model=str(folder),
@@ -145,6 +146,7 @@ def engine(folder: Path, dtype: str, length: int) -> Iterator[Any]:
         max_num_seqs=16,
         kv_cache_memory_bytes=64 << 20,
         seed=0,
+        **more,
     )
     try:
         yield llm

@@ -8,7 +8,12 @@ VOCABULARY = 64
 
 
 def make_checkpoint(
-    folder: Path, dtype: str = "float32", *, tied: bool = False, value_head: bool = False
+    folder: Path,
+    dtype: str = "float32",
+    *,
+    tied: bool = False,
+    value_head: bool = False,
+    width: int = 16,
 ) -> Path:
     """Write a Qwen2 of a few thousand parameters with a word-level tokenizer.
 
@@ -17,6 +22,7 @@ def make_checkpoint(
         dtype: of the parameters, torch's name.
         tied: whether the output layer shares the embedding.
         value_head: one number per token instead of the output layer.
+        width: of its layers; vLLM's attention needs heads of 32, and thus 64.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -42,8 +48,8 @@ def make_checkpoint(
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from .engines import as_engine_names, share_on_bf16s_grid
+
 HALF, BF16 = torch.float16, torch.bfloat16
 WAYS = ("load_weights", "reload_weights")
 """Into the model in place, as frameworks do it on a GPU; and vLLM's own, for packed layers."""
@@ -57,25 +59,6 @@ def held(llm: Any) -> dict[str, torch.Tensor]:
     """The engine's parameters, through its public call."""
     (parameters,) = llm.apply_model(lambda own: {n: p.data for n, p in own.named_parameters()})
     return dict(parameters)
-
-
-def as_engine_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The trainer's weights as vLLM joins them: query, key and value, and the MLP's first two."""
-    named = dict(weights)
-    for whole, parts in (
-        ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-        ("gate_up_proj", ("gate_proj", "up_proj")),
-    ):
-        for name in [one for one in named if parts[0] in one]:
-            joined = [named.pop(name.replace(parts[0], part)) for part in parts]
-            named[name.replace(parts[0], whole)] = torch.cat(joined)
-    return named
-
-
-def share_on_bf16s_grid(weights: dict[str, torch.Tensor]) -> float:
-    """The share of the weights that bf16 represents exactly."""
-    exact = [one == one.to(BF16).to(one.dtype) for one in weights.values()]
-    return float(torch.cat([one.flatten() for one in exact]).float().mean())
 
 
 @pytest.mark.parametrize("way", WAYS)
