@@ -58,31 +58,34 @@ OVERFLOWS = (2, 5)
 
 def prepare() -> None:
     """Import verl and what its engines train with, in the server."""
-    titans.answer_for_gpus()
+    with_titan = importlib.util.find_spec("torchtitan") is not None  # verl's engine from 0.9.0
+    if with_titan:
+        titans.answer_for_gpus()
     support.prepare()
     fsdp_turbo.install()
-    optimizers = importlib.import_module("torchtitan.components.optimizer")
-    # verl's engine wants a torchtitan between two releases: 0.3.0 has this class elsewhere.
-    moved = ModuleType("torchtitan.components.lr_scheduler")
-    moved.LRSchedulersContainer = optimizers.LRSchedulersContainer  # type: ignore[attr-defined]
-    sys.modules[moved.__name__] = moved
-    titans.imports(rl=False)
-    for name in MODULES.values():
-        if importlib.util.find_spec(name) is not None:  # FSDP Turbo's comes with 0.9.1
-            importlib.import_module(name)
+    if with_titan:
+        optimizers = importlib.import_module("torchtitan.components.optimizer")
+        # verl's engine wants a torchtitan between two releases: 0.3.0 has this class elsewhere.
+        moved = ModuleType("torchtitan.components.lr_scheduler")
+        moved.LRSchedulersContainer = optimizers.LRSchedulersContainer  # type: ignore[attr-defined]
+        sys.modules[moved.__name__] = moved
+        titans.imports(rl=False)
+    for name, module in MODULES.items():
+        wanted = with_titan or name != "torchtitan"
+        if wanted and importlib.util.find_spec(module) is not None:  # FSDP Turbo's: with 0.9.1
+            importlib.import_module(module)
     _answer_for_gpus()
+    if with_titan:
+        _answer_for_titan()
+        look_ahead("torchtitan")
     look_ahead("verl")
-    look_ahead("torchtitan")
 
 
 def _answer_for_gpus() -> None:
-    """Let VeOmni, Automodel and torchtitan build their models on a CPU, also on a single rank."""
+    """Let VeOmni and Automodel build their models on a CPU, also on a single rank."""
     import nemo_automodel._transformers.auto_model as auto_model
     import nemo_automodel.components.distributed.mesh_utils as meshes
-    import torch.distributed.tensor._dispatch as dispatch
     import wrapt
-    from torchtitan.distributed.parallel_dims import ParallelDims
-    from torchtitan.models import qwen3
     from veomni.distributed.parallel_state import ParallelState
 
     init = meshes.init_device_mesh
@@ -96,6 +99,16 @@ def _answer_for_gpus() -> None:
             return torch.device("cpu")
 
     auto_model.torch = CpuTorch(torch)
+    torch.distributed.tensor._random.manual_seed = lambda seed, mesh: torch.manual_seed(seed)
+    ParallelState.fsdp_enabled = True  # VeOmni shards over one rank as it does over more
+
+
+def _answer_for_titan() -> None:
+    """The same for torchtitan; and give it the flavour that verl's engine looks up."""
+    import torch.distributed.tensor._dispatch as dispatch
+    from torchtitan.distributed.parallel_dims import ParallelDims
+    from torchtitan.models import qwen3
+
     mesh_of = ParallelDims.get_optional_mesh
 
     def get_optional_mesh(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,8 +117,6 @@ def _answer_for_gpus() -> None:
 
     ParallelDims.get_optional_mesh = get_optional_mesh
     dispatch.is_rng_supported_mesh = lambda mesh: False
-    torch.distributed.tensor._random.manual_seed = lambda seed, mesh: torch.manual_seed(seed)
-    ParallelState.fsdp_enabled = True  # VeOmni shards over one rank as it does over more
 
     def tiny(attn_backend: str = "varlen", **kwargs: Any) -> Any:
         return titans.model_spec().model
@@ -335,8 +346,15 @@ def in_fp16_by_hand(name: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         if name == "veomni":
-            made = functools.partial(impl.MixedPrecisionConfig, param_dtype="float16")
-            stack.enter_context(mock.patch.object(impl, "MixedPrecisionConfig", made))
+            from veomni.arguments import MixedPrecisionConfig
+
+            half = MixedPrecisionConfig(enable=True, param_dtype="float16")
+            shard = impl.build_parallelize_model
+
+            def in_half(*args: Any, **kwargs: Any) -> Any:  # verl 0.8 passes no such config
+                return shard(*args, **{**kwargs, "mixed_precision": half})
+
+            stack.enter_context(mock.patch.object(impl, "build_parallelize_model", in_half))
         if name == "torchtitan":
             from torchtitan.models.common.attention import VarlenAttention
 

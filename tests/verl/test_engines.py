@@ -29,9 +29,8 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
 ]
 
-ENGINES = ["veomni", "automodel"]
-if Version("0.9.1") <= VERL:
-    ENGINES += ["torchtitan", "fsdp_turbo"]
+SINCE = {"veomni": "0.8.0", "automodel": "0.8.0", "torchtitan": "0.9.0", "fsdp_turbo": "0.9.1"}
+ENGINES = [name for name, version in SINCE.items() if Version(version) <= VERL]
 RECORD = "precision_shim_scaler.json"
 
 

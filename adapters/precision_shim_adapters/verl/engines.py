@@ -45,9 +45,12 @@ GROUPS = {
 }
 """Maps an engine to the group of its seams."""
 
-_FROM_0_9_0 = (f"{SHARDED}._merged_lora_per_tensor_param",)
-_FROM_0_9_1 = ("verl.workers.engine.fsdp.fsdp_turbo_impl",)
-SINCE = {VEOMNI: _FROM_0_9_0, AUTOMODEL: _FROM_0_9_0, TITAN: _FROM_0_9_1, TURBO: _FROM_0_9_1}
+SINCE = {
+    VEOMNI: ("verl.workers.engine.automodel",),  # 0.8.0
+    AUTOMODEL: ("verl.workers.engine.automodel",),  # 0.8.0
+    TITAN: (f"{TITAN}.__init__ mentions ParamGroupConfig",),  # 0.9.0
+    TURBO: ("verl.workers.engine.fsdp.fsdp_turbo_impl",),  # 0.9.1
+}
 """Maps an engine to what the first verl has whose engine the shim scales; it refuses older ones."""
 
 _WHEN = "the engine scales fp16 losses"
@@ -236,22 +239,23 @@ NATIVE = tuple(
     feature=FEATURE,
     at=[
         {
-            "target": f"{one}.initialize",
+            "target": f"{one}.__init__",
             "group": GROUPS[one],
-            "refusal": f"its {GROUPS[one]} has no loss scaler, and the shim scales that of verl "
-            f"{since} and newer",
+            "refusal": f"its {GROUPS[one]} makes no loss scaler, and {why}",
             "unless": SINCE[one],
         }
-        for one, since in ((VEOMNI, "0.9.0"), (AUTOMODEL, "0.9.0"), (TITAN, "0.9.1"))
+        for one, why in (
+            (VEOMNI, "the VeOmni that it works with gathers parameters in bfloat16, by its code"),
+            (TITAN, "is written for a torchtitan that was never released, which the shim knows not"),
+        )
     ],
-    why="says so where fp16 is asked of the engine, instead of training unscaled",
-    delete_when="verl 0.9.1 is the oldest in use",
+    why="says so where fp16 is asked of the engine, before it builds an optimizer",
+    delete_when="verl 0.9.0 is the oldest in use",
     optional=True,
 )
-def refuse_fp16(call: Call) -> Any:
+def refuse_fp16(call: Call, engine_config: Any) -> Any:
     """Warn (strict: raise) where the config asks an older verl's engine for float16."""
-    config = getattr(call.instance, "engine_config", None)
-    if not asks_fp16(config) or getattr(config, "forward_only", False):
+    if not asks_fp16(engine_config) or getattr(engine_config, "forward_only", False):
         return call.proceed()
     kinds = {one.__name__ for one in type(call.instance).__mro__}
     reason = next(
@@ -259,7 +263,7 @@ def refuse_fp16(call: Call) -> Any:
     )
     message = (
         f"{versioned('verl')}: {reason}; the shim cannot scale its loss. Train in bfloat16, or in "
-        "float16 with the fsdp2, fsdp or megatron engine."
+        "float16 with the fsdp2, fsdp or megatron engine, or with verl 0.9.1."
     )
     if current_settings().strict:
         raise UnsupportedPrecisionError(message)
