@@ -6,6 +6,8 @@ for it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from precision_shim.adapting import Call, current_settings, decide, seam, versioned, warn
@@ -21,25 +23,24 @@ _REASON = "its JAX backend has no loss scaler, and the shim scales losses of tor
 
 
 @seam(
-    "skyrl.backends.jax:JaxBackendImpl.__init__",
+    "skyrl.backends.jax:JaxBackendImpl._create_loss_and_grad_fn",
     FEATURE,
     group=GROUP,
-    why="reads the dtype in which it trains; the optimizers come later, one for each adapter",
+    why="the model is there with its dtype; the optimizers come later, one for each adapter",
     delete_when="SkyRL's JAX backend scales its loss, or takes no float16",
     relies_on=("model_config", "get_config"),
     refusal=_REASON,
     optional=True,
 )
-def refuse_fp16(call: Call) -> None:
+def refuse_fp16(call: Call) -> Any:
     """Warn (strict: raise) that the JAX backend trains a float16 checkpoint without a scaler.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, instead of the warning.
     """
-    call.proceed()
     dtype = call.instance.model_config.get_config().dtype
     if dtype is None or parse_dtype(str(dtype)) is not torch.float16:
-        return
+        return call.proceed()
     message = (
         f"{versioned('skyrl')}: the checkpoint's config.json has dtype={dtype}: {_REASON}, so that "
         "small gradients become zero. Write bfloat16 or float32 there, or train on the fsdp or "
@@ -49,3 +50,4 @@ def refuse_fp16(call: Call) -> None:
         raise UnsupportedPrecisionError(message)
     decide("skyrl", "JAX backend", FEATURE, "left as it is", _REASON)
     warn(message)
+    return call.proceed()

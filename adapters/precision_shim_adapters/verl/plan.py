@@ -33,7 +33,7 @@ from ..resolving import tell_unresolved
 from ..rollout import FEATURE, problems_of
 from . import driver, fsdp, megatron, sections, sides, sync
 from .composing import SEARCH_PATH, compose, named_config
-from .planned import read_sharded
+from .planned import Sharded, read_sharded
 
 _ENGINES = ("megatron", "fsdp", "fsdp2", "fsdp_turbo", "veomni", "automodel", "torchtitan")
 
@@ -371,5 +371,10 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
         },
         parked={} if on_host else _parked(section),
         illegal=tuple(illegal),
-        notes=tuple(fsdp.ignored(engine, found.compute)) if trains and of_fsdp else (),
+        notes=_notes(engine, found, of_fsdp) if trains else (),
     )
+
+
+def _notes(engine: Mapping[str, Any], found: Sharded, of_fsdp: bool) -> tuple[str, ...]:
+    ignored = fsdp.ignored(engine, found.compute) if of_fsdp else ()
+    return (*ignored, found.note) if found.note else tuple(ignored)
