@@ -33,8 +33,8 @@ WORDS = {
     "pending": "yes",
     "partly pending": "yes, beside its own",
     "native": "its own",
-    "refused": "**refused**",
-    "unsupported": "no",
+    "refused": "**changed**",
+    "unsupported": "refused",
     "absent": "",
 }
 """A verdict on paths that nothing has imported, as the tables have it."""

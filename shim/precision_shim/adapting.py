@@ -19,7 +19,7 @@ from .process.settings import FEATURES, Settings
 from .process.versions import version_of
 from .reporting import journal as _journal
 from .reporting.record import Decision
-from .seams import Adapter, Call, NativeProbe, Seam, Symbol, around, collect, look, seam
+from .seams import Adapter, Call, NativeProbe, Seam, Symbol, around, collect, is_there, look, seam
 from .upstream.probes import Answer, probe
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "current_settings",
     "decide",
     "in_force",
+    "is_there",
     "look",
     "meant",
     "parse_settings",

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 import precision_shim
+from precision_shim.updates import meters
 from precision_shim_adapters.verl import engines, metrics
 
 from ..checkpoint_doctor import verdict
@@ -58,31 +59,34 @@ OVERFLOWS = (2, 5)
 
 def prepare() -> None:
     """Import verl and what its engines train with, in the server."""
-    titans.answer_for_gpus()
+    with_titan = importlib.util.find_spec("torchtitan") is not None  # verl's engine from 0.9.0
+    if with_titan:
+        titans.answer_for_gpus()
     support.prepare()
     fsdp_turbo.install()
-    optimizers = importlib.import_module("torchtitan.components.optimizer")
-    # verl's engine wants a torchtitan between two releases: 0.3.0 has this class elsewhere.
-    moved = ModuleType("torchtitan.components.lr_scheduler")
-    moved.LRSchedulersContainer = optimizers.LRSchedulersContainer  # type: ignore[attr-defined]
-    sys.modules[moved.__name__] = moved
-    titans.imports(rl=False)
-    for name in MODULES.values():
-        if importlib.util.find_spec(name) is not None:  # FSDP Turbo's comes with 0.9.1
-            importlib.import_module(name)
+    if with_titan:
+        optimizers = importlib.import_module("torchtitan.components.optimizer")
+        # verl's engine wants a torchtitan between two releases: 0.3.0 has this class elsewhere.
+        moved = ModuleType("torchtitan.components.lr_scheduler")
+        moved.LRSchedulersContainer = optimizers.LRSchedulersContainer  # type: ignore[attr-defined]
+        sys.modules[moved.__name__] = moved
+        titans.imports(rl=False)
+    for name, module in MODULES.items():
+        wanted = with_titan or name != "torchtitan"
+        if wanted and importlib.util.find_spec(module) is not None:  # FSDP Turbo's: with 0.9.1
+            importlib.import_module(module)
     _answer_for_gpus()
+    if with_titan:
+        _answer_for_titan()
+        look_ahead("torchtitan")
     look_ahead("verl")
-    look_ahead("torchtitan")
 
 
 def _answer_for_gpus() -> None:
-    """Let VeOmni, Automodel and torchtitan build their models on a CPU, also on a single rank."""
+    """Let VeOmni and Automodel build their models on a CPU, also on a single rank."""
     import nemo_automodel._transformers.auto_model as auto_model
     import nemo_automodel.components.distributed.mesh_utils as meshes
-    import torch.distributed.tensor._dispatch as dispatch
     import wrapt
-    from torchtitan.distributed.parallel_dims import ParallelDims
-    from torchtitan.models import qwen3
     from veomni.distributed.parallel_state import ParallelState
 
     init = meshes.init_device_mesh
@@ -96,6 +100,16 @@ def _answer_for_gpus() -> None:
             return torch.device("cpu")
 
     auto_model.torch = CpuTorch(torch)
+    torch.distributed.tensor._random.manual_seed = lambda seed, mesh: torch.manual_seed(seed)
+    ParallelState.fsdp_enabled = True  # VeOmni shards over one rank as it does over more
+
+
+def _answer_for_titan() -> None:
+    """The same for torchtitan; and give it the flavour that verl's engine looks up."""
+    import torch.distributed.tensor._dispatch as dispatch
+    from torchtitan.distributed.parallel_dims import ParallelDims
+    from torchtitan.models import qwen3
+
     mesh_of = ParallelDims.get_optional_mesh
 
     def get_optional_mesh(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,8 +118,6 @@ def _answer_for_gpus() -> None:
 
     ParallelDims.get_optional_mesh = get_optional_mesh
     dispatch.is_rng_supported_mesh = lambda mesh: False
-    torch.distributed.tensor._random.manual_seed = lambda seed, mesh: torch.manual_seed(seed)
-    ParallelState.fsdp_enabled = True  # VeOmni shards over one rank as it does over more
 
     def tiny(attn_backend: str = "varlen", **kwargs: Any) -> Any:
         return titans.model_spec().model
@@ -144,8 +156,8 @@ def engine(
     model: str,
     dtype: str = "float16",
     *,
-    lr: float = 1e-2,
-    world: int = 0,
+    optimizer: str = "",
+    auxiliary: bool = False,
     **fields: Any,
 ) -> Any:
     """A real engine of the installed verl, built.
@@ -154,6 +166,8 @@ def engine(
         name: a key of ``MODULES``.
         model: folder of the checkpoint.
         dtype: what its matrix products are to compute in.
+        optimizer: the name of VeOmni's optimizer, if not its default.
+        auxiliary: whether Automodel's model has an auxiliary loss, as a mixture of experts has.
         fields: further fields of the engine's config.
     """
     import verl.workers.config as configs
@@ -184,19 +198,38 @@ def engine(
         enable_gradient_checkpointing=False,
         override_config={"attn_implementation": "eager"},
     )
-    scheduler = {"lr_scheduler_type": "constant"} if name == "automodel" else {}
+    more = {"lr_scheduler_type": "constant"} if name == "automodel" else {}
+    more |= {"optimizer": optimizer} if optimizer else {}
     one = getattr(importlib.import_module(MODULES[name]), KINDS[name])(
         model_config,
         getattr(configs, kind)(**common | fields),
-        getattr(configs, optim)(lr=1e-2, total_training_steps=40, **scheduler),
+        getattr(configs, optim)(lr=1e-2, total_training_steps=40, **more),
         CheckpointConfig(save_contents=contents, load_contents=contents),
     )
     one.initialize()
+    if auxiliary:
+        _add_auxiliary_loss(one)
     if name == "torchtitan":  # gloo has no scaled sum
         for module in one.module[0].modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
     return one
+
+
+def _add_auxiliary_loss(one: Any) -> None:
+    """Give a model an auxiliary loss by Automodel's own function, as its experts' router does.
+
+    A mixture of experts of Automodel's runs on a GPU only; what its router calls is real.
+    """
+    from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        return MoEAuxLossAutoScaler.apply(output, 1e-2 * output.float().square().mean())
+
+    for layer in one.module.model.layers:
+        layer.mlp.register_forward_hook(hook)
+    # From here on verl takes the model for one of experts, and sets the scale of their losses.
+    object.__setattr__(one.engine_config, "ep_size", 2)
 
 
 def batch(one: Any, step: int) -> Any:
@@ -243,7 +276,8 @@ def state(one: Any) -> dict[str, Any]:
     states = {key: value for inner in optimizers(one) for key, value in inner.state.items()}
     scaler = getattr(one, "scaler", None)
     found = support.state(module, SimpleNamespace(state=states), scaler)
-    found["counts"] = sorted({float(value["step"]) for value in states.values()})
+    counted = [value["step"] for value in states.values() if "step" in value]  # Muon counts none
+    found["counts"] = sorted({float(one) for one in counted})
     return found
 
 
@@ -273,8 +307,10 @@ def install(**settings: Any) -> None:
 def equal(job: Job, name: str, **fields: Any) -> dict[str, Any]:
     """Eight steps by hand, without the shim; then the same with the shim."""
     hand = by_hand(job, name, **fields)
-    install()
-    return {"hand": hand, **_eight(engine(name, job.model, **fields), range(8), OVERFLOWS)}
+    install(watch_updates=1)
+    one = engine(name, job.model, **fields)
+    found = _eight(one, range(8), OVERFLOWS)
+    return {**found, "hand": hand, "lost": meters.metrics(one.optimizer)}
 
 
 def _eight(one: Any, steps: range, overflows: Any) -> dict[str, Any]:
@@ -302,9 +338,8 @@ def _by_hand(one: Any) -> dict[str, Any]:
         weights = (scale, scale * support.weight_at(step, OVERFLOWS))
         with one.train_mode():
             one.optimizer_zero_grad()
-            found = one.forward_backward_batch(
-                batch(one, step), support.loss_function(weights), forward_only=False
-            )
+            loss_function = _with_auxiliary(support.loss_function(weights), scale)
+            found = one.forward_backward_batch(batch(one, step), loss_function, forward_only=False)
             finite = torch.ones(())
             for parameter in (p for part in parts(one) for p in part.parameters()):
                 if parameter.grad is not None:
@@ -324,6 +359,22 @@ def _by_hand(one: Any) -> dict[str, Any]:
     return {"said": said, "state": state(one), "scale": scale, "tracker": good}
 
 
+def _with_auxiliary(loss_function: Any, scale: float) -> Any:
+    """A loss function that also multiplies by hand what verl has set for auxiliary losses."""
+    from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
+
+    own: list[Any] = []
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        if MoEAuxLossAutoScaler.main_loss_backward_scale is not None:
+            # verl sets it once, before the micro-batches.
+            own[:] = own or [MoEAuxLossAutoScaler.main_loss_backward_scale]
+            MoEAuxLossAutoScaler.main_loss_backward_scale = own[0] * scale
+        return loss_function(*args, **kwargs)
+
+    return scaled
+
+
 @contextlib.contextmanager
 def in_fp16_by_hand(name: str) -> Iterator[None]:
     """Let an engine be built, and run, in float16 without the shim."""
@@ -335,8 +386,15 @@ def in_fp16_by_hand(name: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         if name == "veomni":
-            made = functools.partial(impl.MixedPrecisionConfig, param_dtype="float16")
-            stack.enter_context(mock.patch.object(impl, "MixedPrecisionConfig", made))
+            from veomni.arguments import MixedPrecisionConfig
+
+            half = MixedPrecisionConfig(enable=True, param_dtype="float16")
+            shard = impl.build_parallelize_model
+
+            def in_half(*args: Any, **kwargs: Any) -> Any:  # verl 0.8 passes no such config
+                return shard(*args, **{**kwargs, "mixed_precision": half})
+
+            stack.enter_context(mock.patch.object(impl, "build_parallelize_model", in_half))
         if name == "torchtitan":
             from torchtitan.models.common.attention import VarlenAttention
 

@@ -30,9 +30,9 @@ from precision_shim.auditing import halves
 from precision_shim.precision.dtypes import name_of
 from precision_shim.updates import meters
 
+from ..empty_packages import Empty
 from ..rank_server import Launch, look_ahead
 from . import fsdp_support as support
-from .test_fsdp_fp16_refused import Empty
 
 READS = ("_local_scalar_dense", "item", "equal")
 """Operators by which the host waits for a device."""
@@ -560,8 +560,7 @@ def registered(on: bool) -> dict[str, Any]:
 @contextlib.contextmanager
 def engine_of_empty_packages(*packages: str) -> Iterator[None]:
     """Packages that are not installed, importable and empty."""
-    finder = Empty()
-    finder.packages = packages
+    finder = Empty(*packages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "meta_path", [*sys.meta_path, finder])
         yield

@@ -29,10 +29,11 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forked"),
 ]
 
-ENGINES = ["veomni", "automodel"]
-if Version("0.9.1") <= VERL:
-    ENGINES += ["torchtitan", "fsdp_turbo"]
-RECORD = "precision_shim_scaler.json"
+SINCE = {"veomni": "0.8.0", "automodel": "0.8.0", "torchtitan": "0.9.0", "fsdp_turbo": "0.9.1"}
+ENGINES = [name for name, version in SINCE.items() if Version(version) <= VERL]
+needs_titan = pytest.mark.skipif(
+    "torchtitan" not in ENGINES, reason="no torchtitan is released that this verl's engine takes"
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,22 @@ def same(one: dict[str, Any], hand: dict[str, Any]) -> None:
 def test_one_rank_equals_a_loop_by_hand(launch: Ranks, name: str) -> None:
     for one in launch("equal", world=1, name=name):
         same(one, one["hand"])
+        assert one["lost"].keys() >= {"updates_lost"}  # the meter watched, and changed nothing
+
+
+def test_a_container_of_optimizers_equals_a_loop_by_hand(launch: Ranks) -> None:
+    """VeOmni's own, which holds Muon and AdamW here and the experts' optimizer on GPUs."""
+    (one,) = launch("equal", world=1, name="veomni", optimizer="muon")
+    same(one, one["hand"])
+    assert one["lost"].keys() >= {"updates_lost"}
+
+
+def test_an_auxiliary_loss_is_scaled_as_the_loss_is(launch: Ranks) -> None:
+    """Automodel adds its gradients by themselves, times a number that verl sets in each batch."""
+    (plain,) = launch("by_hand", world=1, name="automodel")
+    (one,) = launch("equal", world=1, name="automodel", auxiliary=True)
+    same(one, one["hand"])
+    assert one["state"]["parameters"] != plain["state"]["parameters"]
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -162,12 +179,14 @@ def test_an_output_in_fp32_is_left_as_it_is(built: Any) -> None:
     assert built["fine"]["said"] == []
 
 
+@needs_titan
 def test_torchtitan_without_its_adapter_is_refused(launch: Ranks) -> None:
     ((found,),) = launch("built", world=1, asked=[["torchtitan", {}]], frameworks=["verl"])
     assert "PRECISION_SHIM_FRAMEWORKS" in found["error"]
     assert found["optimizers"] == 0
 
 
+@needs_titan
 def test_a_checkpoint_that_torchtitan_leaves_out_is_said(launch: Ranks) -> None:
     ((said,),) = launch("unsaved", world=1)
     assert "save_checkpoint(global_step=10) writes nothing" in said

@@ -12,7 +12,8 @@ compares it with the policy's dtype where SkyRL validates the config.
 On FSDP the strategy object makes the optimizer, runs the backward pass, clips, steps and saves:
 all places that loss scaling needs, for policy and critic alike.
 
-Deliberately not patched: what runs in the inference engines' processes, and the jax backend.
+Deliberately not patched: what runs in the inference engines' processes, and what the JAX backend
+computes.
 
 Delete when: SkyRL dispatches on the model's dtype, distinguishes written values from defaults, and
 scales fp16 losses; see each seam.
@@ -25,7 +26,18 @@ from precision_shim.adapting import Adapter, collect
 from .. import megatron as backend
 from ..frameworks import SKYRL
 from ..megatron.acting import offload
-from . import audit, config, fsdp, halves, megatron, overflow, processes, rollout, weights
+from . import (
+    audit,
+    config,
+    fsdp,
+    halves,
+    jax_backend,
+    megatron,
+    overflow,
+    processes,
+    rollout,
+    weights,
+)
 
 ADAPTER = Adapter.of(
     SKYRL,
@@ -35,6 +47,7 @@ ADAPTER = Adapter.of(
         "megatron": "Megatron workers",
         "megatron weight sync": "Megatron workers (weight sync)",
         "fsdp": "FSDP workers",
+        jax_backend.GROUP: "JAX backend (Tinker's server)",
         "metrics": "all workers (metrics)",
         "trainer": "all workers (the trainer's metrics)",
         "tinker": "all workers (Tinker's metrics)",
@@ -56,6 +69,7 @@ ADAPTER = Adapter.of(
         ),
         overflow,
         fsdp,
+        jax_backend,
         processes,
         weights,
         rollout,

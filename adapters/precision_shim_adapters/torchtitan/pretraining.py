@@ -49,9 +49,11 @@ _LOOP = (
 )
 def build(call: Call, config: Any) -> None:
     """Build a trainer; for a model that computes in float16, make a scaler and scale the loss."""
-    call.proceed()
     trainer = call.instance
-    if not computes_in_float16(config.training) or not _has_our_loop(trainer):
+    if computes_in_float16(config.training) and not _has_our_loop(trainer):
+        return call.proceed()
+    call.proceed()
+    if not computes_in_float16(config.training):  # another adapter may have set it within
         return
     training = make(trainer, "model")
 

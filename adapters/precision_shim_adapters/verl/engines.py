@@ -16,9 +16,9 @@ from precision_shim.adapting import (
     Call,
     Seam,
     Symbol,
-    collect,
     current_settings,
     decide,
+    is_there,
     seam,
     versioned,
     warn,
@@ -29,7 +29,7 @@ from precision_shim.precision.dtypes import parse_dtype
 
 from ..fp16 import FEATURE
 from ..fp16.auxiliary import auxiliary_losses
-from .fsdp import SHARDED, asks_fp16, make, training_of
+from .fsdp import asks_fp16, make, training_of
 
 _IMPL = "verl.workers.engine"
 VEOMNI = f"{_IMPL}.veomni.transformer_impl:VeOmniEngine"
@@ -45,9 +45,12 @@ GROUPS = {
 }
 """Maps an engine to the group of its seams."""
 
-_FROM_0_9_0 = (f"{SHARDED}._merged_lora_per_tensor_param",)
-_FROM_0_9_1 = ("verl.workers.engine.fsdp.fsdp_turbo_impl",)
-SINCE = {VEOMNI: _FROM_0_9_0, AUTOMODEL: _FROM_0_9_0, TITAN: _FROM_0_9_1, TURBO: _FROM_0_9_1}
+SINCE = {
+    VEOMNI: ("verl.workers.engine.automodel",),  # 0.8.0
+    AUTOMODEL: ("verl.workers.engine.automodel",),  # 0.8.0
+    TITAN: (f"{TITAN}.__init__ mentions ParamGroupConfig",),  # 0.9.0
+    TURBO: ("verl.workers.engine.fsdp.fsdp_turbo_impl",),  # 0.9.1
+}
 """Maps an engine to what the first verl has whose engine the shim scales; it refuses older ones."""
 
 _WHEN = "the engine scales fp16 losses"
@@ -116,6 +119,14 @@ def tell_ignored(config: Any, key: str) -> None:
         )
 
 
+def inside(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers in VeOmni's or torchtitan's container; empty for a single optimizer."""
+    parts = getattr(optimizer, "optimizers_dict", None)
+    if parts:
+        return tuple(parts.values())
+    return tuple(optimizer) if hasattr(optimizer, "__iter__") else ()
+
+
 # -- one step ----------------------------------------------------------------------------------
 
 
@@ -145,8 +156,7 @@ def step(call: Call) -> Any:
     if training is None:
         return call.proceed()
     optimizer = call.instance.optimizer
-    inner = tuple(optimizer) if hasattr(optimizer, "__iter__") else ()
-    with training.one_step(optimizer, inner):
+    with training.one_step(optimizer, inside(optimizer)):
         norm = call.proceed()
     return training.norm(norm)
 
@@ -182,10 +192,16 @@ def watch_engine(engine: Any) -> None:
     """Audit an engine's optimizer, as soon as it has one."""
     kind = getattr(engine.model_config, "model_type", "")
     if engine.optimizer is not None:
+        parts = inside(engine.optimizer)
+        if parts and not hasattr(engine.optimizer, "optimizers"):
+            engine.optimizer.optimizers = list(
+                parts
+            )  # by this name the audit looks into containers
         watch(
             "verl",
             "critic" if kind == "value_model" else "actor",
             engine.optimizer,
+            inner=parts[-1] if parts else None,
             model=engine.module,
             scaler=lambda: getattr(engine, "scaler", None),
         )
@@ -232,37 +248,53 @@ NATIVE = tuple(
 """The states and the reduction of engines without a Megatron optimizer, for ``status()``."""
 
 
+REFUSED = {
+    VEOMNI: "its VeOmni engine makes no loss scaler, and the VeOmni that it works with gathers "
+    "parameters in bfloat16, by name in its code",
+    TITAN: "its torchtitan engine makes no loss scaler, and no torchtitan that it works with was "
+    "released; the shim scales that of torchtitan 0.3.0",
+}
+"""Maps an engine to why the shim refuses it in a verl that is older than ``SINCE`` has it."""
+
+
+def refusal(engine: str) -> str:
+    """Why the installed verl's engine cannot train in float16; empty where the shim scales it."""
+    return "" if all(map(is_there, SINCE[engine])) else REFUSED.get(engine, "")
+
+
 @seam(
     feature=FEATURE,
     at=[
         {
-            "target": f"{one}.initialize",
+            "target": f"{one}.__init__",
             "group": GROUPS[one],
-            "refusal": f"its {GROUPS[one]} has no loss scaler, and the shim scales that of verl "
-            f"{since} and newer",
+            "refusal": why,
             "unless": SINCE[one],
         }
-        for one, since in ((VEOMNI, "0.9.0"), (AUTOMODEL, "0.9.0"), (TITAN, "0.9.1"))
+        for one, why in REFUSED.items()
     ],
-    why="says so where fp16 is asked of the engine, instead of training unscaled",
-    delete_when="verl 0.9.1 is the oldest in use",
+    why="says so where fp16 is asked of the engine, before it builds an optimizer",
+    delete_when="verl 0.9.0 is the oldest in use",
     optional=True,
 )
-def refuse_fp16(call: Call) -> Any:
+def refuse_fp16(call: Call, engine_config: Any) -> Any:
     """Warn (strict: raise) where the config asks an older verl's engine for float16."""
-    config = getattr(call.instance, "engine_config", None)
-    if not asks_fp16(config) or getattr(config, "forward_only", False):
+    if not asks_fp16(engine_config) or getattr(engine_config, "forward_only", False):
         return call.proceed()
     kinds = {one.__name__ for one in type(call.instance).__mro__}
-    reason = next(
-        one.refusal for one in collect(refuse_fp16) if one.attribute.split(".")[0] in kinds
-    )
-    message = (
-        f"{versioned('verl')}: {reason}; the shim cannot scale its loss. Train in bfloat16, or in "
-        "float16 with the fsdp2, fsdp or megatron engine."
-    )
+    reason = next(why for one, why in REFUSED.items() if one.rpartition(":")[2] in kinds)
+    message = refused_in_words(reason)
     if current_settings().strict:
         raise UnsupportedPrecisionError(message)
     decide("verl", type(call.instance).__name__, FEATURE, "left as it is", reason)
     warn(message)
     return call.proceed()
+
+
+def refused_in_words(reason: str) -> str:
+    """The message of a refusal, for the worker and for the plan."""
+    return (
+        f"{versioned('verl')}: {reason}. It trains in bfloat16 whatever dtype says, and the shim "
+        "cannot scale its loss. Train in bfloat16, or in float16 with the fsdp2, fsdp or megatron "
+        "engine, or with verl 0.9.1."
+    )

@@ -33,7 +33,7 @@ _STEP = {
 
 
 def of_engine(engine: Any) -> dict[str, float]:
-    """The loss scaler's metrics of a Megatron or FSDP engine; empty for other engines."""
+    """The loss scaler's metrics of an engine; empty where the shim scales nothing."""
     training = training_of(engine)
     return {
         **megatron.metrics(getattr(engine, "optimizer", None)),

@@ -33,7 +33,7 @@ from ..resolving import tell_unresolved
 from ..rollout import FEATURE, problems_of
 from . import driver, fsdp, megatron, sections, sides, sync
 from .composing import SEARCH_PATH, compose, named_config
-from .planned import read_sharded
+from .planned import Sharded, read_sharded
 
 _ENGINES = ("megatron", "fsdp", "fsdp2", "fsdp_turbo", "veomni", "automodel", "torchtitan")
 
@@ -375,5 +375,10 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
         },
         parked={} if on_host else _find_parked(section),
         illegal=tuple(illegal),
-        notes=tuple(fsdp.find_ignored(engine, sharded.compute)) if trains and of_fsdp else (),
+        notes=_notes(engine, sharded, of_fsdp) if trains else (),
     )
+
+
+def _notes(engine: Mapping[str, Any], sharded: Sharded, of_fsdp: bool) -> tuple[str, ...]:
+    ignored = fsdp.find_ignored(engine, sharded.compute) if of_fsdp else ()
+    return (*ignored, sharded.note) if sharded.note else tuple(ignored)

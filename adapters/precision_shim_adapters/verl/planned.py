@@ -29,6 +29,7 @@ class Sharded:
         because: why the shim scales an fp16 model.
         group: the group of the seams that do.
         sizes: fields of ``ShardedModel`` to the section's keys.
+        note: why this version's engine does not compute in the float16 that the config asks for.
     """
 
     stored: torch.dtype
@@ -37,6 +38,7 @@ class Sharded:
     group: str
     reduce: torch.dtype = torch.float32
     sizes: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
 
 
 def read_sharded(
@@ -63,13 +65,18 @@ def read_sharded(
                 f"and context parallelism of its {strategy} engine. Set {key}.{degree}=1."
             )
     low = torch.float16 if engines.is_fp16(engine.get("dtype")) else torch.bfloat16
+    ignores = {"veomni": engines.VEOMNI, "torchtitan": engines.TITAN}.get(strategy)
+    why = engines.refusal(ignores) if ignores and low is torch.float16 else ""
+    note = engines.refused_in_words(why) if why else ""
+    if note:
+        low = torch.bfloat16
     if strategy == "veomni":
         if low is torch.float16:
             veomni.check_fp16(engine, key)
         stored = torch.float32 if engine.get("mixed_precision") else torch.bfloat16
         sizes = {"shards": "fsdp_size", "context": "ulysses_parallel_size"}
         of_it = engines.GROUPS[engines.VEOMNI]
-        return Sharded(stored, low, veomni.BECAUSE, of_it, sizes=sizes)
+        return Sharded(stored, low, veomni.BECAUSE, of_it, sizes=sizes, note=note)
     if strategy == "torchtitan":
         sizes = {
             "shards": "data_parallel_shard_size",
@@ -77,7 +84,7 @@ def read_sharded(
             "context": "context_parallel_size",
         }
         of_it = engines.GROUPS[engines.TITAN]
-        return Sharded(torch.float32, low, titan.BECAUSE, of_it, sizes=sizes)
+        return Sharded(torch.float32, low, titan.BECAUSE, of_it, sizes=sizes, note=note)
     if strategy == "automodel":
         names = ("model_dtype", "mp_param_dtype", "mp_reduce_dtype")
         values = (engine.get(name) for name in names)

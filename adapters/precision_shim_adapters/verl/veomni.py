@@ -14,7 +14,7 @@ import torch
 from precision_shim.adapting import Call, seam, versioned
 from precision_shim.errors import DtypeError
 
-from .engines import VEOMNI, is_fp16, on, scale
+from .engines import VEOMNI, inside, is_fp16, on, scale
 
 BECAUSE = "dtype is float16, and verl's VeOmni engine has no loss scaler"
 
@@ -64,12 +64,10 @@ def build(call: Call) -> Any:
     finally:
         _in_fp16.reset(token)
     engine._autocast_dtype = torch.float16
-    parts = getattr(engine.optimizer, "optimizers_dict", None)
+    parts = inside(engine.optimizer)
     if parts and not hasattr(engine.optimizer, "param_groups"):
-        # VeOmni's container for expert parallelism has no list of its own, and a scaler reads one.
-        engine.optimizer.param_groups = [
-            group for one in parts.values() for group in one.param_groups
-        ]
+        # VeOmni's container (expert parallelism, Muon) has no list of its own; a scaler reads one.
+        engine.optimizer.param_groups = [group for one in parts for group in one.param_groups]
     scale(engine, BECAUSE)
     return result
 

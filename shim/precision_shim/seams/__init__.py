@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ._engine import Engine as Engine
     from ._plan import Plan as Plan
     from ._plan import check as check
+    from ._plan import is_there as is_there
     from ._seam import Adapter as Adapter
     from ._seam import NativeProbe as NativeProbe
     from ._seam import Seam as Seam
@@ -37,6 +38,7 @@ _WHERE = {
     "Symbol": "_source",
     "around": "_call",
     "check": "_plan",
+    "is_there": "_plan",
     "collect": "_seam",
     "look": "_source",
     "seam": "_seam",

@@ -82,7 +82,7 @@ def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]
 
     Of the source it reads only what seams name in ``only_if`` and ``unless``.
     """
-    on, there = frozenset(features), cache(_is_there)
+    on, there = frozenset(features), cache(is_there)
     return tuple(
         Row(
             (adapter.framework, seam.feature, seam.group),
@@ -94,8 +94,8 @@ def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]
     )
 
 
-def _is_there(condition: str) -> bool:
-    """Whether the source has what a seam names in ``only_if`` or ``unless``."""
+def is_there(condition: str) -> bool:
+    """Whether the source has what a seam may name in ``only_if`` or ``unless``."""
     target, _, name = condition.partition(" mentions ")
     symbol = look(target)
     if ":" not in target:
