@@ -20,7 +20,14 @@ FRAMEWORKS = (
     "areal",
     "megatron_alone",
     "ms_swift",
-    "nemo_rl", "rl", "skyrl", "torchtitan", "verl", "vllm", "worked")
+    "nemo_rl",
+    "rl",
+    "skyrl",
+    "torchtitan",
+    "verl",
+    "vllm",
+    "worked",
+)
 TRANSFORMER_ENGINE = "2.11.0"
 
 

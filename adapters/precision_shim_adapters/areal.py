@@ -18,11 +18,14 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
 from . import megatron
 from .frameworks import AREAL
-from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+from .megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, SETTLING, Wishes
+from .megatron.resuming import foretelling as resuming
 
 ENGINE = "areal.engine.megatron_engine"
 STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -62,29 +65,23 @@ def _written(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
     f"{ENGINE}:MegatronEngine.__init__",
     "dtype-coercion",
     group=GROUP,
-    why="the engine takes torch's attribute of the name that a config has, here and later",
-    delete_when="AReaL takes dtype names",
-    relies_on=("mcore_config", "dtype"),
+    why="the engine later takes torch's attribute of the four names that its config has",
+    delete_when="AReaL takes dtype names under megatron, as it does for dtype",
+    relies_on=("mcore_config",),
 )
 def name_dtypes(call: Call, config: Any) -> None:
-    """Give the engine a config with torch's names for dtypes."""
-    where = versioned("areal")
-
-    def renamed(value: Any, keys: tuple[str, ...], path: str = "") -> Any:
-        parsed = {one: coerce_dtype(getattr(value, one), key=path + one, where=where) for one in keys}
-        names = {one: str(dtype).removeprefix("torch.") for one, dtype in parsed.items()}
-        if all(getattr(value, one) == name for one, name in names.items()):
-            return value
-        value = copy.copy(value)
-        vars(value).update(names)
-        return value
-
-    changed = renamed(config, ("dtype",))
-    inner = renamed(config.megatron, STATES, "megatron.")
-    if inner is not config.megatron:
-        changed = copy.copy(changed)
-        changed.megatron = inner
-    call.arguments["config"] = changed
+    """Give the engine a config with torch's names for the states' dtypes."""
+    where, theirs = versioned("areal"), config.megatron
+    dtypes = {
+        one: coerce_dtype(getattr(theirs, one), key=f"megatron.{one}", where=where)
+        for one in STATES
+    }
+    names = {one: str(dtype).removeprefix("torch.") for one, dtype in dtypes.items()}
+    if names != {one: getattr(theirs, one) for one in STATES}:
+        config, inner = copy.copy(config), copy.copy(theirs)
+        vars(inner).update(names)
+        config.megatron = inner
+        call.arguments["config"] = config
     call.proceed()
 
 
@@ -140,3 +137,22 @@ ADAPTER = Adapter.of(
     seams=collect(*megatron.SEAMS, name_dtypes, build, settle, step),
     paths={**megatron.PATHS, GROUP: "MegatronEngine"},
 )
+
+
+def foretell(part: Part, here: Here) -> Outcome:
+    """Predict how AReaL would resume; ``here.config`` has fields of ``megatron`` and Megatron's.
+
+    Without the shim a finished config keeps whole master weights beside low-precision moments.
+    """
+    fields = resuming.assume_fields(part, here)
+    bucket = fields.pop(resuming.BUCKET, None)
+    if not here.in_force("areal", DISPATCH, GROUP):
+        fields["store_param_remainders"] = False
+    wishes = Wishes(
+        where=f"{versioned('areal')}, megatron",
+        subject="actor",
+        asked=fields,
+        declared=resuming.find_params_dtype(part),
+        bucket_in_fp32=None if bucket is None else bool(bucket),
+    )
+    return resuming.foretell("areal", part, here, wishes)

@@ -172,6 +172,10 @@ AREAL = Framework(
     tested=("1.0.4",),
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
+    checkpoints=Checkpoints(
+        steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint has no number
+        resuming={"megatron": "precision_shim_adapters.areal:foretell"},
+    ),
 )
 
 MS_SWIFT = Framework(
@@ -182,6 +186,10 @@ MS_SWIFT = Framework(
     tested=("4.6.0",),
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
+    checkpoints=Checkpoints(
+        steps=r"checkpoint-(\d+)",
+        resuming={"megatron": "precision_shim_adapters.ms_swift:foretell"},
+    ),
 )
 
 FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN, AREAL, MS_SWIFT, ANY_MEGATRON)

@@ -18,11 +18,14 @@ from typing import Any
 import torch
 
 from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.layout import Outcome, Part
 from precision_shim.precision.dtypes import coerce_dtype
 
 from . import megatron
 from .frameworks import MS_SWIFT
 from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+from .megatron.resuming import foretelling as resuming
 
 TRAINER = "swift.megatron.trainers.base"
 METRICS = "ms-swift metrics"
@@ -125,3 +128,17 @@ ADAPTER = Adapter.of(
     seams=collect(*megatron.SEAMS, build, settle, step, report),
     paths={**megatron.PATHS, GROUP: "Megatron trainers", METRICS: "Megatron trainers (metrics)"},
 )
+
+
+def foretell(part: Part, here: Here) -> Outcome:
+    """Predict how ms-swift would resume; ``here.config`` has fields of its arguments."""
+    fields = resuming.assume_fields(part, here)
+    bucket = fields.pop(resuming.BUCKET, None)
+    wishes = Wishes(
+        where=f"{versioned('ms-swift', 'swift')}, megatron's arguments",
+        subject="model",
+        asked=fields,
+        declared=resuming.find_params_dtype(part),
+        bucket_in_fp32=None if bucket is None else bool(bucket),
+    )
+    return resuming.foretell("ms-swift", part, here, wishes)

@@ -36,14 +36,11 @@ def test_dtype_names(on: On, on_cpu: Any) -> None:
     names = {"exp_avg_dtype": "bf16", "use_precision_aware_optimizer": True}
     with pytest.raises(AttributeError, match="bf16"):
         engine(on_cpu, config(**names))
-    with pytest.raises(AttributeError, match="bf16"):
-        engine(on_cpu, config("bf16"))
     on()
-    asked = config(" BF16 ", **names, exp_avg_sq_dtype="torch.float32")
+    asked = config(**names, exp_avg_sq_dtype=" torch.FLOAT32 ")
     before = copy.deepcopy(asked)
     made = engine(on_cpu, asked)
     assert asked == before  # the caller's object
-    assert (made.dtype, made.config.dtype) == (torch.bfloat16, "bfloat16")
     own = made.optimizer.chained_optimizers[0].config
     assert (own.exp_avg_dtype, own.exp_avg_sq_dtype) == (torch.bfloat16, torch.float32)
     with pytest.raises(precision_shim.DtypeError, match=r"areal 1\.0\.4.*megatron\.exp_avg_dtype"):
