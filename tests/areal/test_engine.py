@@ -15,12 +15,14 @@ import torch
 import precision_shim
 from precision_shim.testing import measure_bytes
 
+from ..testing.tiny_training import load, save
 from .cpu import OVERFLOW, config, engine, parameters, scalers, train
 
 On = Callable[..., Any]
 ADAM_BF16 = {"type": "adam_bf16"}
 FP16 = {"initial_loss_scale": 1024.0}
 FIRST = 32768.0
+SHARDING = "dp_reshardable"
 
 
 def bytes_of(made: Any) -> float:
@@ -67,38 +69,39 @@ def test_a_checkpoint_is_read_without_the_shim(on: On, on_cpu: Any, tmp_path: Pa
     on()
     made = engine(on_cpu, config(optimizer=ADAM_BF16))
     train(made, 0)
-    save(made, tmp_path)
+    save(made.model, made.optimizer, tmp_path / "shim", SHARDING)
     train(made, 1)
     precision_shim.uninstall()
     bare = engine(on_cpu, config(optimizer=ADAM_BF16))
-    load(bare, tmp_path)
+    load(bare.model, bare.optimizer, tmp_path / "shim")
     train(bare, 1)
     assert all(map(torch.equal, parameters(made), parameters(bare)))
-    save(bare, tmp_path / "bare")
+    save(bare.model, bare.optimizer, tmp_path / "bare", SHARDING)
     on()
     back = engine(on_cpu, config(optimizer=ADAM_BF16))
-    load(back, tmp_path / "bare")
+    load(back.model, back.optimizer, tmp_path / "bare")
     train(back, 2)
     train(made, 2)
     assert all(map(torch.equal, parameters(made), parameters(back)))
 
 
-def save(made: Any, path: Path) -> None:
-    _meta("save", made, path)
-
-
-def load(made: Any, path: Path) -> None:
-    _meta("load", made, path)
-
-
-def _meta(way: str, made: Any, path: Path) -> None:
+@pytest.mark.parametrize("shimmed", [False, True], ids=["without", "with"])
+def test_areals_own_checkpoint_of_states_cannot_be_made(
+    on: On, on_cpu: Any, tmp_path: Path, shimmed: bool
+) -> None:
+    """AReaL names no sharding type, and Megatron refuses its own default; so the others save."""
     from areal.api import SaveLoadMeta
+    from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    path.mkdir(exist_ok=True)
+    if shimmed:
+        on()
+    made = engine(on_cpu, config())
+    train(made, 0)
     meta = SaveLoadMeta(
-        path=str(path), weight_format="dcp", with_optim=True, tokenizer=None, processor=None
+        path=str(tmp_path), weight_format="dcp", with_optim=True, tokenizer=None, processor=None
     )
-    getattr(made, way)(meta)
+    with pytest.raises(CheckpointingException, match="flattened_range is not supported"):
+        made.save(meta)
 
 
 # -- fp16 ----------------------------------------------------------------------------------------
@@ -164,8 +167,8 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
     whole, half, resumed = (engine(on_cpu, asked) for _ in range(3))
     run(whole, range(6))
     run(half, range(3))
-    save(half, tmp_path)
-    load(resumed, tmp_path)
+    save(half.model, half.optimizer, tmp_path, SHARDING)
+    load(resumed.model, resumed.optimizer, tmp_path)
     run(resumed, range(3, 6))
     assert all(map(torch.equal, parameters(whole), parameters(resumed)))
     states = [one.state_dict() for one in (*scalers(whole), *scalers(resumed))]
