@@ -24,11 +24,12 @@ from precision_shim.testing import tiny_gpt
 from ..megatron_bridge import import_with_placeholders
 
 MODULE = "swift.megatron.trainers.base"
+ARGUMENTS = "swift.megatron.arguments"
 OVERFLOW = 1e30
 
 
-def import_trainer() -> types.ModuleType:
-    """ms-swift's module, imported where TransformerEngine is absent.
+def import_trainer(*others: str) -> types.ModuleType:
+    """ms-swift's module, and others of its, imported where TransformerEngine is absent.
 
     mcore-bridge patches layers that Megatron has only beside TransformerEngine: while it is
     imported, each is a class of no use.
@@ -39,7 +40,7 @@ def import_trainer() -> types.ModuleType:
     for name in absent:
         setattr(layers, name, type(name, (torch.nn.Module,), {}))
     try:
-        return import_with_placeholders(MODULE)
+        return import_with_placeholders(MODULE, *others)
     finally:
         for name in absent:
             setattr(layers, name, None)

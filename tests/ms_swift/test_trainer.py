@@ -177,7 +177,7 @@ def test_without_the_name_or_the_shim_nothing_is_patched(
     shim(frameworks="verl,torchtitan", export=False)
     assert places() == before
     trainer(on_cpu, arguments(bf16=True))
-    assert precision_shim.status().decisions == []
+    assert not precision_shim.status().decisions
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
