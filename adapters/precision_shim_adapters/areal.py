@@ -33,7 +33,7 @@ _SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hystere
 
 
 def read(engine: Any) -> Wishes:
-    """What a user of AReaL asks for; a value equal to the default of its class counts as none."""
+    """What a user of AReaL asks for; a value equal to the default of its class is none."""
     ours, theirs = engine.optimizer_config, engine.mcore_config
     asked: dict[str, Any] = {}
     if ours is not None:

@@ -34,7 +34,7 @@ _FIELDS = (megatron.PRECISION_AWARE, *STATES, "optimizer_cpu_offload", "optimize
 
 
 def read(args: Any) -> Wishes:
-    """What a user of ms-swift asks for; a value equal to the default of its class counts as none."""
+    """What a user of ms-swift asks for; a value equal to the default of its class is none."""
     defaults = {one.name: coerced(one.default) for one in dataclasses.fields(args)}
     asked = {name: coerced(getattr(args, name)) for name in _FIELDS}
     asked = {name: value for name, value in asked.items() if value != defaults[name]}

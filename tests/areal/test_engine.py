@@ -227,5 +227,3 @@ def test_a_version_without_a_symbol_is_refused_whole(
     monkeypatch.setattr(areal, "ADAPTER", replace(areal.ADAPTER, seams=gone))
     with pytest.raises(precision_shim.SeamError, match=r"areal.*fp16-scaling.*gone"):
         on()
-
-

@@ -1,8 +1,8 @@
 """ms-swift's Megatron trainer on a CPU, and all that stands in for what a CPU cannot have.
 
-Real: the trainer's ``__init__``, ``prepare_model``, ``wrap_model``, ``get_optimizer_and_scheduler``,
-``train_step``, ``on_log``, ``save_checkpoint`` and ``load_mcore_checkpoint``, the fields of its
-arguments and what they do to dtypes, and Megatron with its schedule.
+Real: the trainer's ``__init__``, ``prepare_model``, ``get_optimizer_and_scheduler``,
+``wrap_model``, ``train_step``, ``on_log``, ``save_checkpoint`` and ``load_mcore_checkpoint``, the
+fields of its arguments and what they do to dtypes, and Megatron with its schedule.
 
 Stand-ins: Megatron's own tiny GPT for the model that mcore-bridge builds of TransformerEngine's
 layers; no weights to load, no warm-up of compiled functions; arguments that are made without
@@ -52,7 +52,8 @@ def on_cpu(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleTyp
     module = import_trainer()
     monkeypatch.setattr(module, "get_mcore_model", _models)
     monkeypatch.setattr(module, "warmup_jit_function", lambda *_: None)
-    monkeypatch.setattr(module.BaseMegatronTrainer, "_prepare_peft_model", lambda self, models: models)
+    trainer = module.BaseMegatronTrainer
+    monkeypatch.setattr(trainer, "_prepare_peft_model", lambda self, models: models)
     return module
 
 
