@@ -16,7 +16,18 @@ import precision_shim
 from . import timing_of_importlib_bootstrap
 
 START_UP = "from precision_shim.process import startup; print(startup.waiting())"
-FRAMEWORKS = ("megatron_alone", "nemo_rl", "rl", "skyrl", "torchtitan", "verl", "vllm", "worked")
+FRAMEWORKS = (
+    "areal",
+    "megatron_alone",
+    "ms_swift",
+    "nemo_rl",
+    "rl",
+    "skyrl",
+    "torchtitan",
+    "verl",
+    "vllm",
+    "worked",
+)
 TRANSFORMER_ENGINE = "2.11.0"
 
 

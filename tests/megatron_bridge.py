@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["import_megatron_bridge"]
+__all__ = ["import_megatron_bridge", "import_with_placeholders"]
 
 _ENGINE, _ENERGON = "transformer_engine", "megatron.energon"
 _PACKAGES = frozenset(
@@ -47,6 +47,18 @@ def import_megatron_bridge() -> types.ModuleType:
     Raises:
         ImportError: Megatron-Bridge is not installed, or something else is missing.
     """
+    return import_with_placeholders("megatron.bridge", "megatron.bridge.training.config")
+
+
+def import_with_placeholders(*modules: str) -> types.ModuleType:
+    """Import modules that name classes of TransformerEngine or Megatron-Energon.
+
+    Returns:
+        The first of the modules.
+
+    Raises:
+        ImportError: something else is missing.
+    """
     absent = tuple(one for one in (_ENGINE, _ENERGON) if not _is_there(one))
     if _ENGINE in absent:
         for name in _BEFORE:
@@ -55,9 +67,9 @@ def import_megatron_bridge() -> types.ModuleType:
     finder = _Placeholders(absent)
     sys.meta_path.insert(0, finder)
     try:
-        for name in ("megatron.bridge", "megatron.bridge.training.config"):
+        for name in modules:
             importlib.import_module(name)
-        return sys.modules["megatron.bridge"]
+        return sys.modules[modules[0]]
     finally:
         sys.meta_path.remove(finder)
         for name in _beneath(absent):

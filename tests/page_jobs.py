@@ -23,6 +23,8 @@ ENTRIES = {
     "examples/run_grpo.py": "nemo-rl",
     "torchtitan.train": "torchtitan",
     "torchtitan.experiments.rl.train": "torchtitan",
+    "examples/math/gsm8k_rl.py": "areal",
+    "megatron": "ms-swift",
 }
 """Entry points that pages start, with their frameworks."""
 

@@ -164,4 +164,32 @@ ANY_MEGATRON = Framework(
 """Any job on Megatron-core. Beside another framework here it would do nothing more, so "all" does
 not mean it: else the shim would patch Megatron in every process that imports it."""
 
-FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN, ANY_MEGATRON)
+AREAL = Framework(
+    framework="areal",
+    distribution="areal",
+    packages=("areal",),
+    adapter="precision_shim_adapters.areal:ADAPTER",
+    tested=("1.0.4",),
+    effects=MEGATRON_EFFECTS,
+    probes=PROBES[:1],
+    checkpoints=Checkpoints(
+        steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint has no number
+        resuming={"megatron": "precision_shim_adapters.areal:foretell"},
+    ),
+)
+
+MS_SWIFT = Framework(
+    framework="ms-swift",
+    distribution="ms-swift",
+    packages=("swift",),
+    adapter="precision_shim_adapters.ms_swift:ADAPTER",
+    tested=("4.6.0",),
+    effects=MEGATRON_EFFECTS,
+    probes=PROBES[:1],
+    checkpoints=Checkpoints(
+        steps=r"checkpoint-(\d+)",
+        resuming={"megatron": "precision_shim_adapters.ms_swift:foretell"},
+    ),
+)
+
+FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN, AREAL, MS_SWIFT, ANY_MEGATRON)

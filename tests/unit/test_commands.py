@@ -184,6 +184,8 @@ JOBS = {
     "skyrl": "tests/skyrl/test_pages.py::test_a_job_passes_skyrls_validation",
     "nemo-rl": "tests/nemo_rl/test_pages.py::test_a_job_passes_nemo_rls_set_up",
     "torchtitan": "tests/torchtitan/test_pages.py::test_a_job_passes_torchtitans_validation",
+    "areal": "tests/areal/test_pages.py::test_a_job_passes_areals_validation",
+    "ms-swift": "tests/ms_swift/test_pages.py::test_a_job_passes_ms_swifts_validation",
 }
 """What takes each training job of a framework through that framework's own validation."""
 

@@ -11,7 +11,7 @@ import precision_shim
 import precision_shim_adapters
 
 ROOTS = [Path(one.__file__).parent for one in (precision_shim, precision_shim_adapters)]
-FRAMEWORKS = ("verl", "skyrl", "nemo-rl", "nemo_rl", "torchtitan")
+FRAMEWORKS = ("verl", "skyrl", "nemo-rl", "nemo_rl", "torchtitan", "areal", "swift")
 FIELDS = (
     "use_precision_aware_optimizer",
     "main_grads_dtype",

@@ -1,0 +1,158 @@
+"""precision_shim for AReaL: dtype names, the states that its config asks for, and fp16.
+
+AReaL's MegatronEngine sets the states' dtypes on a finished OptimizerConfig, so that Megatron's
+derived fields do not fit them: ``adam_bf16`` keeps fp32 master weights beside the parameters, and
+no field of its loss scaler reaches Megatron. The engine scales its loss by ``get_loss_scale()``
+and takes a skipped step by itself.
+
+Not touched: AReaL's FSDP and Archon engines. Delete when: AReaL passes the fields, as dtypes, to
+the constructor of Megatron's OptimizerConfig.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.layout import Outcome, Part
+from precision_shim.precision.dtypes import coerce_dtype
+
+from . import megatron
+from .frameworks import AREAL
+from .megatron import ALIGNMENT, BUILDING, DISPATCH, GROUP, SCALING, SETTLING, Wishes
+from .megatron.resuming import foretelling as resuming
+
+ENGINE = "areal.engine.megatron_engine"
+STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def read(engine: Any) -> Wishes:
+    """What a user of AReaL asks for; a value equal to the default of its class is none."""
+    ours, theirs = engine.optimizer_config, engine.mcore_config
+    asked: dict[str, Any] = {}
+    if ours is not None:
+        asked = {"optimizer": ours.type, "adam_beta2": ours.beta2, **_written(ours, _SCALER)}
+    asked.update(_written(theirs, (megatron.PRECISION_AWARE, *STATES)))
+    if theirs.fp8_config is not None:
+        asked["fp8_recipe"] = theirs.fp8_config.recipe
+    ddp = _written(theirs.ddp, ("grad_reduce_in_fp32", "check_for_nan_in_grad"))
+    return Wishes(
+        where=f"{versioned('areal')}, megatron and optimizer",
+        subject="critic" if engine.config.is_critic else "actor",
+        asked=asked,
+        declared=engine.dtype,
+        native={torch.float16: {"fp16": True}},
+        distributed=not engine.config.use_lora and theirs.ddp.use_distributed_optimizer,
+        bucket_in_fp32=ddp.get("grad_reduce_in_fp32"),
+        nan_check_written="check_for_nan_in_grad" in ddp,
+        trains=ours is not None,
+    )
+
+
+def _written(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    defaults = {one.name: one.default for one in dataclasses.fields(config)}
+    found = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in found.items() if value != defaults[name]}
+
+
+@seam(
+    f"{ENGINE}:MegatronEngine.__init__",
+    "dtype-coercion",
+    group=GROUP,
+    why="the engine later takes torch's attribute of the four names that its config has",
+    delete_when="AReaL takes dtype names under megatron, as it does for dtype",
+    relies_on=("mcore_config",),
+)
+def name_dtypes(call: Call, config: Any) -> None:
+    """Give the engine a config with torch's names for the states' dtypes."""
+    where, theirs = versioned("areal"), config.megatron
+    dtypes = {
+        one: coerce_dtype(getattr(theirs, one), key=f"megatron.{one}", where=where)
+        for one in STATES
+    }
+    names = {one: str(dtype).removeprefix("torch.") for one, dtype in dtypes.items()}
+    if names != {one: getattr(theirs, one) for one in STATES}:
+        config, inner = copy.copy(config), copy.copy(theirs)
+        vars(inner).update(names)
+        config.megatron = inner
+        call.arguments["config"] = config
+    call.proceed()
+
+
+@seam(f"{ENGINE}:MegatronEngine.initialize", BUILDING, group=GROUP, why="around DDP and optimizer")
+def build(call: Call) -> None:
+    """Say that a model is being built, and how to read its config."""
+    with megatron.building("areal", lambda: read(call.instance)):
+        call.proceed()
+
+
+@seam(
+    "megatron.core.optimizer:get_megatron_optimizer",
+    (*SETTLING, ALIGNMENT),
+    group=GROUP,
+    why="AReaL makes its OptimizerConfig inline, and this call has config and buckets in hand",
+    delete_when="AReaL passes the fields to OptimizerConfig's constructor",
+    aliases=(f"{ENGINE}:get_megatron_optimizer",),
+)
+def settle(call: Call, config: Any, model_chunks: Any) -> Any:
+    """Put what was settled into the config, and validate it: Megatron's derived fields then fit."""
+    around = megatron.current_build("areal")
+    if around is None:
+        return call.proceed()
+    settled = megatron.settle(around)
+    # Without the shim Megatron would keep whole master weights where a derived field is stale:
+    # checkpoints have the layout that such a job reads.
+    keeps = bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+    made = megatron.with_fields(config, settled.fields)
+    if made is config:
+        made = copy.copy(config)
+        megatron.check_again(made)
+    dataclasses.replace(settled, by_user=settled.by_user and keeps).keep_layout(made)
+    megatron.check("areal", made, model_chunks)
+    call.arguments["config"] = made
+    return call.proceed()
+
+
+@seam(
+    f"{ENGINE}:MegatronEngine.optimizer_step",
+    SCALING,
+    group=GROUP,
+    why="what it returns goes into AReaL's statistics",
+)
+def step(call: Call) -> dict[str, float]:
+    """Count a skipped step, and report scale and count beside AReaL's own figures."""
+    with megatron.skipping(succeeds=False):
+        found: dict[str, float] = call.proceed()
+    return {**found, **megatron.metrics(call.instance.optimizer)}
+
+
+ADAPTER = Adapter.of(
+    AREAL,
+    seams=collect(*megatron.SEAMS, name_dtypes, build, settle, step),
+    paths={**megatron.PATHS, GROUP: "MegatronEngine"},
+)
+
+
+def foretell(part: Part, here: Here) -> Outcome:
+    """Predict how AReaL would resume; ``here.config`` has fields of ``megatron`` and Megatron's.
+
+    Without the shim a finished config keeps whole master weights beside low-precision moments.
+    """
+    fields = resuming.assume_fields(part, here)
+    bucket = fields.pop(resuming.BUCKET, None)
+    if not here.in_force("areal", DISPATCH, GROUP):
+        fields["store_param_remainders"] = False
+    wishes = Wishes(
+        where=f"{versioned('areal')}, megatron",
+        subject="actor",
+        asked=fields,
+        declared=resuming.find_params_dtype(part),
+        bucket_in_fp32=None if bucket is None else bool(bucket),
+    )
+    return resuming.foretell("areal", part, here, wishes)

@@ -1,0 +1,144 @@
+"""precision_shim for ms-swift: states and gradient bucket from one plan, and fp16 on Megatron.
+
+ms-swift's Megatron trainers scale their loss, but end at the first overflow: the DDP's check of
+gradients is always on, and a skipped step's gradient norm, which is ``None``, is made a tensor.
+The first loss scale, 2**32, costs a job its first steps. The gradients of an fp16 model are summed
+in fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
+
+``args.loss_scale`` is ms-swift's weighting of tokens and has nothing to do with Megatron's loss
+scale: it is never read here. Not touched: ms-swift's trainers on transformers. Delete when:
+ms-swift's Megatron trainers take a skipped step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.layout import Outcome, Part
+from precision_shim.precision.dtypes import coerce_dtype
+
+from . import megatron
+from .frameworks import MS_SWIFT
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+from .megatron.resuming import foretelling as resuming
+
+TRAINER = "swift.megatron.trainers.base"
+METRICS = "ms-swift metrics"
+STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_FIELDS = (megatron.PRECISION_AWARE, *STATES, "optimizer_cpu_offload", "optimizer_cuda_graph")
+
+
+def read(args: Any) -> Wishes:
+    """What a user of ms-swift asks for; a value equal to the default of its class is none."""
+    defaults = {one.name: coerced(one.default) for one in dataclasses.fields(args)}
+    asked = {name: coerced(getattr(args, name)) for name in _FIELDS}
+    asked = {name: value for name, value in asked.items() if value != defaults[name]}
+    if args.fp8_format is not None:
+        asked["fp8_recipe"] = args.fp8_recipe
+    # ms-swift itself turns this on for a bf16 model with fp32 main grads.
+    forced = args.bf16 and coerced(args.main_grads_dtype) is torch.float32
+    return Wishes(
+        where=f"{versioned('ms-swift', 'swift')}, megatron's arguments",
+        subject="model",
+        asked={**asked, "optimizer": args.optimizer, "adam_beta2": args.adam_beta2},
+        declared=args.torch_dtype,
+        native={torch.float16: {"fp16": True}},
+        blockers=("Megatron-FSDP keeps gradients and states in its own buffers",)
+        if args.use_megatron_fsdp
+        else (),
+        distributed=args.use_distributed_optimizer,
+        bucket_in_fp32=True if args.accumulate_allreduce_grads_in_fp32 and not forced else None,
+    )
+
+
+def coerced(value: Any) -> Any:
+    """A value of ms-swift's arguments, with its four dtype names as dtypes; others stay."""
+    return coerce_dtype(value, key="") if value in ("fp32", "bf16", "fp16", "fp8") else value
+
+
+@seam(
+    f"{TRAINER}:BaseMegatronTrainer.__init__",
+    BUILDING,
+    group=GROUP,
+    why="makes the DDP and the optimizer, in two calls",
+    relies_on=("prepare_model", "get_optimizer_and_scheduler"),
+)
+def build(call: Call, args: Any) -> None:
+    """Say that a model is being built, and how to read its arguments."""
+    with megatron.building("ms-swift", lambda: read(args)):
+        call.proceed()
+
+
+@seam(
+    "megatron.core.optimizer:get_megatron_optimizer",
+    (*SETTLING, ALIGNMENT),
+    group=GROUP,
+    why="ms-swift makes its OptimizerConfig inline, and this call has config and buckets in hand",
+    delete_when="ms-swift's arguments have the fields of Megatron's loss scaler",
+    aliases=(f"{TRAINER}:get_megatron_optimizer",),
+)
+def settle(call: Call, config: Any, model_chunks: Any) -> Any:
+    """Put what was settled into the config; what the user wrote is part of it."""
+    around = megatron.current_build("ms-swift")
+    if around is None:
+        return call.proceed()
+    settled = megatron.settle(around)
+    made = megatron.with_fields(config, settled.fields)
+    settled.keep_layout(made)
+    megatron.check("ms-swift", made, model_chunks)
+    call.arguments["config"] = made
+    return call.proceed()
+
+
+@seam(
+    f"{TRAINER}:BaseMegatronTrainer.train_step",
+    SCALING,
+    group=GROUP,
+    why="makes a tensor of the gradient norm, which is None where Megatron skipped the step",
+    delete_when="ms-swift takes a skipped step",
+    relies_on=("reduce_max_stat_across_model_parallel_group",),
+)
+def step(call: Call) -> Any:
+    """Let an overflow be a skipped step: norm NaN, and the scheduler waits as ms-swift has it."""
+    with megatron.skipping(succeeds=False):
+        return call.proceed()
+
+
+@seam(
+    f"{TRAINER}:BaseMegatronTrainer.on_log",
+    SCALING,
+    group=METRICS,
+    why="every trainer of ms-swift reports here",
+    relies_on=("_log_callback",),
+)
+def report(call: Call, logs: dict[str, Any], prefix: str = "") -> Any:
+    """Add loss scale and number of skipped steps to ms-swift's own metrics of training."""
+    if not prefix:
+        call.arguments["logs"] = {**logs, **megatron.metrics(call.instance.optimizer)}
+    return call.proceed()
+
+
+ADAPTER = Adapter.of(
+    MS_SWIFT,
+    seams=collect(*megatron.SEAMS, build, settle, step, report),
+    paths={**megatron.PATHS, GROUP: "Megatron trainers", METRICS: "Megatron trainers (metrics)"},
+)
+
+
+def foretell(part: Part, here: Here) -> Outcome:
+    """Predict how ms-swift would resume; ``here.config`` has fields of its arguments."""
+    fields = resuming.assume_fields(part, here)
+    bucket = fields.pop(resuming.BUCKET, None)
+    wishes = Wishes(
+        where=f"{versioned('ms-swift', 'swift')}, megatron's arguments",
+        subject="model",
+        asked=fields,
+        declared=resuming.find_params_dtype(part),
+        bucket_in_fp32=None if bucket is None else bool(bucket),
+    )
+    return resuming.foretell("ms-swift", part, here, wishes)

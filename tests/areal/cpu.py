@@ -1,0 +1,142 @@
+"""AReaL's MegatronEngine on a CPU, and all that stands in for what a CPU cannot have.
+
+Real: the engine's ``__init__``, ``initialize``, ``_create_optimizer``, ``optimizer_zero_grad``,
+``optimizer_step``, ``save`` and ``load``, its configs and its checkpoint manager, and Megatron.
+
+Stand-ins: Megatron's own tiny GPT, in a DDP of the engine's config, for the model that mbridge
+builds of TransformerEngine's layers; no tokenizer, no lock, no device; and the calls of
+``train_batch`` without its packed sequences, which need flash-attn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from precision_shim.testing import tiny_gpt
+
+from ..megatron_bridge import import_with_placeholders
+
+MODULE = "areal.engine.megatron_engine"
+OVERFLOW = 1e30
+
+
+def import_engine() -> types.ModuleType:
+    """AReaL's module, imported where TransformerEngine is absent."""
+    return import_with_placeholders(MODULE)
+
+
+class _Torch(types.ModuleType):
+    """torch, in which the device of a local rank is the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *_: torch.device("cpu")) if name == "device" else getattr(torch, name)
+
+
+def _model(hf_config: Any, tf_config: Any, mcore_config: Any, **others: Any) -> list[Any]:
+    """As the last branch of AReaL's ``make_mcore_model`` wraps a model."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    torch.manual_seed(0)
+    model = hf_config.provider()
+    if tf_config.params_dtype is not torch.float32:
+        model = Float16Module(tf_config, model)
+    ddp_config = DistributedDataParallelConfig(**dataclasses.asdict(mcore_config.ddp))
+    return [DistributedDataParallel(tf_config, ddp_config, model)]
+
+
+def _configs(path: str, dtype: torch.dtype, **others: Any) -> tuple[Any, Any]:
+    provider = tiny_gpt(dtype)
+    config = provider.config  # type: ignore[attr-defined]
+    return types.SimpleNamespace(provider=provider, model_type="tiny"), config
+
+
+@pytest.fixture
+def on_cpu(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """AReaL's module with the stand-ins in it."""
+    module = import_engine()
+    for name, value in {
+        "torch": _Torch("torch"),
+        "current_platform": types.SimpleNamespace(
+            set_device=lambda _: None, set_numa_affinity=lambda _: None
+        ),
+        "DistributedLock": lambda _: None,
+        "load_hf_tokenizer": lambda _: None,
+        "make_hf_and_mcore_config": _configs,
+        "configure_pipeline_layer_splits": lambda strategy, hf, tf: tf,
+        "is_valid_vision_model": lambda _: False,
+        "requires_padded_seq": lambda _: False,
+        "make_mcore_model": _model,
+        "get_seed": lambda: 0,
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    for name in ("_build_hf_mcore_bridge", "_load_model_from_hf"):
+        monkeypatch.setattr(module.MegatronEngine, name, lambda *_: None)
+    for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return module
+
+
+def config(
+    dtype: str = "bfloat16",
+    *,
+    optimizer: dict[str, Any] | None = None,
+    ddp: dict[str, Any] | None = None,
+    **megatron: Any,
+) -> Any:
+    """A config of AReaL's own classes."""
+    from areal.api import cli_args
+
+    return cli_args.TrainEngineConfig(
+        experiment_name="tests",
+        trial_name="one",
+        path="none",
+        dtype=dtype,
+        optimizer=cli_args.OptimizerConfig(
+            **{"lr": 1e-2, "warmup_steps_proportion": 0.0, **(optimizer or {})}
+        ),
+        megatron=cli_args.MegatronEngineConfig(
+            ddp=cli_args.DistributedDataParallelConfig(**(ddp or {})), **megatron
+        ),
+    )
+
+
+def engine(module: Any, asked: Any) -> Any:
+    """An engine that has built its model and its optimizer."""
+    import logging
+
+    from areal.api import FinetuneSpec
+
+    made = module.MegatronEngine(asked)
+    made.logger = logging.getLogger("tests")  # as create_process_group has it
+    made.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=1))
+    return made
+
+
+def train(made: Any, number: int, weight: float = 1.0) -> dict[str, float]:
+    """A step with the calls of ``train_batch``, in its order."""
+    made.optimizer_zero_grad()
+    multiplier = made.optimizer.get_loss_scale().item()
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 32, (4, 8), generator=generator)
+    (model,) = made.model
+    loss = model(tokens, torch.arange(8).expand(4, 8), None, labels=tokens).float().mean()
+    (loss * weight * multiplier).backward()
+    model.finish_grad_sync()
+    figures: dict[str, float] = made.optimizer_step()
+    return figures
+
+
+def scalers(made: Any) -> list[Any]:
+    """The loss scalers of the engine's optimizers."""
+    return [one.grad_scaler for one in made.optimizer.chained_optimizers]
+
+
+def parameters(made: Any) -> list[torch.Tensor]:
+    """Copies of the live parameters."""
+    return [one.detach().clone() for one in made.model.parameters()]

@@ -1,0 +1,229 @@
+"""AReaL's MegatronEngine with the shim and without it: dtypes, states, fp16, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.testing import measure_bytes
+
+from ..testing.tiny_training import load, save
+from .cpu import OVERFLOW, config, engine, parameters, scalers, train
+
+On = Callable[..., Any]
+ADAM_BF16 = {"type": "adam_bf16"}
+FP16 = {"initial_loss_scale": 1024.0}
+FIRST = 32768.0
+SHARDING = "dp_reshardable"
+
+
+def bytes_of(made: Any) -> float:
+    train(made, 0)
+    found: float = measure_bytes(made.model, made.optimizer).per_parameter
+    return found
+
+
+# -- dtype names and states ----------------------------------------------------------------------
+
+
+def test_dtype_names(on: On, on_cpu: Any) -> None:
+    names = {"exp_avg_dtype": "bf16", "use_precision_aware_optimizer": True}
+    with pytest.raises(AttributeError, match="bf16"):
+        engine(on_cpu, config(**names))
+    on()
+    asked = config(**names, exp_avg_sq_dtype=" torch.FLOAT32 ")
+    before = copy.deepcopy(asked)
+    made = engine(on_cpu, asked)
+    assert asked == before  # the caller's object
+    own = made.optimizer.chained_optimizers[0].config
+    assert (own.exp_avg_dtype, own.exp_avg_sq_dtype) == (torch.bfloat16, torch.float32)
+    with pytest.raises(precision_shim.DtypeError, match=r"areal 1\.0\.4.*megatron\.exp_avg_dtype"):
+        engine(on_cpu, config(exp_avg_dtype="bf17"))
+
+
+def test_adam_bf16_holds_what_its_config_says(on: On, on_cpu: Any) -> None:
+    assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16))) == 14
+    on()
+    assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16))) == 12
+    assert bytes_of(engine(on_cpu, config())) == 18  # nothing is added to what nobody asked for
+    moments = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
+    assert bytes_of(engine(on_cpu, config(optimizer=ADAM_BF16, **moments))) == 10  # the bucket, too
+
+
+def test_what_was_asked_for_by_name_follows_the_model(on: On, on_cpu: Any) -> None:
+    on(optimizer_states="follow-model")
+    assert bytes_of(engine(on_cpu, config(optimizer={"beta2": 0.95}))) == 10
+    kept = config(optimizer={"beta2": 0.95}, ddp={"grad_reduce_in_fp32": False})
+    assert bytes_of(engine(on_cpu, kept)) == 10
+
+
+def test_a_checkpoint_is_read_without_the_shim(on: On, on_cpu: Any, tmp_path: Path) -> None:
+    on()
+    made = engine(on_cpu, config(optimizer=ADAM_BF16))
+    train(made, 0)
+    save(made.model, made.optimizer, tmp_path / "shim", SHARDING)
+    train(made, 1)
+    precision_shim.uninstall()
+    bare = engine(on_cpu, config(optimizer=ADAM_BF16))
+    load(bare.model, bare.optimizer, tmp_path / "shim")
+    train(bare, 1)
+    assert all(map(torch.equal, parameters(made), parameters(bare)))
+    save(bare.model, bare.optimizer, tmp_path / "bare", SHARDING)
+    on()
+    back = engine(on_cpu, config(optimizer=ADAM_BF16))
+    load(back.model, back.optimizer, tmp_path / "bare")
+    train(back, 2)
+    train(made, 2)
+    assert all(map(torch.equal, parameters(made), parameters(back)))
+
+
+@pytest.mark.parametrize("shimmed", [False, True], ids=["without", "with"])
+def test_areals_own_checkpoint_of_states_cannot_be_made(
+    on: On, on_cpu: Any, tmp_path: Path, shimmed: bool
+) -> None:
+    """AReaL names no sharding type, and Megatron refuses its own default; so the others save."""
+    from areal.api import SaveLoadMeta
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    if shimmed:
+        on()
+    made = engine(on_cpu, config())
+    train(made, 0)
+    meta = SaveLoadMeta(
+        path=str(tmp_path), weight_format="dcp", with_optim=True, tokenizer=None, processor=None
+    )
+    with pytest.raises(CheckpointingException, match="flattened_range is not supported"):
+        made.save(meta)
+
+
+# -- fp16 ----------------------------------------------------------------------------------------
+
+
+def test_norms_and_skips(on: On, on_cpu: Any) -> None:
+    """AReaL takes a skip, and counts nothing; its first scale costs a job its first steps."""
+    bare = engine(on_cpu, config("float16", optimizer=FP16))
+    assert math.isnan(train(bare, 0)["grad_norm"])  # its initial_loss_scale does not reach Megatron
+    right = engine(on_cpu, config("float32"))
+    norms = [train(right, number)["grad_norm"] for number in range(3)]
+    on()
+    made = engine(on_cpu, config("float16", optimizer=FP16))
+    found = [train(made, number) for number in range(3)]
+    assert [one["grad_norm"] for one in found] == pytest.approx(norms, rel=2e-2)
+    assert [one["update_successful"] for one in found] == [1.0] * 3
+    assert [(one["loss_scale"], one["skipped_steps"]) for one in found] == [(1024.0, 0.0)] * 3
+    assert [one._growth_tracker for one in scalers(made)] == [3]
+    before = parameters(made)
+    skipped = train(made, 3, OVERFLOW)
+    assert math.isnan(skipped["grad_norm"])
+    assert (skipped["update_successful"], skipped["skipped_steps"]) == (0.0, 1.0)
+    assert all(map(torch.equal, before, parameters(made)))
+
+
+def test_the_first_scale_is_ours_where_nobody_wrote_one(on: On, on_cpu: Any) -> None:
+    on()
+    (one,) = scalers(engine(on_cpu, config("fp16")))
+    assert (float(one.scale), one.growth_interval) == (FIRST, 1000)
+    asked = {"initial_loss_scale": 8.0, "loss_scale_window": 7, "hysteresis": 1}
+    (other,) = scalers(engine(on_cpu, config("fp16", optimizer=asked)))
+    assert (float(other.scale), other.growth_interval, other.hysteresis) == (8.0, 7, 1)
+
+
+def test_thirty_overflows_in_a_row_end_with_our_error(on: On, on_cpu: Any) -> None:
+    on()
+    made = engine(on_cpu, config("float16"))
+    for number in range(24):
+        assert math.isnan(train(made, number, OVERFLOW)["grad_norm"])
+    with pytest.raises(precision_shim.LossScaleError, match="25 optimizer steps in a row"):
+        train(made, 24, OVERFLOW)
+
+
+def test_the_users_check_of_gradients_stays(on: On, on_cpu: Any) -> None:
+    on()
+    checked = config("float16", ddp={"check_for_nan_in_grad": True})
+    with pytest.warns(precision_shim.PrecisionShimWarning, match="check_for_nan_in_grad=True"):
+        made = engine(on_cpu, checked)
+    with pytest.raises((RuntimeError, AssertionError), match=r"(?i)nan|inf"):
+        train(made, 0, OVERFLOW)
+
+
+def test_a_training_that_was_stopped_goes_on_bit_for_bit(
+    on: On, on_cpu: Any, tmp_path: Path
+) -> None:
+    on()
+    asked = config("float16", optimizer={**FP16, "loss_scale_window": 3, "hysteresis": 1})
+
+    def run(made: Any, numbers: range) -> None:
+        for number in numbers:
+            train(made, number, OVERFLOW if number == 1 else 1.0)
+
+    whole, half, resumed = (engine(on_cpu, asked) for _ in range(3))
+    run(whole, range(6))
+    run(half, range(3))
+    save(half.model, half.optimizer, tmp_path, SHARDING)
+    load(resumed.model, resumed.optimizer, tmp_path)
+    run(resumed, range(3, 6))
+    assert all(map(torch.equal, parameters(whole), parameters(resumed)))
+    states = [one.state_dict() for one in (*scalers(whole), *scalers(resumed))]
+    assert states[0] == states[1]
+
+
+# -- beside others, in and out -------------------------------------------------------------------
+
+
+def places() -> list[dict[str, int]]:
+    """The touched namespaces. By identity: wrapt's wrappers are equal to what they wrap."""
+    from areal.engine import megatron_engine
+    from megatron.core import optimizer as package
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import distrib_optimizer, grad_scaler, optimizer, optimizer_config
+
+    touched = [
+        megatron_engine,
+        megatron_engine.MegatronEngine,
+        package,
+        DistributedDataParallel,
+        distrib_optimizer.DistributedOptimizer,
+        grad_scaler.DynamicGradScaler,
+        optimizer.MixedPrecisionOptimizer,
+        optimizer.ChainedOptimizer,
+        optimizer_config.OptimizerConfig,
+    ]
+    return [{name: id(value) for name, value in vars(place).items()} for place in touched]
+
+
+def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
+    before = places()
+    assert on().frameworks["areal"].state == "wrapped"
+    assert all(now != was for now, was in zip(places(), before, strict=True))
+    precision_shim.uninstall()
+    assert places() == before
+
+
+def test_beside_any_megatron_each_decision_is_said_once(on: On, on_cpu: Any) -> None:
+    on("areal,verl,megatron")
+    train(engine(on_cpu, config("float16", ddp={"check_for_nan_in_grad": False})), 0)
+    said = [(one.subject, one.feature, one.chosen) for one in precision_shim.status().decisions]
+    assert len(said) == len(set(said))
+    frameworks = {one.framework for one in precision_shim.status().decisions}
+    assert frameworks <= {"areal", "megatron"}
+    assert not any(subject == "direct caller" for subject, _, _ in said)
+
+
+def test_a_version_without_a_symbol_is_refused_whole(
+    on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from precision_shim_adapters import areal
+
+    seams = areal.ADAPTER.seams
+    gone = [replace(one, target=one.target.replace("optimizer_step", "gone")) for one in seams]
+    monkeypatch.setattr(areal, "ADAPTER", replace(areal.ADAPTER, seams=gone))
+    with pytest.raises(precision_shim.SeamError, match=r"areal.*fp16-scaling.*gone"):
+        on()

@@ -1,0 +1,59 @@
+"""AReaL's jobs on README and docs: its own loader takes each, and their keys have an effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..page_jobs import Job, of
+
+JOBS = of("areal")
+YAML = """
+experiment_name: tests
+trial_name: one
+tokenizer_path: none
+total_train_epochs: 1
+scheduler: {type: null}
+actor:
+  backend: "megatron:d4p1t1"
+  experiment_name: tests
+  trial_name: one
+  path: none
+  dtype: bfloat16
+  optimizer: {type: adam, gradient_clipping: 1.0}
+rollout: {backend: "sglang:d4p1t1", experiment_name: tests, trial_name: one}
+train_dataset: {batch_size: 256, path: none, type: rl}
+"""
+"""The sections and keys of AReaL's example, which is not in its wheel, that the jobs override."""
+
+
+def loaded(settings: tuple[str, ...], folder: Path) -> Any:
+    """The config as ``load_expr_config`` makes it, which then writes files."""
+    from areal.api.cli_args import GRPOConfig, parse_cli_args, to_structured_cfg
+    from omegaconf import OmegaConf
+
+    words = list(settings)
+    at = words.index("--config") + 1
+    assert words[at] == "examples/math/gsm8k_grpo_megatron.yaml"
+    words[at] = str(folder / "example.yaml")
+    (folder / "example.yaml").write_text(YAML)
+    config, _ = parse_cli_args(words)
+    return OmegaConf.to_object(to_structured_cfg(config, config_cls=GRPOConfig))
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_a_job_passes_areals_validation(job: Job, tmp_path: Path) -> None:
+    actor = loaded(job.settings, tmp_path).actor
+    written = (job.value("actor.optimizer.type"), job.value("actor.dtype"))
+    assert any(written)
+    assert actor.optimizer.type == (written[0] or "adam")
+    assert actor.dtype == (written[1] or "bfloat16")
+
+
+def test_a_job_that_areal_does_not_take_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no_such_key"):
+        loaded((*JOBS[0].settings, "actor.no_such_key=1"), tmp_path)
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        loaded((*JOBS[0].settings, "actor.dtype=bf17"), tmp_path)

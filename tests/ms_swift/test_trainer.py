@@ -1,0 +1,210 @@
+"""ms-swift's Megatron trainer with the shim and without it: states, fp16, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.testing import measure_bytes
+
+from .cpu import OVERFLOW, arguments, parameters, scalers, train, trainer
+
+On = Callable[..., Any]
+FIRST = 32768.0
+AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+
+
+def bytes_of(made: Any) -> float:
+    train(made, 0)
+    found: float = measure_bytes(made.wrapped_models, made.optimizer).per_parameter
+    return found
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+def test_states_as_configured_and_as_asked_for_by_name(on: On, on_cpu: Any) -> None:
+    build = [arguments(bf16=True), arguments(bf16=True, **AWARE)]
+    build += [arguments(bf16=True, **AWARE, main_grads_dtype="bf16")]
+    assert [bytes_of(trainer(on_cpu, one)) for one in build] == [18, 12, 10]
+    on()
+    assert [bytes_of(trainer(on_cpu, one)) for one in build] == [18, 12, 10]
+    precision_shim.uninstall()
+    on(optimizer_states="follow-model")
+    assert bytes_of(trainer(on_cpu, arguments(bf16=True))) == 10
+
+
+def test_bf16_trains_as_without_the_shim(on: On, on_cpu: Any) -> None:
+    def run() -> list[torch.Tensor]:
+        made = trainer(on_cpu, arguments(bf16=True))
+        for number in range(3):
+            train(made, number)
+        return parameters(made)
+
+    bare = run()
+    on()
+    assert all(map(torch.equal, bare, run()))
+
+
+# -- fp16 ------------------------------------------------------------------------------------------
+
+
+def test_the_first_overflow_ends_a_job_without_the_shim(on_cpu: Any) -> None:
+    made = trainer(on_cpu, arguments(fp16=True))
+    with pytest.raises((RuntimeError, AssertionError), match=r"(?i)nan|inf"):
+        train(made, 0)  # 2**32 is too much for the first step
+    # and where the DDP's check is off, at the norm
+    for group in made.wrapped_models[0].bucket_groups:
+        group.ddp_config.check_for_nan_in_grad = False
+    with pytest.raises(TypeError):
+        train(made, 0)
+
+
+def test_norms_and_skips(on: On, on_cpu: Any) -> None:
+    right = trainer(on_cpu, arguments())
+    norms = [train(right, number)["grad_norm"] for number in range(3)]
+    on()
+    made = trainer(on_cpu, arguments(fp16=True))
+    found = [train(made, number) for number in range(3)]
+    assert [one["grad_norm"] for one in found] == pytest.approx(norms, rel=2e-2)
+    assert [(one["loss_scale"], one["skipped_steps"]) for one in found] == [(FIRST, 0.0)] * 3
+    assert [one._growth_tracker for one in scalers(made)] == [3]
+    (model,) = made.wrapped_models
+    assert model.buffers[0].grad_data.dtype is torch.float32
+    before, steps = parameters(made), made.opt_param_scheduler.num_steps
+    skipped = train(made, 3, OVERFLOW)
+    assert math.isnan(skipped["grad_norm"])
+    assert skipped["skipped_steps"] == 1.0
+    assert all(map(torch.equal, before, parameters(made)))
+    assert made.opt_param_scheduler.num_steps == steps  # as ms-swift has it
+    assert made.state.iteration == 4
+    assert not math.isnan(train(made, 4)["grad_norm"])
+
+
+def test_the_weighting_of_tokens_is_no_loss_scale(on: On, on_cpu: Any) -> None:
+    on(loss_scale_init=64.0)
+    made = trainer(on_cpu, arguments(fp16=True, loss_scale="ignore_empty_think"))
+    assert [float(one.scale) for one in scalers(made)] == [64.0]
+
+
+def test_a_static_scale_of_a_plugin_is_left_alone(
+    on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ms-swift has no argument for it; one who sets it on the config has chosen it."""
+    from megatron.core.optimizer import AdamOptimizerConfig
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+
+    own = AdamOptimizerConfig.__init__
+    monkeypatch.setattr(
+        AdamOptimizerConfig, "__init__", lambda self, **given: own(self, **given, loss_scale=128.0)
+    )
+    on()
+    made = trainer(on_cpu, arguments(fp16=True))
+    (one,) = scalers(made)
+    assert isinstance(one, ConstantGradScaler)
+    assert float(one.scale) == 128.0
+    assert "loss_scale" not in train(made, 0)
+
+
+def test_thirty_overflows_in_a_row_end_with_our_error(on: On, on_cpu: Any) -> None:
+    on()
+    made = trainer(on_cpu, arguments(fp16=True))
+    for number in range(24):
+        assert math.isnan(train(made, number, OVERFLOW)["grad_norm"])
+    with pytest.raises(precision_shim.LossScaleError, match="25 optimizer steps in a row"):
+        train(made, 24, OVERFLOW)
+
+
+def test_a_training_that_was_stopped_goes_on_bit_for_bit(
+    on: On, on_cpu: Any, tmp_path: Path
+) -> None:
+    on(growth_interval=3)
+    saved = arguments(fp16=True, output_dir=str(tmp_path))
+    (tmp_path / "args.json").write_text("{}")
+
+    def run(made: Any, numbers: range) -> None:
+        for number in numbers:
+            train(made, number, OVERFLOW if number in (1, 2) else 1.0)
+
+    whole, half = trainer(on_cpu, arguments(fp16=True)), trainer(on_cpu, saved)
+    run(whole, range(7))
+    run(half, range(4))
+    half.save_checkpoint()
+    again = {"mcore_model": str(tmp_path / "checkpoint-4"), "finetune": False, "model": None}
+    resumed = trainer(on_cpu, arguments(fp16=True, **again))
+    assert resumed.state.iteration == 4
+    run(resumed, range(4, 7))
+    assert all(map(torch.equal, parameters(whole), parameters(resumed)))
+    states = [one.state_dict() for one in (*scalers(whole), *scalers(resumed))]
+    assert states[0] == states[1]
+
+
+# -- beside others, in and out -------------------------------------------------------------------
+
+
+def places() -> list[dict[str, int]]:
+    """The touched namespaces. By identity: wrapt's wrappers are equal to what they wrap."""
+    from megatron.core import optimizer as package
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import distrib_optimizer, grad_scaler, optimizer, optimizer_config
+    from swift.megatron.trainers import base
+
+    touched = [
+        base,
+        base.BaseMegatronTrainer,
+        package,
+        DistributedDataParallel,
+        distrib_optimizer.DistributedOptimizer,
+        grad_scaler.DynamicGradScaler,
+        optimizer.MixedPrecisionOptimizer,
+        optimizer.ChainedOptimizer,
+        optimizer_config.OptimizerConfig,
+    ]
+    return [{name: id(value) for name, value in vars(place).items()} for place in touched]
+
+
+def test_without_the_name_or_the_shim_nothing_is_patched(
+    shim: Callable[..., Any], on_cpu: Any
+) -> None:
+    before = places()
+    shim(frameworks="verl,torchtitan", export=False)
+    assert places() == before
+    trainer(on_cpu, arguments(bf16=True))
+    assert not precision_shim.status().decisions
+
+
+def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
+    before = places()
+    assert on().frameworks["ms-swift"].state == "wrapped"
+    assert all(now != was for now, was in zip(places(), before, strict=True))
+    precision_shim.uninstall()
+    assert places() == before
+
+
+def test_with_verl_and_megatron_named_each_decision_is_said_once(on: On, on_cpu: Any) -> None:
+    on("ms-swift,verl,megatron")
+    train(trainer(on_cpu, arguments(fp16=True)), 0)
+    found = precision_shim.status().decisions
+    said = [(one.subject, one.feature, one.chosen) for one in found]
+    assert len(said) == len(set(said))
+    assert not any(subject == "direct caller" for subject, _, _ in said)
+    assert [one.chosen for one in found].count("check_for_nan_in_grad=False") == 1
+
+
+def test_a_version_without_a_symbol_is_refused_whole(
+    on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from precision_shim_adapters import ms_swift
+
+    seams = ms_swift.ADAPTER.seams
+    gone = [replace(one, target=one.target.replace("train_step", "gone")) for one in seams]
+    monkeypatch.setattr(ms_swift, "ADAPTER", replace(ms_swift.ADAPTER, seams=gone))
+    with pytest.raises(precision_shim.SeamError, match=r"ms-swift.*fp16-scaling.*gone"):
+        on()
