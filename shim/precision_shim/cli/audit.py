@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     broken = {path.name: read for path, read in (*found, *sides) if isinstance(read, str)}
     compared = compare(audits)
     pairs = pair(half for _, half in sides if not isinstance(half, str))
-    ok = not broken and all(group.ok for group in (*compared, *pairs))
+    ok = not broken and all(group.ok for group in compared) and all(both.ok for both in pairs)
     if arguments.json:
         print(
             json.dumps(
@@ -81,13 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
                         }
                         for group in compared
                     ],
-                    "rollouts": [halves_of.to_dict() for halves_of in pairs],
+                    "rollouts": [both.to_dict() for both in pairs],
                 },
                 indent=1,
             )
         )
         return int(not ok)
-    blocks = ["\n".join(group.lines()) for group in (*compared, *pairs)]
+    blocks = ["\n".join(group.lines()) for group in compared]
+    blocks += ["\n".join(both.lines()) for both in pairs]
     if broken:
         lines = (f"  {name}: {reason}" for name, reason in broken.items())
         blocks.append("\n".join(("no audits, though named so", *lines)))
