@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     broken = {path.name: one for path, one in (*found, *sides) if isinstance(one, str)}
     compared = compare(audits)
     pairs = pair(one for _, one in sides if not isinstance(one, str))
-    ok = not broken and all(one.ok for one in (*compared, *pairs))
+    ok = not broken and all(one.ok for one in compared) and all(one.ok for one in pairs)
     if arguments.json:
         print(
             json.dumps(
@@ -87,7 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
             )
         )
         return int(not ok)
-    blocks = ["\n".join(one.lines()) for one in (*compared, *pairs)]
+    blocks = ["\n".join(one.lines()) for one in compared]
+    blocks += ["\n".join(one.lines()) for one in pairs]
     if broken:
         lines = (f"  {name}: {reason}" for name, reason in broken.items())
         blocks.append("\n".join(("no audits, though named so", *lines)))
