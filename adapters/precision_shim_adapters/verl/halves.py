@@ -1,9 +1,9 @@
 """verl: audit the weights that the actor sends, and ask the vLLM servers what they hold.
 
-An actor's engine returns its weights as a stream that has not run yet, whichever way they take then:
-verl's own weight sync or a checkpoint engine. 0.7.1's legacy workers make theirs in the middle of a
-method, and hand it to the rollout's ``ServerAdapter``. These seams come after those of ``sync``: they
-see what the shim sends.
+An actor's engine returns its weights as a stream that has not run yet, for verl's own weight sync
+and for a checkpoint engine. 0.7.1's legacy workers make theirs in the middle of a method, and hand
+it to the rollout's ``ServerAdapter``. These seams come after those of ``sync``: they see what the
+shim sends.
 
 A server is verl's own Ray actor around vLLM's ``AsyncLLM``.
 """
@@ -31,7 +31,7 @@ _DELETE = "verl says which precision its rollouts have"
 _ADAPTER = "ServerAdapter.update_weights"
 
 _senders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""An actor's engine to its checkpoint engine, or ``None`` where verl's own sync sends the weights."""
+"""An actor's engine to its checkpoint engine; ``None`` where verl's own sync sends the weights."""
 
 _legacy: list[str] = []
 """Whether this process is a legacy worker with an actor."""

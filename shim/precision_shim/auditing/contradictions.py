@@ -17,7 +17,6 @@ LEAST_SAMPLE = 256
 """A share of fewer elements says nothing."""
 
 
-
 @dataclass(frozen=True)
 class Contradiction:
     """Two halves that cannot both be meant.

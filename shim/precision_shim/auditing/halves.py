@@ -1,7 +1,7 @@
 """The rollout's half of an audit, as plain data: the weights that were sent, and an engine's own.
 
-``Sent`` is what a trainer's process saw of the weights on their way to the rollout. ``Held`` is what
-an engine answered when it was asked. ``sending`` makes the first from a stream of weights; the
+``Sent`` is what a trainer's process saw of the weights on their way to the rollout. ``Held`` is
+what an engine answered when it was asked. ``sending`` makes the first from a stream of weights; the
 backend ``rollout`` among the adapters makes the second; ``contradictions`` compares them.
 """
 

@@ -53,7 +53,7 @@ def _spellings(layer: str) -> Iterator[str]:
 
 
 def is_named(layer: str, ignored: Sequence[str]) -> bool:
-    """Whether a list of layers names a layer, a part of it, or a module around it, whole words only.
+    """Whether a list of layers names a layer, its parts, or a module around it, in whole words.
 
     Args:
         layer: the layer's name.

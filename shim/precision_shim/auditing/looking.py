@@ -78,8 +78,8 @@ def look(
     """
     if group is not None and torch.distributed.get_rank(group) < 0:
         raise AuditError(
-            f"audit(group=...): rank {rank_of_job()[0]} is not in the group. Pass one that this rank is "
-            "in, or leave it out."
+            f"audit(group=...): rank {rank_of_job()[0]} is not in the group. Pass one that this "
+            "rank is in, or leave it out."
         )
     try:
         named = rules.parse_expected(expected)

@@ -118,9 +118,11 @@ def _observed(
                 item = next(source)
             except StopIteration:
                 break
-            for name, tensor in (item,) if pairs is None else pairs(item):  # type: ignore[attr-defined]
+            named: Any = (item,) if pairs is None else pairs(item)
+            for name, tensor in named:
                 looker.see(name, tensor)
                 del tensor
+            del named
             yield item
             del item  # else this frame keeps it while the stream makes the next one
     finally:

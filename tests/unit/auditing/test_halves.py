@@ -51,7 +51,9 @@ ENGINE = Held(
     head="fp16",
     sync=2,
     kinds={"attention": {"fp16": 10}, "mlp": {"fp16": 20}, "norm": {"fp16": 1}},
-    plain=tuple(f"model.layers.{n}.mlp.{one}" for n in range(3) for one in ("gate_up_proj", "gate")),
+    plain=tuple(
+        f"model.layers.{n}.mlp.{one}" for n in range(3) for one in ("gate_up_proj", "gate")
+    ),
     weights=weights("fp16", 0.125),
 )
 FP8 = replace(
@@ -142,8 +144,13 @@ def test_fifty_six_layers_left_out_by_a_piece_of_their_names() -> None:
 def test_some_layers_of_a_kind_that_no_list_names() -> None:
     engine = replace(FP8, plain=("model.layers.7.self_attn.qkv_proj",))
     assert codes([], engine) == ["layers-quantised"]
-    for named in ("model.layers.7.self_attn.q_proj", "model.layers.7", "re:.*layers\\.7\\..*",
-                  "*layers.7*", "language_model.layers.7.self_attn.qkv_proj"):  # fmt: skip
+    for named in (
+        "model.layers.7.self_attn.q_proj",
+        "model.layers.7",
+        "re:.*layers\\.7\\..*",
+        "*layers.7*",
+        "language_model.layers.7.self_attn.qkv_proj",
+    ):
         assert codes([], replace(engine, ignored=(named,))) == []
 
 
@@ -151,7 +158,9 @@ def test_layers_sent_in_8_bits_and_held_as_they_are() -> None:
     sent = replace(
         RIGHT,
         asked="fp8",
-        quantised=tuple(f"model.layers.{n}.mlp.{one}_proj" for n in range(2) for one in ("gate", "up")),
+        quantised=tuple(
+            f"model.layers.{n}.mlp.{one}_proj" for n in range(2) for one in ("gate", "up")
+        ),
     )
     engine = replace(FP8, plain=("model.layers.1.mlp.gate_up_proj",), ignored=None)
     (found,) = contradictions([sent], [engine])
@@ -222,8 +231,12 @@ NONE = {
         ENGINE,
     ),
     "weights in 8 bits, and norms of 1 beside them": (
-        replace(RIGHT, asked="fp8", quantised=("model.layers.0.self_attn.qkv_proj",),
-                sent={BASE: weights("fp16", 1.0)}),
+        replace(
+            RIGHT,
+            asked="fp8",
+            quantised=("model.layers.0.self_attn.qkv_proj",),
+            sent={BASE: weights("fp16", 1.0)},
+        ),
         FP8,
     ),
     "an engine that quantises by itself": (
@@ -253,7 +266,7 @@ NONE = {
         replace(RIGHT, asked="fp8"),
         replace(FP8, plain=("visual.blocks.0.attn.qkv", "visual.blocks.0.mlp.up_proj")),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NONE)
@@ -263,8 +276,9 @@ def test_no_false_contradiction(case: str) -> None:
 
 def test_another_jobs_files_are_another_pair() -> None:
     """A directory that a job with another rollout has used before."""
-    before = replace(ENGINE, name="vllm_server_3_0", job="0", computes="bf16",
-                     kinds={"mlp": {"bf16": 1}})  # fmt: skip
+    before = replace(
+        ENGINE, name="vllm_server_3_0", job="0", computes="bf16", kinds={"mlp": {"bf16": 1}}
+    )
     old, new = pair([RIGHT, ENGINE, before])
     assert (old.job, new.job) == ("0", "1")
     assert old.ok
@@ -273,9 +287,12 @@ def test_another_jobs_files_are_another_pair() -> None:
 
 
 @given(
-    own=st.floats(0, 1), sent=st.floats(0, 1), dtype=st.sampled_from(["fp16", "bf16", "fp32"]),
-    computes=st.sampled_from(["fp16", "bf16", "fp32"]), before=st.sampled_from(["fp16", "bf16", "fp32"]),
-)  # fmt: skip
+    own=st.floats(0, 1),
+    sent=st.floats(0, 1),
+    dtype=st.sampled_from(["fp16", "bf16", "fp32"]),
+    computes=st.sampled_from(["fp16", "bf16", "fp32"]),
+    before=st.sampled_from(["fp16", "bf16", "fp32"]),
+)
 def test_a_wire_is_found_by_dtype_or_share_and_never_beside_bf16(
     own: float, sent: float, dtype: str, computes: str, before: str
 ) -> None:
@@ -330,10 +347,11 @@ def test_joined_names() -> None:
 
 
 @given(
-    layer=st.lists(st.sampled_from(["model", "layers", "0", "10", "mlp", "gate", "gate_up"]),
-                   min_size=1),
+    layer=st.lists(
+        st.sampled_from(["model", "layers", "0", "10", "mlp", "gate", "gate_up"]), min_size=1
+    ),
     data=st.data(),
-)  # fmt: skip
+)
 def test_any_run_of_whole_words_names_a_layer(layer: list[str], data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(layer) - 1))
     last = data.draw(st.integers(first + 1, len(layer)))
@@ -374,10 +392,10 @@ def test_the_command_on_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixt
     assert status == 0
     assert said.splitlines() == [
         "verl, trainer and rollout, job 1",
-        "  sent, ranks 0-1: actor, sync 2; float16 asked (rollout.dtype); weights in fp16, exact in "
-        "bf16: 12 %, of the trainer's own 0 %",
-        "  held, vllm_server_0_0: rollout, vllm 0.30.0; computes in fp16; attention/mlp/norm in fp16; "
-        "KV cache fp16 (auto); head computes in fp16; sync 2: exact in bf16: 12 %",
+        "  sent, ranks 0-1: actor, sync 2; float16 asked (rollout.dtype); weights in fp16, exact "
+        "in bf16: 12 %, of the trainer's own 0 %",
+        "  held, vllm_server_0_0: rollout, vllm 0.30.0; computes in fp16; attention/mlp/norm in "
+        "fp16; KV cache fp16 (auto); head computes in fp16; sync 2: exact in bf16: 12 %",
         "",
         "no problems",
     ]
@@ -385,7 +403,11 @@ def test_the_command_on_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_the_command_on_a_contradiction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wire = replace(RIGHT, sent={BASE: weights("fp16", 1.0)})
-    for one in (wire, replace(wire, rank=1), replace(RIGHT, framework="skyrl", not_asked="it is so")):
+    for one in (
+        wire,
+        replace(wire, rank=1),
+        replace(RIGHT, framework="skyrl", not_asked="it is so"),
+    ):
         halves.write(str(tmp_path), one)
     status, said = audit(tmp_path, capsys)
     assert status == 1
@@ -398,7 +420,8 @@ def test_the_command_on_a_contradiction(tmp_path: Path, capsys: pytest.CaptureFi
     status, said = audit(tmp_path, capsys, "--json")
     assert status == 1
     skyrl, verl = json.loads(said)["rollouts"]
-    assert skyrl["ok"] and not verl["ok"]
+    assert skyrl["ok"]
+    assert not verl["ok"]
     assert [one["code"] for one in verl["contradictions"]] == ["bf16-wire"]
     assert verl["contradictions"][0]["who"] == [0, 1]
 
