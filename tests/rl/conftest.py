@@ -34,6 +34,12 @@ NOT_REPEATED = ("timing", "perf/", "actor/perf/", "critic/perf/")
 """Metrics of time and memory."""
 
 
+class Patient(rl.Limits):
+    """For machines that have other work; below the time that pytest gives a test."""
+
+    first, step, end = 800.0, 120.0, 120.0
+
+
 @dataclass(frozen=True)
 class Probed(Job):
     """A job whose processes write what they hold."""
@@ -74,7 +80,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ran]:
         (folder / "loops.yaml").write_text(LOOPS, encoding="utf-8")
         job = Probed("job", trainer, rollout, probes=folder, variables=variables)
         loops = f"{ROLLOUT}.agent.agent_loop_config_path={folder / 'loops.yaml'}"
-        rl.run(job, folder, steps, keys=(*KEYS, loops, *keys))
+        rl.run(job, folder, steps, limits=Patient, keys=(*KEYS, loops, *keys))
         lines = map(json.loads, (folder / "job.jsonl").read_text(encoding="utf-8").splitlines())
         metrics = {
             line["step"]: {

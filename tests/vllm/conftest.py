@@ -17,7 +17,12 @@ import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "both_sides.py"
 
-BESIDE = {"test_verl.py": "verl", "test_skyrl.py": "skyrl", "test_nemo_rl.py": "nemo-rl"}
+BESIDE = {
+    "test_verl.py": "verl",
+    "test_verl_megatron.py": "mbridge",
+    "test_skyrl.py": "skyrl",
+    "test_nemo_rl.py": "nemo-rl",
+}
 """Tests that need a framework beside vLLM, in environments of their own."""
 
 _installed = {one.name for one in distributions()}

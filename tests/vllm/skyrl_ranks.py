@@ -1,4 +1,4 @@
-"""The rank of ``test_skyrl.py``: SkyRL's own sender and receiver, and the real vLLM, in one process.
+"""The rank of ``test_skyrl.py``: SkyRL's sender and receiver and the real vLLM, in one process.
 
 What SkyRL asks its servers over HTTP is asked of the engine directly (:class:`Client`).
 """

@@ -35,7 +35,9 @@ def found(launch: Ranks) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_weights_go_over_model_dtype_and_the_base_checkpoints(found: dict[str, Any], job: str) -> None:
+def test_weights_go_over_model_dtype_and_the_base_checkpoints(
+    found: dict[str, Any], job: str
+) -> None:
     engine = found["engines"][job]
     assert engine["dtypes"] == [f"torch.{JOBS[job]['dtype']}"]
     assert engine["changed"]

@@ -6,7 +6,6 @@ The whole run of verl 0.9.1 is in tests/rl.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

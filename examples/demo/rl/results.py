@@ -105,39 +105,44 @@ def draw(path: Path, courses: Mapping[str, Course], title: str) -> None:
     from matplotlib import pyplot
 
     styles = (
-        {"color": "#8a8a8a", "linewidth": 2.2},
-        {"color": "black", "linewidth": 1.2, "linestyle": (0, (4, 2))},
-        {"color": "#1769aa", "linewidth": 2.2},
+        {"color": "#8a8a8a", "linewidth": 2.4},
+        {"color": "black", "linewidth": 1.6, "linestyle": (0, (4, 2))},
+        {"color": "#1769aa", "linewidth": 2.8},
     )
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 6), dpi=120, layout="constrained")
-    panels = (
-        ("reward", "reward (share of right letters)", "linear"),
-        ("k3", "rollout_corr/k3_kl", "log"),
-        ("difference", "training/rollout_probs_diff_mean", "log"),
-    )
-    for axis, (name, label, scale) in zip(axes.flat, panels, strict=False):
-        for (job, course), style in zip(courses.items(), styles, strict=True):
-            values = smooth(getattr(course, name), 3)
-            axis.plot(range(1, len(values) + 1), values, label=job, **style)
-        axis.set_yscale(scale)
-        axis.set_ylabel(label)
-    axes[0, 0].legend(frameon=False, loc="lower right")
+    size = {"font.size": 13, "axes.titlesize": 13, "axes.labelsize": 11}
+    with pyplot.rc_context(size):
+        figure, axes = pyplot.subplots(2, 2, figsize=(12, 7.5), dpi=110, layout="constrained")
+        panels = (
+            ("reward", "Reward: share of right letters", METRICS["reward"], "linear"),
+            ("k3", "Trainer and rollout disagree: KL divergence", METRICS["k3"], "log"),
+            ("difference", "Trainer and rollout disagree: mean difference of probabilities",
+             METRICS["difference"], "log"),
+        )  # fmt: skip
+        for axis, (name, words, metric, scale) in zip(axes.flat, panels, strict=False):
+            for (job, course), style in zip(courses.items(), styles, strict=True):
+                values = smooth(getattr(course, name), 3)
+                axis.plot(range(1, len(values) + 1), values, label=job, **style)
+            axis.set_yscale(scale)
+            axis.set_title(words, loc="left")
+            axis.set_ylabel(metric)
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center",
+                      ncols=3, frameon=False, title=title, title_fontsize=15)  # fmt: skip
 
-    last, axis = list(courses.values())[-1], axes[1, 1]
-    steps = range(1, len(last.scale) + 1)
-    axis.plot(steps, last.scale, drawstyle="steps-mid", **styles[2])
-    before = [0.0, *last.skipped]
-    skipped = [step for step in steps if last.skipped[step - 1] > before[step - 1]]
-    axis.plot(
-        skipped, [last.scale[step - 1] for step in skipped], "x", color="#c62828", markersize=9,
-        markeredgewidth=2, label="skipped step",
-    )  # fmt: skip
-    axis.set_yscale("log", base=2)
-    axis.set_ylabel("actor/loss_scale")
-    axis.legend(frameon=False)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlabel("step")
-    figure.suptitle(title)
-    figure.savefig(path)
-    pyplot.close(figure)
+        last, axis = list(courses.values())[-1], axes[1, 1]
+        steps = range(1, len(last.scale) + 1)
+        axis.plot(steps, last.scale, drawstyle="steps-mid", **styles[2])
+        before = [0.0, *last.skipped]
+        skipped = [step for step in steps if last.skipped[step - 1] > before[step - 1]]
+        axis.plot(
+            skipped, [last.scale[step - 1] for step in skipped], "x", color="#c62828",
+            markersize=10, markeredgewidth=2.5, label="an overflow: the step is skipped",
+        )  # fmt: skip
+        axis.set_yscale("log", base=2)
+        axis.set_title("Loss scale of the job with the shim", loc="left")
+        axis.set_ylabel("actor/loss_scale")
+        axis.legend(frameon=False, loc="upper right")
+        for axis in axes.flat:
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.set_xlabel("step")
+        figure.savefig(path)
+        pyplot.close(figure)
