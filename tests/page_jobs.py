@@ -24,7 +24,8 @@ ENTRIES = {
     "torchtitan.train": "torchtitan",
     "torchtitan.experiments.rl.train": "torchtitan",
     "examples/math/gsm8k_rl.py": "areal",
-    "megatron": "ms-swift",
+    "sft": "ms-swift",  # behind its command megatron
+    "rlhf": "ms-swift",
 }
 """Entry points that pages start, with their frameworks."""
 

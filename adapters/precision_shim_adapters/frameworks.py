@@ -176,6 +176,7 @@ AREAL = Framework(
         steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint has no number
         resuming={"megatron": "precision_shim_adapters.areal:foretell"},
     ),
+    plan="precision_shim_adapters.areal_plan:plan_job",
 )
 
 MS_SWIFT = Framework(
@@ -190,6 +191,7 @@ MS_SWIFT = Framework(
         steps=r"checkpoint-(\d+)",
         resuming={"megatron": "precision_shim_adapters.ms_swift:foretell"},
     ),
+    plan="precision_shim_adapters.ms_swift_plan:plan_job",
 )
 
 FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN, AREAL, MS_SWIFT, ANY_MEGATRON)

@@ -33,9 +33,14 @@ STATES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_
 _FIELDS = (megatron.PRECISION_AWARE, *STATES, "optimizer_cpu_offload", "optimizer_cuda_graph")
 
 
-def read(args: Any) -> Wishes:
-    """What a user of ms-swift asks for; a value equal to the default of its class is none."""
-    defaults = {one.name: coerced(one.default) for one in dataclasses.fields(args)}
+def read(args: Any, kind: Any = None) -> Wishes:
+    """What a user of ms-swift asks for; a value equal to the default of its class is none.
+
+    Args:
+        args: ms-swift's arguments, or a namespace with their names.
+        kind: the class of the arguments; ``None``: that of ``args``.
+    """
+    defaults = {one.name: coerced(one.default) for one in dataclasses.fields(kind or args)}
     asked = {name: coerced(getattr(args, name)) for name in _FIELDS}
     asked = {name: value for name, value in asked.items() if value != defaults[name]}
     if args.fp8_format is not None:

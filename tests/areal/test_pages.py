@@ -25,6 +25,11 @@ actor:
   optimizer: {type: adam, gradient_clipping: 1.0}
 rollout: {backend: "sglang:d4p1t1", experiment_name: tests, trial_name: one}
 train_dataset: {batch_size: 256, path: none, type: rl}
+cluster: {fileroot: none}
+saver: {experiment_name: tests, trial_name: one, fileroot: none}
+recover: {experiment_name: tests, trial_name: one, fileroot: none}
+evaluator: {experiment_name: tests, trial_name: one, fileroot: none}
+stats_logger: {experiment_name: tests, trial_name: one, fileroot: none}
 """
 """The sections and keys of AReaL's example, which is not in its wheel, that the jobs override."""
 

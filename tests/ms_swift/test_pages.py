@@ -12,16 +12,17 @@ from .cpu import ARGUMENTS, import_trainer
 JOBS = of("ms-swift")
 
 
-def parsed(settings: tuple[str, ...]) -> Any:
+def parsed(job: Job, *more: str) -> Any:
     """The arguments as ``megatron`` parses them, before they look for a model and for GPUs."""
     from swift.cli._megatron.main import ROUTE_MAPPING
     from swift.megatron import arguments
     from transformers import HfArgumentParser
 
-    assert settings[0] in ROUTE_MAPPING
+    assert job.launcher[-1] == "megatron"
+    assert job.entry in ROUTE_MAPPING
     kinds = {"sft": "MegatronSftArguments", "rlhf": "MegatronRLHFArguments"}
-    parser = HfArgumentParser(getattr(arguments, kinds[settings[0]]))
-    found, left = parser.parse_known_args(list(settings[1:]))
+    parser = HfArgumentParser(getattr(arguments, kinds[job.entry]))
+    found, left = parser.parse_known_args([*job.settings, *more])
     assert left == []
     return found
 
@@ -33,7 +34,7 @@ def arguments() -> None:
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_a_job_passes_ms_swifts_validation(job: Job) -> None:
-    found = parsed(job.settings)
+    found = parsed(job)
     for name in ("torch_dtype", "main_grads_dtype", "exp_avg_dtype", "model", "rlhf_type"):
         written = job.value(name)
         assert written is None or getattr(found, name) == written
@@ -41,6 +42,6 @@ def test_a_job_passes_ms_swifts_validation(job: Job) -> None:
 
 def test_a_job_that_ms_swift_does_not_take_is_noticed() -> None:
     with pytest.raises(SystemExit):
-        parsed((*JOBS[0].settings, "--exp_avg_dtype", "bf17"))
+        parsed(JOBS[0], "--exp_avg_dtype", "bf17")
     with pytest.raises(AssertionError, match="no_such_key"):
-        parsed((*JOBS[0].settings, "--no_such_key", "1"))
+        parsed(JOBS[0], "--no_such_key", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -20,6 +21,7 @@ from .shapes import Model
 if TYPE_CHECKING:
     from ..process.settings import Settings
 
+_COMMAND = re.compile(r"[A-Za-z][\w-]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
@@ -142,6 +144,8 @@ def read_launch_line(
             continue
         target, source, behind = _target(words, place)
         if not target:
+            target, source, behind = _console_script(word, by_package), None, place + 1
+        if not target:
             continue
         framework = _framework(target, source, by_package)
         if framework:
@@ -159,8 +163,8 @@ def read_launch_line(
     names = ", ".join(sorted(set(by_package.values())))
     raise PlanError(
         f"{' '.join(words)!r}: no word of it is an entry point of a known framework ({names}): "
-        "expected a module behind -m, or a script that imports one. Write the line that starts "
-        "the job's Python."
+        "expected a module behind -m, a script that imports one, or a command of its own. Write "
+        "the line that starts the job's Python."
     )
 
 
@@ -174,6 +178,16 @@ def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
         path = Path(word)
         return word, path if os.path.isfile(path) else None, place + 1  # False for an overlong name
     return "", None, place
+
+
+def _console_script(word: str, by_package: Mapping[str, str]) -> str:
+    """The module behind an installed command of a framework's; empty for any other word."""
+    if not _COMMAND.fullmatch(word):
+        return ""
+    for one in importlib.metadata.entry_points(group="console_scripts", name=word):
+        if one.module.partition(".")[0] in by_package:
+            return one.module
+    return ""
 
 
 def _is_script(word: str) -> bool:

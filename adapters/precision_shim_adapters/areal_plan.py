@@ -1,0 +1,137 @@
+"""Plan AReaL's jobs on Megatron from their launch line, with AReaL's own loader of its config."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import versioned
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import Job
+from precision_shim.planning.request import Request
+from precision_shim.planning.values import no_adapters, said
+
+from .areal import STATES, read
+from .megatron import PRECISION_AWARE
+from .megatron.planning.plan import MegatronModel
+from .megatron.planning.sizes import Sizes
+
+_ROLES = ("actor", "critic", "ref")
+
+
+def plan_job(job: Job) -> Request:
+    """Read a launch line of an AReaL job.
+
+    Raises:
+        PlanError: the config or a model cannot be read, or the job is not on Megatron.
+    """
+    config = load(job)
+    models = tuple(_models(job, config))
+    notes = (
+        f"without the shim AReaL keeps whole fp32 master weights, also where {PRECISION_AWARE} is "
+        "on: 2 bytes per parameter more than such a model is counted here",
+    )
+    aware = any(one.wishes.precision_aware_by_itself for one in models)
+    version = versioned("areal").partition(" ")[2] or None
+    world = models[0].sizes.world
+    return Request("areal", version, world, models, megatron=True, notes=notes if aware else ())
+
+
+def load(job: Job) -> Any:
+    """The job's config, as the class that its script names to ``load_expr_config``.
+
+    Raises:
+        PlanError: AReaL cannot load it, or the script is not here.
+    """
+    try:
+        from areal.api import cli_args
+        from omegaconf import OmegaConf
+    except ImportError as error:
+        raise PlanError(
+            f"{versioned('areal')}: its config cannot be imported ({error}). Install AReaL here."
+        ) from error
+    name = _class_of(job)
+    if not hasattr(cli_args, name):
+        raise PlanError(
+            f"{versioned('areal')}, {job.target}: it has no load_expr_config(args, CLASS) with a "
+            "class of AReaL's, which says what its config is. Plan the job from a script that has."
+        )
+    try:
+        found, _ = cli_args.parse_cli_args(list(job.arguments))
+        return OmegaConf.to_object(
+            cli_args.to_structured_cfg(found, config_cls=getattr(cli_args, name))
+        )
+    except (Exception, SystemExit) as error:  # hydra, omegaconf and argparse raise several classes
+        raise PlanError(
+            f"{versioned('areal')}, {job.target}: {said(error)}. Correct the command line."
+        ) from error
+
+
+def _class_of(job: Job) -> str:
+    try:
+        tree = ast.parse(job.source.read_text(encoding="utf-8")) if job.source else None
+    except (OSError, ValueError, SyntaxError):
+        tree = None
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load_expr_config"):
+            return ast.unparse(node.args[-1]).rpartition(".")[2]
+    return ""
+
+
+def _models(job: Job, config: Any) -> Iterator[MegatronModel]:
+    from areal.api.alloc_mode import ModelAllocation
+
+    for role in _ROLES:
+        section = getattr(config, role, None)
+        if section is None:
+            continue
+        allocation = ModelAllocation.from_str(section.backend, name=role)
+        if allocation.backend != "megatron":
+            raise PlanError(
+                f"{versioned('areal')}, {role}.backend={section.backend!r}: planned are models on "
+                "Megatron. Write megatron:..., or plan the job without this model."
+            )
+        if section.use_lora:
+            raise no_adapters(
+                f"{versioned('areal')}, {role}.use_lora=True", f"{role}.use_lora=false"
+            )
+        sizes = allocation.parallel
+        strategy = section.scheduling_strategy
+        yield MegatronModel(
+            replace(read(_as_engine(section)), subject=role),
+            job.model(section.path),
+            Sizes(
+                sizes.world_size,
+                tensor=sizes.tp_size,
+                pipeline=sizes.pp_size,
+                context=sizes.cp_size,
+                expert=sizes.ep_size,
+                expert_tensor=sizes.etp_size,
+                sequence_parallel=sizes.tp_size > 1,
+                keys=dict.fromkeys(vars(Sizes(1)), f"{role}.backend"),
+            ),
+            _as_engine(section).dtype,
+            bucket_in_fp32=section.megatron.ddp.grad_reduce_in_fp32,
+            value_head=role == "critic",
+            key=f"{role}.megatron.{{}}",
+            bucket_key=f"{role}.megatron.ddp.grad_reduce_in_fp32",
+            place=str(getattr(strategy, "target", None) or role),
+        )
+
+
+def _as_engine(section: Any) -> Any:
+    """What ``read`` reads of an engine, after the engine has replaced ``adam_bf16``."""
+    ours, theirs = copy.copy(section.optimizer), copy.copy(section.megatron)
+    dtype = getattr(torch, section.dtype)
+    if ours is not None and ours.type == "adam_bf16":
+        ours.type, dtype = "adam", torch.bfloat16
+        setattr(theirs, PRECISION_AWARE, True)
+        for name in STATES[2:]:
+            setattr(theirs, name, "bfloat16")
+    return SimpleNamespace(config=section, optimizer_config=ours, mcore_config=theirs, dtype=dtype)

@@ -1,0 +1,113 @@
+"""Plan ms-swift's Megatron jobs from their launch line, with ms-swift's own parser.
+
+The arguments' own ``__post_init__`` looks for GPUs and a model, and is not run: what it does to
+dtypes is done here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import versioned
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import Job
+from precision_shim.planning.request import Request
+from precision_shim.planning.shapes import Model
+from precision_shim.planning.values import no_adapters, number, said
+from precision_shim.precision.dtypes import parse_dtype
+
+from .megatron.planning.plan import MegatronModel
+from .megatron.planning.sizes import read_sizes
+from .ms_swift import coerced, read
+
+_CLASSES = {
+    "pt": "MegatronPretrainArguments",
+    "sft": "MegatronSftArguments",
+    "rlhf": "MegatronRLHFArguments",
+}
+_GPUS = "NPROC_PER_NODE"
+
+
+def plan_job(job: Job) -> Request:
+    """Read a launch line ``megatron sft ...``.
+
+    Raises:
+        PlanError: ms-swift cannot parse it, a model cannot be read, or it has what is not planned.
+    """
+    args, kind = _parsed(job)
+    where = _where()
+    if args.tuner_type != "full":
+        raise no_adapters(f"{where}, --tuner_type {args.tuner_type}", "--tuner_type full")
+    if args.use_megatron_fsdp:
+        raise PlanError(
+            f"{where}, --use_megatron_fsdp: it is not planned. Plan the job without it."
+        )
+    model = job.model(args.model)
+    _complete(args, model)
+    environ = {**os.environ, **job.environ}
+    world = 1
+    for name in (_GPUS, "NNODES"):
+        world *= number(environ.get(name, 1), name, where)
+    planned = MegatronModel(
+        read(args, kind),
+        model,
+        read_sizes(
+            world, _GPUS, "megatron", vars(args), sequence_parallel=bool(args.sequence_parallel)
+        ),
+        args.torch_dtype,
+        bucket_in_fp32=bool(args.accumulate_allreduce_grads_in_fp32),
+        key="--{}",
+        bucket_key="--accumulate_allreduce_grads_in_fp32",
+    )
+    others = [name for name in ("ref_model", "teacher_model") if getattr(args, name, None)]
+    notes = [f"not counted: the model of --{name}" for name in others]
+    if job.arguments[0] == "rlhf" and args.rlhf_type in ("dpo", "kto", "grpo") and not others:
+        notes.append("not counted: the reference model, whose parameters lie beside the model's")
+    version = where.partition(" ")[2] or None
+    return Request("ms-swift", version, world, (planned,), megatron=True, notes=tuple(notes))
+
+
+def _where() -> str:
+    return versioned("ms-swift", "swift")
+
+
+def _parsed(job: Job) -> tuple[Any, type]:
+    words = list(job.arguments)
+    if not words or words[0] not in _CLASSES:
+        raise PlanError(
+            f"{_where()}, {' '.join(words[:1]) or job.target}: planned are megatron "
+            f"{', '.join(_CLASSES)}. Write one of them."
+        )
+    if words[1:] and words[1].endswith((".yaml", ".yml", ".json")):
+        raise PlanError(
+            f"{_where()}, {words[1]}: arguments in a file are not planned. Write them in the line."
+        )
+    try:
+        from swift.megatron import arguments
+        from transformers import HfArgumentParser
+
+        kind = getattr(arguments, _CLASSES[words[0]])
+        found, unknown = HfArgumentParser(kind).parse_known_args(words[1:])
+    except (Exception, SystemExit) as error:  # an import may end in anything
+        raise PlanError(
+            f"{_where()}, {job.target}: its arguments cannot be read: {said(error)}. Run the plan "
+            "in the environment of the job, and correct the line."
+        ) from error
+    if unknown:
+        raise PlanError(f"{_where()}: it does not know {', '.join(unknown)}. Correct the line.")
+    return found, kind
+
+
+def _complete(args: Any, model: Model) -> None:
+    """Do what ms-swift does: an fp32 model trains in fp16, too, unless both flags are off."""
+    config = model.config
+    name = args.torch_dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    dtype = parse_dtype(str(name)) or torch.bfloat16
+    args.fp16 = dtype is not torch.bfloat16 if args.fp16 is None else args.fp16
+    args.bf16 = dtype is torch.bfloat16 if args.bf16 is None else args.bf16
+    args.torch_dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else dtype
+    if not args.fp16 and args.bf16 and coerced(args.main_grads_dtype) is torch.float32:
+        args.accumulate_allreduce_grads_in_fp32 = True

@@ -1,0 +1,57 @@
+"""``precision-shim plan`` for ms-swift's jobs, with ms-swift's own parser."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from precision_shim.cli import main
+
+from .cpu import ARGUMENTS, import_trainer
+
+LINE = ("PRECISION_SHIM=1", "NPROC_PER_NODE=8", "megatron", "sft", "--model", "none")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def arguments() -> None:
+    import_trainer(ARGUMENTS)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    options = ["--parameters", "1B", "--transformer-engine", "2.11.0", "--json"]
+    code = main(["plan", *options, "--", *words])
+    said = capsys.readouterr()
+    return code, json.loads(said.out) if said.out else said.err
+
+
+def test_a_job_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = plan(capsys, *LINE, "--torch_dtype", "float16", "--loss_scale", "last_round")
+    assert (code, found["framework"], found["world_size"]) == (0, "ms-swift", 8)
+    assert "loss scaler from 32768" in json.dumps(found)
+    states = ("--use_precision_aware_optimizer", "true", "--exp_avg_dtype", "bf16")
+    code, found = plan(capsys, *LINE, "--torch_dtype", "bfloat16", *states)
+    assert code == 0
+    assert "exp_avg bf16" in json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--no_such_key", "1"), "no_such_key"),
+        (("--exp_avg_dtype", "bf17"), "cannot be read"),
+        (("--tuner_type", "lora"), "LoRA"),
+        (("--use_megatron_fsdp", "true"), "use_megatron_fsdp"),
+    ],
+)
+def test_what_is_not_planned_is_said(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    code, text = plan(capsys, *LINE, *words)
+    assert (code, said in text) == (2, True)
+
+
+def test_arguments_in_a_file_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = plan(capsys, "megatron", "sft", "job.yaml")
+    assert (code, "job.yaml" in text) == (2, True)
