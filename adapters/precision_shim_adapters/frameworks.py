@@ -151,6 +151,39 @@ TORCHTITAN = Framework(
     ),
 )
 
+ROLL = Framework(
+    framework="roll",
+    distribution="roll",
+    packages=("roll",),
+    adapter="precision_shim_adapters.roll:ADAPTER",
+    tested=("0.3.0",),
+    effects=(
+        *MEGATRON_EFFECTS,
+        "roll.distributed.strategy.fsdp2_strategy:FSDP2TrainStrategy.setup_fsdp2_configuration",
+    ),
+    probes=PROBES,
+)
+
+SLIME = Framework(
+    framework="slime",
+    distribution="slime",
+    packages=("slime",),
+    adapter="precision_shim_adapters.slime:ADAPTER",
+    tested=("0.3.1",),
+    effects=MEGATRON_EFFECTS,
+    probes=PROBES[:1],
+)
+
+MILES = Framework(
+    framework="miles",
+    distribution="miles",
+    packages=("miles",),
+    adapter="precision_shim_adapters.miles:ADAPTER",
+    tested=("0.1.0",),
+    effects=MEGATRON_EFFECTS,
+    probes=PROBES[:1],
+)
+
 ANY_MEGATRON = Framework(
     framework="megatron",
     distribution="megatron-core",
@@ -164,4 +197,4 @@ ANY_MEGATRON = Framework(
 """Any job on Megatron-core. Beside another framework here it would do nothing more, so "all" does
 not mean it: else the shim would patch Megatron in every process that imports it."""
 
-FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN, ANY_MEGATRON)
+FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN, ROLL, SLIME, MILES, ANY_MEGATRON)
