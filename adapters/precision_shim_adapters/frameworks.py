@@ -162,6 +162,11 @@ ROLL = Framework(
         "roll.distributed.strategy.fsdp2_strategy:FSDP2TrainStrategy.setup_fsdp2_configuration",
     ),
     probes=PROBES,
+    plan="precision_shim_adapters.by_flags:plan_job",
+    checkpoints=Checkpoints(
+        steps=r"checkpoint-(\d+)",
+        resuming={"megatron": "precision_shim_adapters.by_flags:roll"},
+    ),
 )
 
 SLIME = Framework(
@@ -172,6 +177,11 @@ SLIME = Framework(
     tested=("0.3.1",),
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
+    plan="precision_shim_adapters.by_flags:plan_job",
+    checkpoints=Checkpoints(
+        steps=r"iter_(\d+)",
+        resuming={"megatron": "precision_shim_adapters.by_flags:slime"},
+    ),
 )
 
 MILES = Framework(
@@ -182,6 +192,11 @@ MILES = Framework(
     tested=("0.1.0",),
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
+    plan="precision_shim_adapters.by_flags:plan_job",
+    checkpoints=Checkpoints(
+        steps=r"iter_(\d+)",
+        resuming={"megatron": "precision_shim_adapters.by_flags:miles"},
+    ),
 )
 
 ANY_MEGATRON = Framework(

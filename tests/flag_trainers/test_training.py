@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_process"),
     pytest.mark.filterwarnings("ignore::UserWarning:megatron"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"),
+    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
 ]
 FP16 = ("--fp16", f"--initial-loss-scale={SCALE:.0f}")
 FP32_BUCKET = "--accumulate-allreduce-grads-in-fp32"

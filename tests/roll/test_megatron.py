@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_process"),
     pytest.mark.filterwarnings("ignore::UserWarning:megatron"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"),
+    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
 ]
 SCALE = 1024.0
 BF16 = torch.bfloat16
