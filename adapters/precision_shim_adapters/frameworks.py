@@ -151,6 +151,54 @@ TORCHTITAN = Framework(
     ),
 )
 
+ROLL = Framework(
+    framework="roll",
+    distribution="roll",
+    packages=("roll",),
+    adapter="precision_shim_adapters.roll:ADAPTER",
+    tested=("0.3.0",),
+    effects=(
+        *MEGATRON_EFFECTS,
+        "roll.distributed.strategy.fsdp2_strategy:FSDP2TrainStrategy.setup_fsdp2_configuration",
+    ),
+    probes=PROBES,
+    plan="precision_shim_adapters.by_flags:plan_job",
+    checkpoints=Checkpoints(
+        steps=r"checkpoint-(\d+)",
+        resuming={"megatron": "precision_shim_adapters.by_flags:roll"},
+    ),
+)
+
+SLIME = Framework(
+    framework="slime",
+    distribution="slime",
+    packages=("slime",),
+    adapter="precision_shim_adapters.slime:ADAPTER",
+    tested=("0.3.1",),
+    effects=MEGATRON_EFFECTS,
+    probes=PROBES[:1],
+    plan="precision_shim_adapters.by_flags:plan_job",
+    checkpoints=Checkpoints(
+        steps=r"iter_(\d+)",
+        resuming={"megatron": "precision_shim_adapters.by_flags:slime"},
+    ),
+)
+
+MILES = Framework(
+    framework="miles",
+    distribution="miles",
+    packages=("miles",),
+    adapter="precision_shim_adapters.miles:ADAPTER",
+    tested=("0.1.0",),
+    effects=MEGATRON_EFFECTS,
+    probes=PROBES[:1],
+    plan="precision_shim_adapters.by_flags:plan_job",
+    checkpoints=Checkpoints(
+        steps=r"iter_(\d+)",
+        resuming={"megatron": "precision_shim_adapters.by_flags:miles"},
+    ),
+)
+
 ANY_MEGATRON = Framework(
     framework="megatron",
     distribution="megatron-core",
@@ -194,4 +242,15 @@ MS_SWIFT = Framework(
     plan="precision_shim_adapters.ms_swift_plan:plan_job",
 )
 
-FRAMEWORKS = (VERL, SKYRL, NEMO_RL, TORCHTITAN, AREAL, MS_SWIFT, ANY_MEGATRON)
+FRAMEWORKS = (
+    VERL,
+    SKYRL,
+    NEMO_RL,
+    TORCHTITAN,
+    AREAL,
+    MS_SWIFT,
+    ROLL,
+    SLIME,
+    MILES,
+    ANY_MEGATRON,
+)

@@ -21,6 +21,7 @@ from precision_shim.adapting import collect
 from ..frameworks import MEGATRON_EFFECTS as EFFECTS
 from .acting import ddp, masters, optimizer, overflow, scaled
 from .acting.build import Build, building, current_build, expect_reference
+from .acting.flags import CONFIG_INIT, fill_inline, where_present, wishes_of_flags
 from .acting.masters import reload_masters
 from .acting.optimizer import Settled, check, check_again, settle, with_fields
 from .acting.overflow import answer_skips, answer_step, dynamic_scalers, metrics, skipping
@@ -40,6 +41,7 @@ PATHS = {**checkpoint.PATHS, **ddp.PATHS, **masters.PATHS, **offloaded.PATHS, **
 __all__ = [
     "ALIGNMENT",
     "BUILDING",
+    "CONFIG_INIT",
     "DISPATCH",
     "EFFECTS",
     "GROUP",
@@ -59,9 +61,12 @@ __all__ = [
     "current_build",
     "dynamic_scalers",
     "expect_reference",
+    "fill_inline",
     "metrics",
     "reload_masters",
     "settle",
     "skipping",
+    "where_present",
+    "wishes_of_flags",
     "with_fields",
 ]

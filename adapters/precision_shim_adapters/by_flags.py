@@ -1,0 +1,65 @@
+"""What the commands say of ROLL's, slime's and miles' jobs and checkpoints.
+
+Delete when: their launch lines can be read without running the parser of Megatron's training
+scripts, or ROLL's pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from precision_shim.adapting import versioned
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.layout import Outcome, Part
+from precision_shim.errors import PlanError
+from precision_shim.planning.command import Job
+
+from .megatron.deciding.wishes import Wishes
+from .megatron.resuming import foretelling as megatrons
+
+_WHY = {
+    "roll": "its YAML is composed by the pipeline that the line starts",
+    "slime": "its flags are read by the parser of Megatron's training scripts",
+    "miles": "its flags are read by the parser of Megatron's training scripts",
+}
+
+
+def plan_job(job: Job) -> NoReturn:
+    """Say that the plan does not read these launch lines.
+
+    Raises:
+        PlanError: always.
+    """
+    raise PlanError(
+        f"{versioned(job.framework)}, {job.target}: the plan does not read this launch line: "
+        f"{_WHY[job.framework]}. Expected is a line of verl, SkyRL, NeMo-RL or torchtitan. Start the "
+        "job with PRECISION_SHIM_AUDIT_DIR=DIR, and precision-shim audit DIR says what it holds."
+    )
+
+
+def roll(part: Part, here: Here) -> Outcome:
+    """How ROLL resumes on Megatron."""
+    return _megatron("roll", part, here)
+
+
+def slime(part: Part, here: Here) -> Outcome:
+    """How slime resumes; ``here.config`` has fields of Megatron's OptimizerConfig."""
+    return _megatron("slime", part, here)
+
+
+def miles(part: Part, here: Here) -> Outcome:
+    """How miles resumes; ``here.config`` has fields of Megatron's OptimizerConfig."""
+    return _megatron("miles", part, here)
+
+
+def _megatron(framework: str, part: Part, here: Here) -> Outcome:
+    fields = megatrons.assume_fields(part, here)
+    bucket = fields.pop(megatrons.BUCKET, None)
+    wishes = Wishes(
+        where=f"{framework}, flags",
+        subject=part.subject or "actor",
+        asked=fields,
+        declared=megatrons.find_params_dtype(part),
+        bucket_in_fp32=None if bucket is None else bool(bucket),
+    )
+    return megatrons.foretell(framework, part, here, wishes)

@@ -1,0 +1,104 @@
+"""Wishes of a trainer that keeps Megatron's own flags in one flat argparse namespace.
+
+Its ``OptimizerConfig`` is made inline, from every attribute of the namespace that has a field's
+name. So the adapter enters ``OptimizerConfig.__init__`` while the trainer builds a model.
+
+Delete when: such trainers hand only what the user wrote to Megatron's OptimizerConfig.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Call
+from precision_shim.precision.dtypes import parse_dtype
+from precision_shim.seams import Seam
+
+from ..deciding.wishes import Wishes
+from .build import current_build
+from .optimizer import settle
+
+CONFIG_INIT = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__init__"
+"""Where an adapter enters whose trainer makes the config inline."""
+
+_OF_THE_MODEL = ("fp16", "bf16", "params_dtype")
+"""What the trainer itself sets, by the model."""
+
+
+def wishes_of_flags(
+    args: Namespace, where: str, subject: str, blockers: Iterable[str] = ()
+) -> Wishes:
+    """Read the wishes of one model from a flat namespace of Megatron's flags.
+
+    Asked is what differs from the defaults of Megatron's OptimizerConfig: nobody can tell a flag
+    that was given from its default.
+
+    Args:
+        args: the namespace, after Megatron's ``validate_args``.
+        where: framework, version and what the user writes, for messages.
+        subject: which model.
+        blockers: see ``Wishes``.
+    """
+    from megatron.core.optimizer import OptimizerConfig
+
+    asked: dict[str, Any] = {}
+    for field in dataclasses.fields(OptimizerConfig):
+        value = getattr(args, field.name, field.default)
+        if field.name not in _OF_THE_MODEL and _meant(value) != field.default:
+            asked[field.name] = value
+    # Both flags are switches, so that a user writes no other value than these.
+    bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
+    if getattr(args, "grad_reduce_in_bf16", False):
+        bucket = False
+    return Wishes(
+        where=where,
+        subject=subject,
+        asked=asked,
+        declared=args.params_dtype,
+        native={torch.float16: {"fp16": True}},
+        blockers=tuple(blockers),
+        optimizer=str(args.optimizer),
+        distributed=bool(args.use_distributed_optimizer),
+        bucket_in_fp32=bucket,
+    )
+
+
+def _meant(value: Any) -> Any:
+    return (parse_dtype(value) or value) if isinstance(value, str) else value
+
+
+def fill_inline(call: Call, framework: str) -> Any:
+    """Put what was settled into an OptimizerConfig that is being made within a build.
+
+    For a seam at ``CONFIG_INIT``; outside the framework's build it does nothing.
+
+    Args:
+        call: the call of ``OptimizerConfig.__init__``.
+        framework: the framework's name.
+    """
+    build = current_build(framework)
+    if build is None:
+        return call.proceed()
+    settled = settle(build)
+    call.arguments.update(settled.fields)
+    result = call.proceed()
+    settled.keep_layout(call.instance)
+    return result
+
+
+def where_present(seams: Iterable[Seam], module: str) -> list[Seam]:
+    """The backend's seams for a trainer whose package's name other projects have too.
+
+    They stand only where the trainer's own module is installed.
+
+    Args:
+        seams: ``megatron.SEAMS``.
+        module: a module that only the trainer has.
+    """
+    return [replace(one, only_if=(*one.only_if, module)) for one in seams]

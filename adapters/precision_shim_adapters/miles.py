@@ -1,0 +1,86 @@
+"""miles on Megatron-core: states as its flags say, fp16, skipped steps that are counted.
+
+miles began as a copy of slime and prepares its gradients twice as well. It may have no optimizer,
+its step returns three values, and it reports a skipped step with the norm 0.0.
+
+Passed through: Muon and the optimizers of several LoRA adapters, which miles makes with functions
+of their own and never in fp16.
+
+Delete when: miles prepares its gradients once, and reports loss scale and skipped steps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+
+from . import megatron
+from .frameworks import MILES
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+
+MODEL = "miles.backends.megatron_utils.model"
+MAKE = "megatron.core.optimizer:get_megatron_optimizer"
+USED = f"{MODEL}:get_megatron_optimizer"
+HERE: dict[str, Any] = {
+    "group": GROUP,
+    "optional": True,
+    "delete_when": "miles prepares its gradients once, and reports skipped steps",
+}
+NEED_MASTERS = (
+    "rematerialize_param_from_master_weight",
+    "stream_optimizer_state_to_disk",
+    "enable_witness",
+    "save_local_weight_checksum",
+)
+"""Flags with which miles reads Megatron's own fp32 masters."""
+
+
+def read(args: Any, role: str) -> Wishes:
+    """What the flags of one role ask for."""
+    written = [name for name in NEED_MASTERS if getattr(args, name, False)]
+    blockers = [f"miles' {name} reads Megatron's own fp32 masters" for name in written]
+    return megatron.wishes_of_flags(args, f"{versioned('miles')}, flags", role, blockers)
+
+
+@seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
+def build(call: Call, args: Any, role: str = "actor") -> Any:
+    """Say that a model is being built, and how to read its flags."""
+    with megatron.building("miles", lambda: read(args, role)):
+        return call.proceed()
+
+
+@seam(megatron.CONFIG_INIT, SETTLING, why="miles makes its config inline", **HERE)
+def configure(call: Call) -> Any:
+    """Put what was settled into miles' config."""
+    return megatron.fill_inline(call, "miles")
+
+
+@seam(MAKE, ALIGNMENT, why="gets config and buckets", aliases=(USED,), **HERE)
+def check(call: Call, config: Any, model_chunks: Any) -> Any:
+    """Hold the config against the live model before the optimizer is made."""
+    if megatron.current_build("miles") is not None:
+        megatron.check("miles", config, model_chunks)
+    return call.proceed()
+
+
+@seam(f"{MODEL}:train_one_step", SCALING, why="asserts that a step was not skipped", **HERE)
+def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any, Any]:
+    """Let an overflow be a skipped step whose norm is NaN, and report both figures."""
+    before = megatron.metrics(optimizer)
+    with megatron.skipping(succeeds=True):
+        losses, norm, outcome = call.proceed()
+    found = megatron.metrics(optimizer)
+    if found.get("skipped_steps", 0.0) > before.get("skipped_steps", 0.0):
+        norm = math.nan
+    return {**losses, **found}, norm, outcome
+
+
+ADAPTER = Adapter.of(
+    MILES,
+    seams=megatron.where_present(
+        collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
+    ),
+    paths={**megatron.PATHS, GROUP: "trainer"},
+)

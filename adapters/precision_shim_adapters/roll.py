@@ -1,0 +1,109 @@
+"""ROLL on Megatron-core: fp16 whose loss is scaled, and skipped steps that are counted.
+
+ROLL's strategy never gives the model a ``grad_scale_func``, so Megatron divides by a scale that the
+loss never had. Its config has no field for the optimizer's dtypes, and its offload packs all states
+of an optimizer into one buffer of one dtype, so low-precision states would come back rounded: they
+stay fp32.
+
+Not touched: mcore_adapter's own trainer, which scales its loss, and the rollout engines. FSDP2:
+see ``roll_fsdp``.
+
+Delete when: ROLL scales its loss on Megatron, and takes and reports a skipped step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+
+from . import megatron, roll_fsdp
+from .frameworks import ROLL
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+
+MODULE = "roll.distributed.strategy.megatron_strategy"
+STRATEGY = f"{MODULE}:MegatronTrainStrategy"
+MAKE = "roll.third_party.megatron.optimizer:get_megatron_optimizer"
+USED = f"{MODULE}:get_megatron_optimizer"
+OFFLOAD = "ROLL's offload moves all states of an optimizer in one dtype"
+HERE: dict[str, Any] = {
+    "group": GROUP,
+    "optional": True,  # another project on PyPI has the package's name
+    "delete_when": "ROLL scales its loss on Megatron, and takes a skipped step",
+}
+
+
+def read(strategy: Any) -> Wishes:
+    """What ``strategy_config`` asks for; ROLL hands Megatron nothing of it that has a dtype."""
+    args = strategy.megatron_train_args
+    written = strategy.worker_config.strategy_args.strategy_config
+    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    bucket = written.get("accumulate_allreduce_grads_in_fp32")
+    return Wishes(
+        where=f"{versioned('roll', called='ROLL')}, strategy_config",
+        subject=strategy.worker_config.name,
+        asked={"adam_beta2": args.adam_beta2},
+        declared=dtype,
+        auto="guarded",
+        native={torch.float16: {"fp16": True}},
+        blockers=(OFFLOAD,),
+        optimizer=str(args.optimizer),
+        distributed=bool(args.use_distributed_optimizer),
+        # In bf16 ROLL sets it itself, over what the user wrote.
+        bucket_in_fp32=None if bucket is None or args.bf16 else bool(bucket),
+        nan_check_written="check_for_nan_in_loss_and_grad" in written,
+    )
+
+
+@seam(f"{STRATEGY}.initialize", BUILDING, why="makes bucket and optimizer", **HERE)
+def build(call: Call) -> Any:
+    """Say that a model is being built, and how to read its config."""
+    with megatron.building("roll", lambda: read(call.instance)):
+        return call.proceed()
+
+
+@seam(f"{STRATEGY}.initialize", SCALING, why="its optimizer's scale reaches no loss", **HERE)
+def scale(call: Call) -> Any:
+    """Let Megatron scale the loss, which it does with the model config's ``grad_scale_func``."""
+    result = call.proceed()
+    strategy = call.instance
+    for chunk in strategy.models_wrapped if strategy.megatron_train_args.fp16 else ():
+        if chunk.config.grad_scale_func is None:
+            chunk.config.grad_scale_func = strategy.optimizer.scale_loss
+    return result
+
+
+@seam(megatron.CONFIG_INIT, SETTLING, why="ROLL makes its config inline", **HERE)
+def configure(call: Call) -> Any:
+    """Put what was settled into ROLL's config."""
+    return megatron.fill_inline(call, "roll")
+
+
+@seam(MAKE, ALIGNMENT, why="gets config and buckets", aliases=(USED,), **HERE)
+def check(call: Call, config: Any, model_chunks: Any) -> Any:
+    """Hold the config against the live model before the optimizer is made."""
+    megatron.check("roll", config, model_chunks)
+    return call.proceed()
+
+
+@seam(f"{STRATEGY}.train_step", SCALING, why="raises an error at a skipped step", **HERE)
+def step(call: Call) -> dict[str, Any]:
+    """Let an overflow be a skipped step, and report both figures."""
+    strategy = call.instance
+    with megatron.skipping(succeeds=True):
+        found = call.proceed()
+    return {**found, **megatron.metrics(strategy.optimizer, f"{strategy.worker_config.name}/")}
+
+
+ADAPTER = Adapter.of(
+    ROLL,
+    seams=(
+        *megatron.where_present(
+            collect(*megatron.SEAMS, build, scale, configure, check, step), module=MODULE
+        ),
+        *collect(roll_fsdp),
+    ),
+    paths={**megatron.PATHS, GROUP: "Megatron", roll_fsdp.GROUP: "FSDP2"},
+)

@@ -1,0 +1,124 @@
+"""ROLL on FSDP2 in fp16: steps that end, skips that are counted, a scaler in the checkpoint.
+
+ROLL scales its loss with torch's scaler. But where it has one, its loop neither steps the scheduler
+nor clears the gradients, which then add up over all steps; and no checkpoint holds the scaler.
+
+Delete when: ROLL ends a scaled step as it ends any other, and saves its scaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from precision_shim.adapting import Call, seam
+from precision_shim.scaling import ScalerSettings
+
+from .fp16 import FEATURE, ScaledTraining
+
+GROUP = "fsdp2"
+MODULE = "roll.distributed.strategy.fsdp2_strategy"
+STRATEGY = f"{MODULE}:FSDP2TrainStrategy"
+HERE: dict[str, Any] = {
+    "feature": FEATURE,
+    "group": GROUP,
+    "optional": True,
+    "delete_when": "ROLL ends a scaled step as it ends any other, and saves its scaler",
+}
+_OWN = "ROLL's own scaler, counted and kept with the checkpoints"
+
+
+@seam(f"{STRATEGY}.initialize", why="makes the scaler", relies_on=("scaler", "scheduler"), **HERE)
+def make(call: Call) -> Any:
+    """Put a scaler into the place of ROLL's that skips on all ranks alike and can be saved."""
+    result = call.proceed()
+    strategy = call.instance
+    if type(strategy.scaler) is ShardedGradScaler:  # a subclass is the user's choice
+        ScaledTraining.make(
+            "roll",
+            strategy.worker_config.name,
+            device=next(strategy.model.parameters()).device.type,
+            because=_OWN,
+            framework_default=ScalerSettings(),
+            drives=False,
+        ).keep(strategy, "scaler")
+    return result
+
+
+def training_of(strategy: Any) -> ScaledTraining | None:
+    """A strategy's training; ``None`` where its loss is not scaled."""
+    name = strategy.worker_config.name
+    return ScaledTraining.of_attribute(strategy, "scaler", "roll", name)
+
+
+@seam(f"{STRATEGY}.train_step", why="leaves a scaled step unfinished", **HERE)
+def step(call: Call) -> Any:
+    """End each scaled step, and report both figures; a skipped step's norm is NaN."""
+    strategy = call.instance
+    training = training_of(strategy)
+    if training is None:
+        return call.proceed()
+    with _ended(strategy):
+        found = call.proceed()
+    name = strategy.worker_config.name
+    key = f"{name}/grad_norm"
+    return {**found, key: training.norm(found.get(key)), **training.metrics(f"{name}/")}
+
+
+@contextmanager
+def _ended(strategy: Any) -> Iterator[None]:
+    """Step the scheduler and clear the gradients after a scaler's step, where ROLL did not.
+
+    It is done when the next loss is scaled, or at the end: by then ROLL's own loop would have.
+    """
+    scaler, scheduler = strategy.scaler, strategy.scheduler
+    at: list[int] = []
+
+    def end() -> None:
+        if at and scheduler.last_epoch == at.pop():
+            scheduler.step()
+            strategy.optimizer.zero_grad(set_to_none=True)
+
+    def before(own: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(*args: Any, **kwargs: Any) -> Any:
+            end()
+            return own(*args, **kwargs)
+
+        return scale
+
+    def after(own: Callable[..., Any]) -> Callable[..., Any]:
+        def update(*args: Any, **kwargs: Any) -> Any:
+            result = own(*args, **kwargs)
+            at.append(scheduler.last_epoch)
+            return result
+
+        return update
+
+    scaler.scale, scaler.update = before(scaler.scale), after(scaler.update)
+    try:
+        yield
+        end()
+    finally:
+        del scaler.scale, scaler.update
+
+
+@seam(f"{MODULE}:FSDP2StrategyBase.save_checkpoint", why="knows the directory", **HERE)
+def save(call: Call, save_dir: Any) -> Any:
+    """Write the scaler's state beside the checkpoint, before ROLL uploads it."""
+    training = training_of(call.instance) if hasattr(call.instance, "scaler") else None
+    if training is not None and not call.instance.save_only_model:
+        training.save(save_dir)
+    return call.proceed()
+
+
+@seam(f"{MODULE}:FSDP2StrategyBase.load_checkpoint", why="knows the directory", **HERE)
+def load(call: Call, load_dir: Any) -> Any:
+    """Read it again."""
+    result = call.proceed()
+    training = training_of(call.instance) if hasattr(call.instance, "scaler") else None
+    if training is not None:
+        training.restore(load_dir)
+    return result

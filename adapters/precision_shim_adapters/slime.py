@@ -1,0 +1,73 @@
+"""slime on Megatron-core: states as its flags say, fp16, skipped steps that are counted.
+
+slime asks for an overflow with ``prepare_grads()`` and then calls ``step()``, which prepares the
+gradients again: the backend prepares them once. slime parses Megatron's own flags, so the shim adds
+low-precision states only where ``PRECISION_SHIM_OPTIMIZER_STATES`` asks for them.
+
+Not touched: its SGLang engines, and its loss, which Megatron scales (``grad_scale_func``).
+
+Delete when: slime prepares its gradients once, and reports loss scale and skipped steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precision_shim.adapting import Adapter, Call, collect, seam, versioned
+
+from . import megatron
+from .frameworks import SLIME
+from .megatron import ALIGNMENT, BUILDING, GROUP, SCALING, SETTLING, Wishes
+
+MODEL = "slime.backends.megatron_utils.model"
+MAKE = "megatron.core.optimizer:get_megatron_optimizer"
+USED = f"{MODEL}:get_megatron_optimizer"
+HERE: dict[str, Any] = {
+    "group": GROUP,
+    "optional": True,  # another project on PyPI has the package's name
+    "delete_when": "slime prepares its gradients once, and reports skipped steps",
+}
+
+
+def read(args: Any, role: str) -> Wishes:
+    """What the flags of one role ask for."""
+    blockers = ["slime's stateless Adam keeps no moments"] if args.use_stateless_adam else []
+    return megatron.wishes_of_flags(args, f"{versioned('slime')}, flags", role, blockers)
+
+
+@seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
+def build(call: Call, args: Any, role: str = "actor") -> Any:
+    """Say that a model is being built, and how to read its flags."""
+    with megatron.building("slime", lambda: read(args, role)):
+        return call.proceed()
+
+
+@seam(megatron.CONFIG_INIT, SETTLING, why="slime makes its config inline", **HERE)
+def configure(call: Call) -> Any:
+    """Put what was settled into slime's config."""
+    return megatron.fill_inline(call, "slime")
+
+
+@seam(MAKE, ALIGNMENT, why="gets config and buckets", aliases=(USED,), **HERE)
+def check(call: Call, config: Any, model_chunks: Any) -> Any:
+    """Hold the config against the live model before the optimizer is made."""
+    if megatron.current_build("slime") is not None:
+        megatron.check("slime", config, model_chunks)
+    return call.proceed()
+
+
+@seam(f"{MODEL}:train_one_step", SCALING, why="asserts that a step was not skipped", **HERE)
+def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any]:
+    """Let an overflow be a skipped step, and report both figures."""
+    with megatron.skipping(succeeds=True):
+        losses, norm = call.proceed()
+    return {**losses, **megatron.metrics(optimizer)}, norm
+
+
+ADAPTER = Adapter.of(
+    SLIME,
+    seams=megatron.where_present(
+        collect(*megatron.SEAMS, build, configure, check, step), module=MODEL
+    ),
+    paths={**megatron.PATHS, GROUP: "trainer"},
+)

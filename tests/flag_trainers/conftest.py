@@ -1,0 +1,73 @@
+"""Megatron on a CPU, and the shim for the trainer whose repository this environment has."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import precision_shim
+
+from ..testing.conftest import megatron_core, one_process
+
+__all__ = ["megatron_core", "one_process"]
+
+SGLANG = ("sglang", "sglang.srt", "sglang.srt.entrypoints", "sglang.srt.entrypoints.openai")
+SGLANG += ("sglang.srt.entrypoints.openai.protocol", "sglang.srt.debug_utils")
+SGLANG += ("sglang.srt.debug_utils.dumper",)
+
+
+def _found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(f"{name}.backends") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def name() -> str:
+    """The trainer that is installed here."""
+    for one in ("slime", "miles"):
+        if _found(one):
+            return one
+    pytest.skip("neither slime nor miles is installed in this environment")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported(name: str) -> None:
+    """Import its Megatron backend once; SGLang, which miles imports for a rollout, is a mock."""
+    if name == "miles":
+        for one in SGLANG:
+            module = types.ModuleType(one)
+            module.__path__ = []
+            module.__getattr__ = _mocked  # type: ignore[method-assign]
+            sys.modules[one] = module
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of absent TransformerEngine, Apex and DeepEP
+        importlib.import_module(f"{name}.backends.megatron_utils.model")
+
+
+def _mocked(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return mock.MagicMock(name=name)
+
+
+@pytest.fixture
+def on(shim: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``install()`` for the trainer."""
+
+    def install(**settings: Any) -> precision_shim.Status:
+        status: precision_shim.Status = shim(
+            frameworks=name, settings=settings, strict=True, export=False
+        )
+        return status
+
+    return install

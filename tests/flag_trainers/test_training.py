@@ -1,0 +1,223 @@
+"""slime's and miles' own steps on Megatron, with the shim on and off."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.testing import measure_bytes
+from precision_shim_adapters import miles, slime
+
+from ..testing.tiny_training import load, save
+from .driving import OVERFLOW, SCALE, Trainer, skipped
+
+On = Callable[..., Any]
+pytestmark = [
+    pytest.mark.usefixtures("one_process"),
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"),
+    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
+]
+FP16 = ("--fp16", f"--initial-loss-scale={SCALE:.0f}")
+FP32_BUCKET = "--accumulate-allreduce-grads-in-fp32"
+ADAPTERS = {"slime": slime, "miles": miles}
+
+
+def norms(trainer: Trainer, count: int = 3) -> list[float]:
+    return [trainer.norm(number) for number in range(count)]
+
+
+def trackers(trainer: Trainer) -> list[int]:
+    return [one._growth_tracker for one in trainer.scalers]
+
+
+def decisions() -> list[str]:
+    return [
+        f"{one.subject} {one.feature} {one.chosen}" for one in precision_shim.status().decisions
+    ]
+
+
+@pytest.mark.parametrize("bucket", [(), (FP32_BUCKET,)], ids=["fp16-bucket", "fp32-bucket"])
+def test_gradients_are_unscaled_once(on: On, name: str, bucket: tuple[str, ...]) -> None:
+    right = norms(Trainer.of(name, "--fp16", "--initial-loss-scale=1", FP32_BUCKET))
+    unpatched = Trainer.of(name, *FP16, *bucket)
+    wrong = norms(unpatched)
+    if bucket:
+        assert wrong[0] == pytest.approx(right[0] / SCALE, rel=1e-2)
+    assert trackers(unpatched) == [6]
+    on()
+    patched = Trainer.of(name, *FP16, *bucket)
+    assert norms(patched) == pytest.approx(right, rel=1e-2)
+    assert trackers(patched) == [3]
+
+
+def test_a_skip_is_counted_and_reported(on: On, name: str) -> None:
+    on()
+    trainer = Trainer.of(name, *FP16, "--hysteresis=1")
+    assert trainer.step(0)[0].items() >= {"loss_scale": SCALE, "skipped_steps": 0.0}.items()
+    assert skipped(trainer, 1)
+    found, norm = trainer.step(2)
+    assert found.items() >= {"loss_scale": SCALE / 2, "skipped_steps": 1.0}.items()
+    assert "loss" in found
+    assert math.isfinite(norm)
+
+
+def test_unpatched_a_skip_has_no_figures(name: str) -> None:
+    trainer = Trainer.of(name, *FP16)
+    found, norm = trainer.step(0, OVERFLOW)
+    assert set(found) == {"loss"}
+    assert math.isnan(norm) if name == "slime" else norm == 0.0
+
+
+def test_thirty_overflows_in_a_row_end(on: On, name: str) -> None:
+    unpatched = Trainer.of(name, *FP16)
+    for number in range(30):
+        unpatched.step(number, OVERFLOW)
+    on()
+    trainer = Trainer.of(name, *FP16)
+    for number in range(24):
+        trainer.step(number, OVERFLOW)
+    with pytest.raises(precision_shim.LossScaleError, match="25 optimizer steps in a row"):
+        trainer.step(24, OVERFLOW)
+
+
+def test_the_first_scale_costs_no_skips(on: On, name: str) -> None:
+    assert float(Trainer.of(name, "--fp16").scalers[0].scale) == 2.0**32
+    on()
+    trainer = Trainer.of(name, "--fp16")
+    assert float(trainer.scalers[0].scale) == 32768.0
+    assert all(map(math.isfinite, norms(trainer)))
+
+
+def test_a_static_scale_is_the_users(on: On, name: str) -> None:
+    on()
+    trainer = Trainer.of(name, "--fp16", "--loss-scale=128", FP32_BUCKET)
+    assert float(trainer.scalers[0].scale) == 128.0
+    found, norm = trainer.step(0)
+    assert "loss_scale" not in found
+    assert math.isfinite(norm)
+
+
+def test_a_loss_that_is_scaled_twice_is_refused(on: On, name: str) -> None:
+    on()
+    trainer = Trainer.of(name, *FP16)
+    own = trainer.optimizer.scale_loss
+    trainer.optimizer.scale_loss = lambda loss: own(loss * trainer.optimizer.get_loss_scale())
+    with pytest.raises(precision_shim.InconsistentPrecisionError, match="scaled twice"):
+        trainer.step(0)
+
+
+def test_bf16_is_as_without_the_shim(on: On, name: str) -> None:
+    trainers = [Trainer.of(name)]
+    on()
+    trainers.append(Trainer.of(name))
+    found = [[trainer.step(number) for number in range(3)] for trainer in trainers]
+    assert found[0] == found[1]
+    assert all(map(torch.equal, *(trainer.parameters() for trainer in trainers)))
+    bytes_of = [measure_bytes(one.chunks, one.optimizer).per_parameter for one in trainers]
+    assert bytes_of == [18, 18]
+
+
+def test_states_follow_the_model_where_that_is_asked(on: On, name: str) -> None:
+    on(optimizer_states="follow-model")
+    trainer = Trainer.of(name, "--adam-beta2=0.95", "--grad-reduce-in-bf16")
+    trainer.norm(0)
+    assert measure_bytes(trainer.chunks, trainer.optimizer).per_parameter == 10
+    assert any(one.startswith("actor bf16-dispatch") for one in decisions())
+
+
+def test_what_reads_or_lacks_states_keeps_them_fp32(on: On, name: str) -> None:
+    on(optimizer_states="follow-model")
+    own = {"save_local_weight_checksum": True}
+    if name == "slime":
+        own = {"use_stateless_adam": True, "no_save_optim": True}
+        with pytest.raises(TypeError):  # its class takes no argument of torch's or of the stand-in
+            Trainer.of(name, "--adam-beta2=0.95", **own)
+    wishes = ADAPTERS[name].read(
+        Trainer.of(name).args.__class__(**{**vars(Trainer.of(name).args), **own}), "actor"
+    )
+    assert len(wishes.blockers) == 1
+
+
+def test_flags_that_megatron_sets_are_not_asked(name: str) -> None:
+    wishes = ADAPTERS[name].read(Trainer.of(name).args, "critic")
+    assert not {"fp16", "bf16", "params_dtype", "exp_avg_dtype"} & set(wishes.asked)
+    assert wishes.asked["lr"] == 0.01
+    assert (wishes.subject, wishes.bucket_in_fp32) == ("critic", True)
+    written = Trainer.of(name, "--grad-reduce-in-bf16").args
+    assert ADAPTERS[name].read(written, "actor").bucket_in_fp32 is False
+
+
+def test_a_resume_is_exact(on: On, name: str, tmp_path: Path) -> None:
+    on()
+    flags = (*FP16, "--loss-scale-window=3", "--hysteresis=1")
+
+    def train(trainer: Trainer, numbers: range) -> None:
+        for number in numbers:
+            trainer.step(number, OVERFLOW if number == 1 else 1.0)
+
+    whole, half, resumed = (Trainer.of(name, *flags) for _ in range(3))
+    train(whole, range(6))
+    train(half, range(3))
+    save(half.chunks, half.optimizer, tmp_path, "dp_reshardable")
+    load(resumed.chunks, resumed.optimizer, tmp_path)
+    resumed.scheduler.load_state_dict(half.scheduler.state_dict())
+    train(resumed, range(3, 6))
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    assert whole.scalers[0].state_dict() == resumed.scalers[0].state_dict()
+
+
+def test_miles_without_an_optimizer(on: On, name: str) -> None:
+    if name != "miles":
+        pytest.skip("only miles trains without an optimizer")
+    on()
+    trainer = Trainer.of(name, *FP16, debug_disable_optimizer=True)
+    assert trainer.optimizer is None
+    found, norm = trainer.step(0)
+    assert set(found) == {"loss"}
+    assert norm == 0.0
+
+
+# -- it comes and goes -------------------------------------------------------------------------
+
+
+def places(name: str) -> list[dict[str, int]]:
+    from megatron.core import optimizer as package
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import optimizer, optimizer_config
+
+    own = sys.modules[f"{name}.backends.megatron_utils.model"]
+    touched = [own, package, DistributedDataParallel, optimizer.ChainedOptimizer]
+    touched.append(optimizer_config.OptimizerConfig)
+    return [{key: id(value) for key, value in vars(place).items()} for place in touched]
+
+
+def test_taken_out_it_leaves_nothing_behind(on: On, name: str) -> None:
+    before = places(name)
+    status = on()
+    assert status.frameworks[name].state == "wrapped"
+    assert status.frameworks[name].tested
+    assert all(now != was for now, was in zip(places(name), before, strict=True))
+    precision_shim.uninstall()
+    assert places(name) == before
+
+
+def test_a_version_without_a_symbol_is_refused_whole(
+    on: On, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ADAPTERS[name]
+    gone = [
+        replace(one, target=one.target.replace("train_one_step", "gone"))
+        for one in module.ADAPTER.seams
+    ]
+    monkeypatch.setattr(module, "ADAPTER", replace(module.ADAPTER, seams=gone))
+    with pytest.raises(precision_shim.SeamError, match=r"fp16-scaling.*gone"):
+        on()

@@ -1,0 +1,204 @@
+"""ROLL's strategies on a CPU: their own ``initialize``, ``train_step`` and checkpoints.
+
+Real are ROLL's strategies, optimizer, offload and mcore_adapter's ``VirtualModels``. Answered by
+the tests: the worker around a strategy (which needs a Ray cluster with GPUs), the model (a tiny
+GPT), the tokenizer. ``absent`` stands in for packages that ROLL imports and no test calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import math
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from precision_shim.testing import tiny_gpt
+
+OVERFLOW = 1e30
+NAME = "actor_train"
+ABSENT = ("PIL", "transfer_queue", "opentelemetry", "grpc", "pybase64")
+"""Queues, tracing and images: ROLL's workers use them outside of a strategy's training."""
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stands in for the packages of ``ABSENT``: every name of theirs is a mock."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] in ABSENT:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = _mocked  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _mocked(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return mock.MagicMock(name=name)
+
+
+def stand_in_for_absent() -> None:
+    """Make ROLL importable, until the process ends."""
+    sys.meta_path.append(_Absent())
+    platform = importlib.import_module("roll.platforms").current_platform
+    type(platform).empty_cache = staticmethod(lambda: None)  # torch.cpu has none
+
+
+def worker(**config: Any) -> Any:
+    """What a strategy reads of its worker, at ROLL's defaults."""
+    values = {
+        "output_dir": "/nowhere",
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 0.01,
+        "max_steps": 100,
+        "lr_scheduler_type": "linear",
+        "report_to": [],
+        "use_cpu": True,
+        **config.pop("training_args", {}),
+    }
+    training_args = SimpleNamespace(
+        **values,
+        to_dict=lambda: dict(values),
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        weight_decay=0.0,
+        get_warmup_steps=lambda steps: 0,
+    )
+    return SimpleNamespace(
+        rank_info=SimpleNamespace(dp_rank=0, dp_size=1, tp_size=1, cp_size=1),
+        pipeline_config=SimpleNamespace(max_grad_norm=1.0, sequence_length=8),
+        worker_config=SimpleNamespace(
+            name=NAME,
+            training_args=training_args,
+            model_args=SimpleNamespace(lora_target=None),
+            strategy_args=SimpleNamespace(strategy_config=config),
+            use_sequence_packing=False,
+            use_dynamic_batching_in_train=False,
+            use_dynamic_batching_in_infer=False,
+            apply_loss_scale=True,
+            router_replay=SimpleNamespace(mode="disabled"),
+            offload_nccl=False,
+            checkpoint_config={},
+        ),
+    )
+
+
+def batch(number: int) -> Any:
+    """The batch of that number, as ROLL's data protocol has it."""
+    protocol = importlib.import_module("roll.distributed.scheduler.protocol")
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, 32, (4, 8), generator=generator)
+    tensors = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "position_ids": torch.arange(8).expand(4, 8).contiguous(),
+    }
+    made = protocol.DataProto.from_single_dict(tensors)
+    made.meta_info = {"loss_mask_keys": [], "global_step": 0}
+    return made
+
+
+@dataclass
+class Loss:
+    """A loss of the logits."""
+
+    weight: float = 1.0
+
+    def __call__(self, data: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        flat = logits.float().flatten(0, -2)
+        targets = data.batch["input_ids"].flatten()
+        loss = torch.nn.functional.cross_entropy(flat, targets) * self.weight
+        return loss, {"loss": float(loss)}
+
+
+@dataclass
+class Trainer:
+    """A strategy of ROLL's that trains a tiny model."""
+
+    strategy: Any
+
+    @classmethod
+    def of(
+        cls, dtype: torch.dtype = torch.float16, moe: int | None = None, **config: Any
+    ) -> Trainer:
+        """Build a model on Megatron as ROLL does."""
+        module = importlib.import_module("roll.distributed.strategy.megatron_strategy")
+        flags = {"fp16": dtype is torch.float16, "bf16": dtype is torch.bfloat16}
+        config = {"use_distributed_optimizer": True, **flags, **config}
+        strategy = module.MegatronTrainStrategy(worker(**config))
+        with _without_tokenizer(module):
+            strategy.initialize(lambda **ignored: _virtual(dtype, moe))
+        return cls(strategy)
+
+    def step(self, number: int, weight: float = 1.0) -> dict[str, float]:
+        """ROLL's metrics of a step, without the worker's name."""
+        found = self.strategy.train_step(batch(number), Loss(weight))
+        return {key.removeprefix(f"{NAME}/"): value for key, value in found.items()}
+
+    def norm(self, number: int, weight: float = 1.0) -> float:
+        """The norm that it reports for a step."""
+        return float(self.step(number, weight)["grad_norm"])
+
+    @property
+    def scalers(self) -> list[Any]:
+        """The loss scalers of all optimizers."""
+        parts = getattr(self.strategy.optimizer, "chained_optimizers", [self.strategy.optimizer])
+        return [one.grad_scaler for one in parts]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Copies of the live parameters."""
+        chunks = self.strategy.models_wrapped
+        return [one.detach().clone() for chunk in chunks for one in chunk.parameters()]
+
+
+def _virtual(dtype: torch.dtype, moe: int | None) -> Any:
+    """mcore_adapter's list of models, with tiny ones in it."""
+    factory = importlib.import_module("mcore_adapter.models.model_factory")
+    provider = tiny_gpt(dtype, num_moe_experts=moe)
+
+    def make(config: Any, **ignored: Any) -> Any:
+        model = provider().to(dtype)
+        # mcore_adapter's models cut a batch for context parallelism; a GPT makes its own mask.
+        model.get_batch_on_this_cp_rank = lambda features, **ignored: {
+            name: None if name == "attention_mask" else value for name, value in features.items()
+        }
+        return model
+
+    torch.manual_seed(0)
+    return factory.VirtualModels(make, provider.config)
+
+
+@contextmanager
+def _without_tokenizer(module: Any) -> Iterator[None]:
+    answers = {
+        "default_tokenizer_provider": lambda **ignored: None,
+        "default_processor_provider": lambda **ignored: None,
+    }
+    with mock.patch.multiple(module, **answers):
+        yield
+
+
+def skipped(trainer: Trainer, number: int) -> bool:
+    """Whether a step that overflows leaves the parameters as they are, and is reported as NaN."""
+    before = trainer.parameters()
+    norm = trainer.norm(number, OVERFLOW)
+    return math.isnan(norm) and all(map(torch.equal, before, trainer.parameters()))

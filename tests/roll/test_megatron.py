@@ -1,0 +1,214 @@
+"""ROLL's Megatron strategy, with the shim on and off."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import precision_shim
+from precision_shim.testing import measure_bytes
+
+from .driving import OVERFLOW, Trainer, skipped
+
+On = Callable[..., Any]
+pytestmark = [
+    pytest.mark.usefixtures("one_process"),
+    pytest.mark.filterwarnings("ignore::UserWarning:megatron"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"),
+    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
+]
+SCALE = 1024.0
+BF16 = torch.bfloat16
+
+
+def at(scale: float, trainer: Trainer, **more: Any) -> Trainer:
+    """Give the scalers another scale: ROLL's config has no field for it."""
+    for one in trainer.scalers:
+        one.load_state_dict({**one.state_dict(), "scale": torch.tensor([scale])})
+        vars(one).update(more)
+    return trainer
+
+
+def norms(trainer: Trainer, count: int = 3) -> list[float]:
+    return [trainer.norm(number) for number in range(count)]
+
+
+def decisions() -> list[str]:
+    return [
+        f"{one.subject} {one.feature} {one.chosen}" for one in precision_shim.status().decisions
+    ]
+
+
+@pytest.mark.parametrize("moe", [None, 2], ids=["dense", "experts"])
+def test_the_loss_is_scaled(on: On, moe: int | None) -> None:
+    """A dense optimizer is no chain, and Megatron's own ``get_megatron_optimizer`` never runs."""
+    right = norms(Trainer.of(torch.float32, moe))
+    wrong = norms(at(SCALE, Trainer.of(moe=moe)))
+    assert wrong[0] == pytest.approx(right[0] / SCALE, rel=2e-2)
+    on()
+    patched = at(SCALE, Trainer.of(moe=moe))
+    assert norms(patched) == pytest.approx(right, rel=2e-2)
+    assert [one._growth_tracker for one in patched.scalers] == [3] * len(patched.scalers)
+
+
+def test_a_grad_scale_func_of_rolls_own_stays(on: On) -> None:
+    on()
+    trainer = Trainer.of()
+    config = trainer.strategy.models_wrapped[0].config
+    assert config.grad_scale_func == trainer.strategy.optimizer.scale_loss
+    assert Trainer.of(BF16).strategy.models_wrapped[0].config.grad_scale_func is None
+
+
+def test_a_loss_that_is_scaled_twice_is_refused(on: On) -> None:
+    on()
+    trainer = at(SCALE, Trainer.of())
+    config, optimizer = trainer.strategy.models_wrapped[0].config, trainer.strategy.optimizer
+    own = config.grad_scale_func
+    config.grad_scale_func = lambda loss: own(loss * optimizer.get_loss_scale())
+    with pytest.raises(precision_shim.InconsistentPrecisionError, match="scaled twice"):
+        trainer.step(0)
+
+
+def test_a_skip_is_counted_and_reported(on: On) -> None:
+    unpatched = Trainer.of()
+    unpatched.strategy.models_wrapped[
+        0
+    ].config.grad_scale_func = unpatched.strategy.optimizer.scale_loss
+    with pytest.raises(NotImplementedError):
+        unpatched.step(0, OVERFLOW)
+    on()
+    trainer = at(SCALE, Trainer.of(), hysteresis=1, _hysteresis_tracker=1)
+    first = trainer.step(0)
+    assert first.items() >= {"loss_scale": SCALE, "skipped_steps": 0.0}.items()
+    assert skipped(trainer, 1)
+    assert trainer.step(2).items() >= {"loss_scale": SCALE / 2, "skipped_steps": 1.0}.items()
+
+
+def test_thirty_overflows_in_a_row_end(on: On) -> None:
+    on()
+    trainer = Trainer.of()
+    for number in range(24):
+        assert math.isnan(trainer.norm(number, OVERFLOW))
+    with pytest.raises(precision_shim.LossScaleError, match="25 optimizer steps in a row"):
+        trainer.step(24, OVERFLOW)
+
+
+def test_the_first_scale_costs_no_skips(on: On) -> None:
+    assert float(Trainer.of().scalers[0].scale) == 2.0**32
+    on()
+    trainer = Trainer.of()
+    assert float(trainer.scalers[0].scale) == 32768.0
+    assert all(map(math.isfinite, norms(trainer)))
+
+
+@pytest.mark.parametrize("states", ["auto", "follow-model"])
+def test_states_stay_fp32_because_of_the_offload(on: On, states: str) -> None:
+    plain = Trainer.of(BF16, adam_beta2=0.95)
+    on(optimizer_states=states)
+    trainer = Trainer.of(BF16, adam_beta2=0.95)
+    assert norms(trainer) == norms(plain)
+    assert all(map(torch.equal, trainer.parameters(), plain.parameters()))
+    chunks, optimizer = trainer.strategy.models_wrapped, trainer.strategy.optimizer
+    assert measure_bytes(chunks, optimizer).per_parameter == 18
+    because = [one.because for one in precision_shim.status().decisions]
+    assert any("ROLL's offload moves all states" in one for one in because)
+
+
+def test_its_offload_breaks_other_states() -> None:
+    """Why they stay fp32: the offload's one buffer rounds an fp32 ``exp_avg_sq``."""
+    trainer = Trainer.of(BF16)
+    trainer.step(0)
+    (state, *_) = trainer.strategy.optimizer.optimizer.state.values()
+    state["exp_avg"] = state["exp_avg"].to(BF16)
+    assert state["exp_avg_sq"].dtype is torch.float32
+    offload = sys.modules["roll.third_party.megatron.offload_states_patch"]
+    offload.offload_adam_states(trainer.strategy.optimizer.optimizer, "cpu")
+    assert state["exp_avg_sq"].dtype is BF16
+
+
+def test_a_dense_optimizer_is_audited(on: On) -> None:
+    on()
+    trainer = Trainer.of(BF16)
+    trainer.step(0)
+    (audit,) = [
+        one for one in precision_shim.status().to_dict()["audits"] if one["framework"] == "roll"
+    ]
+    assert audit["subject"] == "actor_train"
+
+
+def test_a_resume_is_exact(on: On, tmp_path: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    on(growth_interval=3)
+
+    def train(trainer: Trainer, numbers: range) -> None:
+        for number in numbers:
+            trainer.step(number, OVERFLOW if number == 1 else 1.0)
+
+    def state(trainer: Trainer, *, is_loading: bool) -> Any:
+        strategy = trainer.strategy
+        model = strategy.models_unwrapped[0].sharded_state_dict()
+        return {
+            "model": model,
+            "optimizer": strategy.optimizer.sharded_state_dict(
+                model, is_loading=is_loading, metadata=strategy.ckpt_sharding_metadata
+            ),
+        }
+
+    whole, half, resumed = (Trainer.of() for _ in range(3))
+    train(whole, range(6))
+    train(half, range(3))
+    dist_checkpointing.save(state(half, is_loading=False), str(tmp_path))
+    found = dist_checkpointing.load(state(resumed, is_loading=True), str(tmp_path))
+    resumed.strategy.models_unwrapped[0].load_state_dict(found["model"])
+    resumed.strategy.optimizer.load_state_dict(found["optimizer"])
+    resumed.strategy.scheduler.load_state_dict(half.strategy.scheduler.state_dict())
+    train(resumed, range(3, 6))
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    assert whole.scalers[0].state_dict() == resumed.scalers[0].state_dict()
+
+
+# -- it comes and goes -------------------------------------------------------------------------
+
+
+def places() -> list[dict[str, int]]:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import optimizer, optimizer_config
+
+    strategies = sys.modules["roll.distributed.strategy.megatron_strategy"]
+    sharded = sys.modules["roll.distributed.strategy.fsdp2_strategy"]
+    touched = [strategies, strategies.MegatronTrainStrategy, DistributedDataParallel]
+    touched += [optimizer.MixedPrecisionOptimizer, optimizer_config.OptimizerConfig]
+    touched += [sharded.FSDP2TrainStrategy, sharded.FSDP2StrategyBase]
+    return [{key: id(value) for key, value in vars(place).items()} for place in touched]
+
+
+def test_taken_out_it_leaves_nothing_behind(on: On) -> None:
+    before = places()
+    status = on()
+    assert status.frameworks["roll"].state == "wrapped"
+    assert status.frameworks["roll"].tested
+    assert all(now != was for now, was in zip(places(), before, strict=True))
+    precision_shim.uninstall()
+    assert places() == before
+
+
+def test_a_version_without_a_symbol_is_refused_whole(
+    on: On, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from precision_shim_adapters import roll
+
+    gone = [
+        replace(one, target=one.target.replace("MegatronTrainStrategy.train_step", "gone"))
+        for one in roll.ADAPTER.seams
+    ]
+    monkeypatch.setattr(roll, "ADAPTER", replace(roll.ADAPTER, seams=gone))
+    with pytest.raises(precision_shim.SeamError, match=r"fp16-scaling.*gone"):
+        on()
