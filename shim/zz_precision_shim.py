@@ -25,7 +25,18 @@ if "precision_shim.process.startup" not in sys.modules and not any(
     hasattr(one, "finds_nothing") for one in sys.meta_path
 ):
     named = os.environ.get("PRECISION_SHIM_FRAMEWORKS", "").lower().replace("-", "_")
-    names = {"torch", "ray", "verl", "skyrl", "nemo_rl", "torchtitan"}
-    names |= {"areal", "swift", "roll", "slime", "miles"}
+    names = {
+        "torch",
+        "ray",
+        "verl",
+        "skyrl",
+        "nemo_rl",
+        "torchtitan",
+        "areal",
+        "swift",
+        "roll",
+        "slime",
+        "miles",
+    }
     PrecisionShimStart.names = names.union(named.replace(",", " ").split())
     sys.meta_path.insert(0, PrecisionShimStart())

@@ -199,19 +199,6 @@ MILES = Framework(
     ),
 )
 
-ANY_MEGATRON = Framework(
-    framework="megatron",
-    distribution="megatron-core",
-    packages=("megatron",),
-    adapter="precision_shim_adapters.megatron_alone:ADAPTER",
-    tested=("0.16.1", "0.18.2", "0.19.2"),
-    effects=MEGATRON_EFFECTS,
-    probes=PROBES[:1],
-    by_name=True,
-)
-"""Any job on Megatron-core. Beside another framework here it would do nothing more, so "all" does
-not mean it: else the shim would patch Megatron in every process that imports it."""
-
 AREAL = Framework(
     framework="areal",
     distribution="areal",
@@ -241,6 +228,19 @@ MS_SWIFT = Framework(
     ),
     plan="precision_shim_adapters.ms_swift_plan:plan_job",
 )
+
+ANY_MEGATRON = Framework(
+    framework="megatron",
+    distribution="megatron-core",
+    packages=("megatron",),
+    adapter="precision_shim_adapters.megatron_alone:ADAPTER",
+    tested=("0.16.1", "0.18.2", "0.19.2"),
+    effects=MEGATRON_EFFECTS,
+    probes=PROBES[:1],
+    by_name=True,
+)
+"""Any job on Megatron-core. Beside another framework here it would do nothing more, so "all" does
+not mean it: else the shim would patch Megatron in every process that imports it."""
 
 FRAMEWORKS = (
     VERL,
