@@ -252,9 +252,9 @@ class Archive:
         has = self._sizes.get(f"{self._root}data/{label[2]}")
         needed = start + _reach(shape, stride) if known and elements else 0
         if has is None or has < needed * item_size(dtype):
-            problem = "is missing" if has is None else f"has {has} bytes, too few"
+            fault = "is missing" if has is None else f"has {has} bytes, too few"
             name = f"data/{label[2][:64]}"
-            raise CheckpointUnreadableError(f"{self.path}: its record {name!r} {problem}.")
+            raise CheckpointUnreadableError(f"{self.path}: its record {name!r} {fault}.")
         if known and self._little and _is_contiguous(shape, stride):
             size = item_size(dtype)
             parts = (_Piece(self, label[2], start * size, elements * size),)

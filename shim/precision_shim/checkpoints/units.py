@@ -215,8 +215,8 @@ def _take(unit: Unit, metadata: Made) -> None:
     for file, end in ends.items():
         size = file.stat().st_size if file.is_file() else None
         if size is None or size < end:
-            problem = "is missing" if size is None else f"has {size} bytes of {end}"
-            raise CheckpointUnreadableError(f"{file}: it {problem}.")
+            fault = "is missing" if size is None else f"has {size} bytes of {end}"
+            raise CheckpointUnreadableError(f"{file}: it {fault}.")
     for key, described in metadata.get("state_dict_metadata").items():
         there = places.get(key, [])
         if described.kind == f"{_METADATA}.TensorStorageMetadata":
