@@ -69,12 +69,12 @@ def wrap(call: Call, source: Any) -> None:
     delete_when=_DELETE,
     optional=True,
 )
-def look_at_source(call: Call) -> Any:
-    """Return the same weights, looked at while they are taken."""
+def look_at_source(call: Call) -> Iterator[Any]:
+    """Yield the same weights, looked at while they are taken."""
     weights, source = call.proceed(), call.instance
-    if source in _wrapped:
-        return weights
-    return iter(sending.observe(weights, "skyrl", "policy", then=_stored.get(source)))
+    if source not in _wrapped:
+        weights = sending.observe(weights, "skyrl", "policy", then=_stored.get(source))
+    yield from weights
 
 
 @seam(
@@ -114,9 +114,9 @@ def know_base(call: Call, source: Any) -> Any:
     delete_when="SkyRL 0.4 is the oldest in use",
     optional=True,
 )
-def look_at_chunks(call: Call) -> Any:
+def look_at_chunks(call: Call) -> Iterator[Any]:
     """The same before 0.4."""
-    return sending.observe(call.proceed(), "skyrl", "policy", pairs=_pairs)
+    yield from sending.observe(call.proceed(), "skyrl", "policy", pairs=_pairs)
 
 
 def _pairs(chunk: Any) -> Iterator[tuple[str, Any]]:
