@@ -96,13 +96,12 @@ def test_its_engine_computes_in_the_precision_that_the_config_names(
     answers = one.generate(
         BatchedDataDict({"input_ids": tokens, "input_lengths": torch.tensor([PROMPT] * 2)})
     )
-    sampled = answers["logprobs"][0, PROMPT:]
+    end = PROMPT + int(answers["generation_lengths"][0])
+    sampled = answers["logprobs"][0, PROMPT:end]
     assert sampled.dtype == torch.float32
     with torch.no_grad():
-        logits = trainer(answers["output_ids"][:1, : PROMPT + len(sampled)]).logits[
-            0, PROMPT - 1 : -1
-        ]
+        logits = trainer(answers["output_ids"][:1, :end]).logits[0, PROMPT - 1 : -1]
     every = logits.log_softmax(-1)
-    expected = every.gather(-1, answers["output_ids"][0, PROMPT:, None])[:, 0]
+    expected = every.gather(-1, answers["output_ids"][0, PROMPT:end, None])[:, 0]
     # In 16 bits the engine is off by rounding; off by one token it would be off by far more.
     assert (sampled - expected).abs().max() < every.std()

@@ -93,15 +93,23 @@ def sent(checkpoint: Path, dtype: str) -> list[tuple[str, torch.Tensor]]:
         return [(name, weight.detach().clone()) for name, weight in stream]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+DTYPES = ("float16", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def streams(norms: None, models: Any) -> dict[str, list[tuple[str, torch.Tensor]]]:
+    """What is sent, by dtype: before the first engine, whose process group stays."""
+    return {dtype: sent(models[1], dtype) for dtype in DTYPES}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_engine_holds_the_trainers_weights_rounded_once(
-    both_sides: ModuleType, norms: None, models: Any, dtype: str
+    both_sides: ModuleType, streams: dict[str, Any], models: Any, dtype: str
 ) -> None:
-    first, second, masters = models
-    stream = sent(second, dtype)
-    with both_sides.engine(first, dtype, 32) as llm:
+    checkpoint, _, masters = models
+    with both_sides.engine(checkpoint, dtype, 32) as llm:
         (before,) = llm.collective_rpc(read)
-        llm.collective_rpc(load, args=(stream,))
+        llm.collective_rpc(load, args=(streams[dtype],))
         (held,) = llm.collective_rpc(read)
     assert {one.dtype for one in held.values()} == {getattr(torch, dtype)}
     assert all(not torch.equal(before[name], one) for name, one in held.items())

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
-__all__ = ["JobFailedError", "Limits", "demo", "run", "unavailable"]
+__all__ = ["JobFailedError", "Limits", "demo", "first_error", "run", "unavailable"]
 
 STEPS = 28
 _HERE = Path(__file__).parent
@@ -173,9 +175,9 @@ def run(
         try:
             course = _follow(process, job.metrics(folder), steps, show, limits)
         except JobFailedError as error:
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
-            text = "\n".join(f"  {line}" for line in lines)
-            raise JobFailedError(f"{job.title}: {error}; the end of {log}:\n{text}") from None
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            text = "\n".join(f"  {line}" for line in (*first_error(lines), *lines[-12:]))
+            raise JobFailedError(f"{job.title}: {error}; from {log}:\n{text}") from None
         finally:
             process.terminate()
             process.wait()
@@ -184,6 +186,12 @@ def run(
         if job.metrics(folder).exists():
             shutil.copy(job.metrics(folder), output)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def first_error(lines: Sequence[str]) -> list[str]:
+    """The first error that a log names: an engine's death ends in "see root cause above"."""
+    found = (line for line in lines if re.search(r"\b\w+(Error|Exception): \S", line))
+    return [line[:500] for line in itertools.islice(found, 1)]
 
 
 def _follow(
