@@ -47,7 +47,7 @@ ADAPTER = Adapter.of(
         "megatron": "Megatron workers",
         "megatron weight sync": "Megatron workers (weight sync)",
         "fsdp": "FSDP workers",
-        jax_backend.GROUP: "JAX backend (Tinker's server)",
+        jax_backend.GROUP: "JAX backend",
         "metrics": "all workers (metrics)",
         "trainer": "all workers (the trainer's metrics)",
         "tinker": "all workers (Tinker's metrics)",

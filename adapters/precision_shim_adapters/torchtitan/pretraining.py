@@ -50,10 +50,9 @@ _LOOP = (
 def build(call: Call, config: Any) -> None:
     """Build a trainer; for a model that computes in float16, make a scaler and scale the loss."""
     trainer = call.instance
-    if computes_in_float16(config.training) and not _has_our_loop(trainer):
-        return call.proceed()
+    fits = not computes_in_float16(config.training) or _has_our_loop(trainer)
     call.proceed()
-    if not computes_in_float16(config.training):  # another adapter may have set it within
+    if not fits or not computes_in_float16(config.training):  # another adapter may set it within
         return
     training = make(trainer, "model")
 

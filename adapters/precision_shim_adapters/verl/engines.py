@@ -283,18 +283,13 @@ def refuse_fp16(call: Call, engine_config: Any) -> Any:
         return call.proceed()
     kinds = {one.__name__ for one in type(call.instance).__mro__}
     reason = next(why for one, why in REFUSED.items() if one.rpartition(":")[2] in kinds)
-    message = refused_in_words(reason)
+    message = (
+        f"{versioned('verl')}: {reason}. It trains in bfloat16 whatever dtype says, and the shim "
+        "cannot scale its loss. Train in bfloat16, or in float16 with the fsdp2, fsdp or megatron "
+        "engine, or with verl 0.9.1."
+    )
     if current_settings().strict:
         raise UnsupportedPrecisionError(message)
     decide("verl", type(call.instance).__name__, FEATURE, "left as it is", reason)
     warn(message)
     return call.proceed()
-
-
-def refused_in_words(reason: str) -> str:
-    """The message of a refusal, for the worker and for the plan."""
-    return (
-        f"{versioned('verl')}: {reason}. It trains in bfloat16 whatever dtype says, and the shim "
-        "cannot scale its loss. Train in bfloat16, or in float16 with the fsdp2, fsdp or megatron "
-        "engine, or with verl 0.9.1."
-    )

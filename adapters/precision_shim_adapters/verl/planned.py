@@ -67,7 +67,7 @@ def read_sharded(
     low = torch.float16 if engines.is_fp16(engine.get("dtype")) else torch.bfloat16
     ignores = {"veomni": engines.VEOMNI, "torchtitan": engines.TITAN}.get(strategy)
     why = engines.refusal(ignores) if ignores and low is torch.float16 else ""
-    note = engines.refused_in_words(why) if why else ""
+    note = f"dtype=float16 is not what it trains in, but bfloat16: {why}" if why else ""
     if note:
         low = torch.bfloat16
     if strategy == "veomni":
