@@ -28,9 +28,10 @@ def line(tmp_path: Path) -> list[str]:
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
     options = ["--parameters", "1B", "--transformer-engine", "2.11.0", "--json"]
-    code = main(["plan", *options, "--", *words])
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *options, "--", *words])
     said = capsys.readouterr()
-    return code, json.loads(said.out) if said.out else said.err
+    return int(str(end.value)), json.loads(said.out) if said.out else said.err
 
 
 def test_a_job_is_planned(capsys: pytest.CaptureFixture[str], line: list[str]) -> None:

@@ -21,9 +21,10 @@ def arguments() -> None:
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
     options = ["--parameters", "1B", "--transformer-engine", "2.11.0", "--json"]
-    code = main(["plan", *options, "--", *words])
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *options, "--", *words])
     said = capsys.readouterr()
-    return code, json.loads(said.out) if said.out else said.err
+    return int(str(end.value)), json.loads(said.out) if said.out else said.err
 
 
 def test_a_job_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
