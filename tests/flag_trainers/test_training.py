@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The argument order of load:UserWarning"),
     pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
 ]
 FP16 = ("--fp16", f"--initial-loss-scale={SCALE:.0f}")
