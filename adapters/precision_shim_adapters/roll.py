@@ -99,11 +99,8 @@ def step(call: Call) -> dict[str, Any]:
 
 ADAPTER = Adapter.of(
     ROLL,
-    seams=(
-        *megatron.where_present(
-            collect(*megatron.SEAMS, build, scale, configure, check, step), module=MODULE
-        ),
-        *collect(roll_fsdp),
+    seams=megatron.where_present(
+        collect(*megatron.SEAMS, build, scale, configure, check, step, roll_fsdp), module=MODULE
     ),
     paths={**megatron.PATHS, GROUP: "Megatron", roll_fsdp.GROUP: "FSDP2"},
 )

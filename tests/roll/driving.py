@@ -127,7 +127,7 @@ class Loss:
         flat = logits.float().flatten(0, -2)
         targets = data.batch["input_ids"].flatten()
         loss = torch.nn.functional.cross_entropy(flat, targets) * self.weight
-        return loss, {"loss": float(loss)}
+        return loss, {"loss": float(loss.detach())}
 
 
 @dataclass

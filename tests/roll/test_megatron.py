@@ -20,8 +20,9 @@ from .driving import OVERFLOW, Trainer, skipped
 On = Callable[..., Any]
 pytestmark = [
     pytest.mark.usefixtures("one_process"),
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"),
+    pytest.mark.filterwarnings("ignore:The argument order of load:UserWarning"),
+    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
 ]
 SCALE = 1024.0
@@ -77,10 +78,12 @@ def test_a_loss_that_is_scaled_twice_is_refused(on: On) -> None:
 
 
 def test_a_skip_is_counted_and_reported(on: On) -> None:
-    unpatched = Trainer.of()
+    unpatched = at(SCALE, Trainer.of(check_for_nan_in_loss_and_grad=False))
     unpatched.strategy.models_wrapped[
         0
     ].config.grad_scale_func = unpatched.strategy.optimizer.scale_loss
+    with pytest.raises(RuntimeError, match="found NaN"):  # with the DDP's check, ROLL's default
+        Trainer.of().step(0, math.nan)
     with pytest.raises(NotImplementedError):
         unpatched.step(0, OVERFLOW)
     on()
@@ -116,7 +119,9 @@ def test_states_stay_fp32_because_of_the_offload(on: On, states: str) -> None:
     assert norms(trainer) == norms(plain)
     assert all(map(torch.equal, trainer.parameters(), plain.parameters()))
     chunks, optimizer = trainer.strategy.models_wrapped, trainer.strategy.optimizer
-    assert measure_bytes(chunks, optimizer).per_parameter == 18
+    assert not optimizer.config.use_precision_aware_optimizer
+    as_before = measure_bytes(plain.strategy.models_wrapped, plain.strategy.optimizer)
+    assert measure_bytes(chunks, optimizer).per_parameter == as_before.per_parameter
     because = [one.because for one in precision_shim.status().decisions]
     assert any("ROLL's offload moves all states" in one for one in because)
 
@@ -125,6 +130,7 @@ def test_its_offload_breaks_other_states() -> None:
     """Why they stay fp32: the offload's one buffer rounds an fp32 ``exp_avg_sq``."""
     trainer = Trainer.of(BF16)
     trainer.step(0)
+    trainer.strategy.load_states()
     (state, *_) = trainer.strategy.optimizer.optimizer.state.values()
     state["exp_avg"] = state["exp_avg"].to(BF16)
     assert state["exp_avg_sq"].dtype is torch.float32
@@ -133,17 +139,14 @@ def test_its_offload_breaks_other_states() -> None:
     assert state["exp_avg_sq"].dtype is BF16
 
 
-def test_a_dense_optimizer_is_audited(on: On) -> None:
+def test_a_dense_optimizer_is_audited(on: On, capfd: pytest.CaptureFixture[str]) -> None:
     on()
     trainer = Trainer.of(BF16)
     trainer.step(0)
-    (audit,) = [
-        one for one in precision_shim.status().to_dict()["audits"] if one["framework"] == "roll"
-    ]
-    assert audit["subject"] == "actor_train"
+    assert "[precision_shim] roll actor_train: audit: bf16 parameters" in capfd.readouterr().err
 
 
-def test_a_resume_is_exact(on: On, tmp_path: Path) -> None:
+def test_a_resume_is_exact(on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import dist_checkpointing
 
     on(growth_interval=3)
@@ -163,6 +166,9 @@ def test_a_resume_is_exact(on: On, tmp_path: Path) -> None:
         }
 
     whole, half, resumed = (Trainer.of() for _ in range(3))
+    # mcore_adapter replaces it by one that answers as up to torch 2.9.
+    planner = "torch.distributed.checkpoint.default_planner"
+    monkeypatch.setattr(f"{planner}._validate_global_plan", lambda *ignored: [])
     train(whole, range(6))
     train(half, range(3))
     dist_checkpointing.save(state(half, is_loading=False), str(tmp_path))

@@ -149,6 +149,14 @@ MANIFEST = {
         "tests/symbols_in_record.py", "it needs the environments of all versions"
     ),
     "python -m tests.plan.examples FRAMEWORK CHECKOUT": Held(why_not=NETWORK),
+    "python train.py ... --fp16": Held(
+        "tests/flag_trainers/test_training.py",
+        "it starts Ray workers on GPUs; the test executes their own steps",
+    ),
+    "python examples/start_rlvr_pipeline.py *": Held(
+        "tests/roll/test_megatron.py",
+        "it starts Ray workers on GPUs; the test executes their own steps",
+    ),
     "python benchmarks/startup.py": Held(why_not="it measures for minutes on an idle machine"),
     "*tox run -e demo": Held(
         "tests/cli/test_demo.py::test_the_effect_is_there_and_measured",
