@@ -138,6 +138,32 @@ def test_verl_on_fsdp_and_what_is_illegal(capsys: pytest.CaptureFixture[str], mo
 
 
 @needs("verl")
+@pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None or Version(version("verl")) < Version("0.8"),
+    reason="verl has the Automodel engine from 0.8",
+)
+def test_verls_other_engines(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    here = Version(version("verl"))
+    actor = ("algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}")
+    actor += ("model_engine=torchtitan", "actor_rollout_ref.actor.torchtitan.dtype=float16")
+    code, plan = planned(capsys, "--", *VERL, *actor)
+    notes = [one for one in plan["models"][0]["notes"] if "no loss scaler" in one]
+    if here >= Version("0.9.0"):
+        because = "dtype is float16, and verl's torchtitan engine has no loss scaler"
+        assert (code, scaling(plan), notes) == (0, [(OURS, because)], [])
+    else:  # refused: it trains in bfloat16, and the plan says so
+        assert (code, scaling(plan), len(notes)) == (0, [], 1)
+    sft = ("python3", "-m", "verl.trainer.sft_trainer", "trainer.n_gpus_per_node=8")
+    sft += ("engine=automodel", "optim=automodel", f"model.path={model}", "data.train_files=none")
+    code, plan = planned(capsys, "--", *sft, "engine.mp_param_dtype=fp16")
+    because = "mp_param_dtype is float16, and verl's Automodel engine has no loss scaler"
+    assert (code, scaling(plan)) == (0, [(OURS, because)])
+    ddp = "engine.distributed_strategy=ddp"
+    code, plan = planned(capsys, "--", *sft, "engine.mp_param_dtype=fp16", ddp)
+    assert (code, [one["key"] for one in plan["problems"]]) == (1, [ddp.partition("=")[0]])
+
+
+@needs("verl")
 @pytest.mark.parametrize("out", ["framework", "group"])
 def test_verl_where_the_shim_is_not_in_force(
     capsys: pytest.CaptureFixture[str],
