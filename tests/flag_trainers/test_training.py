@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 FP16 = ("--fp16", f"--initial-loss-scale={SCALE:.0f}")
 FP32_BUCKET = "--accumulate-allreduce-grads-in-fp32"

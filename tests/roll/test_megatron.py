@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The argument order of load:UserWarning"),
     pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.distributed:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 SCALE = 1024.0
 BF16 = torch.bfloat16
