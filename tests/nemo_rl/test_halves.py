@@ -59,7 +59,8 @@ def test_what_a_worker_sends(
 ) -> None:
     """Beside its own weights, of an fp16 policy and of one whose rollout is in fp16 by mistake."""
     shim(settings={"audit_dir": str(tmp_path)})
-    with worker(kind, dtype, generation=GENERATION) as made:
+    with worker(kind, dtype) as made:
+        made.cfg["generation"] = GENERATION  # of a driver's config; the worker takes more from it
         made.train(batch(), loss_for(kind), gbs=4, mbs=2)  # the weights are no checkpoint's
         names = send(made, monkeypatch)
     (half,) = [one for _, one in halves.read(str(tmp_path))]
@@ -85,6 +86,6 @@ def test_off_nothing_is_written_of_the_weights(
     worker: Any, shim: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shim(features="-audit", settings={"audit_dir": str(tmp_path)})
-    with worker("v2", "float16", generation=GENERATION) as made:
+    with worker("v2", "float16") as made:
         assert send(made, monkeypatch)
     assert list(tmp_path.iterdir()) == []
