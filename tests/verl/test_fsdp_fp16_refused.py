@@ -49,7 +49,7 @@ def start(name: str, fp16: bool, refused: tuple[type[Exception], ...] = ()) -> N
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_said_by_name(name: str, shim: Any) -> None:
-    shim(features=["fp16-scaling"])
+    shim(features=["fp16-scaling"], frameworks=["verl"])
     with pytest.warns(precision_shim.PrecisionShimWarning, match=f"{NAMES[name]} engine makes no"):
         start(name, True)
     assert any(one.chosen == "left as it is" for one in precision_shim.status().decisions)
@@ -57,13 +57,13 @@ def test_said_by_name(name: str, shim: Any) -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_refused_in_strict_mode_before_anything_is_built(name: str, shim: Any) -> None:
-    shim(features=["fp16-scaling"], strict=True)
+    shim(features=["fp16-scaling"], frameworks=["verl"], strict=True)
     with pytest.raises(UnsupportedPrecisionError, match=f"{NAMES[name]} engine makes no"):
         start(name, True, (UnsupportedPrecisionError,))
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_silent_where_no_float16_is_asked(name: str, shim: Any) -> None:
-    shim(features=["fp16-scaling"])
+    shim(features=["fp16-scaling"], frameworks=["verl"])
     start(name, False)
     assert precision_shim.status().decisions == ()
