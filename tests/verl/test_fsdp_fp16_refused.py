@@ -8,7 +8,6 @@ configs.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,48 +25,45 @@ ENGINES = {
 }
 CONFIGS = {"veomni": "VeOmniEngineConfig", "torchtitan": "TorchtitanEngineConfig"}
 NAMES = {"veomni": "VeOmni", "torchtitan": "torchtitan"}
-ENGINE_PACKAGES = ("veomni", "torchtitan", "nemo_automodel")
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., None]]:
-    """Starts a real engine class with a real config, and takes what fails over empty packages."""
-    with empty_packages(*ENGINE_PACKAGES):
+def start(name: str, fp16: bool, refused: tuple[type[Exception], ...] = ()) -> None:
+    """Start a real engine class with a real config, and take what fails over its empty package.
 
-        def start(name: str, fp16: bool, refused: tuple[type[Exception], ...] = ()) -> None:
-            module, kind, since, scaled = ENGINES[name]
-            if not Version(since) <= VERL < Version(scaled):
-                pytest.skip(f"verl has the {name} engine from {since}, scaled from {scaled}")
-            configs = importlib.import_module("verl.workers.config")
-            config = getattr(configs, CONFIGS[name])(**({"dtype": "float16"} if fp16 else {}))
-            engine = getattr(importlib.import_module(f"verl.workers.engine.{module}"), kind)
-            try:
-                engine(None, config, None, None)
-            except refused:
-                raise
-            except Exception:  # nothing of what it builds is there
-                pass
-
-        yield start
+    The other engines' packages stay away: those whose loss is scaled cannot be over empty ones.
+    """
+    module, kind, since, scaled = ENGINES[name]
+    if not Version(since) <= VERL < Version(scaled):
+        pytest.skip(f"verl has the {name} engine from {since}, and it is scaled from {scaled}")
+    configs = importlib.import_module("verl.workers.config")
+    config = getattr(configs, CONFIGS[name])(**({"dtype": "float16"} if fp16 else {}))
+    with empty_packages(name):
+        engine = getattr(importlib.import_module(f"verl.workers.engine.{module}"), kind)
+        try:
+            engine(None, config, None, None)
+        except refused:
+            raise
+        except Exception:  # nothing of what it builds is there
+            pass
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_said_by_name(name: str, start: Any, shim: Any) -> None:
-    shim(features=["fp16-scaling"])
+def test_said_by_name(name: str, shim: Any) -> None:
+    shim(features=["fp16-scaling"], frameworks=["verl"])
     with pytest.warns(precision_shim.PrecisionShimWarning, match=f"{NAMES[name]} engine makes no"):
         start(name, True)
     assert any(one.chosen == "left as it is" for one in precision_shim.status().decisions)
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_refused_in_strict_mode_before_anything_is_built(name: str, start: Any, shim: Any) -> None:
-    shim(features=["fp16-scaling"], strict=True)
+def test_refused_in_strict_mode_before_anything_is_built(name: str, shim: Any) -> None:
+    shim(features=["fp16-scaling"], frameworks=["verl"], strict=True)
     with pytest.raises(UnsupportedPrecisionError, match=f"{NAMES[name]} engine makes no"):
         start(name, True, (UnsupportedPrecisionError,))
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_silent_where_no_float16_is_asked(name: str, start: Any, shim: Any) -> None:
-    shim(features=["fp16-scaling"])
+def test_silent_where_no_float16_is_asked(name: str, shim: Any) -> None:
+    shim(features=["fp16-scaling"], frameworks=["verl"])
     start(name, False)
     assert precision_shim.status().decisions == ()
