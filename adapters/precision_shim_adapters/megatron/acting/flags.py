@@ -92,7 +92,7 @@ def fill_inline(call: Call, framework: str) -> Any:
     return result
 
 
-def where_present(seams: Iterable[Seam], module: str) -> list[Seam]:
+def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:
     """The backend's seams for a trainer whose package's name other projects have too.
 
     They stand only where the trainer's own module is installed.
@@ -101,4 +101,4 @@ def where_present(seams: Iterable[Seam], module: str) -> list[Seam]:
         seams: ``megatron.SEAMS``.
         module: a module that only the trainer has.
     """
-    return [replace(one, only_if=(*one.only_if, module)) for one in seams]
+    return tuple(replace(seam, only_if=(*seam.only_if, module)) for seam in seams)
