@@ -32,9 +32,9 @@ def plan_job(job: Job) -> NoReturn:
     """
     raise PlanError(
         f"{versioned(job.framework)}, {job.target}: the plan does not read this launch line: "
-        f"{_WHY[job.framework]}. Expected is a line of verl, SkyRL, NeMo-RL or torchtitan. "
-        "Start the job with PRECISION_SHIM_AUDIT_DIR=DIR, and precision-shim audit DIR says what "
-        "it holds."
+        f"{_WHY[job.framework]}. Expected is a line of verl, SkyRL, NeMo-RL, torchtitan, AReaL or "
+        "ms-swift. Start the job with PRECISION_SHIM_AUDIT_DIR=DIR, and precision-shim audit DIR "
+        "says what it holds."
     )
 
 

@@ -35,7 +35,7 @@ def pinned() -> list[str]:
 
 def main() -> int:
     """Record them one after the other; returns how many are missing."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / ".tox"
+    folder = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else ROOT / ".tox"
     record = ROOT / "adapters" / "precision_shim_adapters" / "symbols.json"
     missing = [name for name in pinned() if not (folder / name / "bin" / "python").exists()]
     if missing == pinned():

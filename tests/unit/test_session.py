@@ -223,8 +223,8 @@ def test_a_bad_second_install_leaves_the_first(toyfw):
 
 
 def test_an_unknown_framework_is_an_error_that_names_the_known(toyfw):
-    with pytest.raises(SettingsError, match=r"'areal'.*toyfw, verl"):
-        precision_shim.install(frameworks=["areal"])
+    with pytest.raises(SettingsError, match=r"'openrlhf'.*toyfw, verl"):
+        precision_shim.install(frameworks=["openrlhf"])
     assert precision_shim.status().enabled is False
 
 

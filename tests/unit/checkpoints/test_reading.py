@@ -241,7 +241,8 @@ def test_the_text(tmp_path: Path, capsys: Any) -> None:
 
 def test_options_that_make_no_sense(tmp_path: Path, capsys: Any) -> None:
     assert run(tmp_path, "--framework", "other") == 2
-    assert "allowed: areal, ms-swift, nemo-rl, skyrl, torchtitan, verl" in capsys.readouterr().err
+    known = "areal, miles, ms-swift, nemo-rl, roll, skyrl, slime, torchtitan, verl"
+    assert f"allowed: {known}" in capsys.readouterr().err
     assert run(tmp_path, "--config", "adam_beta2") == 2
     assert "FIELD=VALUE" in capsys.readouterr().err
     assert run(tmp_path, "--config", "adam_beta2=high") == 2
