@@ -5,11 +5,15 @@ Every answer is sampled with a seed of its own (``seeded.py``), so that two jobs
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from precision_shim.auditing import halves
 
 from .conftest import Ran
 
@@ -30,10 +34,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(ran: Callable[..., Ran], checkpoints: Path) -> Ran:
-    """fp16 on both sides, four steps, saved after two."""
+def audits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("audits")
+
+
+@pytest.fixture(scope="module")
+def whole(ran: Callable[..., Ran], checkpoints: Path, audits: Path) -> Ran:
+    """fp16 on both sides, four steps, saved after two; audited, the engine's process too."""
     keys = ("trainer.save_freq=2", f"trainer.default_local_dir={checkpoints}")
-    return ran("fp16", "fp16", 4, *keys, **STRICT, **SCALER)
+    audited = {
+        "PRECISION_SHIM_AUDIT_DIR": str(audits),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    }
+    return ran("fp16", "fp16", 4, *keys, **STRICT, **SCALER, **audited)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +148,25 @@ def test_where_nothing_is_asked_of_it_the_shim_changes_nothing(alone: Ran, besid
     assert beside.metrics == alone.metrics
     for ours, theirs in zip(beside.weights("engine"), alone.weights("engine"), strict=True):
         same_weights(ours, theirs)
+
+
+def test_the_audit_has_both_halves_and_finds_no_contradiction(whole: Ran, audits: Path) -> None:
+    read = [half for _, half in halves.read(str(audits))]
+    (sent,) = (half for half in read if isinstance(half, halves.Sent))
+    (held,) = (half for half in read if isinstance(half, halves.Held))
+    assert (sent.framework, sent.subject, sent.asked) == ("verl", "actor", FP16)
+    assert (held.framework, held.subject, held.not_answered) == ("verl", halves.ROLLOUT, "")
+    assert sent.job == held.job != ""
+    assert sent.sync > 1
+    assert held.sync > 1
+    assert held.computes == "fp16"
+    (last,) = whole.weights("engine")[-1:]
+    of_kinds = [count for dtypes in held.kinds.values() for count in dtypes.values()]
+    assert sum(of_kinds) == sum(weight.numel() for weight in last.values())
+    command = [sys.executable, "-m", "precision_shim", "audit", str(audits)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no problems" in done.stdout
 
 
 PAIRS = [(trainer, rollout) for trainer in ("fp16", "bf16", "fp32") for rollout in
