@@ -18,10 +18,12 @@ from . import timing_of_importlib_bootstrap
 START_UP = "from precision_shim.process import startup; print(startup.waiting())"
 FRAMEWORKS = (
     "areal",
+    "flag_trainers",
     "megatron_alone",
     "ms_swift",
     "nemo_rl",
     "rl",
+    "roll",
     "skyrl",
     "torchtitan",
     "verl",

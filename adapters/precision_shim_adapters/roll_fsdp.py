@@ -18,6 +18,7 @@ from precision_shim.adapting import Call, seam
 from precision_shim.scaling import ScalerSettings
 
 from .fp16 import FEATURE, ScaledTraining
+from .fp16.stepping import note_skip
 
 GROUP = "fsdp2"
 MODULE = "roll.distributed.strategy.fsdp2_strategy"
@@ -61,15 +62,17 @@ def step(call: Call) -> Any:
     training = training_of(strategy)
     if training is None:
         return call.proceed()
-    with _ended(strategy):
+    with _ended(strategy, training):
         found = call.proceed()
     name = strategy.worker_config.name
     key = f"{name}/grad_norm"
-    return {**found, key: training.norm(found.get(key)), **training.metrics(f"{name}/")}
+    if key in found:  # else it only added to the gradients
+        found[key] = training.norm(found[key])
+    return {**found, **training.metrics(f"{name}/")}
 
 
 @contextmanager
-def _ended(strategy: Any) -> Iterator[None]:
+def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     """Step the scheduler and clear the gradients after a scaler's step, where ROLL did not.
 
     It is done when the next loss is scaled, or at the end: by then ROLL's own loop would have.
@@ -79,6 +82,8 @@ def _ended(strategy: Any) -> Iterator[None]:
 
     def end() -> None:
         if at and scheduler.last_epoch == at.pop():
+            if training.skipped:
+                note_skip(strategy.optimizer, ())
             scheduler.step()
             strategy.optimizer.zero_grad(set_to_none=True)
 

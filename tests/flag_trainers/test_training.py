@@ -20,14 +20,7 @@ from ..testing.tiny_training import load, save
 from .driving import OVERFLOW, SCALE, Trainer, skipped
 
 On = Callable[..., Any]
-pytestmark = [
-    pytest.mark.usefixtures("one_process"),
-    pytest.mark.filterwarnings("ignore:The argument order of load:UserWarning"),
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_process")
 FP16 = ("--fp16", f"--initial-loss-scale={SCALE:.0f}")
 FP32_BUCKET = "--accumulate-allreduce-grads-in-fp32"
 ADAPTERS = {"slime": slime, "miles": miles}

@@ -18,13 +18,7 @@ from precision_shim.testing import measure_bytes
 from .driving import OVERFLOW, Trainer, skipped
 
 On = Callable[..., Any]
-pytestmark = [
-    pytest.mark.usefixtures("one_process"),
-    pytest.mark.filterwarnings("ignore:The argument order of load:UserWarning"),
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_process")
 SCALE = 1024.0
 BF16 = torch.bfloat16
 

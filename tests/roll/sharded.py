@@ -1,0 +1,122 @@
+"""ROLL's FSDP2 strategy on a CPU: its own ``initialize``, ``train_step`` and checkpoints.
+
+Real are the strategy, FSDP2 over gloo with one rank, a tiny Llama of transformers', and torch's
+distributed checkpoints. Answered by the tests: the worker, the tokenizer, and the random states of
+a device, which ``torch.cpu`` has no functions for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from .driving import NAME, Loss, batch, worker
+
+MODULE = "roll.distributed.strategy.fsdp2_strategy"
+
+
+def _tiny() -> Any:
+    transformers = importlib.import_module("transformers")
+    return transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        tie_word_embeddings=False,
+    )
+
+
+@dataclass
+class Trainer:
+    """A strategy of ROLL's that trains a tiny Llama."""
+
+    strategy: Any
+
+    @classmethod
+    def of(cls, directory: Path, dtype: str = "float16", **config: Any) -> Trainer:
+        """Build a model as ROLL does; ``directory`` is that of the model's config."""
+        module = importlib.import_module(MODULE)
+        transformers = importlib.import_module("transformers")
+        _tiny().save_pretrained(directory)
+        one = worker(param_dtype=dtype, **config)
+        one.pipeline_config.seed = 0
+        vars(one.worker_config.model_args).update(
+            ulysses_size=1, model_name_or_path=str(directory), model_config_kwargs={}
+        )
+        strategy = module.FSDP2TrainStrategy(one)
+        with _answered(module):
+            strategy.initialize(lambda **ignored: transformers.LlamaForCausalLM(_tiny()))
+        strategy.tokenizer = SimpleNamespace(save_pretrained=lambda directory: None)
+        return cls(strategy)
+
+    def with_rolls_own_scaler(self) -> Trainer:
+        """Give it the scaler that ROLL makes, told that the gradients are on a CPU."""
+        self.strategy.scaler = ShardedGradScaler(device="cpu", growth_interval=400)
+        return self
+
+    def step(self, number: int, weight: float = 1.0, **more: Any) -> dict[str, Any]:
+        """ROLL's metrics of a step, without the worker's name."""
+        found = self.strategy.train_step(batch(number), Loss(weight), **more)
+        return {key.removeprefix(f"{NAME}/"): value for key, value in found.items()}
+
+    def end_by_hand(self) -> None:
+        """What ROLL leaves out after a step of its scaler."""
+        self.strategy.scheduler.step()
+        self.strategy.optimizer.zero_grad(set_to_none=True)
+
+    def save(self, directory: Path, *, last: bool = True) -> None:
+        """Write a checkpoint, all but the job's last in the background, and wait for it."""
+        with _answered(importlib.import_module(MODULE)):
+            self.strategy.save_checkpoint(str(directory), 3, "checkpoint-3", is_last_step=last)
+        if self.strategy.checkpoint_future is not None:
+            self.strategy.checkpoint_future.result()
+
+    def load(self, directory: Path) -> None:
+        """Read it."""
+        with _answered(importlib.import_module(MODULE)):
+            self.strategy.load_checkpoint(str(directory))
+
+    @property
+    def moved(self) -> int:
+        """How often its scheduler has moved."""
+        return int(self.strategy.scheduler.last_epoch)
+
+    @property
+    def cleared(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return all(one.grad is None for one in self.strategy.model.parameters())
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Copies of the live parameters."""
+        held: list[Any] = list(self.strategy.model.parameters())
+        return [one.detach().to_local().clone() for one in held]
+
+
+@contextmanager
+def _answered(module: Any) -> Iterator[None]:
+    platform = type(module.current_platform)
+    answers = {
+        "download_model": lambda path: path,  # which asks an actor of Ray's first
+        "default_tokenizer_provider": lambda **ignored: None,
+        "default_processor_provider": lambda **ignored: None,
+    }
+    random = {
+        "get_rng_state": staticmethod(torch.get_rng_state),
+        "set_rng_state": staticmethod(torch.set_rng_state),
+    }
+    with (
+        mock.patch.multiple(module, **answers),
+        mock.patch.multiple(platform, create=True, **random),
+    ):
+        yield

@@ -1,0 +1,201 @@
+"""ROLL's FSDP2 strategy, with the shim on and off."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import precision_shim
+from precision_shim.scaling import FILE_NAME, LossScaler
+
+from .driving import OVERFLOW
+from .sharded import MODULE, Trainer
+
+On = Callable[..., Any]
+FIRST = 65536.0
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+def same(one: Trainer, other: Trainer) -> bool:
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+def test_unpatched_a_scaled_step_is_left_unfinished(tmp_path: Path) -> None:
+    trainer = Trainer.of(tmp_path).with_rolls_own_scaler()
+    trainer.step(0)
+    assert trainer.moved == 0
+    assert not trainer.cleared
+    ended = Trainer.of(tmp_path).with_rolls_own_scaler()
+    ended.step(0)
+    ended.end_by_hand()
+    assert trainer.step(1)["grad_norm"] != ended.step(1)["grad_norm"]
+
+
+def test_each_step_ends(on: On, tmp_path: Path) -> None:
+    """The training is that of ROLL's own loop and scaler, ended by hand, bit for bit."""
+    plain = Trainer.of(tmp_path).with_rolls_own_scaler()
+    right = []
+    for number in range(3):
+        right.append(plain.step(number)["grad_norm"])
+        plain.end_by_hand()
+    on()
+    trainer = Trainer.of(tmp_path)
+    assert isinstance(trainer.strategy.scaler, LossScaler)
+    found = [trainer.step(number) for number in range(3)]
+    assert [one["grad_norm"] for one in found] == right
+    assert same(trainer, plain)
+    assert trainer.moved == 3
+    assert trainer.cleared
+    assert found[-1].items() >= {"loss_scale": FIRST, "skipped_steps": 0.0}.items()
+
+
+@pytest.mark.parametrize(("accumulated", "steps"), [(1, 2), (2, 1)])
+def test_several_batches_in_a_call(on: On, tmp_path: Path, accumulated: int, steps: int) -> None:
+    written = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulated}
+    plain = Trainer.of(tmp_path, "bfloat16", training_args=written)
+    plain.step(0)
+    on()
+    trainer = Trainer.of(tmp_path, training_args=written)
+    trainer.step(0)
+    assert (plain.moved, trainer.moved) == (steps, steps)
+    assert trainer.cleared
+    assert trainer.strategy.scaler.counter.steps == steps
+
+
+def test_without_a_step_nothing_is_ended_or_reported(on: On, tmp_path: Path) -> None:
+    on()
+    trainer = Trainer.of(tmp_path)
+    trainer.step(0, OVERFLOW)
+    assert "grad_norm" not in trainer.step(1, no_sync=True)
+    assert trainer.moved == 1
+    assert not trainer.cleared
+
+
+def test_an_overflow_is_a_skipped_step(on: On, tmp_path: Path) -> None:
+    on()
+    trainer = Trainer.of(tmp_path)
+    before = trainer.parameters()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Detected call of `lr_scheduler.step")
+        found = trainer.step(0, OVERFLOW)
+    assert math.isnan(found["grad_norm"])
+    assert found.items() >= {"loss_scale": FIRST, "skipped_steps": 1.0}.items()
+    assert all(map(torch.equal, before, trainer.parameters()))
+    assert trainer.moved == 1
+    assert trainer.cleared
+    found = trainer.step(1)
+    assert found.items() >= {"loss_scale": FIRST / 2, "skipped_steps": 1.0}.items()
+    assert math.isfinite(found["grad_norm"])
+    assert not all(map(torch.equal, before, trainer.parameters()))
+
+
+def test_thirty_overflows_in_a_row_end(on: On, tmp_path: Path) -> None:
+    on(loss_scale_init=2.0**40)
+    trainer = Trainer.of(tmp_path)
+    for number in range(24):
+        assert math.isnan(trainer.step(number, OVERFLOW)["grad_norm"])
+    with pytest.raises(precision_shim.LossScaleError, match="25 optimizer steps in a row"):
+        trainer.step(24, OVERFLOW)
+    assert not {"scale", "update"} & set(vars(trainer.strategy.scaler))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_another_dtype_trains_as_before(on: On, tmp_path: Path, dtype: str) -> None:
+    plain = Trainer.of(tmp_path, dtype)
+    right = [plain.step(number)["grad_norm"] for number in range(3)]
+    on()
+    trainer = Trainer.of(tmp_path, dtype)
+    assert [trainer.step(number)["grad_norm"] for number in range(3)] == right
+    assert same(trainer, plain)
+    assert trainer.strategy.scaler is None
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torchs_own_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mcore_adapter replaces a function of torch's by one that answers as up to torch 2.9."""
+    planner = "torch.distributed.checkpoint.default_planner"
+    monkeypatch.setattr(f"{planner}._validate_global_plan", lambda *ignored: [])
+
+
+@pytest.mark.usefixtures("torchs_own_check")
+@pytest.mark.parametrize("last", [True, False], ids=["last", "in-the-background"])
+def test_the_scaler_is_saved_and_restored(on: On, tmp_path: Path, last: bool) -> None:
+    on(growth_interval=3)
+    trainer = Trainer.of(tmp_path)
+    for number in range(3):
+        trainer.step(number, OVERFLOW if number == 1 else 1.0)
+    trainer.save(tmp_path / "saved", last=last)
+    resumed = Trainer.of(tmp_path)
+    resumed.load(tmp_path / "saved")
+    own, other = trainer.strategy.scaler, resumed.strategy.scaler
+    assert own.state_dict() == other.state_dict()
+    assert other.get_scale() == FIRST / 2
+    assert (other.counter.steps, other.counter.skipped) == (3, 1)
+    assert same(trainer, resumed)
+    assert resumed.moved == 3
+    assert trainer.strategy.optimizer.state
+    assert not resumed.strategy.optimizer.state  # ROLL leaves the moments out
+    assert resumed.step(3)["skipped_steps"] == 1.0
+    precision_shim.uninstall()
+    without = Trainer.of(tmp_path)
+    without.load(tmp_path / "saved")
+    assert same(trainer, without)
+
+
+@pytest.mark.usefixtures("torchs_own_check")
+def test_a_model_alone_is_saved_without_a_scaler(on: On, tmp_path: Path) -> None:
+    on()
+    trainer = Trainer.of(tmp_path, save_only_model=True)
+    trainer.step(0)
+    trainer.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "config.json").exists()
+    assert not (tmp_path / "saved" / FILE_NAME).exists()
+
+
+@pytest.mark.usefixtures("torchs_own_check")
+def test_a_checkpoint_without_a_scaler_is_told(on: On, tmp_path: Path) -> None:
+    Trainer.of(tmp_path).with_rolls_own_scaler().save(tmp_path / "saved")
+    on()
+    trainer = Trainer.of(tmp_path)
+    with pytest.warns(precision_shim.PrecisionShimWarning, match="no loss scaler state"):
+        trainer.load(tmp_path / "saved")
+
+
+# -- it comes and goes -------------------------------------------------------------------------
+
+
+def test_taken_out_the_scaler_is_rolls_own(on: On, tmp_path: Path) -> None:
+    on()
+    precision_shim.uninstall()
+    trainer = Trainer.of(tmp_path)
+    assert type(trainer.strategy.scaler) is ShardedGradScaler
+
+
+@pytest.mark.parametrize("name", ["FSDP2TrainStrategy.train_step", "FSDP2StrategyBase.save"])
+def test_a_version_without_a_symbol_is_refused_whole(
+    on: On, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from precision_shim_adapters import roll
+
+    gone = [
+        replace(one, target=one.target.replace(name, "gone")) if MODULE in one.target else one
+        for one in roll.ADAPTER.seams
+    ]
+    monkeypatch.setattr(roll, "ADAPTER", replace(roll.ADAPTER, seams=gone))
+    strategies = sys.modules[MODULE]
+    before = {key: id(value) for key, value in vars(strategies.FSDP2TrainStrategy).items()}
+    with pytest.raises(precision_shim.SeamError, match=r"fp16-scaling.*gone"):
+        on()
+    assert {key: id(value) for key, value in vars(strategies.FSDP2TrainStrategy).items()} == before
