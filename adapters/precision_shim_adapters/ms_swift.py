@@ -70,6 +70,7 @@ def coerced(value: Any) -> Any:
     f"{TRAINER}:BaseMegatronTrainer.__init__",
     BUILDING,
     group=GROUP,
+    optional=True,  # another project's package has the name swift
     why="makes the DDP and the optimizer, in two calls",
     relies_on=("prepare_model", "get_optimizer_and_scheduler"),
 )
@@ -83,6 +84,7 @@ def build(call: Call, args: Any) -> None:
     "megatron.core.optimizer:get_megatron_optimizer",
     (*SETTLING, ALIGNMENT),
     group=GROUP,
+    optional=True,
     why="ms-swift makes its OptimizerConfig inline, and this call has config and buckets in hand",
     delete_when="ms-swift's arguments have the fields of Megatron's loss scaler",
     aliases=(f"{TRAINER}:get_megatron_optimizer",),
@@ -104,6 +106,7 @@ def settle(call: Call, config: Any, model_chunks: Any) -> Any:
     f"{TRAINER}:BaseMegatronTrainer.train_step",
     SCALING,
     group=GROUP,
+    optional=True,
     why="makes a tensor of the gradient norm, which is None where Megatron skipped the step",
     delete_when="ms-swift takes a skipped step",
     relies_on=("reduce_max_stat_across_model_parallel_group",),
@@ -118,6 +121,7 @@ def step(call: Call) -> Any:
     f"{TRAINER}:BaseMegatronTrainer.on_log",
     SCALING,
     group=METRICS,
+    optional=True,
     why="every trainer of ms-swift reports here",
     relies_on=("_log_callback",),
 )
@@ -130,7 +134,9 @@ def report(call: Call, logs: dict[str, Any], prefix: str = "") -> Any:
 
 ADAPTER = Adapter.of(
     MS_SWIFT,
-    seams=collect(*megatron.SEAMS, build, settle, step, report),
+    seams=megatron.where_present(
+        collect(*megatron.SEAMS, build, settle, step, report), module=TRAINER
+    ),
     paths={**megatron.PATHS, GROUP: "Megatron trainers", METRICS: "Megatron trainers (metrics)"},
 )
 

@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 
+import precision_shim
+
 from .test_alone import places
+from .training import Trainer, fp16
 
 
-@pytest.mark.parametrize("name", ["roll", "slime", "miles"])
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize(
+    ("name", "framework"),
+    [("roll", "roll"), ("slime", "slime"), ("miles", "miles"), ("swift", "ms-swift")],
+)
 def test_another_projects_package_is_left_alone(
     name: str,
+    framework: str,
+    strict: bool,
     shim: Callable[..., Any],
     one_process: Any,
     tmp_path: Path,
@@ -31,12 +40,15 @@ def test_another_projects_package_is_left_alone(
     for one in ("verl", "skyrl", "nemo_rl", "torchtitan"):
         monkeypatch.delitem(sys.modules, one, raising=False)
     before = places()
-    shim(export=False)  # strict mode has guards of its own where an optimizer is built
+    shim(strict=strict, export=False)
     importlib.import_module(name)
     try:
-        status = sys.modules["precision_shim"].status()
+        status = precision_shim.status()
     finally:
         del sys.modules[name]
-    assert status.frameworks[name].state == "absent"
-    assert places() == before
+    assert status.frameworks[framework].state == "absent"
+    if not strict:  # strict mode has guards where optimizers are built, which pass a call through
+        assert places() == before
+    assert [float(one.scale) for one in Trainer.of(fp16(scale=None)).scalers] == [2.0**32]
+    assert precision_shim.status().decisions == ()
     assert capfd.readouterr().err == ""
