@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import precision_shim
+from precision_shim.checkpoints.foretelling import Here
+from precision_shim.checkpoints.report import examine
 from precision_shim.testing import measure_bytes
 
 from ..testing.tiny_training import load, save
@@ -168,8 +170,12 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
     whole, half, resumed = (engine(on_cpu, asked) for _ in range(3))
     run(whole, range(6))
     run(half, range(3))
-    save(half.model, half.optimizer, tmp_path, SHARDING)
-    load(resumed.model, resumed.optimizer, tmp_path)
+    step = tmp_path / "epoch0epochstep2globalstep2"  # as AReaL's saver names it
+    step.mkdir()
+    save(half.model, half.optimizer, step, SHARDING)
+    (found,) = examine(tmp_path, Here.now())
+    assert (found.part.framework, found.outcome.verdict) == ("areal", "exact")
+    load(resumed.model, resumed.optimizer, step)
     run(resumed, range(3, 6))
     assert all(map(torch.equal, parameters(whole), parameters(resumed)))
     states = [one.state_dict() for one in (*scalers(whole), *scalers(resumed))]

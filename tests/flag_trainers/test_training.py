@@ -16,6 +16,7 @@ import precision_shim
 from precision_shim.testing import measure_bytes
 from precision_shim_adapters import miles, slime
 
+from ..checkpoint_doctor import verdict
 from ..testing.tiny_training import load, save
 from .driving import OVERFLOW, SCALE, Trainer, skipped
 
@@ -161,8 +162,11 @@ def test_a_resume_is_exact(on: On, name: str, tmp_path: Path) -> None:
     whole, half, resumed = (Trainer.of(name, *flags) for _ in range(3))
     train(whole, range(6))
     train(half, range(3))
-    save(half.chunks, half.optimizer, tmp_path, "dp_reshardable")
-    load(resumed.chunks, resumed.optimizer, tmp_path)
+    step = tmp_path / "iter_0000003"  # as Megatron's training names it
+    step.mkdir()
+    save(half.chunks, half.optimizer, step, "dp_reshardable")
+    assert verdict(tmp_path, name) == "exact"
+    load(resumed.chunks, resumed.optimizer, step)
     resumed.scheduler.load_state_dict(half.scheduler.state_dict())
     train(resumed, range(3, 6))
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))

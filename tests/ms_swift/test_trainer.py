@@ -14,6 +14,7 @@ import torch
 import precision_shim
 from precision_shim.testing import measure_bytes
 
+from ..checkpoint_doctor import verdict
 from .cpu import OVERFLOW, arguments, parameters, scalers, train, trainer
 
 On = Callable[..., Any]
@@ -137,6 +138,7 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
     run(whole, range(7))
     run(half, range(4))
     half.save_checkpoint()
+    assert verdict(tmp_path, "ms-swift") == "exact"
     again = {"mcore_model": str(tmp_path / "checkpoint-4"), "finetune": False, "model": None}
     resumed = trainer(on_cpu, arguments(fp16=True, **again))
     assert resumed.state.iteration == 4
