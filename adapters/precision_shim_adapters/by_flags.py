@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from precision_shim.adapting import versioned
 from precision_shim.checkpoints.foretelling import Here
-from precision_shim.checkpoints.layout import Outcome, Part
+from precision_shim.checkpoints.layout import FAILS, FRESH, PARAMS, Outcome, Part
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 
@@ -41,6 +41,13 @@ def plan_job(job: Job) -> NoReturn:
 def roll(part: Part, here: Here) -> Outcome:
     """How ROLL resumes on Megatron."""
     return _megatron("roll", part, here)
+
+
+def roll_sharded(part: Part, here: Here) -> Outcome:
+    """How ROLL resumes on FSDP2, whose states lie beneath its export of the weights."""
+    who = versioned("roll", called="ROLL")
+    why = f"{who} leaves moments out: it loads into an optimizer that has none yet"
+    return Outcome(FRESH, why) if part.held.get(PARAMS) else Outcome(FAILS, "it has no weights")
 
 
 def slime(part: Part, here: Here) -> Outcome:

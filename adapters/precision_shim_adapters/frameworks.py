@@ -165,8 +165,13 @@ ROLL = Framework(
     plan="precision_shim_adapters.by_flags:plan_job",
     checkpoints=Checkpoints(
         steps=r"checkpoint-(\d+)",
-        resuming={"megatron": "precision_shim_adapters.by_flags:roll"},
+        resuming={
+            "megatron": "precision_shim_adapters.by_flags:roll",
+            "dcp": "precision_shim_adapters.by_flags:roll_sharded",
+            "safetensors": "precision_shim_adapters.by_flags:roll_sharded",
+        },
     ),
+    checkpoint_readers={"megatron": "precision_shim_adapters.roll_checkpoints:fill_part"},
 )
 
 SLIME = Framework(

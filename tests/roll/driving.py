@@ -16,6 +16,7 @@ import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -157,6 +158,22 @@ class Trainer:
     def norm(self, number: int, weight: float = 1.0) -> float:
         """The norm that it reports for a step."""
         return float(self.step(number, weight)["grad_norm"])
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint as ROLL does; a GPT has no ``save_pretrained`` of mcore_adapter's."""
+        own = importlib.import_module("mcore_adapter.checkpointing")
+        platform = type(importlib.import_module("roll.platforms").current_platform)
+        (model,) = self.strategy.models_unwrapped
+
+        def save_pretrained(folder: str, ckpt_format: str) -> None:
+            config = SimpleNamespace(save_pretrained=lambda folder: Path(folder).mkdir())
+            state = {"model": own.generate_model_state_dict(model, ckpt_format)}
+            own.save_config_and_state_dict(folder, config, state, ckpt_format)
+
+        model.save_pretrained = save_pretrained
+        random = staticmethod(torch.get_rng_state)
+        with mock.patch.object(platform, "get_rng_state", random, create=True):
+            self.strategy.save_checkpoint(str(directory), 3, directory.name, is_last_step=True)
 
     @property
     def scalers(self) -> list[Any]:

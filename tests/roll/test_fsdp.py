@@ -17,6 +17,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 import precision_shim
 from precision_shim.scaling import FILE_NAME, LossScaler
 
+from ..checkpoint_doctor import ask
 from .driving import OVERFLOW
 from .sharded import MODULE, Trainer
 
@@ -136,9 +137,12 @@ def test_the_scaler_is_saved_and_restored(on: On, tmp_path: Path, last: bool) ->
     trainer = Trainer.of(tmp_path)
     for number in range(3):
         trainer.step(number, OVERFLOW if number == 1 else 1.0)
-    trainer.save(tmp_path / "saved", last=last)
+    saved = tmp_path / "checkpoint-3"
+    trainer.save(saved, last=last)
+    found = ask(tmp_path, "roll")
+    assert (found.part.scaler.state, found.outcome.verdict) == ("whole", "starts anew")
     resumed = Trainer.of(tmp_path)
-    resumed.load(tmp_path / "saved")
+    resumed.load(saved)
     own, other = trainer.strategy.scaler, resumed.strategy.scaler
     assert own.state_dict() == other.state_dict()
     assert other.get_scale() == FIRST / 2
@@ -150,7 +154,7 @@ def test_the_scaler_is_saved_and_restored(on: On, tmp_path: Path, last: bool) ->
     assert resumed.step(3)["skipped_steps"] == 1.0
     precision_shim.uninstall()
     without = Trainer.of(tmp_path)
-    without.load(tmp_path / "saved")
+    without.load(saved)
     assert same(trainer, without)
 
 

@@ -15,6 +15,7 @@ import torch
 import precision_shim
 from precision_shim.testing import measure_bytes
 
+from ..checkpoint_doctor import ask
 from .driving import OVERFLOW, Trainer, skipped
 
 On = Callable[..., Any]
@@ -159,6 +160,11 @@ def test_a_resume_is_exact(on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             ),
         }
 
+    def load(trainer: Trainer) -> None:
+        found = dist_checkpointing.load(state(trainer, is_loading=True), str(tmp_path))
+        trainer.strategy.models_unwrapped[0].load_state_dict(found["model"])
+        trainer.strategy.optimizer.load_state_dict(found["optimizer"])
+
     whole, half, resumed = (Trainer.of() for _ in range(3))
     # mcore_adapter replaces it by one that answers as up to torch 2.9.
     planner = "torch.distributed.checkpoint.default_planner"
@@ -166,13 +172,31 @@ def test_a_resume_is_exact(on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     train(whole, range(6))
     train(half, range(3))
     dist_checkpointing.save(state(half, is_loading=False), str(tmp_path))
-    found = dist_checkpointing.load(state(resumed, is_loading=True), str(tmp_path))
-    resumed.strategy.models_unwrapped[0].load_state_dict(found["model"])
-    resumed.strategy.optimizer.load_state_dict(found["optimizer"])
+    load(resumed)
     resumed.strategy.scheduler.load_state_dict(half.strategy.scheduler.state_dict())
     train(resumed, range(3, 6))
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
     assert whole.scalers[0].state_dict() == resumed.scalers[0].state_dict()
+    precision_shim.uninstall()
+    bare = Trainer.of()
+    load(bare)
+    assert all(map(torch.equal, half.parameters(), bare.parameters()))
+    assert half.scalers[0].state_dict() == bare.scalers[0].state_dict()
+
+
+def test_the_doctor_knows_its_checkpoint(
+    on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on()
+    trainer = Trainer.of()
+    trainer.step(0)
+    # mcore_adapter replaces it by one that answers as up to torch 2.9.
+    planner = "torch.distributed.checkpoint.default_planner"
+    monkeypatch.setattr(f"{planner}._validate_global_plan", lambda *ignored: [])
+    trainer.save(tmp_path / "checkpoint-3")
+    found = ask(tmp_path, "roll")
+    assert found.part.dtypes("params") == {"fp16": sum(map(torch.numel, trainer.parameters()))}
+    assert found.outcome.exact, found.outcome
 
 
 # -- it comes and goes -------------------------------------------------------------------------

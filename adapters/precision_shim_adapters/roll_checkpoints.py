@@ -1,0 +1,24 @@
+"""ROLL's checkpoints on Megatron, for the doctor; needs no torch.
+
+Beside the optimizer's distributed checkpoint ROLL keeps the weights in a file of each rank
+(``ckpt_format: legacy``, its default).
+
+Delete when: ROLL saves the weights in a distributed checkpoint too.
+"""
+
+from __future__ import annotations
+
+from precision_shim.checkpoints.layout import PARAMS, Part
+from precision_shim.checkpoints.tensors import Archive
+from precision_shim.checkpoints.units import Unit
+
+from .megatron_checkpoints import fill_part as fill_with_states
+
+
+def fill_part(unit: Unit, part: Part) -> None:
+    """Read an optimizer's states, and the weights that the ranks' files beside them hold."""
+    fill_with_states(unit, part)
+    for file in sorted(unit.path.parent.glob("mp_rank_*/model_optim_rng.pt")):
+        for keys, tensor in Archive(file).tensors():
+            if not any(str(key).endswith("_extra_state") for key in keys):
+                part.add(PARAMS, tensor)
