@@ -61,7 +61,7 @@ def test_text_fits_80_columns_without_colours(doctor):
         "toy 1.0, tested: can be patched",
         "  bf16-dispatch          would be in force\n",
         "not installed: verl\n",
-        "not asked for: skyrl, nemo-rl, torchtitan, areal, ms-swift, solo\n",
+        "not asked for: skyrl, nemo-rl, torchtitan, areal, ms-swift, roll, slime, miles,\n  solo\n",
     ):
         assert expected in done.stdout
     assert "toy.ops:scale" not in done.stdout

@@ -206,8 +206,14 @@ class Fake:
         return [sys.executable, "-c", begin + self.code]
 
 
-class Short(rl.Limits):
-    first, step, end = 20.0, 0.5, 0.5
+class Long(rl.Limits):
+    """For jobs that end by themselves, on a machine with other work."""
+
+    first = step = end = 120.0
+
+
+class Short(Long):
+    step = end = 0.5
 
 
 @pytest.fixture
@@ -240,7 +246,8 @@ def test_a_job_that_dies_or_hangs_ends_with_a_message(tmp_path, no_material, cod
     job = Fake(code)
     if steps == 4:
         job.command = lambda folder, steps: Fake(code).command(folder, 3)
+    before = set(keeper.descendants(os.getpid()))  # other tests' helpers
     with pytest.raises(rl.JobFailedError) as raised:
-        rl.run(job, tmp_path, steps, limits=Short)
+        rl.run(job, tmp_path, steps, limits=Short if "sleep" in code else Long)
     assert all(part in str(raised.value) for part in said)
-    assert list(keeper.descendants(os.getpid())) == []
+    assert set(keeper.descendants(os.getpid())) <= before
