@@ -306,6 +306,7 @@ def contents(job: Job) -> dict[str, Any]:
     for number in (1, 2, 3):
         one.save_checkpoint(job.path(f"turn/{number}"), global_step=number, max_ckpt_to_keep=2)
     found["rotated"] = support.folder_of(job.path("turn"))
+    dist.barrier()  # the next save removes a directory before its own barrier
     one.save_checkpoint(job.path("turn/2"), global_step=4, max_ckpt_to_keep=2)
     found["again"] = support.folder_of(job.path("turn/2"))
     one.save_checkpoint(None)
