@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -175,10 +176,11 @@ def test_a_file_is_there_whole_or_not_at_all(
     (path,) = tmp_path.iterdir()
     before = path.read_text()
 
-    def full(*_: object, **__: object) -> None:
+    def full(handle: int, *_: object, **__: object) -> None:
+        os.close(handle)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(os, "fdopen", full)
     with pytest.raises(OSError, match="no space"):
         put(tmp_path, audit_of(0, exp_avg="fp32"))
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
