@@ -144,15 +144,8 @@ def foretell(part: Part, here: Here) -> Outcome:
 
     Without the shim a finished config keeps whole master weights beside low-precision moments.
     """
-    fields = resuming.assume_fields(part, here)
-    bucket = fields.pop(resuming.BUCKET, None)
+    wishes = resuming.assume_wishes(part, here, f"{versioned('areal')}, megatron", "actor")
     if not here.in_force("areal", DISPATCH, GROUP):
-        fields["store_param_remainders"] = False
-    wishes = Wishes(
-        where=f"{versioned('areal')}, megatron",
-        subject="actor",
-        asked=fields,
-        declared=resuming.find_params_dtype(part),
-        bucket_in_fp32=None if bucket is None else bool(bucket),
-    )
+        asked = {**wishes.asked, "store_param_remainders": False}
+        wishes = dataclasses.replace(wishes, asked=asked)
     return resuming.foretell("areal", part, here, wishes)

@@ -14,7 +14,6 @@ from precision_shim.checkpoints.layout import FAILS, FRESH, PARAMS, Outcome, Par
 from precision_shim.errors import PlanError
 from precision_shim.planning.command import Job
 
-from .megatron.deciding.wishes import Wishes
 from .megatron.resuming import foretelling as megatrons
 
 _WHY = {
@@ -61,13 +60,6 @@ def miles(part: Part, here: Here) -> Outcome:
 
 
 def _megatron(framework: str, part: Part, here: Here) -> Outcome:
-    fields = megatrons.assume_fields(part, here)
-    bucket = fields.pop(megatrons.BUCKET, None)
-    wishes = Wishes(
-        where=f"{framework}, flags",
-        subject=part.subject or "actor",
-        asked=fields,
-        declared=megatrons.find_params_dtype(part),
-        bucket_in_fp32=None if bucket is None else bool(bucket),
-    )
+    subject = part.subject or "actor"
+    wishes = megatrons.assume_wishes(part, here, f"{framework}, flags", subject)
     return megatrons.foretell(framework, part, here, wishes)

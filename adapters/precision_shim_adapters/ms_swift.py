@@ -143,13 +143,6 @@ ADAPTER = Adapter.of(
 
 def foretell(part: Part, here: Here) -> Outcome:
     """Predict how ms-swift would resume; ``here.config`` has fields of its arguments."""
-    fields = resuming.assume_fields(part, here)
-    bucket = fields.pop(resuming.BUCKET, None)
-    wishes = Wishes(
-        where=f"{versioned('ms-swift', 'swift')}, megatron's arguments",
-        subject="model",
-        asked=fields,
-        declared=resuming.find_params_dtype(part),
-        bucket_in_fp32=None if bucket is None else bool(bucket),
-    )
+    where = f"{versioned('ms-swift', 'swift')}, megatron's arguments"
+    wishes = resuming.assume_wishes(part, here, where, "model")
     return resuming.foretell("ms-swift", part, here, wishes)

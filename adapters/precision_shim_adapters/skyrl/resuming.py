@@ -6,7 +6,6 @@ from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.layout import Outcome, Part
 
 from ..fp16 import resuming as torchs
-from ..megatron.deciding.wishes import Wishes
 from ..megatron.resuming import foretelling as megatrons
 from .config import KWARGS
 from .fsdp import GROUP
@@ -14,15 +13,7 @@ from .fsdp import GROUP
 
 def megatron(part: Part, here: Here) -> Outcome:
     """The outcome on Megatron; ``here.config`` has fields of ``optimizer_config_kwargs``."""
-    fields = megatrons.assume_fields(part, here)
-    bucket = fields.pop(megatrons.BUCKET, None)
-    wishes = Wishes(
-        where=f"skyrl, {KWARGS}",
-        subject=part.subject or "policy",
-        asked=fields,
-        declared=megatrons.find_params_dtype(part),
-        bucket_in_fp32=None if bucket is None else bool(bucket),
-    )
+    wishes = megatrons.assume_wishes(part, here, f"skyrl, {KWARGS}", part.subject or "policy")
     return megatrons.foretell("skyrl", part, here, wishes, mends_offload=True)
 
 

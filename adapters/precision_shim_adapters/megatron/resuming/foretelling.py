@@ -97,6 +97,27 @@ def assume_fields(part: Part, here: Here) -> dict[str, Any]:
     return {**fields, **here.instead}
 
 
+def assume_wishes(part: Part, here: Here, where: str, subject: str) -> Wishes:
+    """What the job asks for, of a framework whose config has Megatron's own names.
+
+    Args:
+        part: the checkpoint.
+        here: the environment; ``here.config`` has fields of Megatron's OptimizerConfig, and may
+            have ``grad_reduce_in_fp32``.
+        where: framework, version and what the user writes, for messages.
+        subject: which model.
+    """
+    fields = assume_fields(part, here)
+    bucket = fields.pop(BUCKET, None)
+    return Wishes(
+        where=where,
+        subject=subject,
+        asked=fields,
+        declared=find_params_dtype(part),
+        bucket_in_fp32=None if bucket is None else bool(bucket),
+    )
+
+
 def find_params_dtype(part: Part) -> torch.dtype:
     """The parameters' dtype; bf16 where the file does not show it."""
     return parse_dtype(part.params_dtype or "") or torch.bfloat16
