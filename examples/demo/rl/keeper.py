@@ -24,6 +24,8 @@ __all__ = ["descendants", "main"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SECONDS_TO_END = 10.0
+_SECONDS_BETWEEN_LOOKS = 10.0
+"""At the memory: a look takes half a second of a processor, and the processes grow for minutes."""
 _PROC = Path("/proc")
 
 
@@ -47,7 +49,7 @@ def main(arguments: list[str]) -> int:
             peak = max(peak, sum(map(_memory, descendants(os.getpid()))))
             Path(peak_file).write_text(json.dumps(peak), encoding="utf-8")
             with contextlib.suppress(subprocess.TimeoutExpired):
-                started.wait(2)
+                started.wait(_SECONDS_BETWEEN_LOOKS)
         return started.returncode
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
