@@ -17,7 +17,7 @@ from precision_shim.cli import main
 
 from .support import batch, loss_for
 
-GENERATION = {"backend": "vllm", "vllm_cfg": {"precision": "float16"}}
+GENERATION = {"backend": "vllm", "temperature": 1.0, "vllm_cfg": {"precision": "float16"}}
 
 
 class Wire:

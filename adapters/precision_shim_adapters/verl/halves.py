@@ -153,6 +153,7 @@ def know_legacy_rollout(worker: Any) -> None:
     f"{_SERVER}.run_server",
     FEATURE,
     group=HELD,
+    only_if=(f"{_SERVER}.run_server",),  # before 0.7 a base class has it
     why="has made vLLM's engine when it ends",
     delete_when=_DELETE,
     relies_on=("engine", "AsyncLLM"),
@@ -169,6 +170,7 @@ async def ask_new_server(call: Call) -> Any:
     f"{_SERVER}.collective_rpc",
     FEATURE,
     group=HELD,
+    only_if=(f"{_SERVER}.run_server",),  # before 0.7 a base class has it
     why="each weight sync begins with this call, which returns when the engine has the weights",
     delete_when=_DELETE,
     relies_on=("engine", "method"),

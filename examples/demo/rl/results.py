@@ -135,12 +135,11 @@ def draw(path: Path, courses: Mapping[str, Course], title: str) -> None:
         skipped = [step for step in steps if last.skipped[step - 1] > before[step - 1]]
         axis.plot(
             skipped, [last.scale[step - 1] for step in skipped], "x", color="#c62828",
-            markersize=10, markeredgewidth=2.5, label="an overflow: the step is skipped",
+            markersize=10, markeredgewidth=2.5,
         )  # fmt: skip
         axis.set_yscale("log", base=2)
-        axis.set_title("Loss scale of the job with the shim", loc="left")
+        axis.set_title("Loss scale with the shim; x: overflow, the step is skipped", loc="left")
         axis.set_ylabel("actor/loss_scale")
-        axis.legend(frameon=False, loc="upper right")
         for axis in axes.flat:
             axis.spines[["top", "right"]].set_visible(False)
             axis.set_xlabel("step")
