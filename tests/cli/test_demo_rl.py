@@ -16,9 +16,10 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from examples.demo import rl
-from examples.demo.rl import keeper, results, vllm_on_cpu
+from examples.demo.rl import results, vllm_on_cpu
 from examples.demo.rl.jobs import JOBS
 from examples.demo.rl.results import METRICS, Course
+from examples.processes import keeper
 
 ROOT = Path(__file__).parents[2]
 SLEEP = "import time; time.sleep(600)"
@@ -139,7 +140,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the jobs run on Linu
 
 
 def kept(tmp_path, code, **named):
-    command = [sys.executable, "-m", "examples.demo.rl.keeper", str(tmp_path / "peak")]
+    command = [sys.executable, "-m", "examples.processes.keeper", str(tmp_path / "peak")]
     return subprocess.Popen([*command, sys.executable, "-c", code], **named)
 
 
@@ -172,7 +173,7 @@ def test_the_keeper_ends_orphans_when_the_command_has_ended(tmp_path):
 def test_the_keeper_ends_with_the_process_that_started_it(tmp_path):
     code = (
         "import subprocess, sys, time\n"
-        f"subprocess.Popen([sys.executable, '-m', 'examples.demo.rl.keeper', "
+        f"subprocess.Popen([sys.executable, '-m', 'examples.processes.keeper', "
         f"{str(tmp_path / 'peak')!r}, sys.executable, '-c', {DAEMONS + SLEEP!r}])\n{SLEEP}"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])

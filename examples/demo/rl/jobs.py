@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from precision_shim.process.settings import PREFIX
 
+from ...processes.keeper import WORKERS
 from . import vllm_on_cpu
 from .task import ANSWER, ANSWERS, PROMPTS
 
-__all__ = ["JOBS", "Job"]
+__all__ = ["ENVIRONMENT", "JOBS", "Job"]
+
+ENVIRONMENT = "environment.json"
+"""The name of the file with a job's environment."""
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[2]
@@ -52,7 +55,7 @@ class Job:
         """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         kept = {name: value for name, value in kept.items() if not name.startswith(PREFIX)}
-        # Seven processes import the same packages: compiled each time, that takes minutes.
+        # Two processes of vLLM import it anew: compiled each time, that takes a minute.
         kept.pop("PYTHONDONTWRITEBYTECODE", None)
         paths = [str(folder), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = {
@@ -85,13 +88,14 @@ class Job:
         return folder / f"{self.name}.jsonl"
 
     def command(self, folder: Path, steps: int) -> list[str]:
-        """verl's own entry point with this job's keys.
+        """For ``keeper``: verl's own entry point with this job's keys, in a fork.
 
         Args:
-            folder: with model and prompts.
+            folder: with model, prompts and ``ENVIRONMENT``.
             steps: of training.
         """
-        return [sys.executable, "-m", "verl.trainer.main_ppo", *self._keys(folder, steps)]
+        fork = ["--fork", str(folder / ENVIRONMENT)]
+        return [*fork, "verl.trainer.main_ppo", *self._keys(folder, steps)]
 
     def _keys(self, folder: Path, steps: int) -> list[str]:
         actor, rollout = f"{_WORKER}.actor", f"{_WORKER}.rollout"
@@ -155,6 +159,7 @@ class Job:
             f"+{ray}.include_dashboard": False,
             f"+{ray}.object_store_memory": 200_000_000,
             f"+{ray}._temp_dir": folder / "ray",
+            f"+{ray}.runtime_env.py_executable": WORKERS,
             f"+{ray}.address": "local",
         }
         return [f"{name}={value}" for name, value in keys.items()]

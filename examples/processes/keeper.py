@@ -1,39 +1,84 @@
-"""Starts a command and ends all that it started: ``python -m examples.demo.rl.keeper COMMAND``.
+"""Starts a command and ends all that it started.
+
+    python -m examples.processes.keeper PEAK COMMAND ...                a command
+    python -m examples.processes.keeper PEAK --fork FILE MODULE ...     a Python module, forked
 
 Ray's daemons leave their parent's session and overwrite their environment, so that neither tells
 whose they are. This process adopts every orphan beneath it (Linux: a subreaper), hence all of them
 are its descendants, and no process of another Ray session is. At its end, or when whoever started
 it ends, it kills them. Linux alone; vLLM's build for CPUs has no other.
+
+With ``--fork`` it imports torch and vLLM first, and the module's process and Ray's workers are
+forks of it: eight processes would import the same for 14 seconds each. FILE has the environment of
+the module as JSON; this process has none of the shim's variables.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["descendants", "main"]
+__all__ = ["WORKERS", "descendants", "main"]
+
+WORKERS = "DEMO_WORKER_PYTHON"
+"""A word of a forked module's arguments in whose place Ray's ``py_executable`` is put."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SECONDS_TO_END = 10.0
 _SECONDS_BETWEEN_LOOKS = 10.0
 """At the memory: a look takes half a second of a processor, and the processes grow for minutes."""
 _PROC = Path("/proc")
+_IMPORTED = (
+    "torch", "transformers", "pandas", "datasets", "tensordict", "vllm.entrypoints.openai.api_server"
+)  # fmt: skip
+"""By every process of a job, and nothing of verl's: the shim waits for that import. Nor is Ray among
+them, which reads its worker's environment at its import, or what imports it."""
+
+
+class _Forked:
+    """A module in a fork of this process, with the methods of ``subprocess.Popen``."""
+
+    def __init__(self, module: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._process = fork.Process(target=self._run, args=(module, arguments, environment))
+        self._process.start()
+
+    @staticmethod
+    def _run(module: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+        from .forks import begin, execute
+
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, signal.SIG_DFL)
+        begin(environment, os.getcwd())
+        execute(["-m", module, *arguments])
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> None:
+        self._process.join(timeout)
+
+    def terminate(self) -> None:
+        self._process.terminate()
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; return its exit status.
 
     Args:
-        arguments: a file for the peak of the memory in bytes, then the command.
+        arguments: a file for the peak of the memory in bytes, then the command; or ``--fork``, a
+            file with an environment, and a module with its arguments.
     """
     peak_file, *command = arguments
     signal.signal(signal.SIGTERM, _stop)
@@ -42,15 +87,33 @@ def main(arguments: list[str]) -> int:
     for option, value in ((_PR_SET_CHILD_SUBREAPER, 1), (_PR_SET_PDEATHSIG, signal.SIGTERM)):
         if libc.prctl(option, value, 0, 0, 0):
             raise OSError(ctypes.get_errno(), f"prctl({option})")
+    with contextlib.ExitStack() as stack:
+        if command[0] == "--fork":
+            started: Any = _fork(stack, *command[1:])
+        else:
+            started = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        return _keep(started, Path(peak_file))
+
+
+def _fork(stack: contextlib.ExitStack, file: str, module: str, *arguments: str) -> _Forked:
+    from .forks import ray_workers
+
+    environment = json.loads(Path(file).read_text(encoding="utf-8"))
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    python = stack.enter_context(ray_workers())
+    return _Forked(module, [one.replace(WORKERS, python) for one in arguments], environment)
+
+
+def _keep(started: Any, peak_file: Path) -> int:
     peak = 0
-    started = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         while started.poll() is None:
             peak = max(peak, sum(map(_memory, descendants(os.getpid()))))
-            Path(peak_file).write_text(json.dumps(peak), encoding="utf-8")
+            peak_file.write_text(json.dumps(peak), encoding="utf-8")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 started.wait(_SECONDS_BETWEEN_LOOKS)
-        return started.returncode
+        return int(started.poll())
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -61,7 +124,7 @@ def _stop(*_: Any) -> NoReturn:
     sys.exit(1)
 
 
-def _end(started: subprocess.Popen[bytes]) -> None:
+def _end(started: Any) -> None:
     """Let the command end by itself, Ray with it, then kill what is left."""
     if started.poll() is None:
         started.terminate()
