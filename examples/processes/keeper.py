@@ -40,10 +40,15 @@ _SECONDS_BETWEEN_LOOKS = 10.0
 """At the memory: a look takes half a second of a processor, and the processes grow for minutes."""
 _PROC = Path("/proc")
 _IMPORTED = (
-    "torch", "transformers", "pandas", "datasets", "tensordict", "vllm.entrypoints.openai.api_server"
-)  # fmt: skip
-"""By every process of a job, and nothing of verl's: the shim waits for that import. Nor is Ray among
-them, which reads its worker's environment at its import, or what imports it."""
+    "torch",
+    "transformers",
+    "pandas",
+    "datasets",
+    "tensordict",
+    "vllm.entrypoints.openai.api_server",
+)
+"""By every process of a job, and nothing of verl's: the shim waits for that import. Nor is Ray
+among these, which takes a worker's job from the environment at its import, or what imports Ray."""
 
 
 class _Forked:
