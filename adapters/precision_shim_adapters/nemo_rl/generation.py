@@ -1,0 +1,181 @@
+"""NeMo-RL: ask the engines of its generation workers what they hold, for the audit.
+
+A generation worker is a Ray actor with vLLM's ``LLM`` or ``AsyncLLM``. From 0.7 the class under the
+actor class is importable, and its methods are patched. Before, Ray pickles the class by value, and
+the actor class is replaced by one with a mixin in front.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precision_shim.adapting import Call, around, in_force, seam
+from precision_shim.auditing.halves import ROLLOUT
+
+from ..ray_actors import name_of_actor, put_in_front
+from ..rollout.held import Whose, audit, audit_async, count_sync
+from .dtensor import FRAMEWORK
+from .places import ASYNC, EXPORTED, INHERITED, SYNC, Worker
+
+FEATURE, GROUP = "audit", SYNC.group
+_DELETE = "NeMo-RL says which precision its rollouts have"
+_NEW = "post_init"
+_SYNCS = ("update_weights_via_ipc_zmq", "update_weights_from_collective")
+
+
+def _methods(worker: Worker, *names: str) -> list[dict[str, Any]]:
+    """Places of the class under the actor class, in versions that have it."""
+    return [
+        worker.at(f"{worker.beneath}.{name}", worker.beneath, relies_on=("llm",), optional=True)
+        for name in names
+    ]
+
+
+def _actor_class(worker: Worker, suffix: str = "") -> dict[str, Any]:
+    """The place of the actor class, in versions without the class under it."""
+    return worker.at(
+        f"{worker.module}:{worker.name}",
+        unless=(worker.beneath,),
+        relies_on=("llm", *(f"{name}{suffix}" for name in (_NEW, *_SYNCS))),
+        optional=True,
+    )
+
+
+def _whose() -> Whose:
+    return Whose(FRAMEWORK, ROLLOUT, name_of_actor() or "worker")
+
+
+def _engine_of(worker: Any) -> Any:
+    """The engine; ``None`` in the workers beside the first of an engine on several GPUs."""
+    return worker.llm if in_force(FRAMEWORK, FEATURE, GROUP) else None
+
+
+# -- vLLM's LLM ----------------------------------------------------------------------------------
+
+
+@seam(
+    feature=FEATURE,
+    at=_methods(SYNC, _NEW),
+    why=INHERITED,
+    delete_when=_DELETE,
+)
+def ask_new(call: Call) -> Any:
+    """Ask a new worker's engine what it holds."""
+    result = call.proceed()
+    engine = _engine_of(call.instance)
+    if engine is not None:
+        audit(engine, _whose())
+    return result
+
+
+@seam(
+    feature=FEATURE,
+    at=_methods(SYNC, *_SYNCS),
+    why=INHERITED,
+    delete_when=_DELETE,
+)
+def ask_after_sync(call: Call) -> Any:
+    """Ask again after some of the weight syncs; a failed one returns ``False``."""
+    done = call.proceed()
+    engine = _engine_of(call.instance)
+    if done and engine is not None:
+        audit(engine, _whose(), count_sync(call.instance))
+    return done
+
+
+class AskedWorker:
+    """A mixin in front of a worker's class; importable, so that Ray pickles it by reference."""
+
+    def post_init(self, *args: Any, **kwargs: Any) -> Any:
+        """What NeMo-RL calls when all workers are made."""
+        return around(ask_new, super().post_init, self, args, kwargs)  # type: ignore[misc]
+
+    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
+        """Receive weights from the same GPU."""
+        method = super().update_weights_via_ipc_zmq  # type: ignore[misc]
+        return around(ask_after_sync, method, self, args, kwargs)
+
+    def update_weights_from_collective(self, *args: Any, **kwargs: Any) -> Any:
+        """Receive weights from other GPUs."""
+        method = super().update_weights_from_collective  # type: ignore[misc]
+        return around(ask_after_sync, method, self, args, kwargs)
+
+
+@seam(
+    feature=FEATURE,
+    at=[_actor_class(SYNC)],
+    why=EXPORTED,
+    delete_when="NeMo-RL 0.7 is the oldest in use",
+    replaces=True,
+)
+def redecorate(actor_class: Any) -> Any:
+    """Make an actor class with the same name and options whose engine is asked.
+
+    Raises:
+        SeamError: the argument is no actor class made by ``ray.remote``.
+    """
+    return put_in_front(AskedWorker, actor_class)
+
+
+# -- vLLM's AsyncLLM -----------------------------------------------------------------------------
+
+
+@seam(
+    feature=FEATURE,
+    at=_methods(ASYNC, f"{_NEW}_async"),
+    why=INHERITED,
+    delete_when=_DELETE,
+)
+async def ask_new_async(call: Call) -> Any:
+    """See ``ask_new``."""
+    result = await call.proceed()
+    engine = _engine_of(call.instance)
+    if engine is not None:
+        await audit_async(engine, _whose())
+    return result
+
+
+@seam(
+    feature=FEATURE,
+    at=_methods(ASYNC, *(f"{name}_async" for name in _SYNCS)),
+    why=INHERITED,
+    delete_when=_DELETE,
+)
+async def ask_after_sync_async(call: Call) -> Any:
+    """See ``ask_after_sync``."""
+    done = await call.proceed()
+    engine = _engine_of(call.instance)
+    if done and engine is not None:
+        await audit_async(engine, _whose(), count_sync(call.instance))
+    return done
+
+
+class AskedAsyncWorker:
+    """See ``AskedWorker``."""
+
+    async def post_init_async(self, *args: Any, **kwargs: Any) -> Any:
+        """What NeMo-RL calls when all workers are made."""
+        method = super().post_init_async  # type: ignore[misc]
+        return await around(ask_new_async, method, self, args, kwargs)
+
+    async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Receive weights from the same GPU."""
+        method = super().update_weights_via_ipc_zmq_async  # type: ignore[misc]
+        return await around(ask_after_sync_async, method, self, args, kwargs)
+
+    async def update_weights_from_collective_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Receive weights from other GPUs."""
+        method = super().update_weights_from_collective_async  # type: ignore[misc]
+        return await around(ask_after_sync_async, method, self, args, kwargs)
+
+
+@seam(
+    feature=FEATURE,
+    at=[_actor_class(ASYNC, "_async")],
+    why=EXPORTED,
+    delete_when="NeMo-RL 0.7 is the oldest in use",
+    replaces=True,
+)
+def redecorate_async(actor_class: Any) -> Any:
+    """See ``redecorate``."""
+    return put_in_front(AskedAsyncWorker, actor_class)
