@@ -1,7 +1,7 @@
-"""A NeMo-RL driver: its generation workers in a real local Ray cluster; prints what they answered.
+"""A NeMo-RL driver: a generation worker in a real local Ray cluster; prints what it answered.
 
 Run as a script, because a driver's environment is what its workers get. NeMo-RL's own builder makes
-the actors, as for the second worker of an engine on two GPUs, which has no engine of its own. vLLM
+the actor, as for the second worker of an engine on two GPUs, which has no engine of its own. vLLM
 is not installed here: ``Engine`` stands in for it. ``tests/vllm/test_nemo_rl.py`` has the real one.
 """
 
@@ -77,30 +77,29 @@ def asked(self: Any) -> list[str]:
 
 
 def main() -> dict[str, Any]:
-    """Both kinds of worker, made, and with two weight syncs."""
+    """The asynchronous worker, made, and with two weight syncs."""
     import ray
 
     from tests.forks import WORKER_PYTHON
     from tests.ray_cluster import start
 
-    start(4)
+    start(2)
     from nemo_rl.distributed.worker_groups import RayWorkerBuilder
 
-    found = {}
-    group = ray.util.placement_group([{"CPU": 1}] * len(KINDS))
+    suffix = "_async"
+    group = ray.util.placement_group([{"CPU": 1}])
     ray.get(group.ready())
-    for place, (suffix, name) in enumerate(KINDS.items()):
-        worker = RayWorkerBuilder(name, CONFIG)(
-            group,
-            place,
-            0,
-            None,
-            name=f"vllm_policy-{place}-0",
-            runtime_env={"py_executable": os.environ[WORKER_PYTHON]},
-        )
-        ray.get(worker.__ray_call__.remote(give, suffix))
-        done = [ray.get(getattr(worker, f"{one}{suffix}").remote()) for one in METHODS]
-        found[suffix] = {"done": done, "asked": ray.get(worker.__ray_call__.remote(asked))}
+    worker = RayWorkerBuilder(KINDS[suffix], CONFIG)(
+        group,
+        0,
+        0,
+        None,
+        name="vllm_policy-0-0",
+        runtime_env={"py_executable": os.environ[WORKER_PYTHON]},
+    )
+    ray.get(worker.__ray_call__.remote(give, suffix))
+    done = [ray.get(getattr(worker, f"{one}{suffix}").remote()) for one in METHODS]
+    found = {"done": done, "asked": ray.get(worker.__ray_call__.remote(asked))}
     ray.shutdown()
     return found
 

@@ -1,8 +1,8 @@
 """NeMo-RL: ask the engines of its generation workers what they hold, for the audit.
 
-A generation worker is a Ray actor with vLLM's ``LLM`` or ``AsyncLLM``. From 0.7 the class under the
-actor class is importable, and its methods are patched. Before, Ray pickles the class by value, and
-the actor class is replaced by one with a mixin in front.
+A generation worker is a Ray actor with vLLM's ``LLM`` or ``AsyncLLM``. As for the policies' workers,
+the actor class is replaced by one with a mixin in front; from 0.7 the methods of the importable
+class under it are patched as well, for the quantised workers that inherit from it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,10 @@ def _methods(worker: Worker, *names: str) -> list[dict[str, Any]]:
     ]
 
 
-def _actor_class(worker: Worker, suffix: str = "") -> dict[str, Any]:
-    """The place of the actor class, in versions without the class under it."""
-    return worker.at(
-        f"{worker.module}:{worker.name}",
-        unless=(worker.beneath,),
-        relies_on=("llm", *(f"{name}{suffix}" for name in (_NEW, *_SYNCS))),
-        optional=True,
-    )
+def _actor_class(worker: Worker, suffix: str = "") -> tuple[dict[str, Any], ...]:
+    """The places of the actor class."""
+    names = (f"{name}{suffix}" for name in (_NEW, *_SYNCS))
+    return worker.actor_class(worker.beneath, "llm", *names)
 
 
 def _whose() -> Whose:
@@ -103,9 +99,9 @@ class AskedWorker:
 
 @seam(
     feature=FEATURE,
-    at=[_actor_class(SYNC)],
+    at=[*_actor_class(SYNC)],
     why=EXPORTED,
-    delete_when="NeMo-RL 0.7 is the oldest in use",
+    delete_when=_DELETE,
     replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
@@ -171,9 +167,9 @@ class AskedAsyncWorker:
 
 @seam(
     feature=FEATURE,
-    at=[_actor_class(ASYNC, "_async")],
+    at=[*_actor_class(ASYNC, "_async")],
     why=EXPORTED,
-    delete_when="NeMo-RL 0.7 is the oldest in use",
+    delete_when=_DELETE,
     replaces=True,
 )
 def redecorate_async(actor_class: Any) -> Any:
