@@ -14,8 +14,8 @@ from packaging.version import Version
 from precision_shim.auditing import halves
 from precision_shim.cli import main
 
-from .support import SKYRL, batch, build, fsdp_worker, train_config, weights_sent
-from .test_both_sides import received, since_0_4, vllm  # noqa: F401
+from .support import batch, build, fsdp_worker, train_config, weights_sent
+from .test_both_sides import SKYRL, received, since_0_4, vllm  # noqa: F401
 
 
 def trained(checkpoint: Path) -> Any:

@@ -1,8 +1,8 @@
 """NeMo-RL: ask the engines of its generation workers what they hold, for the audit.
 
-A generation worker is a Ray actor with vLLM's ``LLM`` or ``AsyncLLM``. As for the policies' workers,
-the actor class is replaced by one with a mixin in front; from 0.7 the methods of the importable
-class under it are patched as well, for the quantised workers that inherit from it.
+A generation worker is a Ray actor with vLLM's ``LLM`` or ``AsyncLLM``. As with the policies'
+workers, the actor class is replaced by one with a mixin in front; from 0.7 the methods of the
+importable class under it are patched as well, for the quantised workers that inherit from it.
 """
 
 from __future__ import annotations
