@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from precision_shim.adapting import Call, around, in_force, seam
+from precision_shim.adapting import Call, in_force, seam
 from precision_shim.auditing.halves import ROLLOUT
 
 from ..ray_actors import name_of_actor, put_in_front
@@ -41,60 +41,51 @@ def _whose() -> Whose:
     return Whose(FRAMEWORK, ROLLOUT, name_of_actor() or "worker")
 
 
-def _engine_of(worker: Any) -> Any:
-    """The engine; ``None`` in the workers beside the first of an engine on several GPUs."""
-    return worker.llm if in_force(FRAMEWORK, FEATURE, GROUP) else None
+def _engine_of(worker: Any, asks_itself: type | tuple[()] = ()) -> Any:
+    """A worker's engine, if it is to be asked now.
+
+    The workers beside the first of an engine on several GPUs have none.
+
+    Args:
+        worker: the worker.
+        asks_itself: the mixin whose workers are asked by the mixin's own methods.
+    """
+    if isinstance(worker, asks_itself) or not in_force(FRAMEWORK, FEATURE, GROUP):
+        return None
+    return worker.llm
 
 
 # -- vLLM's LLM ----------------------------------------------------------------------------------
 
 
-@seam(
-    feature=FEATURE,
-    at=_methods(SYNC, _NEW),
-    why=INHERITED,
-    delete_when=_DELETE,
-)
-def ask_new(call: Call) -> Any:
-    """Ask a new worker's engine what it holds."""
-    result = call.proceed()
-    engine = _engine_of(call.instance)
+def _ask(worker: Any, engine: Any, sync: bool = False) -> None:
     if engine is not None:
-        audit(engine, _whose())
-    return result
-
-
-@seam(
-    feature=FEATURE,
-    at=_methods(SYNC, *_SYNCS),
-    why=INHERITED,
-    delete_when=_DELETE,
-)
-def ask_after_sync(call: Call) -> Any:
-    """Ask again after some of the weight syncs; a failed one returns ``False``."""
-    done = call.proceed()
-    engine = _engine_of(call.instance)
-    if done and engine is not None:
-        audit(engine, _whose(), count_sync(call.instance))
-    return done
+        audit(engine, _whose(), count_sync(worker) if sync else 0)
 
 
 class AskedWorker:
-    """A mixin in front of a worker's class; importable, so that Ray pickles it by reference."""
+    """A mixin in front of a worker's class; importable, so that Ray pickles it by reference.
+
+    A weight sync that fails returns ``False``.
+    """
 
     def post_init(self, *args: Any, **kwargs: Any) -> Any:
         """What NeMo-RL calls when all workers are made."""
-        return around(ask_new, super().post_init, self, args, kwargs)  # type: ignore[misc]
+        result = super().post_init(*args, **kwargs)  # type: ignore[misc]
+        _ask(self, _engine_of(self))
+        return result
 
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
         """Receive weights from the same GPU."""
-        method = super().update_weights_via_ipc_zmq  # type: ignore[misc]
-        return around(ask_after_sync, method, self, args, kwargs)
+        done = super().update_weights_via_ipc_zmq(*args, **kwargs)  # type: ignore[misc]
+        _ask(self, _engine_of(self) if done else None, sync=True)
+        return done
 
     def update_weights_from_collective(self, *args: Any, **kwargs: Any) -> Any:
         """Receive weights from other GPUs."""
-        method = super().update_weights_from_collective  # type: ignore[misc]
-        return around(ask_after_sync, method, self, args, kwargs)
+        done = super().update_weights_from_collective(*args, **kwargs)  # type: ignore[misc]
+        _ask(self, _engine_of(self) if done else None, sync=True)
+        return done
 
 
 @seam(
@@ -113,37 +104,28 @@ def redecorate(actor_class: Any) -> Any:
     return put_in_front(AskedWorker, actor_class)
 
 
-# -- vLLM's AsyncLLM -----------------------------------------------------------------------------
-
-
-@seam(
-    feature=FEATURE,
-    at=_methods(ASYNC, f"{_NEW}_async"),
-    why=INHERITED,
-    delete_when=_DELETE,
-)
-async def ask_new_async(call: Call) -> Any:
-    """See ``ask_new``."""
-    result = await call.proceed()
-    engine = _engine_of(call.instance)
-    if engine is not None:
-        await audit_async(engine, _whose())
+@seam(feature=FEATURE, at=_methods(SYNC, _NEW), why=INHERITED, delete_when=_DELETE)
+def ask_new(call: Call) -> Any:
+    """Ask the engine of a new worker that has another actor class."""
+    result = call.proceed()
+    _ask(call.instance, _engine_of(call.instance, AskedWorker))
     return result
 
 
-@seam(
-    feature=FEATURE,
-    at=_methods(ASYNC, *(f"{name}_async" for name in _SYNCS)),
-    why=INHERITED,
-    delete_when=_DELETE,
-)
-async def ask_after_sync_async(call: Call) -> Any:
-    """See ``ask_after_sync``."""
-    done = await call.proceed()
-    engine = _engine_of(call.instance)
-    if done and engine is not None:
-        await audit_async(engine, _whose(), count_sync(call.instance))
+@seam(feature=FEATURE, at=_methods(SYNC, *_SYNCS), why=INHERITED, delete_when=_DELETE)
+def ask_after_sync(call: Call) -> Any:
+    """Ask it again after some of the weight syncs."""
+    done = call.proceed()
+    _ask(call.instance, _engine_of(call.instance, AskedWorker) if done else None, sync=True)
     return done
+
+
+# -- vLLM's AsyncLLM -----------------------------------------------------------------------------
+
+
+async def _ask_async(worker: Any, engine: Any, sync: bool = False) -> None:
+    if engine is not None:
+        await audit_async(engine, _whose(), count_sync(worker) if sync else 0)
 
 
 class AskedAsyncWorker:
@@ -151,18 +133,23 @@ class AskedAsyncWorker:
 
     async def post_init_async(self, *args: Any, **kwargs: Any) -> Any:
         """What NeMo-RL calls when all workers are made."""
-        method = super().post_init_async  # type: ignore[misc]
-        return await around(ask_new_async, method, self, args, kwargs)
+        result = await super().post_init_async(*args, **kwargs)  # type: ignore[misc]
+        await _ask_async(self, _engine_of(self))
+        return result
 
     async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> Any:
         """Receive weights from the same GPU."""
         method = super().update_weights_via_ipc_zmq_async  # type: ignore[misc]
-        return await around(ask_after_sync_async, method, self, args, kwargs)
+        done = await method(*args, **kwargs)
+        await _ask_async(self, _engine_of(self) if done else None, sync=True)
+        return done
 
     async def update_weights_from_collective_async(self, *args: Any, **kwargs: Any) -> Any:
         """Receive weights from other GPUs."""
         method = super().update_weights_from_collective_async  # type: ignore[misc]
-        return await around(ask_after_sync_async, method, self, args, kwargs)
+        done = await method(*args, **kwargs)
+        await _ask_async(self, _engine_of(self) if done else None, sync=True)
+        return done
 
 
 @seam(
@@ -175,3 +162,25 @@ class AskedAsyncWorker:
 def redecorate_async(actor_class: Any) -> Any:
     """See ``redecorate``."""
     return put_in_front(AskedAsyncWorker, actor_class)
+
+
+@seam(feature=FEATURE, at=_methods(ASYNC, f"{_NEW}_async"), why=INHERITED, delete_when=_DELETE)
+async def ask_new_async(call: Call) -> Any:
+    """See ``ask_new``."""
+    result = await call.proceed()
+    await _ask_async(call.instance, _engine_of(call.instance, AskedAsyncWorker))
+    return result
+
+
+@seam(
+    feature=FEATURE,
+    at=_methods(ASYNC, *(f"{name}_async" for name in _SYNCS)),
+    why=INHERITED,
+    delete_when=_DELETE,
+)
+async def ask_after_sync_async(call: Call) -> Any:
+    """See ``ask_after_sync``."""
+    done = await call.proceed()
+    engine = _engine_of(call.instance, AskedAsyncWorker) if done else None
+    await _ask_async(call.instance, engine, sync=True)
+    return done
