@@ -5,8 +5,10 @@ Its other syncs (nccl, ipc) need CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,21 +79,29 @@ def test_its_own_server_tells_what_it_holds(
     audits.mkdir()
     model = make_checkpoint(tmp_path / "model", width=64)
     root = Path(__file__).parents[2]
-    ran = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("skyrl_server.py")), model, tmp_path, HALF],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(root),
-            "PRECISION_SHIM": "1",
-            "PRECISION_SHIM_AUDIT_DIR": str(audits),
-        },
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    lines = [one for one in ran.stdout.splitlines() if one.startswith("FOUND ")]
-    assert lines, ran.stderr[-4000:]
+    script = Path(__file__).with_name("skyrl_server.py")
+    variables = {
+        "PYTHONPATH": str(root),
+        "PRECISION_SHIM": "1",
+        "PRECISION_SHIM_AUDIT_DIR": str(audits),
+    }
+    # Not into a pipe: vLLM's engine, a process of its own, would keep it open.
+    with (tmp_path / "said").open("w+", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(script), model, tmp_path, HALF],
+            env={**os.environ, **variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=800)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    text = (tmp_path / "said").read_text("utf-8")
+    lines = [one for one in text.splitlines() if one.startswith("FOUND ")]
+    assert lines, text[-4000:]
     before, after = (json.loads(one) for one in json.loads(lines[-1].removeprefix("FOUND ")))
     for one, number in ((before, 0), (after, 1)):
         assert (one["subject"], one["sync"], one["not_answered"]) == ("rollout", number, "")
