@@ -21,6 +21,13 @@ def plain_class(actor_class: Any) -> Any:
     return getattr(modified, "__ray_actor_class__", None)
 
 
+def name_of_actor() -> str:
+    """The name of the actor in this process; empty for one without a name, and outside of Ray."""
+    import ray
+
+    return str(ray.get_runtime_context().get_actor_name() or "") if ray.is_initialized() else ""
+
+
 def make_again(actor_class: Any, plain: Any) -> Any:
     """Make an actor class from a plain class, with the options of another actor class."""
     import ray
@@ -69,6 +76,11 @@ def _imitate(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callabl
     def call(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
 
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        return await method(*args, **kwargs)
+
+    if inspect.iscoroutinefunction(method):
+        call = call_async
     functools.update_wrapper(call, beneath)
     # Ray follows ``__wrapped__`` to the framework's method, and would pickle that with the class.
     del call.__wrapped__  # type: ignore[attr-defined]

@@ -30,7 +30,8 @@ _V1 = (
     "nemo_rl.models.policy.workers.dtensor_policy_worker",
 )
 _AUTO_MODEL = "nemo_automodel.components._transformers.auto_model"
-_WATCHED = (_PATCHES, *_V1, _AUTO_MODEL)
+_VLLM_PATCHES = "nemo_rl.models.generation.vllm.patches"
+_WATCHED = (_PATCHES, *_V1, _AUTO_MODEL, _VLLM_PATCHES)
 
 
 @contextlib.contextmanager
@@ -162,6 +163,8 @@ def _module_is_there(name: str) -> None:
     replacements: dict[str, Callable[..., Any]] = {
         # It stands for one version of torch only, and asserts that.
         "apply_torch_aten_alias_tensor_patch": _nothing,
+        # NeMo-RL changes vLLM's files, and vLLM is not here.
+        "_apply_vllm_patches": _nothing,
     }
     if name in _V1:
         # The environment that NeMo-RL gives its first DTensor worker holds no nemo_automodel.
@@ -176,8 +179,8 @@ def _module_is_there(name: str) -> None:
         loader.__kwdefaults__["attn_implementation"] = "sdpa"
 
 
-def _nothing() -> None:
-    """In the place of a patch for another torch."""
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of a patch for another torch, or for vLLM."""
 
 
 def _plain_model_class(model_name: str) -> Any:

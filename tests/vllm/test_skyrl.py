@@ -1,16 +1,26 @@
-"""SkyRL's delta sync into the real vLLM: what the engine holds, bit by bit.
+"""SkyRL's delta sync into the real vLLM: what the engine holds, bit by bit, and what it answers.
 
 Its other syncs (nccl, ipc) need CUDA.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from precision_shim.cli import main
+
 from ..rank_server import Ranks, rank_server
+from ..tiny_models import make_checkpoint
 
 JOBS = {
     "fp16 from fp32": {"stored": "float32", "dtype": "float16"},
@@ -19,6 +29,8 @@ JOBS = {
     "bf16 from fp32": {"stored": "float32", "dtype": "bfloat16"},
 }
 """By the engine's dtype and the base checkpoint's."""
+
+HALF = "float16"
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +68,51 @@ def test_without_the_shim_the_engine_holds_the_same(launch: Ranks, found: dict[s
     job = "fp16 from bf16"
     (alone,) = launch("off", world=1, **{job: JOBS[job]})
     assert alone == {"engines": {job: found["engines"][job]}, "said": []}
+
+
+@pytest.mark.usefixtures("start_up_file")
+def test_its_own_server_tells_what_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked at its start and after a sync by SkyRL's sender and client; beside what was sent."""
+    audits = tmp_path / "audits"
+    audits.mkdir()
+    model = make_checkpoint(tmp_path / "model", width=64)
+    root = Path(__file__).parents[2]
+    script = Path(__file__).with_name("skyrl_server.py")
+    variables = {
+        "PYTHONPATH": str(root),
+        "PRECISION_SHIM": "1",
+        "PRECISION_SHIM_AUDIT_DIR": str(audits),
+    }
+    # Not into a pipe: vLLM's engine, a process of its own, would keep it open.
+    with (tmp_path / "said").open("w+", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(script), model, tmp_path, HALF],
+            env={**os.environ, **variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=800)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    text = (tmp_path / "said").read_text("utf-8")
+    lines = [one for one in text.splitlines() if one.startswith("FOUND ")]
+    assert lines, text[-4000:]
+    before, after = (json.loads(one) for one in json.loads(lines[-1].removeprefix("FOUND ")))
+    for one, number in ((before, 0), (after, 1)):
+        assert (one["subject"], one["sync"], one["not_answered"]) == ("rollout", number, "")
+        assert (one["computes"], one["kv_held"]) == ("fp16", ["fp16"])
+        assert all(dtypes.keys() == {"fp16"} for dtypes in one["kinds"].values())
+    assert before["kinds"] == after["kinds"]
+    assert before["weights"]["exact"] != after["weights"]["exact"]
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(audits)])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "sent, rank 0: policy, sync 1; float16 asked" in said
+    assert f"held, {after['name']}: rollout, vllm 0.30.0" in said
+    assert "sync 1: exact in bf16: " in said

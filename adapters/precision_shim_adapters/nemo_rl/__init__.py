@@ -23,7 +23,7 @@ from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as backend
 from ..frameworks import NEMO_RL
-from . import audit, dtensor, halves, megatron, sides
+from . import audit, dtensor, generation, halves, megatron, sides
 
 ADAPTER = Adapter.of(
     NEMO_RL,
@@ -40,7 +40,8 @@ ADAPTER = Adapter.of(
         "dtensor value metrics": "DTensor v2 value workers (metrics)",
         sides.GROUP: "driver (both sides)",
         halves.GROUP: "all workers (audit of the weights to the rollout)",
+        generation.GROUP: "generation workers (audit of what vLLM holds)",
     },
-    seams=collect(dtensor, backend.SEAMS, megatron, sides, audit, halves),
+    seams=collect(dtensor, backend.SEAMS, megatron, sides, audit, halves, generation),
 )
 """NeMo-RL's adapter; of several seams on one target the first is the innermost."""

@@ -52,8 +52,11 @@ def _tell_audit(worker: Any) -> None:
     """Say which dtype the rollout was asked for."""
     config = getattr(worker, "cfg", None)
     asked = asked_of(config) if isinstance(config, Mapping) else None
-    if asked is not None:
-        tell_asked(FRAMEWORK, *asked, "NeMo-RL's generation workers are not asked")
+    if asked is None or not isinstance(config, Mapping):
+        return
+    backend = str(config["generation"].get("backend"))
+    reason = "" if backend == "vllm" else f"NeMo-RL's workers of {backend} are not asked"
+    tell_asked(FRAMEWORK, *asked, reason)
 
 
 class AuditedWorker:

@@ -138,6 +138,13 @@ MEGATRON = (
 )
 """The kinds of Megatron workers, once per module that they have been in."""
 
+_VLLM = "nemo_rl.models.generation.vllm"
+SYNC = Worker(f"{_VLLM}.vllm_worker", "VllmGenerationWorker", "vllm workers", optional=True)
+ASYNC = Worker(
+    f"{_VLLM}.vllm_worker_async", "VllmAsyncGenerationWorker", "vllm workers", optional=True
+)
+"""The generation workers on vLLM's ``LLM`` and on ``AsyncLLM``; importable from 0.7."""
+
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)
 """The function in the policy worker's module that makes model and optimizer (until 0.5)."""

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -25,6 +26,9 @@ from .in_engine import ignored_layers, read_model
 
 TIMEOUT_S = 120.0
 """For an answer: an engine in its first start may compile."""
+
+_syncs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""A framework's object that has an engine to the number of weight syncs that it has received."""
 
 _CALL = "apply_model"
 _HINT = "set VLLM_ALLOW_INSECURE_SERIALIZATION=1 for the rollout to have it asked"
@@ -70,10 +74,30 @@ async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
         return replace(known, not_answered=_reason(error))
 
 
+def audit(engine: Any, whose: Whose, sync: int = 0) -> None:
+    """Ask an ``LLM`` or an ``LLMEngine`` and write the answer, at the syncs that are audited."""
+    if _is_due(sync):
+        sending.write(ask(engine, whose, sync))
+
+
 async def audit_async(engine: Any, whose: Whose, sync: int = 0) -> None:
-    """Ask an ``AsyncLLM`` and write the answer, at the weight syncs that are audited."""
-    if sending.is_wanted() and (not sync or sync in sending.AT):
+    """Ask an ``AsyncLLM`` and write the answer, at the syncs that are audited."""
+    if _is_due(sync):
         sending.write(await ask_async(engine, whose, sync))
+
+
+def _is_due(sync: int) -> bool:
+    return sending.is_wanted() and (not sync or sync in sending.AT)
+
+
+def count_sync(owner: Any) -> int:
+    """Count a weight sync; return its number, from 1.
+
+    Args:
+        owner: the framework's object that has the engine.
+    """
+    _syncs[owner] = number = _syncs.get(owner, 0) + 1
+    return number
 
 
 def _of_config(engine: Any, whose: Whose, sync: int) -> Held:

@@ -12,8 +12,8 @@ compares it with the policy's dtype where SkyRL validates the config.
 On FSDP the strategy object makes the optimizer, runs the backward pass, clips, steps and saves:
 all places that loss scaling needs, for policy and critic alike.
 
-Deliberately not patched: what runs in the inference engines' processes, and what the JAX backend
-computes.
+Deliberately not patched: vLLM, and what the JAX backend computes. In an inference server the audit
+asks vLLM's engine by its public calls.
 
 Delete when: SkyRL dispatches on the model's dtype, distinguishes written values from defaults, and
 scales fp16 losses; see each seam.
@@ -36,6 +36,7 @@ from . import (
     overflow,
     processes,
     rollout,
+    servers,
     weights,
 )
 
@@ -55,6 +56,7 @@ ADAPTER = Adapter.of(
         "rollout": "the driver, for the inference engines",
         "rollout tinker": "the driver, for the inference engines (Tinker's server)",
         halves.GROUP: "all workers (audit of the weights to the inference engines)",
+        servers.GROUP: "inference servers (audit of what vLLM holds)",
         "rollout weight sync": "the driver, for the inference engines (the delta sync's sender)",
     },
     seams=collect(
@@ -75,6 +77,7 @@ ADAPTER = Adapter.of(
         rollout,
         audit,
         halves,
+        servers,
     ),
 )
 """SkyRL's adapter; of several seams on one target the first is the innermost."""

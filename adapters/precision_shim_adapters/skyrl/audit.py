@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from precision_shim.adapting import Call, seam
-from precision_shim.auditing.sending import tell_asked
+from precision_shim.auditing.sending import is_wanted, tell_asked
 from precision_shim.auditing.watching import watch
 from precision_shim.updates import meters
 
@@ -13,6 +13,7 @@ from ..fp16 import ScaledTraining
 from ..rollout import tell_meter
 from .megatron import WORKER
 from .overflow import BASE, add_figures
+from .servers import why_not_asked
 from .sides import asked_of, way_of_weights
 
 
@@ -78,7 +79,8 @@ async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
     worker = call.instance
     model = getattr(getattr(worker.cfg, "policy", None), "model", None)
     path = str(getattr(model, "path", "") or "")
-    tell_asked("skyrl", *asked_of(inference_engine_cfg), "SkyRL's inference servers are not asked")
+    if is_wanted():
+        tell_asked("skyrl", *asked_of(inference_engine_cfg), why_not_asked())
     names = way_of_weights(inference_engine_cfg, path)
     lora = getattr(getattr(model, "lora", None), "rank", 0)
     if lora and worker.cfg.strategy == "megatron":

@@ -10,7 +10,6 @@ A server is verl's own Ray actor around vLLM's ``AsyncLLM``.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +20,8 @@ from precision_shim.auditing import sending
 from precision_shim.auditing.halves import ROLLOUT
 from precision_shim.errors import DtypeError
 
-from ..rollout.held import Whose, audit_async
+from ..ray_actors import name_of_actor
+from ..rollout.held import Whose, audit_async, count_sync
 from . import sides, sync
 
 FEATURE, SENT, HELD = "audit", "weights audit", "vllm servers"
@@ -35,9 +35,6 @@ _senders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 _legacy: list[str] = []
 """Whether this process is a legacy worker with an actor."""
-
-_syncs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""A server to the number of weight syncs that it has received."""
 
 
 def tell_asked(rollout: Any) -> None:
@@ -179,23 +176,20 @@ async def ask_new_server(call: Call) -> Any:
 async def ask_after_sync(call: Call, method: Any) -> Any:
     """Ask again after some of the weight syncs."""
     result = await call.proceed()
-    server = call.instance
     if method == "update_weights_from_ipc":
-        _syncs[server] = _syncs.get(server, 0) + 1
-        await _ask(server)
+        await _ask(call.instance, count_sync(call.instance))
     return result
 
 
-async def _ask(server: Any) -> None:
+async def _ask(server: Any, sync: int = 0) -> None:
     engine = getattr(server, "engine", None)  # only the first node of a server has one
     if engine is not None and sending.is_wanted():
-        await audit_async(engine, _whose(), _syncs.get(server, 0))
+        await audit_async(engine, _whose(), sync)
 
 
 def _whose() -> Whose:
     """Which engine this process has: verl's name of the actor tells it, the same in each run."""
-    ray: Any = importlib.import_module("ray")
-    name = str(ray.get_runtime_context().get_actor_name() or "server")
+    name = name_of_actor() or "server"
     others = {"reward": "reward model", "teacher": "teacher"}
     subject = next((long for short, long in others.items() if f"_{short}_" in name), ROLLOUT)
     return Whose("verl", subject, name)
