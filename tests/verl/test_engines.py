@@ -19,7 +19,9 @@ import pytest
 from packaging.version import Version
 
 from ..rank_server import Ranks, rank_server
+from ..ray_cluster import drive
 from .conftest import VERL
+from .ray_verdict import trained_skipped_and_resumed
 
 pytestmark = [
     pytest.mark.skipif(
@@ -31,6 +33,13 @@ pytestmark = [
 
 SINCE = {"veomni": "0.8.0", "automodel": "0.8.0", "torchtitan": "0.9.0", "fsdp_turbo": "0.9.1"}
 ENGINES = [name for name, version in SINCE.items() if Version(version) <= VERL]
+SHOWN = {
+    "veomni": "VeOmniEngine",
+    "automodel": "AutomodelEngine",
+    "torchtitan": "TorchTitanEngine",
+    "fsdp_turbo": "FSDPTurboEngine",
+}
+"""How the classes of the engines begin."""
 needs_titan = pytest.mark.skipif(
     "torchtitan" not in ENGINES, reason="no torchtitan is released that this verl's engine takes"
 )
@@ -39,7 +48,7 @@ needs_titan = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Runs a case on fresh processes; returns what each rank found."""
-    from .engine_ranks import make_model
+    from .engine_support import make_model
 
     model = make_model(tmp_path_factory.mktemp("qwen3"))
     folder = tmp_path_factory.mktemp("ranks")
@@ -125,6 +134,28 @@ def test_saved_before_the_first_step_that_is_not_skipped(
         assert ours["state"]["counts"] == [5.0]
         assert second["state"] == ours["state"]
         assert second["warned"] == []
+
+
+# -- in actors of Ray's ------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("start_up_file")
+@pytest.mark.timeout(900)
+def test_workers_in_ray_train_skip_save_and_resume(ray_drivers: Ranks, tmp_path: Path) -> None:
+    """verl's own training workers of all engines, which the shim reaches by the variable alone."""
+    from .engine_support import make_model
+
+    driver = Path(__file__).with_name("ray_driver.py")
+    given = (",".join(ENGINES), make_model(tmp_path / "model"), tmp_path)
+    settings = {"PRECISION_SHIM": "1", "PRECISION_SHIM_LOSS_SCALE_INIT": "1024"}
+    found = drive(ray_drivers, driver, *given, timeout=800, **settings)
+    assert list(found) == ENGINES
+    for name, one in found.items():
+        trained_skipped_and_resumed(one, [1024, 1024, 512, 512, 512, 256])
+        assert str(one["again"]) == str(one["on"])  # NaN is its text
+        for rank in one["start"]:
+            assert rank["engine"].startswith(SHOWN[name])
+            assert any(SHOWN[name] in target for target in rank["wrapped"])
 
 
 # -- what is refused, and what is said ---------------------------------------------------------
