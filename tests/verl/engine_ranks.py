@@ -155,13 +155,15 @@ def install(**settings: Any) -> None:
 
 
 @case
-def equal(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+def equal(job: Job, name: str, model: str = "", **fields: Any) -> dict[str, Any]:
     """Eight steps by hand, without the shim; then the same with the shim."""
+    job.model = model or job.model
     hand = by_hand(job, name, **fields)
     install(watch_updates=1)
     one = engine(name, job.model, **fields)
     found = _eight(one, range(8), OVERFLOWS)
-    return {**found, "hand": hand, "lost": meters.metrics(one.optimizer)}
+    kinds = sorted({type(module).__name__ for part in parts(one) for module in part.modules()})
+    return {**found, "hand": hand, "lost": meters.metrics(one.optimizer), "kinds": kinds}
 
 
 def _eight(one: Any, steps: range, overflows: Any) -> dict[str, Any]:
@@ -329,10 +331,10 @@ def _ours() -> Iterator[list[str]]:
 def built(job: Job, asked: list[list[Any]], frameworks: Any = None) -> list[dict[str, Any]]:
     """What engines say as they are built, and how many optimizers each made by then."""
     precision_shim.install(frameworks=frameworks, settings=SETTINGS)
-    return [_built(job, name, dict(fields)) for name, fields in asked]
+    return [_built(lambda one=one: engine(one[0], job.model, **one[1])) for one in asked]
 
 
-def _built(job: Job, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _built(make: Callable[[], Any]) -> dict[str, Any]:
     made: list[int] = []
     own = torch.optim.Optimizer.__init__
 
@@ -343,7 +345,7 @@ def _built(job: Job, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"error": ""}
     with _ours() as said, mock.patch.object(torch.optim.Optimizer, "__init__", count):
         try:
-            one = engine(name, job.model, **fields)
+            one = make()
             found["scaler"] = type(getattr(one, "scaler", None)).__name__
             found["policy"] = str(engines.policy_of(parts(one)[0]))
         except precision_shim.PrecisionShimError as error:

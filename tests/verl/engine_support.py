@@ -113,15 +113,24 @@ def _answer_for_titan() -> None:
     qwen3.qwen3_configs["tiny"] = tiny
 
 
-def make_model(folder: Path) -> Path:
-    """Write the Qwen3 of ``torchtitan.cpu.model_spec`` as a Hugging Face checkpoint."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_model(folder: Path, *, experts: bool = False) -> Path:
+    """Write the Qwen3 of ``torchtitan.cpu.model_spec`` as a Hugging Face checkpoint.
+
+    Args:
+        folder: where to.
+        experts: a mixture of four experts, two of them for each token.
+    """
+    import transformers
 
     from ..tiny_models import make_checkpoint
 
     make_checkpoint(folder)
     torch.manual_seed(0)
-    config = Qwen3Config(
+    kind, more = "Qwen3", {}
+    if experts:
+        kind = "Qwen3Moe"
+        more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
@@ -134,8 +143,9 @@ def make_model(folder: Path) -> Path:
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=1,
+        **more,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(folder)
     return folder
 
 

@@ -86,6 +86,16 @@ def test_a_container_of_optimizers_equals_a_loop_by_hand(launch: Ranks) -> None:
     assert one["lost"].keys() >= {"updates_lost"}
 
 
+def test_a_mixture_of_experts_equals_a_loop_by_hand(launch: Ranks, tmp_path: Path) -> None:
+    """VeOmni's own experts, one after the other; its fused kernels run on GPUs only."""
+    from .engine_support import make_model
+
+    model = make_model(tmp_path, experts=True)
+    (one,) = launch("equal", world=1, name="veomni", model=str(model))
+    same(one, one["hand"])
+    assert any("MoeExperts" in kind for kind in one["kinds"])
+
+
 def test_an_auxiliary_loss_is_scaled_as_the_loss_is(launch: Ranks) -> None:
     """Automodel adds its gradients by themselves, times a number that verl sets in each batch."""
     (plain,) = launch("by_hand", world=1, name="automodel")
