@@ -73,7 +73,8 @@ def engine(
 def _add_auxiliary_loss(one: Any) -> None:
     """Give a model an auxiliary loss by Automodel's own function, as its experts' router does.
 
-    A mixture of experts of Automodel's runs on a GPU only; what its router calls is real.
+    verl takes Automodel's own experts with expert parallelism only; what their router calls is
+    real.
     """
     from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
 
