@@ -355,6 +355,18 @@ def _built(make: Callable[[], Any]) -> dict[str, Any]:
 
 
 @case
+def flux(job: Job) -> dict[str, Any]:
+    """torchtitan's trainer of Flux, in float16 and strict; it needs transformers, as verl does."""
+    precision_shim.install(settings=SETTINGS, strict=True)
+    from torchtitan.models.flux.config_registry import flux_debugmodel
+    from torchtitan.models.flux.trainer import FluxTrainer
+
+    config = flux_debugmodel()
+    config.training.mixed_precision_param = "float16"
+    return _built(lambda: FluxTrainer(config))
+
+
+@case
 def unsaved(job: Job) -> list[str]:
     """What is said where torchtitan's interval leaves a checkpoint out."""
     install()
