@@ -164,6 +164,58 @@ def test_verls_other_engines(capsys: pytest.CaptureFixture[str], model: Path) ->
 
 
 @needs("verl")
+@pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None or Version(version("verl")) < Version("0.8"),
+    reason="the VeOmni engine of older versions is refused",
+)
+def test_verls_veomni_engine(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    """fp32 parameters and states, gathered in float16, with the loss scaled; or a refusal."""
+    key = "actor_rollout_ref.actor.veomni"
+    actor = ("algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}")
+    actor += ("model_engine=veomni", "actor_rollout_ref.actor.use_kl_loss=True")
+    code, plain = planned(capsys, "--", *VERL, *actor)
+    assert (code, subjects(plain), scaling(plain)) == (0, ["actor", "ref"], [])
+    half = f"+{key}.dtype=float16"  # verl's YAML lacks the key
+    code, plan = planned(capsys, "--", *VERL, *actor, half)
+    because = "dtype is float16, and verl's VeOmni engine has no loss scaler"
+    assert (code, scaling(plan), scaling(plan, 1)) == (0, [(OURS, because)], [])
+    (part,) = plan["models"][0]["after"][0]["parts"]
+    kept = {name: one["dtypes"] for name, one in part["components"].items()}
+    assert {kept[name][0] for name in ("params", "exp_avg", "exp_avg_sq")} == {"fp32"}
+    # What is stored does not depend on the dtype in which the parameters are gathered.
+    assert plan["models"][0]["after"] == plain["models"][0]["after"]
+    low = f"{key}.mixed_precision=False"
+    code, plan = planned(capsys, "--", *VERL, *actor, half, low)
+    assert code == 1
+    (problem,) = (one for one in plan["problems"] if one["subject"] == "actor")
+    assert problem["key"] == low.partition("=")[0]
+    assert problem["remedy"] == f"Set {key}.mixed_precision=True."
+    assert planned(capsys, "--", *VERL, *actor, low)[0] == 0  # bfloat16, as VeOmni trains it
+
+
+@needs("verl")
+@pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None or Version(version("verl")) < Version("0.9.1"),
+    reason="verl has the FSDP Turbo engine from 0.9.1",
+)
+def test_verls_fsdp_turbo_engine(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    actor = ("algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}")
+    actor += ("actor_rollout_ref.actor.strategy=fsdp_turbo",)
+    code, plan = planned(capsys, "--", *VERL, *actor)
+    assert (code, scaling(plan)) == (0, [])
+    key = "actor_rollout_ref.actor.fsdp_config.turbo_config.distributed.fsdp_plan.param_dtype"
+    code, plan = planned(capsys, "--", *VERL, *actor, f"{key}=fp16")
+    because = "its turbo_config gathers parameters in float16, and verl makes no loss scaler"
+    assert (code, scaling(plan)) == (0, [(OURS, because)])
+    (part,) = plan["models"][0]["after"][0]["parts"]
+    assert part["components"]["params"]["dtypes"] == ["fp32"]
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "--", *VERL, *actor, f"{key}=half-and-half"])
+    assert end.value.code == 2
+    assert f"{key}='half-and-half' is no dtype" in capsys.readouterr().err
+
+
+@needs("verl")
 @pytest.mark.parametrize("out", ["framework", "group"])
 def test_verl_where_the_shim_is_not_in_force(
     capsys: pytest.CaptureFixture[str],

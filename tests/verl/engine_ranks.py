@@ -1,7 +1,7 @@
 """The ranks of the tests of verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines.
 
 ``tests/rank_server.py`` starts them. The engines, and what they train with, are real; what each
-needs on a CPU is in ``prepare``, and FSDP Turbo's stand-in in ``fsdp_turbo.py``.
+needs on a CPU is in ``engine_support.py``.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ import importlib
 import importlib.util
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 import precision_shim
 from precision_shim.updates import meters
@@ -30,125 +27,21 @@ from precision_shim_adapters.verl import engines, metrics
 
 from ..checkpoint_doctor import verdict
 from ..rank_server import Launch, look_ahead
-from ..tiny_models import VOCABULARY
-from ..torchtitan import cpu as titans
+from . import engine_support
 from . import fsdp_support as support
-from . import fsdp_turbo
-
-_IMPL = "verl.workers.engine"
-MODULES = {
-    "veomni": f"{_IMPL}.veomni.transformer_impl",
-    "automodel": f"{_IMPL}.automodel.transformer_impl",
-    "torchtitan": f"{_IMPL}.torchtitan.transformer_impl",
-    "fsdp_turbo": f"{_IMPL}.fsdp.fsdp_turbo_impl",
-}
-KINDS = {
-    "veomni": "VeOmniEngineWithLMHead",
-    "automodel": "AutomodelEngineWithLMHead",
-    "torchtitan": "TorchTitanEngineWithLMHead",
-    "fsdp_turbo": "FSDPTurboEngineWithLMHead",
-}
+from .engine_support import KINDS, MODULES, configs
 
 SETTINGS = {"loss_scale_init": 2.0**12, "growth_interval": 2, "log": "quiet"}
 OVERFLOWS = (2, 5)
 """Of eight steps."""
 
 
-# -- what the engines need on a CPU ------------------------------------------------------------
-
-
 def prepare() -> None:
-    """Import verl and what its engines train with, in the server."""
-    with_titan = importlib.util.find_spec("torchtitan") is not None  # verl's engine from 0.9.0
-    if with_titan:
-        titans.answer_for_gpus()
-    support.prepare()
-    fsdp_turbo.install()
-    if with_titan:
-        optimizers = importlib.import_module("torchtitan.components.optimizer")
-        # verl's engine wants a torchtitan between two releases: 0.3.0 has this class elsewhere.
-        moved = ModuleType("torchtitan.components.lr_scheduler")
-        moved.LRSchedulersContainer = optimizers.LRSchedulersContainer  # type: ignore[attr-defined]
-        sys.modules[moved.__name__] = moved
-        titans.imports(rl=False)
-    for name, module in MODULES.items():
-        wanted = with_titan or name != "torchtitan"
-        if wanted and importlib.util.find_spec(module) is not None:  # FSDP Turbo's: with 0.9.1
-            importlib.import_module(module)
-    _answer_for_gpus()
-    if with_titan:
-        _answer_for_titan()
+    """Import it all in the server, and what the shim reads of it."""
+    engine_support.prepare()
+    if importlib.util.find_spec("torchtitan") is not None:
         look_ahead("torchtitan")
     look_ahead("verl")
-
-
-def _answer_for_gpus() -> None:
-    """Let VeOmni and Automodel build their models on a CPU, also on a single rank."""
-    import nemo_automodel._transformers.auto_model as auto_model
-    import nemo_automodel.components.distributed.mesh_utils as meshes
-    import wrapt
-    from veomni.distributed.parallel_state import ParallelState
-
-    init = meshes.init_device_mesh
-    meshes.init_device_mesh = lambda device_type, **kwargs: init("cpu", **kwargs)
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-
-    class CpuTorch(wrapt.ObjectProxy):  # type: ignore[type-arg]
-        """torch, whose every device is the CPU."""
-
-        def device(self, *names: Any) -> Any:
-            return torch.device("cpu")
-
-    auto_model.torch = CpuTorch(torch)
-    torch.distributed.tensor._random.manual_seed = lambda seed, mesh: torch.manual_seed(seed)
-    ParallelState.fsdp_enabled = True  # VeOmni shards over one rank as it does over more
-
-
-def _answer_for_titan() -> None:
-    """The same for torchtitan; and give it the flavour that verl's engine looks up."""
-    import torch.distributed.tensor._dispatch as dispatch
-    from torchtitan.distributed.parallel_dims import ParallelDims
-    from torchtitan.models import qwen3
-
-    mesh_of = ParallelDims.get_optional_mesh
-
-    def get_optional_mesh(self: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-        # The torchtitan that verl's engine was written for has no mesh of that name on one rank.
-        return None if name == "fsdp" else mesh_of(self, name, *args, **kwargs)
-
-    ParallelDims.get_optional_mesh = get_optional_mesh
-    dispatch.is_rng_supported_mesh = lambda mesh: False
-
-    def tiny(attn_backend: str = "varlen", **kwargs: Any) -> Any:
-        return titans.model_spec().model
-
-    qwen3.qwen3_configs["tiny"] = tiny
-
-
-def make_model(folder: Path) -> Path:
-    """Write the Qwen3 of ``torchtitan.cpu.model_spec`` as a Hugging Face checkpoint."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from ..tiny_models import make_checkpoint
-
-    make_checkpoint(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def engine(
@@ -156,7 +49,6 @@ def engine(
     model: str,
     dtype: str = "float16",
     *,
-    optimizer: str = "",
     auxiliary: bool = False,
     **fields: Any,
 ) -> Any:
@@ -166,60 +58,23 @@ def engine(
         name: a key of ``MODULES``.
         model: folder of the checkpoint.
         dtype: what its matrix products are to compute in.
-        optimizer: the name of VeOmni's optimizer, if not its default.
         auxiliary: whether Automodel's model has an auxiliary loss, as a mixture of experts has.
-        fields: further fields of the engine's config.
+        fields: see ``configs``.
     """
-    import verl.workers.config as configs
-    from verl.trainer.config import CheckpointConfig
-
     torch.manual_seed(11)
-    contents = ["model", "optimizer", "extra"]
-    common: dict[str, Any] = {"use_torch_compile": False, "use_dynamic_bsz": False}
-    short = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[dtype]
-    if name == "veomni":
-        kind, optim = "VeOmniEngineConfig", "VeOmniOptimizerConfig"
-        common |= {"dtype": dtype, "mixed_precision": True, "init_device": "meta"}
-        common |= {"attn_implementation": "eager", "moe_implementation": "eager"}
-    elif name == "automodel":
-        kind, optim = "AutomodelEngineConfig", "AutomodelOptimizerConfig"
-        common |= {"mp_param_dtype": short, "attn_implementation": "eager"}
-    elif name == "torchtitan":
-        kind, optim = "TorchtitanEngineConfig", "TorchtitanOptimizerConfig"
-        common |= {"dtype": dtype, "attn_type": "varlen", "activation_checkpoint": "none"}
-        common |= {"data_parallel_shard_size": dist.get_world_size(), "max_seq_len": 64}
-    else:
-        kind, optim = "FSDPEngineConfig", "FSDPOptimizerConfig"
-        plan = {"param_dtype": f"torch.{dtype}"}
-        common |= {"strategy": "fsdp_turbo", "turbo_config": {"distributed": {"fsdp_plan": plan}}}
-    model_config = configs.HFModelConfig(
-        path=model,
-        use_remove_padding=name == "torchtitan",
-        enable_gradient_checkpointing=False,
-        override_config={"attn_implementation": "eager"},
-    )
-    more = {"lr_scheduler_type": "constant"} if name == "automodel" else {}
-    more |= {"optimizer": optimizer} if optimizer else {}
-    one = getattr(importlib.import_module(MODULES[name]), KINDS[name])(
-        model_config,
-        getattr(configs, kind)(**common | fields),
-        getattr(configs, optim)(lr=1e-2, total_training_steps=40, **more),
-        CheckpointConfig(save_contents=contents, load_contents=contents),
-    )
+    made = configs(name, model, dist.get_world_size(), dtype, **fields)
+    one = getattr(importlib.import_module(MODULES[name]), KINDS[name])(**made)
     one.initialize()
     if auxiliary:
         _add_auxiliary_loss(one)
-    if name == "torchtitan":  # gloo has no scaled sum
-        for module in one.module[0].modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
     return one
 
 
 def _add_auxiliary_loss(one: Any) -> None:
     """Give a model an auxiliary loss by Automodel's own function, as its experts' router does.
 
-    A mixture of experts of Automodel's runs on a GPU only; what its router calls is real.
+    verl takes Automodel's own experts with expert parallelism only; what their router calls is
+    real.
     """
     from nemo_automodel.components.moe.megatron.moe_utils import MoEAuxLossAutoScaler
 
@@ -237,10 +92,7 @@ def batch(one: Any, step: int) -> Any:
     import verl.utils.tensordict_utils as tu
 
     found = support.batch(step)
-    packed = type(one).__name__.startswith("TorchTitan")
-    tu.assign_non_tensor(found, use_remove_padding=packed)
-    if packed:
-        found["temperature"] = torch.ones(found.batch_size[0])
+    tu.assign_non_tensor(found, use_remove_padding=one.model_config.use_remove_padding)
     return found
 
 
@@ -304,13 +156,15 @@ def install(**settings: Any) -> None:
 
 
 @case
-def equal(job: Job, name: str, **fields: Any) -> dict[str, Any]:
+def equal(job: Job, name: str, model: str = "", **fields: Any) -> dict[str, Any]:
     """Eight steps by hand, without the shim; then the same with the shim."""
+    job.model = model or job.model
     hand = by_hand(job, name, **fields)
     install(watch_updates=1)
     one = engine(name, job.model, **fields)
     found = _eight(one, range(8), OVERFLOWS)
-    return {**found, "hand": hand, "lost": meters.metrics(one.optimizer)}
+    kinds = sorted({type(module).__name__ for part in parts(one) for module in part.modules()})
+    return {**found, "hand": hand, "lost": meters.metrics(one.optimizer), "kinds": kinds}
 
 
 def _eight(one: Any, steps: range, overflows: Any) -> dict[str, Any]:
@@ -478,10 +332,10 @@ def _ours() -> Iterator[list[str]]:
 def built(job: Job, asked: list[list[Any]], frameworks: Any = None) -> list[dict[str, Any]]:
     """What engines say as they are built, and how many optimizers each made by then."""
     precision_shim.install(frameworks=frameworks, settings=SETTINGS)
-    return [_built(job, name, dict(fields)) for name, fields in asked]
+    return [_built(lambda one=one: engine(one[0], job.model, **one[1])) for one in asked]
 
 
-def _built(job: Job, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _built(make: Callable[[], Any]) -> dict[str, Any]:
     made: list[int] = []
     own = torch.optim.Optimizer.__init__
 
@@ -492,12 +346,24 @@ def _built(job: Job, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"error": ""}
     with _ours() as said, mock.patch.object(torch.optim.Optimizer, "__init__", count):
         try:
-            one = engine(name, job.model, **fields)
+            one = make()
             found["scaler"] = type(getattr(one, "scaler", None)).__name__
             found["policy"] = str(engines.policy_of(parts(one)[0]))
         except precision_shim.PrecisionShimError as error:
             found["error"] = f"{type(error).__name__}: {error}"
     return {**found, "said": said, "optimizers": len(made)}
+
+
+@case
+def flux(job: Job) -> dict[str, Any]:
+    """torchtitan's trainer of Flux, in float16 and strict; it needs transformers, as verl does."""
+    precision_shim.install(settings=SETTINGS, strict=True)
+    from torchtitan.models.flux.config_registry import flux_debugmodel
+    from torchtitan.models.flux.trainer import FluxTrainer
+
+    config = flux_debugmodel()
+    config.training.mixed_precision_param = "float16"
+    return _built(lambda: FluxTrainer(config))
 
 
 @case

@@ -1,7 +1,7 @@
 """A verl driver: real training workers in a real local Ray cluster; prints what came of them.
 
-Run as a script, because a driver's environment is what its workers get. Arguments: ``fsdp`` or
-``megatron``, a folder with a model, a folder for checkpoints.
+Run as a script, because a driver's environment is what its workers get. Arguments: the backend
+(see ``ray_workers.BACKEND``), a folder with a model, a folder for checkpoints.
 """
 
 from __future__ import annotations
@@ -17,11 +17,21 @@ from typing import Any
 warnings.simplefilter("ignore")
 
 RANKS = 2
+HUGE = 2.0**40
+"""A loss weight at which gradients overflow."""
+
+SAVED = 500
+"""The step of the checkpoint, by name: torchtitan saves multiples of 500 only."""
+
 FIGURES = ("loss", "grad_norm", "lr", "loss_scale", "skipped_steps")
 
 
-def main(backend: str, model: str, folder: Path) -> dict[str, Any]:
-    """Train with an overflow, save, train on; then resume in new actors and train the same."""
+def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
+    """Train with overflows, save, train on; then resume in new actors and train the same.
+
+    Returns:
+        What was found of each backend, by its name.
+    """
     import ray
     import torch
 
@@ -32,40 +42,59 @@ def main(backend: str, model: str, folder: Path) -> dict[str, Any]:
 
     # One training has its workers started as Ray does that; the others are forked from a process
     # with most of the imports.
-    own = backend == "fsdp" and "PRECISION_SHIM" in os.environ
+    own = backends == "fsdp" and "PRECISION_SHIM" in os.environ
     python = sys.executable if own else os.environ[WORKER_PYTHON]
     start(
         2 * RANKS,  # the first group keeps its place
         runtime_env={
             "worker_process_setup_hook": "tests.verl.ray_workers.setup",
             "py_executable": python,
-            "env_vars": {ray_workers.BACKEND: backend},
+            "env_vars": {ray_workers.BACKEND: backends},
         },
     )
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from verl.single_controller.ray.base import create_colocated_worker_cls
     from verl.workers.engine_workers import TrainingWorker
 
-    def workers() -> Any:
-        """verl's own worker group."""
-        given = RayClassWithInitArgs(
-            cls=ray.remote(TrainingWorker), config=ray_workers.worker_config(backend, model)
+    names = backends.split(",")
+    configs = {name: ray_workers.worker_config(name, model, RANKS) for name in names}
+
+    def workers() -> dict[str, Any]:
+        """verl's own worker groups; several have their workers in the same actors."""
+        given = {
+            name: RayClassWithInitArgs(cls=ray.remote(TrainingWorker), config=config)
+            for name, config in configs.items()
+        }
+        made = RayWorkerGroup(
+            resource_pool=RayResourcePool(
+                process_on_nodes=[RANKS], use_gpu=False, max_colocate_count=1
+            ),
+            ray_cls_with_init=(
+                create_colocated_worker_cls(given) if len(names) > 1 else given[names[0]]
+            ),
+            device_name="cpu",
         )
-        pool = RayResourcePool(process_on_nodes=[RANKS], use_gpu=False, max_colocate_count=1)
-        made = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=given, device_name="cpu")
-        made.reset()
-        made.set_loss_fn(ray_workers.weighted_loss)
-        return made
+        groups = made.spawn(prefix_set=names) if len(names) > 1 else {names[0]: made}
+        for group in groups.values():
+            group.reset()
+            group.set_loss_fn(ray_workers.weighted_loss)
+        return groups
 
-    def reports(group: Any) -> list[dict[str, Any]]:
-        return ray.get([one.__ray_call__.remote(ray_workers.report) for one in group.workers])
+    def reports(name: str, group: Any) -> list[dict[str, Any]]:
+        return ray.get([one.__ray_call__.remote(ray_workers.report, name) for one in group.workers])
 
-    def train(group: Any, seed: int, weight: float = 1.0) -> dict[str, Any]:
+    def train(name: str, group: Any, seed: int, weight: float = 1.0) -> dict[str, Any]:
         import verl.utils.tensordict_utils as tu
 
         data = batch(seed=seed, sequences=2 * RANKS)
         # On one rank, in one of its micro-batches.
         data["loss_weight"] = torch.tensor([1.0] * (2 * RANKS - 1) + [weight])
-        tu.assign_non_tensor(data, global_token_num=[9] * 2 * RANKS, update_lr_scheduler=True)
+        tu.assign_non_tensor(
+            data,
+            global_token_num=[9] * 2 * RANKS,
+            update_lr_scheduler=True,
+            use_remove_padding=configs[name].model_config.use_remove_padding,
+        )
         metrics = tu.get(group.train_batch(data).get(), "metrics")
         return {
             name: [float(one) for one in (value if isinstance(value, list) else [value])]
@@ -73,36 +102,43 @@ def main(backend: str, model: str, folder: Path) -> dict[str, Any]:
             if name in FIGURES
         }
 
-    def end(group: Any) -> None:
-        for one in group.workers:
+    def rest(name: str, group: Any) -> list[dict[str, Any]]:
+        return [train(name, group, 3), train(name, group, 4, HUGE), train(name, group, 5)]
+
+    def end(groups: dict[str, Any]) -> None:
+        for one in groups[names[0]].workers:
             ray.kill(one)
 
+    found: dict[str, Any] = {name: {"driver": os.getpid()} for name in names}
+    places = {name: str(folder / name / f"global_step_{SAVED}") for name in names}
     first = workers()
-    found: dict[str, Any] = {"start": reports(first), "driver": os.getpid()}
-    found["steps"] = [train(first, 0)]
-    found["taken"] = reports(first)
-    found["steps"].append(train(first, 1, 2.0**40))
-    found["skipped"] = reports(first)
-    found["steps"].append(train(first, 2))
-    first.save_checkpoint(str(folder / "saved"), global_step=3)
-    found["saved"] = reports(first)
-    found["on"] = [train(first, 3), train(first, 4)]
-    found["end"] = reports(first)
+    for name, group in first.items():
+        found[name]["start"] = reports(name, group)
+        found[name]["steps"] = [train(name, group, 0)]
+        found[name]["taken"] = reports(name, group)
+        found[name]["steps"].append(train(name, group, 1, HUGE))
+        found[name]["skipped"] = reports(name, group)
+        found[name]["steps"].append(train(name, group, 2))
+        group.save_checkpoint(places[name], global_step=SAVED)
+        found[name]["saved"] = reports(name, group)
+        found[name]["on"] = rest(name, group)
+        found[name]["end"] = reports(name, group)
     end(first)
     second = workers()
-    second.load_checkpoint(str(folder / "saved"), del_local_after_load=False)
-    found["resumed"] = reports(second)
-    found["again"] = [train(second, 3), train(second, 4)]
-    found["same end"] = reports(second)
+    for name, group in second.items():
+        group.load_checkpoint(places[name], del_local_after_load=False)
+        found[name]["resumed"] = reports(name, group)
+        found[name]["again"] = rest(name, group)
+        found[name]["same end"] = reports(name, group)
     end(second)
     ray.shutdown()
     return found
 
 
 if __name__ == "__main__":
-    backend, model, folder = sys.argv[1:]
+    backends, model, folder = sys.argv[1:]
     try:
-        print("FOUND " + json.dumps(main(backend, model, Path(folder))), flush=True)
+        print("FOUND " + json.dumps(main(backends, model, Path(folder))), flush=True)
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()

@@ -10,7 +10,10 @@ import os
 from typing import Any
 
 BACKEND = "VERL_TEST_BACKEND"
-"""Names in a worker's environment what it trains on: ``fsdp`` or ``megatron``."""
+"""Names in a worker's environment what it trains on.
+
+``fsdp``, ``megatron``, or names of ``engine_support.MODULES`` with commas between them.
+"""
 
 _open = contextlib.ExitStack()
 """Lasts as long as the worker."""
@@ -26,8 +29,12 @@ def setup() -> None:
         from . import fsdp_support
 
         fsdp_support.prepare()
-    else:
+    elif os.environ[BACKEND] == "megatron":
         _prepare_megatron()
+    else:
+        from . import engine_support
+
+        engine_support.prepare()
     from verl.utils import flops_counter
     from verl.workers import engine_workers
     from verl.workers.engine import base
@@ -71,13 +78,23 @@ def _prepare_megatron() -> None:
         setattr(torch.cpu, name, lambda *args: 0)
 
 
-def worker_config(backend: str, model: str) -> Any:
+def worker_config(backend: str, model: str, world: int) -> Any:
     """verl's own config of a worker that trains a tiny model in fp16."""
     import inspect
 
     from verl.trainer.config import CheckpointConfig
     from verl.workers import config as verls
 
+    from . import engine_support
+
+    known = inspect.signature(verls.TrainingWorkerConfig).parameters
+
+    def of(fields: dict[str, Any]) -> Any:
+        fields["model_type"] = "language_model"
+        return verls.TrainingWorkerConfig(**{k: v for k, v in fields.items() if k in known})
+
+    if backend in engine_support.MODULES:
+        return of(engine_support.configs(backend, model, world))
     if backend == "fsdp":
         engine = verls.FSDPEngineConfig(
             strategy="fsdp2",
@@ -99,20 +116,19 @@ def worker_config(backend: str, model: str) -> Any:
         # By verl's default the LR schedule starts anew in a Megatron job that goes on.
         optimizer = optim_config(use_checkpoint_opt_param_scheduler=True)
     contents = ["model", "optimizer", "extra"]
-    fields = {
-        "model_type": "language_model",
-        "model_config": verls.HFModelConfig(
-            path=model,
-            use_remove_padding=False,
-            enable_gradient_checkpointing=False,
-            override_config={"attn_implementation": "eager"},
-        ),
-        "engine_config": engine,
-        "optimizer_config": optimizer,
-        "checkpoint_config": CheckpointConfig(save_contents=contents, load_contents=contents),
-    }
-    known = inspect.signature(verls.TrainingWorkerConfig).parameters
-    return verls.TrainingWorkerConfig(**{k: v for k, v in fields.items() if k in known})
+    return of(
+        {
+            "model_config": verls.HFModelConfig(
+                path=model,
+                use_remove_padding=False,
+                enable_gradient_checkpointing=False,
+                override_config={"attn_implementation": "eager"},
+            ),
+            "engine_config": engine,
+            "optimizer_config": optimizer,
+            "checkpoint_config": CheckpointConfig(save_contents=contents, load_contents=contents),
+        }
+    )
 
 
 def weighted_loss(*args: Any, **kwargs: Any) -> Any:
@@ -124,14 +140,14 @@ def weighted_loss(*args: Any, **kwargs: Any) -> Any:
     return loss.float() * float(data["loss_weight"].max()), metrics
 
 
-def report(worker: Any) -> dict[str, Any]:
-    """What a worker holds; runs in its actor."""
+def report(worker: Any, backend: str) -> dict[str, Any]:
+    """What a worker holds; runs in its actor, which may have a worker for each of several."""
     import hashlib
     import sys
 
     import torch
 
-    engine = worker.engine
+    engine = getattr(worker, "worker_dict", {}).get(backend, worker).engine
     chunks = engine.module if isinstance(engine.module, list) else [engine.module]
     digest = hashlib.sha256()
     for chunk in chunks:
@@ -142,6 +158,7 @@ def report(worker: Any) -> dict[str, Any]:
     frameworks = shim.status().frameworks if shim is not None else {}
     return {
         "pid": os.getpid(),
+        "engine": type(engine).__name__,
         "shim": shim is not None and bool(frameworks),
         "wrapped": sorted(
             seam.target

@@ -19,7 +19,9 @@ import pytest
 from packaging.version import Version
 
 from ..rank_server import Ranks, rank_server
+from ..ray_cluster import drive
 from .conftest import VERL
+from .ray_verdict import trained_skipped_and_resumed
 
 pytestmark = [
     pytest.mark.skipif(
@@ -31,6 +33,13 @@ pytestmark = [
 
 SINCE = {"veomni": "0.8.0", "automodel": "0.8.0", "torchtitan": "0.9.0", "fsdp_turbo": "0.9.1"}
 ENGINES = [name for name, version in SINCE.items() if Version(version) <= VERL]
+SHOWN = {
+    "veomni": "VeOmniEngine",
+    "automodel": "AutomodelEngine",
+    "torchtitan": "TorchTitanEngine",
+    "fsdp_turbo": "FSDPTurboEngine",
+}
+"""How the classes of the engines begin."""
 needs_titan = pytest.mark.skipif(
     "torchtitan" not in ENGINES, reason="no torchtitan is released that this verl's engine takes"
 )
@@ -39,7 +48,7 @@ needs_titan = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Runs a case on fresh processes; returns what each rank found."""
-    from .engine_ranks import make_model
+    from .engine_support import make_model
 
     model = make_model(tmp_path_factory.mktemp("qwen3"))
     folder = tmp_path_factory.mktemp("ranks")
@@ -75,6 +84,19 @@ def test_a_container_of_optimizers_equals_a_loop_by_hand(launch: Ranks) -> None:
     (one,) = launch("equal", world=1, name="veomni", optimizer="muon")
     same(one, one["hand"])
     assert one["lost"].keys() >= {"updates_lost"}
+
+
+@pytest.mark.parametrize("name", ["veomni", "automodel"])
+def test_a_mixture_of_experts_equals_a_loop_by_hand(
+    launch: Ranks, name: str, tmp_path: Path
+) -> None:
+    """VeOmni's own experts; on Automodel those of transformers, as in verl where ep_size is 1."""
+    from .engine_support import make_model
+
+    model = make_model(tmp_path, experts=True)
+    (one,) = launch("equal", world=1, name=name, model=str(model))
+    same(one, one["hand"])
+    assert "Qwen3MoeExperts" in one["kinds"]
 
 
 def test_an_auxiliary_loss_is_scaled_as_the_loss_is(launch: Ranks) -> None:
@@ -125,6 +147,28 @@ def test_saved_before_the_first_step_that_is_not_skipped(
         assert ours["state"]["counts"] == [5.0]
         assert second["state"] == ours["state"]
         assert second["warned"] == []
+
+
+# -- in actors of Ray's ------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("start_up_file")
+@pytest.mark.timeout(900)
+def test_workers_in_ray_train_skip_save_and_resume(ray_drivers: Ranks, tmp_path: Path) -> None:
+    """verl's own training workers of all engines, which the shim reaches by the variable alone."""
+    from .engine_support import make_model
+
+    driver = Path(__file__).with_name("ray_driver.py")
+    given = (",".join(ENGINES), make_model(tmp_path / "model"), tmp_path)
+    settings = {"PRECISION_SHIM": "1", "PRECISION_SHIM_LOSS_SCALE_INIT": "1024"}
+    found = drive(ray_drivers, driver, *given, timeout=800, **settings)
+    assert list(found) == ENGINES
+    for name, one in found.items():
+        trained_skipped_and_resumed(one, [1024, 1024, 512, 512, 512, 256])
+        assert str(one["again"]) == str(one["on"])  # NaN is its text
+        for rank in one["start"]:
+            assert rank["engine"].startswith(SHOWN[name])
+            assert any(SHOWN[name] in target for target in rank["wrapped"])
 
 
 # -- what is refused, and what is said ---------------------------------------------------------
@@ -183,6 +227,15 @@ def test_an_output_in_fp32_is_left_as_it_is(built: Any) -> None:
 def test_torchtitan_without_its_adapter_is_refused(launch: Ranks) -> None:
     ((found,),) = launch("built", world=1, asked=[["torchtitan", {}]], frameworks=["verl"])
     assert "PRECISION_SHIM_FRAMEWORKS" in found["error"]
+    assert found["optimizers"] == 0
+
+
+@needs_titan
+def test_torchtitans_trainer_of_flux_is_refused_by_name(launch: Ranks) -> None:
+    """As docs/versions.md has it; torchtitan's own environment has no transformers."""
+    (found,) = launch("flux", world=1)
+    refused = "FluxTrainer has its own train_step, forward_backward_step"
+    assert refused in found["error"]
     assert found["optimizers"] == 0
 
 
