@@ -128,7 +128,7 @@ def _serve(listener: socket.socket, ends: int) -> None:
         signal.signal(signum, signal.SIG_DFL)
     workers: set[int] = set()
     while True:
-        ready, _, _ = select.select([listener, ends], [], [], 0.2)
+        ready, _, _ = select.select([listener.fileno(), ends], [], [], 0.2)
         while workers:
             ended, _ = os.waitpid(-1, os.WNOHANG)
             if not ended:
@@ -140,7 +140,7 @@ def _serve(listener: socket.socket, ends: int) -> None:
             for one in workers:
                 os.waitpid(one, 0)
             return
-        if listener in ready:
+        if listener.fileno() in ready:
             connection, _ = listener.accept()
             child = os.fork()
             if child == 0:

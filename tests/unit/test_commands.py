@@ -55,6 +55,7 @@ MANIFEST = {
     "precision-shim checkpoint PATH": Held(f"{HERE}::test_checkpoint"),
     "precision-shim checkpoint PATH --config *": Held(f"{HERE}::test_checkpoint"),
     "PRECISION_SHIM=1 * precision-shim checkpoint run": Held(f"{HERE}::test_checkpoint"),
+    "precision-shim checkpoint * --framework roll": Held(f"{HERE}::test_checkpoint"),
     "precision-shim run -- *": Held(f"{HERE}::test_run"),
     "precision-shim run ?--features LIST? *": Held(f"{HERE}::test_run"),
     "python benchmarks/numerics.py --write": Held(
@@ -68,9 +69,6 @@ MANIFEST = {
     "python -m benchmarks.rl_mismatch --write": Held(
         "tests/rl/test_mismatch_table.py",
         "a whole table takes half an hour; the tests make one of given logs",
-    ),
-    "precision-shim checkpoint */actor_train-0 --framework roll": Held(
-        "tests/roll/test_megatron.py::test_the_doctor_knows_its_checkpoint"
     ),
     "export PRECISION_SHIM=1": Held(
         "tests/activation/test_processes.py::test_children_with_the_variable"
@@ -350,7 +348,7 @@ def test_audit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", [one for one in MANIFEST if "m checkpoint" in one])
 def test_checkpoint(pattern: str, tmp_path: Path) -> None:
     megatrons(tmp_path / "run")
-    put = {"PATH": str(tmp_path / "run"), "run": str(tmp_path / "run")}
+    put = dict.fromkeys(("PATH", "run", "output/actor_train-0"), str(tmp_path / "run"))
     for command in matching(pattern):
         done = execute(command, put, "--framework=verl")
         assert (done.returncode, done.stderr) == (1, ""), "without verl no resume is exact"
