@@ -300,9 +300,14 @@ def training_worker(one: Any, *, critic: bool = False) -> Any:
 
 
 class Legacy:
-    """0.7.1's real legacy worker, actor or critic, from verl's shipped config."""
+    """0.7.1's real legacy worker, actor or critic, from verl's shipped config.
 
-    def __init__(self, model: str, role: str = "actor", *overrides: str) -> None:
+    ``serves`` is what verl calls an actor's role: ``"actor_rollout"`` for one with a rollout.
+    """
+
+    def __init__(
+        self, model: str, role: str = "actor", *overrides: str, serves: str = "actor"
+    ) -> None:
         import verl.trainer.config as shipped
         from hydra import compose, initialize_config_dir
         from verl.utils.config import omega_conf_to_dataclass
@@ -336,7 +341,7 @@ class Legacy:
             )
         torch.manual_seed(11)
         if role == "actor":
-            self.worker = ActorRolloutRefWorker(config.actor_rollout_ref, "actor")
+            self.worker = ActorRolloutRefWorker(config.actor_rollout_ref, serves)
         else:
             self.worker = CriticWorker(omega_conf_to_dataclass(config.critic))
         self.role = role

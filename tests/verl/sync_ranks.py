@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import inspect
 import os
 import sys
@@ -486,6 +487,60 @@ def audited(
     }
 
 
+def audited_legacy(folder: str, dtype: str) -> dict[str, Any]:
+    """What a legacy worker of 0.7.1 hands to verl's ``ServerAdapter``, and what is written of it.
+
+    Stand-ins: vLLM and what it needs are empty packages; verl's server, a Ray actor; its sender.
+
+    Args:
+        folder: ``PRECISION_SHIM_AUDIT_DIR``.
+        dtype: the rollout's dtype.
+    """
+    sent: dict[str, torch.Tensor] = {}
+
+    class Sender:
+        def __init__(self, **given: Any) -> None: ...
+
+        async def async_send_weights(self, weights: Any) -> None:
+            sent.update((name, each.clone()) for name, each in weights)
+
+    async def nothing(*given: Any, **named: Any) -> None: ...
+
+    own, world = importlib.metadata.version, str(dist.get_world_size())
+    with engine_of_empty_packages("vllm", "zmq", "msgspec"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            importlib.metadata, "version", lambda name: "0.12.0" if name == "vllm" else own(name)
+        )
+        patch.setenv("RAY_LOCAL_WORLD_SIZE", world)
+        precision_shim.install(settings={"audit_dir": folder}, export=False)
+        rollout = "actor_rollout_ref.rollout"
+        one = support.Legacy(
+            os.environ["MODEL"],
+            "actor",
+            f"{rollout}.dtype={dtype}",
+            f"{rollout}.name=vllm",
+            f"{rollout}.tensor_model_parallel_size=1",
+            f"{rollout}.free_cache_engine=False",
+            serves="actor_rollout",
+        )
+        from verl.workers.rollout.vllm_rollout import vllm_rollout
+
+        patch.setattr(vllm_rollout, "BucketedWeightSender", Sender)
+        adapter = one.worker.rollout
+        adapter._execute_method = nothing
+        adapter.server_handle = SimpleNamespace(clear_kv_cache=SimpleNamespace(remote=nothing))
+        trained(one.module)
+        asyncio.run(one.worker.rollout_mode())
+        precision_shim.uninstall()
+    found = [each for _, each in halves.read(folder) if each.rank == dist.get_rank()]
+    return {
+        "adapter": type(adapter).__qualname__,
+        "halves": [dataclasses.asdict(each) for each in found],
+        "elements": sum(each.numel() for each in sent.values()),
+        "dtypes": sorted({name_of(each.dtype) for each in sent.values()}),
+    }
+
+
 def lost(dtype: str, lora: bool = False, steps: int = 4) -> dict[str, Any]:
     """The lost updates of a worker whose rollout has a dtype; with LoRA, what peft itself merges.
 
@@ -614,7 +669,10 @@ def run(launch: Launch) -> dict[str, Any]:
     )
     cases = {
         one.__name__: one
-        for one in (stream, titan, mooncake, kimi, delta, shards, lost, audited, registered)
+        for one in (
+            *(stream, titan, mooncake, kimi, delta, shards),
+            *(lost, audited, audited_legacy, registered),
+        )
     }
     found = {name: cases[launch.case](**options) for name, options in launch.options.items()}
     dist.barrier()

@@ -328,3 +328,17 @@ def test_the_audit_has_what_was_sent_beside_the_trainers_own(
 def test_ray_finds_the_worker_as_it_was(launch: Ranks) -> None:
     (found,) = launch("registered", world=1, off={"on": False}, on={"on": True})
     assert found["on"] == found["off"]
+
+
+@pytest.mark.skipif(Version("0.8") <= VERL, reason="verl 0.8 has no legacy workers")
+def test_the_audit_looks_at_what_a_legacy_worker_sends(launch: Ranks, tmp_path: Path) -> None:
+    for rank in launch("audited_legacy", one={"folder": str(tmp_path), "dtype": "float16"}):
+        done = rank["one"]
+        assert done["adapter"] == "ServerAdapter"
+        (half,) = done["halves"]
+        sent = half["sent"]["weights"]
+        assert (half["framework"], half["subject"], half["sync"]) == ("verl", "actor", 1)
+        assert (half["asked"], half["key"]) == ("float16", "actor_rollout_ref.rollout.dtype")
+        assert sorted(sent["dtypes"]) == done["dtypes"]
+        assert sum(sent["dtypes"].values()) == done["elements"]
+        assert sent["exact"] < 0.5
