@@ -30,8 +30,8 @@ _V1 = (
     "nemo_rl.models.policy.workers.dtensor_policy_worker",
 )
 _AUTO_MODEL = "nemo_automodel.components._transformers.auto_model"
-_VLLM_PATCHES = "nemo_rl.models.generation.vllm.patches"
-_WATCHED = (_PATCHES, *_V1, _AUTO_MODEL, _VLLM_PATCHES)
+_VLLM = "nemo_rl.models.generation.vllm"
+_WATCHED = (_PATCHES, *_V1, _AUTO_MODEL, f"{_VLLM}.patches", f"{_VLLM}.vllm_worker")
 
 
 @contextlib.contextmanager
