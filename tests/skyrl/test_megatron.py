@@ -685,7 +685,7 @@ def test_everything_is_wrapped_or_native(skyrl: None, shim: Any) -> None:
     # SkyRL does not use the first, 0.3 lacks the second, the third is refused on purpose, and these
     # tests do not start the rest.
     elsewhere = {"mcore_fsdp_adapter", "legacy", "jax"}
-    elsewhere |= {"skyrl_train_backend", "worker_dispatch", "delta", "sources"}
+    elsewhere |= {"skyrl_train_backend", "worker_dispatch", "delta", "sources", "vllm_server_actor"}
     left = {
         seam["target"]: seam["state"]
         for seam in seams
