@@ -34,6 +34,7 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
     """
     import ray
     import torch
+    from examples.processes import ports
 
     from tests.forks import WORKER_PYTHON
     from tests.ray_cluster import start
@@ -73,6 +74,7 @@ def main(backends: str, model: str, folder: Path) -> dict[str, Any]:
                 create_colocated_worker_cls(given) if len(names) > 1 else given[names[0]]
             ),
             device_name="cpu",
+            master_port_range=ports.a_range(),
         )
         groups = made.spawn(prefix_set=names) if len(names) > 1 else {names[0]: made}
         for group in groups.values():

@@ -9,6 +9,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+from ...processes import ports
+
 
 def log_softmax_in_fp32() -> None:
     """Let a CPU's autocast compute ``log_softmax`` in fp32, as CUDA's does.
@@ -94,7 +96,23 @@ def register_platform() -> None:
     PlatformRegistry.register(platform="cpu")(type("PlatformCPU", (PlatformBase,), members))
 
 
+def ports_that_stay_free() -> None:
+    """Let verl choose the port of a trainer's process group among those that nobody else is given.
+
+    The trainer starts seconds after verl has looked for a free port.
+    """
+    from verl.single_controller.ray.base import RayWorkerGroup
+
+    original = RayWorkerGroup.__init__
+
+    def make(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **{"master_port_range": ports.a_range(), **named})
+
+    RayWorkerGroup.__init__ = make
+
+
 complete_torch_cpu()
 one_gloo()
+ports_that_stay_free()
 log_softmax_in_fp32()
 register_platform()
