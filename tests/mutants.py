@@ -748,7 +748,11 @@ def _bound(seam: Seam, symbol: Symbol, node: Any, in_class: bool) -> End:
             call.arguments[name] = "changed"
         return call.proceed()
 
-    standing_there = through(standing, binding)
+    async def awaiting(call: Any, **values: Any) -> Any:
+        return await standing(call, **values)
+
+    awaits = inspect.iscoroutinefunction(seam.wrapper)
+    standing_there = through(awaiting if awaits else standing, binding)
     wrapped, whom = _held(raw, owner)
     parameters = list(inspect.signature(found).parameters.values())
     own = parameters if whom is None else parameters[1:]
@@ -772,6 +776,8 @@ def _bound(seam: Seam, symbol: Symbol, node: Any, in_class: bool) -> End:
         kwargs = {one.name: f"given {one.name}" for one in named[len(args) :]}
         kwargs |= {name: f"given {name}" for name in hidden}
         result = standing_there(wrapped, whom, tuple(args), kwargs)
+        if awaits:
+            result = asyncio.run(result)
         if inspect.iscoroutine(result):
             result.close()
             return End("survives", "a coroutine, and the wrapper awaits nothing")

@@ -84,10 +84,9 @@ def control(config: Any) -> Any:
     return config.build()
 
 
-def arguments(controller: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """The dtype in which the trainer sends the weights, and the dtype of vLLM's engine."""
+def spawned(controller: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The actors that the driver would start: their classes and arguments, by name."""
     from torchtitan.experiments.rl import controller as module
-    from torchtitan.experiments.rl.actors import generator as generators
 
     async def nothing(*args: Any) -> None:
         pass
@@ -104,12 +103,28 @@ def arguments(controller: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, st
     mesh = Mesh()
     with pytest.raises(StopError):
         asyncio.run(controller.setup_async(trainer_mesh=mesh, generator_meshes=[mesh]))
-    (_, _, to_trainer), (kind, given, more) = mesh.spawned["trainer"], mesh.spawned["generator"]
+    return mesh.spawned
+
+
+def arguments(controller: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """The dtype in which the trainer sends the weights, and the dtype of vLLM's engine."""
+    actors = spawned(controller, monkeypatch)
+    (_, _, to_trainer), (kind, given, more) = actors["trainer"], actors["generator"]
     engine: dict[str, Any] = {}
 
     def engine_args(**kwargs: Any) -> None:
         engine.update(kwargs)
         raise StopError
+
+    stand_in_for_vllm(monkeypatch, engine_args)
+    with pytest.raises(StopError):
+        kind(*given, **more)
+    return to_trainer["generator_dtype"], engine["dtype"]
+
+
+def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch, engine_args: Callable[..., Any]) -> None:
+    """What a generator's ``__init__`` takes of vLLM, which is not installed here, and of a GPU."""
+    from torchtitan.experiments.rl.actors import generator as generators
 
     monkeypatch.setattr(generators, "EngineArgs", engine_args)
     monkeypatch.setattr(generators, "register_to_vllm", nothing_sync)
@@ -117,9 +132,6 @@ def arguments(controller: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, st
     monkeypatch.setattr(generators, "AttentionBackendEnum", Anything())
     monkeypatch.setattr(generators, "has_cuda_capability", lambda *version: True)
     monkeypatch.setattr(generators.VLLMCudagraphConfig, "get_vllm_compilation_config", nothing_sync)
-    with pytest.raises(StopError):
-        kind(*given, **more)
-    return to_trainer["generator_dtype"], engine["dtype"]
 
 
 def nothing_sync(*args: Any, **more: Any) -> None:

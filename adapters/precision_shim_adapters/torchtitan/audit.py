@@ -61,9 +61,7 @@ def policy(call: Call, generator_dtype: Any = None) -> None:
     if dtype is not None:
         short = name_of(dtype)
         tell_meter(call.instance.optimizers, short)
-        tell_asked(
-            FRAMEWORK, ENGINE_NAMES.get(short, short), KEY, "torchtitan's generators are not asked"
-        )
+        tell_asked(FRAMEWORK, ENGINE_NAMES.get(short, short), KEY)
 
 
 @seam(

@@ -1,6 +1,7 @@
-"""torchtitan: audit the weights that the trainer sends to the generators.
+"""torchtitan: audit the weights that go to the generators, and ask these what they hold.
 
-The trainer puts one state dict into TorchStore, after it has cast it.
+The trainer puts one state dict into TorchStore, after it has cast it. A generator is a Monarch
+actor with vLLM's ``LLMEngine``; each of its ranks has the engine of its own shard.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from typing import Any
 
 from precision_shim.adapting import Call, seam
 from precision_shim.auditing import sending
+from precision_shim.auditing.halves import ROLLOUT as SUBJECT
 
-from .places import FRAMEWORK, SENT
+from ..rollout.held import Whose, audit, count_sync
+from .places import FRAMEWORK, GENERATORS, HELD, SENT
+
+_DELETE = "torchtitan says which precision its generators have"
 
 _KEY = "model_state_dict"
 """Under which torchtitan's trainer puts its weights."""
@@ -24,7 +29,7 @@ _KEY = "model_state_dict"
     group=SENT,
     aliases=("torchstore:put_state_dict",),
     why="gets the weights as they are sent",
-    delete_when="torchtitan says which precision its generators have",
+    delete_when=_DELETE,
     optional=True,
 )
 async def look_at_state_dict(call: Call, state_dict: Any, key: Any) -> Any:
@@ -35,3 +40,48 @@ async def look_at_state_dict(call: Call, state_dict: Any, key: Any) -> Any:
         if seen is not items:
             deque(seen, maxlen=0)
     return await call.proceed()
+
+
+# -- what a generator holds ----------------------------------------------------------------------
+
+
+@seam(
+    f"{GENERATORS}.__init__",
+    "audit",
+    group=HELD,
+    why="has made vLLM's engine when it ends",
+    delete_when=_DELETE,
+    relies_on=("_engine", "_rank"),
+    optional=True,
+)
+def ask_new_generator(call: Call) -> None:
+    """Ask the engine of a new generator what it holds."""
+    call.proceed()
+    _ask(call.instance)
+
+
+@seam(
+    f"{GENERATORS}._pull_model_state_dict",
+    "audit",
+    group=HELD,
+    why="each weight sync ends here on each rank, between two steps of the engine",
+    delete_when=_DELETE,
+    relies_on=("_get_model", "policy_version"),
+    optional=True,
+)
+async def ask_after_pull(call: Call) -> None:
+    """Ask it again after some of the weight syncs."""
+    await call.proceed()
+    _ask(call.instance, count_sync(call.instance))
+
+
+def _ask(generator: Any, sync: int = 0) -> None:
+    if sending.is_wanted():
+        audit(generator._engine, _whose(generator), sync)
+
+
+def _whose(generator: Any) -> Whose:
+    from monarch.actor import context
+
+    actor = context().actor_instance.name  # generator_0, ... where there are several
+    return Whose(FRAMEWORK, SUBJECT, f"{actor}, rank {generator._rank}")

@@ -217,8 +217,9 @@ def _judge(row: Row, settings: object) -> str:
 
 def missing(seam: Seam, symbol: Symbol) -> str:
     """What a seam needs of its symbol and the source lacks, in words; ``""`` for nothing."""
-    if symbol.kind and not seam.fits(symbol.kind):
-        return f"{seam.target} is a {symbol.kind}, and {seam.name} is written for what is none"
+    if not seam.fits(symbol.kind):
+        kind = symbol.kind or "plain function"
+        return f"{seam.target} is a {kind}, and {seam.name} is written for what is none"
     lacking = [parameter for parameter in seam.parameters if parameter not in symbol.parameters]
     if lacking:
         return f"{seam.target} has no parameter {', '.join(map(repr, lacking))}"

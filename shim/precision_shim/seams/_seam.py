@@ -146,12 +146,18 @@ class Seam(_Fields):
         return {} if self.wrapper is None or self.replaces else reads_of(self.wrapper)
 
     def fits(self, kind: str) -> bool:
-        """Whether the wrapper can wrap a symbol that is no plain function; see ``Symbol.kind``.
+        """Whether the wrapper can wrap a symbol of this kind; see ``Symbol.kind``.
 
-        A plain wrapper would return before the body of a wrapped coroutine or generator runs.
+        A plain wrapper would return before the body of a wrapped coroutine or generator runs; and
+        nobody would await, or iterate over, what one of these returns around a plain function.
         """
         if self.wrapper is None or self.replaces:
             return True
+        if kind == "":
+            return not (
+                inspect.iscoroutinefunction(self.wrapper)
+                or inspect.isgeneratorfunction(self.wrapper)
+            )
         if kind in ("staticmethod", "classmethod"):
             code = getattr(self.wrapper, "__code__", None)
             return self.unbound or code is None or not _mentions(code, "instance")

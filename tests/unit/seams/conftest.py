@@ -61,6 +61,14 @@ def negate(call):
     return -call.proceed()
 
 
+async def awaits(call):
+    return -await call.proceed()
+
+
+def yields(call):
+    yield from call.proceed()
+
+
 def negate_by(call, by):
     return -call.proceed()
 

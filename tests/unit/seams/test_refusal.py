@@ -105,9 +105,13 @@ def holds_a_generator(value):
         ("is_context", "negate", "context manager"),
         ("is_class", "negate", "class"),
         ("holds_a_generator", "negate", ""),
+        ("is_coroutine", "awaits", ""),
+        ("is_generator", "yields", ""),
+        ("holds_a_generator", "awaits", "plain function"),
+        ("holds_a_generator", "yields", "plain function"),
     ],
 )
-def test_what_a_plain_wrapper_cannot_stand_at_is_refused_from_source(lab, name, wrapper, kind):
+def test_what_a_wrapper_cannot_stand_at_is_refused_from_source(lab, name, wrapper, kind):
     lab.write({"toy/kinds.py": KINDS})
     adapter = lab.adapter(lab.seam(f"toy.kinds:{name}", f"toy_wrappers:{wrapper}"))
     (row,) = check(adapter, ("f",), None).rows
