@@ -1,4 +1,4 @@
-"""Asks a vLLM engine by its public calls what it holds, for the audit.
+"""Asks a vLLM engine by its public calls what it holds, for the audit; ``held_sglang`` asks SGLang's.
 
 The engine is the object that a framework's rollout holds: ``LLM``, ``LLMEngine`` or ``AsyncLLM``.
 Their configs tell what was asked; ``collective_rpc("apply_model", ...)`` runs ``in_engine`` on the
@@ -61,7 +61,7 @@ def ask(engine: Any, whose: Whose, sync: int = 0) -> Held:
     try:
         return _with(known, engine.collective_rpc(_CALL, TIMEOUT_S, (read_model,)))
     except Exception as error:  # an audit must not end a rollout
-        return replace(known, not_answered=_reason(error))
+        return replace(known, not_answered=reason_of(error))
 
 
 async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
@@ -71,22 +71,23 @@ async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
         answer = engine.collective_rpc(_CALL, TIMEOUT_S, (read_model,))
         return _with(known, await asyncio.wait_for(answer, TIMEOUT_S))
     except Exception as error:  # an audit must not end a rollout
-        return replace(known, not_answered=_reason(error))
+        return replace(known, not_answered=reason_of(error))
 
 
 def audit(engine: Any, whose: Whose, sync: int = 0) -> None:
     """Ask an ``LLM`` or an ``LLMEngine`` and write the answer, at the syncs that are audited."""
-    if _is_due(sync):
+    if is_due(sync):
         sending.write(ask(engine, whose, sync))
 
 
 async def audit_async(engine: Any, whose: Whose, sync: int = 0) -> None:
     """Ask an ``AsyncLLM`` and write the answer, at the syncs that are audited."""
-    if _is_due(sync):
+    if is_due(sync):
         sending.write(await ask_async(engine, whose, sync))
 
 
-def _is_due(sync: int) -> bool:
+def is_due(sync: int) -> bool:
+    """Whether an engine is asked now: with an audit directory, at its start and some of the syncs."""
     return sending.is_wanted() and (not sync or sync in sending.AT)
 
 
@@ -113,11 +114,11 @@ def _of_config(engine: Any, whose: Whose, sync: int) -> Held:
         job=sending.job(),
         engine=versioned("vllm"),
         model=str(model.model),
-        computes=_name(model.dtype),
+        computes=dtype_name(model.dtype),
         quantization=str(model.quantization or ""),
         ignored=None if ignored is None else tuple(ignored),
         kv_cache=str(cache.cache_dtype),
-        head="" if head is None else _name(head),
+        head="" if head is None else dtype_name(head),
         sync=sync,
     )
 
@@ -133,13 +134,13 @@ def _with(known: Held, answers: Iterable[Mapping[str, Any]]) -> Held:
     exact = sampled = 0
     for one in answers:
         for name, (dtype, elements, in_quantised) in one["parameters"].items():
-            of_kind, short = kinds.setdefault(kind_of(name), {}), _name(dtype)
+            of_kind, short = kinds.setdefault(kind_of(name), {}), dtype_name(dtype)
             of_kind[short] = of_kind.get(short, 0) + elements
             if not in_quantised:
                 dtypes[short] = dtypes.get(short, 0) + elements
         quantised |= dict.fromkeys(one["quantised"])
         plain |= dict.fromkeys(one["plain"])
-        caches |= {_name(dtype) for dtype in one["kv_cache"]}
+        caches |= {dtype_name(dtype) for dtype in one["kv_cache"]}
         ignored = ignored if one["ignored"] is None else tuple(one["ignored"])
         exact, sampled = exact + one["exact"], sampled + one["sampled"]
     return replace(
@@ -153,12 +154,14 @@ def _with(known: Held, answers: Iterable[Mapping[str, Any]]) -> Held:
     )
 
 
-def _name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
+    """The canonical name of a dtype or of torch's name for one; other names as they are."""
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     return name_of(found) if isinstance(found, torch.dtype) else str(dtype)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Why an engine did not answer, in one line."""
     text = str(error).splitlines()[0][:200] if str(error) else ""
     if "VLLM_ALLOW_INSECURE_SERIALIZATION" in str(error):
         return f"the engine's process takes no function; {_HINT}"

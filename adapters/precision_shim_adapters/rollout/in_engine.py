@@ -57,7 +57,7 @@ def read_model(model: torch.nn.Module) -> dict[str, Any]:
         for name, one in model.named_parameters()
         if not parameters[name][2] and one.numel() and one.dtype.itemsize > 1
     ]
-    counts = [_counts(one) for one in sampled[:: len(sampled) // MOST_TENSORS + 1]]
+    counts = [count_exact(one) for one in sampled[:: len(sampled) // MOST_TENSORS + 1]]
     exact, normal = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
     return {
         "parameters": parameters,
@@ -80,7 +80,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def _counts(parameter: torch.Tensor) -> torch.Tensor:
+def count_exact(parameter: torch.Tensor) -> torch.Tensor:
     """How many of a sample bf16 represents exactly, and how many are normal numbers of fp16."""
     flat = parameter.detach().reshape(-1)
     wide = flat[:: flat.numel() // MOST_ELEMENTS | 1].float()

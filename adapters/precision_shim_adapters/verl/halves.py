@@ -1,11 +1,12 @@
-"""verl: audit the weights that the actor sends, and ask the vLLM servers what they hold.
+"""verl: audit the weights that the actor sends, and ask the servers what their engines hold.
 
 An actor's engine returns its weights as a stream that has not run yet, for verl's own weight sync
 and for a checkpoint engine. 0.7.1's legacy workers make theirs in the middle of a method, and hand
 it to the rollout's ``ServerAdapter``. These seams come after those of ``sync``: they see what the
 shim sends.
 
-A server is verl's own Ray actor around vLLM's ``AsyncLLM``.
+A server is verl's own Ray actor around vLLM's ``AsyncLLM``, or around SGLang's ``TokenizerManager``
+and HTTP server.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from precision_shim.errors import DtypeError
 
 from ..ray_actors import name_of_actor
 from ..rollout.held import Whose, audit_async, count_sync
+from ..rollout.held_sglang import audit_manager
 from . import sides, sync
 
-FEATURE, SENT, HELD = "audit", "weights audit", "vllm servers"
+FEATURE, SENT, HELD, HELD_SGLANG = "audit", "weights audit", "vllm servers", "sglang servers"
 _ENGINES = "verl.workers.engine.{}.transformer_impl:{}.get_per_tensor_param"
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer"
+_SGLANG = "verl.workers.rollout.sglang_rollout.async_sglang_server:SGLangHttpServer"
+_IF_SGLANG = f"{_SGLANG}.set_global_steps"
 _DELETE = "verl says which precision its rollouts have"
 _ADAPTER = "ServerAdapter.update_weights"
 
@@ -48,7 +52,7 @@ def tell_asked(rollout: Any) -> None:
     except DtypeError:  # the engine refuses it, and the feature rollout-agreement has said so
         return
     backend = str(rollout.get("name"))
-    reason = "" if backend == "vllm" else f"verl's servers of {backend} are not asked"
+    reason = "" if backend in ("vllm", "sglang") else f"verl's servers of {backend} are not asked"
     sending.tell_asked("verl", name, key, reason)
 
 
@@ -185,6 +189,45 @@ async def _ask(server: Any, sync: int = 0) -> None:
     engine = getattr(server, "engine", None)  # only the first node of a server has one
     if engine is not None and sending.is_wanted():
         await audit_async(engine, _whose(), sync)
+
+
+@seam(
+    f"{_SGLANG}.launch_server",
+    FEATURE,
+    group=HELD_SGLANG,
+    only_if=(_IF_SGLANG,),  # before 0.7 a server is told of no sync
+    why="has made SGLang's processes when it ends",
+    delete_when=_DELETE,
+    relies_on=("node_rank", "tokenizer_manager"),
+    optional=True,
+)
+async def ask_new_sglang_server(call: Call) -> Any:
+    """Ask the engine of a new server of SGLang what it holds."""
+    result = await call.proceed()
+    await _ask_sglang(call.instance)
+    return result
+
+
+@seam(
+    _IF_SGLANG,
+    FEATURE,
+    group=HELD_SGLANG,
+    only_if=(_IF_SGLANG,),
+    why="each weight sync ends with this call, which the trainer waits for",
+    delete_when=_DELETE,
+    relies_on=("global_steps",),
+    optional=True,
+)
+async def ask_sglang_after_sync(call: Call) -> Any:
+    """Ask it again after some of the weight syncs."""
+    result = await call.proceed()
+    await _ask_sglang(call.instance, count_sync(call.instance))
+    return result
+
+
+async def _ask_sglang(server: Any, sync: int = 0) -> None:
+    if server.node_rank == 0 and sending.is_wanted():  # the other nodes have no tokenizer manager
+        await audit_manager(server.tokenizer_manager, _whose(), sync)
 
 
 def _whose() -> Whose:

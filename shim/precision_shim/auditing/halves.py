@@ -125,6 +125,7 @@ class Held:
         quantised: names of its quantised layers.
         plain: names of its linear layers and experts that are not quantised.
         weights: its parameters that are not quantised; ``None`` where it did not answer.
+        sample: which of them are in ``weights``; empty for all.
         not_answered: why it did not answer; empty if it did.
     """
 
@@ -145,6 +146,7 @@ class Held:
     quantised: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
     weights: Weights | None = None
+    sample: str = ""
     not_answered: str = ""
 
     @property

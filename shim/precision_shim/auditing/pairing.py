@@ -127,6 +127,8 @@ def _held_text(one: Held) -> str:
     if one.quantization:
         words.append(f"quantisation {one.quantization}")
     if one.not_answered:
+        if one.kv_cache:
+            words.append(f"KV cache ? ({one.kv_cache})")
         words.append(f"weights not known: {one.not_answered}")
         return "; ".join(words)
     kinds: dict[str, list[str]] = {}
@@ -140,7 +142,8 @@ def _held_text(one: Held) -> str:
     if one.head:
         words.append(f"head computes in {one.head}")
     if one.weights is not None:
-        words.append(f"sync {one.sync}: exact in bf16: {_percent(one.weights.exact)}")
+        of = f" of {one.sample}" if one.sample else ""
+        words.append(f"sync {one.sync}: exact in bf16: {_percent(one.weights.exact)}{of}")
     return "; ".join(words)
 
 

@@ -1,0 +1,80 @@
+"""NeMo-RL: ask the SGLang servers of its generation workers what they hold, for the audit.
+
+A generation worker starts SGLang's HTTP server in a process of its own. The driver has the URLs of
+the servers, and asks them there. Each weight sync ends in the driver, too, when it has the servers
+allocate their KV caches again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precision_shim.adapting import Call, is_there, seam
+from precision_shim.auditing import sending
+from precision_shim.auditing.halves import ROLLOUT
+
+from ..rollout.held import Whose, count_sync
+from ..rollout.held_sglang import audit_server
+from .dtensor import FRAMEWORK
+
+FEATURE, GROUP = "audit", "sglang servers"
+_GENERATION = "nemo_rl.models.generation.sglang.sglang_generation:SGLangGeneration"
+_DELETE = "NeMo-RL says which precision its rollouts have"
+_URLS = ("get_rollout_engine_urls", "get_sglang_server_urls")
+"""What returns the URLs, in 0.7 and in 0.6."""
+
+_LAST = ["kv_cache"]
+"""The tags of the call that ends a weight sync."""
+
+
+def why_not_asked(backend: str) -> str:
+    """Why no engine of a backend can be asked; empty where they are asked."""
+    if backend == "vllm" or (backend == "sglang" and is_there(_GENERATION)):
+        return ""
+    return f"NeMo-RL's workers of {backend} are not asked"
+
+
+@seam(
+    f"{_GENERATION}.__init__",
+    FEATURE,
+    group=GROUP,
+    only_if=(_GENERATION,),
+    why="has started the servers when it ends",
+    delete_when=_DELETE,
+    optional=True,
+)
+def ask_new(call: Call) -> None:
+    """Ask the new servers what they hold."""
+    call.proceed()
+    _ask(call.instance)
+
+
+@seam(
+    f"{_GENERATION}.prepare_for_generation",
+    FEATURE,
+    group=GROUP,
+    only_if=(_GENERATION,),
+    why="the last call of each weight sync, after the servers have the weights",
+    delete_when=_DELETE,
+    relies_on=("kwargs",),
+    optional=True,
+)
+def ask_after_sync(call: Call, kwargs: Any = None) -> Any:
+    """Ask them again after some of the weight syncs."""
+    result = call.proceed()
+    if (kwargs or {}).get("tags") == _LAST:
+        _ask(call.instance, count_sync(call.instance))
+    return result
+
+
+def _ask(generation: Any, sync: int = 0) -> None:
+    if not sending.is_wanted() or (sync and sync not in sending.AT):
+        return
+    urls = next(filter(None, (getattr(generation, name, None) for name in _URLS)), None)
+    try:
+        found = [] if urls is None else sorted(filter(None, urls()))
+    except Exception as error:  # an audit must not end a rollout
+        sending.tell(f"nemo-rl: the SGLang servers are not asked what they hold: {error!r}")
+        return
+    for url in found:
+        audit_server(url, Whose(FRAMEWORK, ROLLOUT, url.partition("://")[2]), sync)

@@ -1,0 +1,179 @@
+"""Asks an SGLang engine by its public calls what it holds, for the audit.
+
+In the process of its ``TokenizerManager`` the manager is asked; elsewhere the engine's HTTP server.
+Both tell the arguments that the scheduler works with. The manager also has the model's config as
+SGLang resolved it, so it alone knows what ``auto`` became.
+
+Of the weights SGLang tells the values, as fp32 and thus without a dtype, and only of some models;
+asked for another model's it writes an error into its log. It turns a whole parameter into Python
+numbers before it cuts it, so only two small ones are asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib import request
+
+import torch
+
+from precision_shim.adapting import versioned
+from precision_shim.auditing import sending
+from precision_shim.auditing.halves import Held, Weights
+
+from .held import TIMEOUT_S, Whose, dtype_name, is_due, reason_of
+from .in_engine import count_exact
+
+MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "GraniteForCausalLM")
+"""Whose weights SGLang tells by these names."""
+
+NAMES = tuple(f"model.layers.0.self_attn.{one}_proj.weight" for one in "kv")
+ROWS = 16
+SAMPLE = "k_proj and v_proj of the first layer"
+
+_HEAD = "enable_fp32_lm_head"
+
+_asking: set[Any] = set()
+"""Tasks that would be collected while they run if nothing held them."""
+
+
+async def audit_manager(manager: Any, whose: Whose, sync: int = 0) -> None:
+    """Ask a ``TokenizerManager`` and write the answer, at the syncs that are audited."""
+    if is_due(sync):
+        sending.write(await ask_manager(manager, whose, sync))
+
+
+def audit_server(url: str, whose: Whose, sync: int = 0) -> None:
+    """Ask an engine's HTTP server and write the answer, at the syncs that are audited."""
+    if is_due(sync):
+        sending.write(ask_server(url, whose, sync))
+
+
+async def ask_manager(manager: Any, whose: Whose, sync: int = 0) -> Held:
+    """Ask a ``TokenizerManager``.
+
+    Args:
+        manager: the manager, in its own process.
+        whose: which engine it is.
+        sync: number of weight syncs before.
+    """
+    known = _nothing(whose, sync, versioned("sglang"))
+    try:
+        (state, *_) = await _answer(manager.get_internal_state())
+        config = manager.model_config
+        known = _of_arguments(known, state)
+        known = replace(
+            known,
+            computes=known.computes or dtype_name(config.dtype),
+            quantization=str(config.quantization or ""),
+        )
+        known = replace(
+            known, not_answered=_why_no_weights(known, state, config.hf_config.architectures)
+        )
+        if known.not_answered:
+            return known
+
+        from sglang.srt.managers.io_struct import GetWeightsByNameReqInput
+
+        wanted = [GetWeightsByNameReqInput(name=name, truncate_size=ROWS) for name in NAMES]
+        return _with(known, [await _answer(manager.get_weights_by_name(one)) for one in wanted])
+    except Exception as error:  # an audit must not end a rollout
+        return replace(known, not_answered=reason_of(error))
+
+
+def ask_server(url: str, whose: Whose, sync: int = 0) -> Held:
+    """Ask an engine's HTTP server.
+
+    Args:
+        url: the server's, without a path.
+        whose: which engine it is.
+        sync: number of weight syncs before.
+    """
+    known = _nothing(whose, sync, "sglang")
+    try:
+        info = _get(f"{url}/server_info")
+        state = info["internal_states"][0]
+        known = _of_arguments(replace(known, engine=f"sglang {info['version']}"), state)
+        models = _get(f"{url}/model_info").get("architectures")
+        known = replace(known, not_answered=_why_no_weights(known, state, models))
+        if known.not_answered:
+            return known
+        asked = f"{url}/get_weights_by_name"
+        return _with(known, [_get(asked, name=name, truncate_size=ROWS) for name in NAMES])
+    except Exception as error:  # an audit must not end a rollout
+        return replace(known, not_answered=reason_of(error))
+
+
+def _nothing(whose: Whose, sync: int, engine: str) -> Held:
+    """A record before the engine has said anything."""
+    return Held(
+        framework=whose.framework,
+        subject=whose.subject,
+        name=whose.name,
+        job=sending.job(),
+        engine=engine,
+        model="",
+        computes="",
+        sync=sync,
+    )
+
+
+def _of_arguments(known: Held, state: Mapping[str, Any]) -> Held:
+    """A record with what the scheduler's arguments say; ``auto`` does not say a dtype."""
+    dtype = str(state["dtype"])
+    return replace(
+        known,
+        model=str(state["model_path"]),
+        computes="" if dtype == "auto" else dtype_name(dtype),
+        quantization=str(state["quantization"] or ""),
+        kv_cache=str(state["kv_cache_dtype"]),
+        head="fp32" if state.get(_HEAD) else "",
+    )
+
+
+def _why_no_weights(known: Held, state: Mapping[str, Any], models: Sequence[str] | None) -> str:
+    """Why the engine is not asked for weights; empty if it is."""
+    model = ", ".join(models or ()) or "a model without a name"
+    if known.quantization:
+        return "SGLang tells the values of quantised weights without their scales"
+    if state.get("enable_lora"):
+        return "SGLang tells no weights by name where it has LoRA adapters"
+    if int(state.get("pp_size", 1)) > 1:
+        return "SGLang tells no weights by name of a model over several pipeline stages"
+    return "" if model in MODELS else f"SGLang tells no weights of {model}"
+
+
+def _with(known: Held, answers: Sequence[Any]) -> Held:
+    """A record with the values of some weights, which may be those of several replicas."""
+    if None in answers or [] in answers:
+        return replace(known, not_answered=f"SGLang has not found {', '.join(NAMES)}")
+    counts = [count_exact(torch.tensor(one)) for one in answers]
+    exact, sampled = torch.stack(counts).sum(0).tolist()
+    share = exact / sampled if sampled else None
+    return replace(known, weights=Weights({}, share, sampled), sample=SAMPLE)
+
+
+async def _answer(asked: Awaitable[Any]) -> Any:
+    """What the engine answers in time. A late answer is waited for: SGLang keeps it for its caller.
+
+    Raises:
+        TimeoutError: there is none yet.
+    """
+    task = asyncio.ensure_future(asked)
+    _asking.add(task)
+    task.add_done_callback(_asking.discard)
+    await asyncio.wait({task}, timeout=TIMEOUT_S)
+    if not task.done():
+        raise TimeoutError(f"no answer in {TIMEOUT_S:g} s")
+    return task.result()
+
+
+def _get(url: str, **values: Any) -> Any:
+    """What an HTTP server answers, never over a proxy: engines are within the cluster."""
+    data = json.dumps(values).encode() if values else None
+    asked = request.Request(url, data, {"Content-Type": "application/json"})
+    with request.build_opener(request.ProxyHandler({})).open(asked, timeout=TIMEOUT_S) as answer:
+        return json.load(answer)
