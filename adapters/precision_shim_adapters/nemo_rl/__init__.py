@@ -23,7 +23,7 @@ from precision_shim.adapting import Adapter, collect
 
 from .. import megatron as backend
 from ..frameworks import NEMO_RL
-from . import audit, dtensor, generation, halves, megatron, sides
+from . import audit, dtensor, generation, halves, megatron, servers, sides
 
 ADAPTER = Adapter.of(
     NEMO_RL,
@@ -41,7 +41,8 @@ ADAPTER = Adapter.of(
         sides.GROUP: "driver (both sides)",
         halves.GROUP: "all workers (audit of the weights to the rollout)",
         generation.GROUP: "generation workers (audit of what vLLM holds)",
+        servers.GROUP: "driver (audit of what SGLang holds)",
     },
-    seams=collect(dtensor, backend.SEAMS, megatron, sides, audit, halves, generation),
+    seams=collect(dtensor, backend.SEAMS, megatron, sides, audit, halves, generation, servers),
 )
 """NeMo-RL's adapter; of several seams on one target the first is the innermost."""

@@ -19,6 +19,7 @@ from ..rollout import tell_meter
 from .dtensor import TRAIN
 from .legality import DTYPES
 from .places import DTENSOR, EXPORTED, INHERITED, MEGATRON, VALUE_V2, group_at
+from .servers import why_not_asked
 from .sides import asked_of, rollout_dtype
 
 FRAMEWORK = "nemo-rl"
@@ -55,8 +56,7 @@ def _tell_audit(worker: Any) -> None:
     if asked is None or not isinstance(config, Mapping):
         return
     backend = str(config["generation"].get("backend"))
-    reason = "" if backend == "vllm" else f"NeMo-RL's workers of {backend} are not asked"
-    tell_asked(FRAMEWORK, *asked, reason)
+    tell_asked(FRAMEWORK, *asked, why_not_asked(backend))
 
 
 class AuditedWorker:

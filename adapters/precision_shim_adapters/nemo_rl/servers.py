@@ -13,8 +13,8 @@ from precision_shim.adapting import Call, is_there, seam
 from precision_shim.auditing import sending
 from precision_shim.auditing.halves import ROLLOUT
 
-from ..rollout.held import Whose, count_sync
-from ..rollout.held_sglang import audit_server
+from ..rollout.held import Whose, count_sync, is_due
+from ..rollout.held_sglang import audit_server, unasked
 from .dtensor import FRAMEWORK
 
 FEATURE, GROUP = "audit", "sglang servers"
@@ -56,25 +56,24 @@ def ask_new(call: Call) -> None:
     only_if=(_GENERATION,),
     why="the last call of each weight sync, after the servers have the weights",
     delete_when=_DELETE,
-    relies_on=("kwargs",),
     optional=True,
 )
-def ask_after_sync(call: Call, kwargs: Any = None) -> Any:
+def ask_after_sync(call: Call, tags: Any = None) -> Any:
     """Ask them again after some of the weight syncs."""
     result = call.proceed()
-    if (kwargs or {}).get("tags") == _LAST:
+    if tags == _LAST:
         _ask(call.instance, count_sync(call.instance))
     return result
 
 
 def _ask(generation: Any, sync: int = 0) -> None:
-    if not sending.is_wanted() or (sync and sync not in sending.AT):
+    if not is_due(sync):
         return
-    urls = next(filter(None, (getattr(generation, name, None) for name in _URLS)), None)
     try:
-        found = [] if urls is None else sorted(filter(None, urls()))
+        method = next(name for name in _URLS if hasattr(generation, name))
+        urls = sorted(filter(None, getattr(generation, method)()))
     except Exception as error:  # an audit must not end a rollout
-        sending.tell(f"nemo-rl: the SGLang servers are not asked what they hold: {error!r}")
+        sending.write(unasked(Whose(FRAMEWORK, ROLLOUT, "servers"), sync, error))
         return
-    for url in found:
+    for url in urls:
         audit_server(url, Whose(FRAMEWORK, ROLLOUT, url.partition("://")[2]), sync)

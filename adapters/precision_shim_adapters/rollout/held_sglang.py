@@ -107,6 +107,11 @@ def ask_server(url: str, whose: Whose, sync: int = 0) -> Held:
         return replace(known, not_answered=reason_of(error))
 
 
+def unasked(whose: Whose, sync: int, error: Exception) -> Held:
+    """A record of an engine that could not be asked."""
+    return replace(_nothing(whose, sync, "sglang"), not_answered=reason_of(error))
+
+
 def _nothing(whose: Whose, sync: int, engine: str) -> Held:
     """A record before the engine has said anything."""
     return Held(
