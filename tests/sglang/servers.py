@@ -136,9 +136,11 @@ async def over_http(folder: str, model: str, dtype: str) -> Any:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
-    with socket.socket() as free:
+    with socket.socket() as free, socket.socket() as other:
         free.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+        os.environ["SGLANG_GRPC_PORT"] = str(other.getsockname()[1])  # else 10,000 more
     arguments = ServerArgs(
         model_path=model,
         dtype=dtype,

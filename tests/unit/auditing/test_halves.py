@@ -432,11 +432,31 @@ def test_the_command_on_an_engine_that_may_not_answer(
     halves.write(str(tmp_path), replace(ENGINE, weights=None, not_answered="no functions"))
     status, said = audit(tmp_path, capsys)
     assert status == 0
-    assert "computes in fp16; weights not known: no functions" in said
+    assert "computes in fp16; KV cache ? (auto); weights not known: no functions" in said
     (tmp_path / "x.rollout.json").write_text("{", encoding="utf-8")
     status, said = audit(tmp_path, capsys)
     assert status == 1
     assert "x.rollout.json: JSONDecodeError" in said
+
+
+def test_a_sample_of_some_weights_is_shown_and_judges_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wire = replace(ENGINE, kinds={}, kv_held=(), weights=Weights({}, 1.0, 1024))
+    assert codes(RIGHT, wire) == ["bf16-wire"]
+    some = replace(wire, sample="k_proj of the first layer")
+    assert codes(RIGHT, some) == []
+    for one in (RIGHT, some):
+        halves.write(str(tmp_path), one)
+    status, said = audit(tmp_path, capsys)
+    assert status == 0
+    assert "sync 2: exact in bf16: 100 % of k_proj of the first layer" in said
+
+
+def test_a_record_without_a_field_that_came_later_is_read() -> None:
+    values = asdict(ENGINE)
+    del values["sample"]
+    assert Held.of(values) == ENGINE
 
 
 def test_to_dict_round_trips() -> None:
