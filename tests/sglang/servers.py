@@ -132,7 +132,7 @@ async def silent(folder: str, model: str, dtype: str) -> Any:
 
 
 async def over_http(folder: str, model: str, dtype: str) -> Any:
-    """What SGLang's own server says, which NeMo-RL's worker starts in a process; the last is gone."""
+    """What SGLang's own server says, started as NeMo-RL's worker does; and a port without one."""
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
@@ -179,7 +179,6 @@ CASES = {one.__name__: one for one in (synced, overridden, unaudited, silent, ov
 def prepare() -> None:
     """Import verl and SGLang, in the server of ranks."""
     cpu.use_cpu()
-    import sglang.srt.managers.scheduler
     import verl.workers.rollout.sglang_rollout.async_sglang_server  # noqa: F401
 
 

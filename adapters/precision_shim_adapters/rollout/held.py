@@ -1,9 +1,10 @@
-"""Asks a vLLM engine by its public calls what it holds, for the audit; ``held_sglang`` asks SGLang's.
+"""Asks a vLLM engine by its public calls what it holds, for the audit.
 
 The engine is the object that a framework's rollout holds: ``LLM``, ``LLMEngine`` or ``AsyncLLM``.
 Their configs tell what was asked; ``collective_rpc("apply_model", ...)`` runs ``in_engine`` on the
 model of each worker. An engine in another process takes a function only where
-``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` lets it; without it the record says so.
+``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` lets it; without it the record says so. ``held_sglang`` asks
+SGLang's engines.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ async def audit_async(engine: Any, whose: Whose, sync: int = 0) -> None:
 
 
 def is_due(sync: int) -> bool:
-    """Whether an engine is asked now: with an audit directory, at its start and some of the syncs."""
+    """Whether an engine is asked now: in an audit, at its start and after some of the syncs."""
     return sending.is_wanted() and (not sync or sync in sending.AT)
 
 
