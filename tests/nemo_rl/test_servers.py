@@ -46,6 +46,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[Any] = []
+        self.state: dict[str, Any] = dict(STATE)
 
     @property
     def url(self) -> str:
@@ -62,7 +63,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
-        info = {**STATE, "internal_states": [STATE], "version": "0.5.12"}
+        state = self.server.state  # type: ignore[attr-defined]
+        info = {**STATE, "internal_states": [state], "version": "0.5.12"}
         model = {"model_path": "a model", "architectures": ["LlamaForCausalLM"]}
         self.answer({"/server_info": info, "/model_info": model}[self.path])
 
@@ -163,6 +165,27 @@ def test_new_servers_are_asked(
 
 
 async def nothing() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"quantization": "fp8"}, "quantised weights"),
+        ({"enable_lora": True}, "LoRA adapters"),
+        ({"pp_size": 2}, "pipeline stages"),
+    ],
+)
+def test_weights_that_a_server_cannot_tell_are_not_asked_for(
+    sglang: Any, shim: Any, server: Server, tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    shim(settings={"audit_dir": str(tmp_path)})
+    server.state |= given
+    generation(sglang, server.url).prepare_for_generation(tags=["kv_cache"])
+    assert server.asked == ONCE[:2]
+    (one,) = held(tmp_path)
+    assert (one.computes, one.quantization) == ("fp16", given.get("quantization", ""))
+    assert said in one.not_answered
+    assert one.weights is None
 
 
 def test_urls_that_cannot_be_had_do_not_end_the_rollout(
