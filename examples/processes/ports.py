@@ -6,11 +6,9 @@ that was free a moment ago may be taken by the time that its process has started
 
 from __future__ import annotations
 
-import contextlib
 import random
-import socket
 
-__all__ = ["a_range", "free"]
+__all__ = ["a_range"]
 
 _FIRST, _END = 20_000, 32_000
 """Above the ports of Ray's workers (10002 to 19999), below those that Linux gives (32768)."""
@@ -22,14 +20,3 @@ def a_range() -> list[int]:
     The first is drawn, so that two jobs at once seldom look at the same.
     """
     return [random.randrange(_FIRST, _END - 1000), _END]
-
-
-def free(count: int) -> list[int]:
-    """So many different ports, all free now."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(_FIRST, _END)
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            found += [port] if port not in found else []
-    return found
