@@ -1,6 +1,6 @@
 """ROLL's checkpoints on Megatron, for the doctor; needs no torch.
 
-Beside the optimizer's distributed checkpoint ROLL keeps the weights in a file of each rank
+Next to the optimizer's distributed checkpoint ROLL saves the weights in one file per rank
 (``ckpt_format: legacy``, its default).
 
 Delete when: ROLL saves the weights in a distributed checkpoint too.

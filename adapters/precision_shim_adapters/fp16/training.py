@@ -1,4 +1,4 @@
-"""Scaled training of one model: scaler, steps, metrics and checkpoints, alike for all adapters."""
+"""Scaled training of one model: scaler, steps, metrics, checkpoints; shared by all adapters."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ScaledTraining:
             device: device type of the gradients.
             because: why the shim scales the loss.
             configured: what the user wrote in the framework's config, by the names of
-                ``ScalerSettings``; it wins over the variables.
+                ``ScalerSettings``; these values override the variables.
             framework_default: the settings of the framework's own scaler; ``None`` if it has none.
             process_group: ranks that skip together; ``None`` for all.
             drives: false where the framework's own loop uses the scaler.
@@ -261,7 +261,7 @@ class ScaledTraining:
         """``loss_scale`` and ``skipped_steps`` for a framework's metrics.
 
         ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the job's first
-        step, over resumes. For a scaler that is not the shim's, only ``loss_scale``.
+        step, across resumes. For a scaler that is not the shim's, only ``loss_scale``.
         """
         if not self.scaler.is_enabled():
             return {}
@@ -277,9 +277,9 @@ class ScaledTraining:
     def save(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
         """Write the scaler's state beside a framework's checkpoint; every rank calls it.
 
-        Call it after the framework wrote its own files. A file that cannot be written is only a
-        warning (in strict mode an error), since the framework's checkpoint is complete; the resume
-        will warn again.
+        Call it after the framework wrote its own files. If the file cannot be written, the shim
+        only warns (in strict mode it raises), since the framework's checkpoint is complete. The
+        resume will warn again.
 
         Args:
             directory: the checkpoint's directory.
@@ -332,7 +332,8 @@ class ScaledTraining:
     def record_tensor(self) -> torch.Tensor:
         """The record as a tensor of bytes of fixed size, for torch's distributed checkpoints.
 
-        These unpickle everything that is not a tensor, and load into a tensor of the same size.
+        Such checkpoints unpickle everything that is not a tensor, and load into a tensor of the
+        same size.
         """
         return scaling.to_tensor(scaling.record_of(self.scaler))
 

@@ -226,7 +226,7 @@ def check_again(config: Any) -> None:
 
     It turns dtype names into dtypes, and derives fields from others anew, as Megatron does.
     """
-    # From 0.5 Megatron-Bridge validates, and computes derived fields, in ``finalize``.
+    # Megatron-Bridge 0.5 and later validates and computes derived fields in ``finalize``.
     (getattr(config, "finalize", None) or config.__post_init__)()
 
 

@@ -1,19 +1,19 @@
 """fp16 on Megatron-core: an overflow skips the step in every framework.
 
 Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
-the step and saves its scaler's state. Four things are missing: frameworks take the
-``(False, None, None)`` of a skipped step for a failure, no one counts the skipped steps, the loss
-scales of the chained optimizers of a mixture of experts drift apart, and a trainer that calls
-``prepare_grads`` before ``step``, which calls it again, unscales twice.
+the step and saves its scaler's state. Four things go wrong. Frameworks take the
+``(False, None, None)`` of a skipped step for a failure. Nothing counts the skipped steps. The loss
+scales of a mixture of experts' chained optimizers drift apart. A trainer that calls
+``prepare_grads`` before ``step`` unscales twice, since ``step`` calls it again.
 
 Why these seams. Every framework's step ends in ``ChainedOptimizer.step`` or, unchained, in
 ``MixedPrecisionOptimizer.step``. The shim changes their return value there, and only for an
 optimizer whose adapter called ``skipping`` or ``answer_skips``.
-Some trainers skip by themselves and leave ``step`` out, so the steps are counted where all of them
-ask for an overflow: in ``prepare_grads``. That of a chain runs after all scalers of a step checked
-for an overflow and before any optimizer steps. ``DynamicGradScaler.__init__`` takes the two factors
-that no config has a field for. (The DDP's check of gradients would end the job before Megatron
-skips: see ``ddp``.)
+Some trainers skip by themselves and do not call ``step``, so the shim counts steps in
+``prepare_grads``, where all trainers check for an overflow. When ``prepare_grads`` of a chain
+returns, all scalers of a step have checked and no optimizer has stepped.
+``DynamicGradScaler.__init__`` takes the two factors that no config has a field for. (The DDP's
+check of gradients would end the job before Megatron skips: see ``ddp``.)
 
 Deliberately not patched: ``ConstantGradScaler`` (the user chose a static ``loss_scale``, and where
 it overflows the framework raises its own error), and 0.18's threshold on the gradient norm, which
@@ -245,7 +245,8 @@ def keep_one_scale(call: Call) -> Any:
     """Make all chained scalers count an overflow that one of them found.
 
     Megatron multiplies the loss with the first scaler's scale, and each optimizer divides by its
-    own. In a mixture of experts an overflow of the experts alone would lower their scale alone.
+    own. In a mixture of experts an overflow in the experts' gradients would lower only the experts'
+    scale.
     """
     scalers = dynamic_scalers(call.instance)
     if len(scalers) < 2:
@@ -295,7 +296,7 @@ _answers: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
 ``prepare_once``, deleted by ``_forget``."""
 
 _in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=False)
-"""Whether a chain prepares its optimizers: the chain counts the step, not each of them."""
+"""Whether a chain is preparing its optimizers: then only the chain counts the step."""
 
 
 def _parts(optimizer: Any) -> list[_Answer | None]:
@@ -371,7 +372,7 @@ def prepare_once(call: Call) -> Any:
     optional=True,
 )
 def forget_answer(call: Call) -> Any:
-    """Prepare the next gradients anew."""
+    """Forget the answer, so that the next gradients are prepared."""
     _forget(call.instance)
     return call.proceed()
 

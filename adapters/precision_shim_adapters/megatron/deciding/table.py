@@ -141,7 +141,7 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     precision-aware, bf16 main 2 + 2 (bucket)                     16/DP
     ========================== ================================== =======
 
-    The first two take the same steps, bit for bit.
+    The first two rows take the same steps, bit for bit.
     """
     reasons = []
     if request.optimizer != "adam":

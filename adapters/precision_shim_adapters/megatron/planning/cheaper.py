@@ -1,7 +1,7 @@
-"""Cheaper precision settings for a model on Megatron, those that lose least first.
+"""Settings that need less memory for a model on Megatron, those that give up least first.
 
-Each step is planned as if the user wrote its settings, so the rules of the worker decide which
-steps are legal.
+Each entry of ``_STEPS`` is planned as if the user wrote its settings, so the worker's rules decide
+which entries are legal.
 """
 
 from __future__ import annotations

@@ -54,12 +54,12 @@ class Asked:
         sizes: the sizes of the parallel groups.
         dtype: the parameters' dtype.
         bucket_in_fp32: the framework's own value of ``grad_reduce_in_fp32``.
-        frozen: whether a parameter is frozen, by its name.
+        frozen: tells by a parameter's name whether it is frozen.
         value_head: whether the output layer is a value head with one output.
         key: the config's key of an optimizer field, for messages; ``{}`` is the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line.
-        parked: the config's keys to the components that they move to the host between phases.
+        parked: maps keys of the config to the components that they move to the host between phases.
         place: models with the same place share their GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.

@@ -105,7 +105,7 @@ def _unknown(asked: Asked) -> list[Problem]:
 
 
 def _no_names(asked: Asked) -> list[Problem]:
-    """Values that are no names where Megatron takes a dtype: YAML reads ``16`` as a number."""
+    """Values of dtype fields that are neither names nor dtypes: YAML reads ``16`` as a number."""
     return [
         Problem(
             "dtype",
