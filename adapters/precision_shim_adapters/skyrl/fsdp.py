@@ -144,7 +144,7 @@ def scale_loss(call: Call, loss: Any) -> Any:
     **_FP16,
 )
 def step(call: Call, optimizer: Any) -> Any:
-    """Unscale before SkyRL clips, and step through the scaler.
+    """Unscale the gradients before SkyRL clips them, and step the optimizer with the scaler.
 
     SkyRL itself takes no step where the grad norm is not finite. With ``max_grad_norm`` at 0 SkyRL
     does not compute the norm: then the scaler skips.

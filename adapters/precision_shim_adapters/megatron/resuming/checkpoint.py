@@ -15,7 +15,8 @@ bf16, and remainders that an unpatched Megatron has already written as numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
 https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete when both are
-closed, Megatron stores remainders under a name of their own, and no key has the bucket's dtype.
+closed, Megatron stores remainders under a name of their own, and no key contains the bucket's
+dtype.
 """
 
 from __future__ import annotations
@@ -83,16 +84,16 @@ _ADDED = "_precision_shim_added"
 field; ``copy`` and ``pickle`` keep it."""
 
 _OWN = ("adam_eps", "sgd_momentum")
-"""Fields of such a config whose floats the shim replaces by new objects. ``dataclasses.replace``
-drops the attribute but keeps these objects, so the shim recognizes the new config by their
-``id``."""
+"""Fields of a config with ``_ADDED``; the shim replaces their floats by new, equal objects.
+``dataclasses.replace`` drops the attribute but keeps these objects, so the shim recognizes the new
+config by their ``id``."""
 
 _own_floats: dict[int, float] = {}
 """The floats of ``_OWN`` by ``id``: written by ``note_precision_aware``, read by
 ``added_by_shim``."""
 
 as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
-"""Whether a save keeps remainders, since the same job without the shim would save remainders."""
+"""Whether a save keeps remainders unchanged, as the same job without the shim would save them."""
 
 into_place: ContextVar[bool] = ContextVar("precision_shim_into_place", default=False)
 """Whether a load reads into the tensors that ``join_states`` returns."""
@@ -174,7 +175,7 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
 
 
 def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """A function from parameter dtype to the bucket's dtype without the shim.
+    """Make a function from a parameter's dtype to its bucket's dtype without the shim.
 
     Returns ``None`` if the shim changed the bucket of no chunk.
     """

@@ -174,7 +174,7 @@ def _tell_rounded(optimizer: Any, shard: Any, value: torch.Tensor) -> None:
 
 
 def _own_master(live: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """An fp32 parameter's master weights: the parameter itself. Warn if the checkpoint differs."""
+    """Return an fp32 parameter itself as its master weights; warn if the checkpoint differs."""
     if not torch.equal(value.to(live), live):
         warn(
             f"{megatron_label()}: the optimizer checkpoint's masters of fp32 parameters are not "
@@ -206,7 +206,8 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
         return model_shard(optimizer, model_param)
 
     def as_numbers() -> bool:
-        # An fp32 parameter has no remainders; a norm's initial ones may look like remainders.
+        # An fp32 parameter has no remainders; the ones that a norm starts with may look like
+        # remainders.
         return model_param.dtype is not torch.float32 and looks_like_remainders(value, live)
 
     lost = master_is_lost(
