@@ -140,7 +140,7 @@ ADAPTER = Adapter.of(
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how AReaL would resume; ``here.config`` has fields of ``megatron`` or Megatron's.
+    """Predict how AReaL would resume; ``here.config``: fields of ``megatron`` or OptimizerConfig.
 
     Without the shim AReaL's optimizer keeps whole master weights beside low-precision moments.
     """

@@ -47,7 +47,7 @@ def load(job: Job) -> Any:
     """Load the job's config into the class that its script passes to ``load_expr_config``.
 
     Raises:
-        PlanError: AReaL cannot load it, or the script is not here.
+        PlanError: AReaL cannot load it, or the script is not on this machine.
     """
     try:
         from areal.api import cli_args

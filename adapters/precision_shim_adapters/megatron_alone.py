@@ -1,4 +1,4 @@
-"""Adapter for any trainer on Megatron-core that has none; users ask for it as ``megatron``.
+"""Adapter for any Megatron-core trainer that has no adapter; users ask for it as ``megatron``.
 
 The seams for the audit, dtype names and fp16 are in Megatron's own classes. This adapter reads no
 trainer's config, so it cannot tell what a user wrote from a default: it adds no low-precision

@@ -30,7 +30,7 @@ USED = f"{MODULE}:get_megatron_optimizer"
 OFFLOAD = "ROLL's offload moves all states of an optimizer in one dtype"
 HERE: dict[str, Any] = {
     "group": GROUP,
-    "optional": True,  # another project on PyPI has the package's name
+    "optional": True,  # another project on PyPI has a package of this name
     "delete_when": "ROLL scales its loss on Megatron, and takes a skipped step",
 }
 

@@ -25,7 +25,7 @@ MAKE = "megatron.core.optimizer:get_megatron_optimizer"
 USED = f"{MODEL}:get_megatron_optimizer"
 HERE: dict[str, Any] = {
     "group": GROUP,
-    "optional": True,  # another project on PyPI has the package's name
+    "optional": True,  # another project on PyPI has a package of this name
     "delete_when": "slime prepares its gradients once, and reports skipped steps",
 }
 

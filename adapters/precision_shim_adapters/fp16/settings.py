@@ -29,7 +29,7 @@ def settings_for(
             ``ScalerSettings``; these values override the variables.
         framework_default: the settings of the framework's own scaler. ``None`` where the framework
             has no scaler; then the defaults of the variables apply.
-        shim: the shim's settings; ``None`` for those in force.
+        shim: the shim's settings; ``None`` for the settings in force.
     """
     shim = current_settings() if shim is None else shim
     values: dict[str, Any] = {}

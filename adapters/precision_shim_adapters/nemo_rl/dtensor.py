@@ -53,7 +53,7 @@ _FP16: dict[str, Any] = {"feature": FEATURE, "upstream": _PULL, "delete_when": _
 
 
 def _at_method(name: str) -> list[dict[str, Any]]:
-    """The places of a method of each DTensor worker whose class Ray pickles by reference."""
+    """The seam targets for a method of each DTensor worker whose class Ray pickles by reference."""
     return [
         worker.at(f"{worker.beneath}.{name}", worker.beneath, relies_on=(*_RELIES_ON, worker.clips))
         for worker in DTENSOR

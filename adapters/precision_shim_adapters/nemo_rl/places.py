@@ -69,7 +69,8 @@ class Worker:
         return self.at(target, target, **others)
 
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
-        """The places of the actor class, in versions with a separate class under it and without.
+        """The seam targets of the actor class, for versions with a separate class under it and
+        without.
 
         Args:
             method: a symbol of the separate class; its presence tells the versions apart.

@@ -157,7 +157,7 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
         return
     key, value = f"{PLACE}.{name}.{field}", (generation.get(name) or {}).get(field)
     if value is None:
-        if name == "sglang_cfg" and name in generation:  # SGLang gets only what is there
+        if name == "sglang_cfg" and name in generation:  # NeMo-RL then passes SGLang no dtype
             yield Engine("rollout", AUTO, key, written=False, because=f"{key} is left out")
         return
     read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))

@@ -2,7 +2,7 @@
 
 An adapter reads its framework's config into one ``Engine`` for the trainer and one for each other
 engine, and calls ``settle`` in the driver, before the framework asks for GPUs. ``engine_name``
-turns what a user wrote into the engine's dtype name. Nothing here acts within vLLM or SGLang.
+turns what a user wrote into the engine's dtype name. Nothing here changes vLLM or SGLang.
 """
 
 from __future__ import annotations

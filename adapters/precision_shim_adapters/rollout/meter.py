@@ -17,7 +17,7 @@ def tell_meter(optimizer: Any, *names: str, merged: bool = False) -> None:
         names: canonical names of the dtypes that a weight is rounded to, in order; the last is the
             engine's. If one is no such name, for example ``"auto"`` or ``"fp8"``, nothing is
             measured.
-        merged: whether LoRA is merged into the weights on their way.
+        merged: whether LoRA is merged into the weights before they are sent.
     """
     known = all(name in ENGINE_NAMES for name in names)
     dtypes = tuple(CANONICAL[name] for name in names) if known else ()

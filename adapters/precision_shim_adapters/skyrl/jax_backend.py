@@ -1,7 +1,7 @@
 """Warn of fp16 on SkyRL's JAX backend, because the shim scales losses of torch only.
 
 The backend trains adapters in the dtype that the checkpoint's own config names; SkyRL has no key
-for it.
+for that dtype.
 """
 
 from __future__ import annotations

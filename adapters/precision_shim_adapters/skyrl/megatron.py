@@ -68,7 +68,7 @@ def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) 
     if default and asked.get(PRECISION_AWARE) is False:
         del asked[PRECISION_AWARE]
     betas = getattr(optim_config, "adam_betas", None)
-    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # SkyRL passes it on from 0.3
+    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # SkyRL passes it since 0.3
         asked.setdefault("adam_beta2", float(betas[1]))
     return asked
 

@@ -249,7 +249,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
 
 
 def _together(trainer: Any, role: str) -> str:
-    """The key by which a model shares its GPUs, as in ``WorkerDispatch``; empty if it does not."""
+    """The key that makes a model share its GPUs, as in ``WorkerDispatch``; empty if none does."""
     if trainer.placement.colocate_all:
         return "colocate_all"
     shares = role in ("policy", "ref") and trainer.placement.colocate_policy_ref

@@ -139,7 +139,7 @@ def train_step(call: Call) -> Any:
     **SCALED,
 )
 def log(call: Call, grad_norm: Any, extra_metrics: Any = None) -> Any:
-    """Log the scaler's metrics beside the grad norm, which is NaN for a skipped step."""
+    """Log the scaler's metrics next to the grad norm, which is NaN for a skipped step."""
     training = ScaledTraining.current()
     if training is not None and training.framework == FRAMEWORK:
         call.arguments["grad_norm"] = training.norm(grad_norm)

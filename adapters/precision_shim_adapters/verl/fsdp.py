@@ -1,4 +1,4 @@
-"""verl on FSDP in fp16: the seams where it makes a scaler, and the reading of its configs.
+"""verl on FSDP in fp16: the seams where it makes a scaler, and functions that read its configs.
 
 verl makes a grad scaler in two places: in 0.8 and later in ``FSDPEngine._build_fsdp_module``, in
 0.7 and before in the legacy actor. The shim replaces both by a ``LossScaler`` with verl's own

@@ -163,7 +163,7 @@ def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> Bu
     optional=True,
 )
 def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
-    """Let overflows pass Megatron-FSDP's check too; leave the dtype of its buckets alone."""
+    """Turn Megatron-FSDP's check of gradients off as well; do not change its buckets' dtype."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()

@@ -113,7 +113,7 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 
 def _account(optimizer: Any) -> Account | None:
-    """An optimizer's account; for a chain that has none, that of the first optimizer in it."""
+    """An optimizer's account; for a chain without one, that of the first optimizer that has one."""
     known = (_accounts.get(one) for one in (optimizer, *_unchain(optimizer)))
     return next((one for one in known if one is not None), None)
 
@@ -213,9 +213,10 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
     process.
 
     Args:
-        optimizer: the framework's; ``None`` if it has none.
-        prefix: goes before the names.
-        from_start: whether to report before the first step too, the step most likely skipped.
+        optimizer: the framework's optimizer; ``None`` without one.
+        prefix: is put before the names.
+        from_start: whether to report before the first step as well, which is the step most likely
+            skipped.
     """
     account = _account(optimizer) if optimizer is not None else None
     if account is None or math.isnan(account.scale):
@@ -283,7 +284,7 @@ class _Answer:
     """Whether an optimizer found an overflow in the gradients that it has prepared.
 
     Attributes:
-        found: whether it did.
+        found: whether it found an overflow.
         parts: the answers of the optimizers in a chain; empty for a single optimizer.
     """
 
@@ -328,7 +329,7 @@ def _forget(optimizer: Any) -> None:
 def prepare_once(call: Call) -> Any:
     """Prepare the gradients of a step once, and count the step.
 
-    Without a dynamic scaler every call goes through: some trainers prepare an optimizer several
+    Without a dynamic scaler every call reaches Megatron: some trainers prepare an optimizer several
     times without ``zero_grad``.
 
     Raises:

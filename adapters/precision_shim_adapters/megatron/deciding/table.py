@@ -108,7 +108,7 @@ class OptimizerPlan:
         chosen: the choice in words.
         because: its reason in words.
         warnings: warnings for the user.
-        bucket_warning: a warning about the bucket, given where the bucket is built too.
+        bucket_warning: a warning about the bucket, which is also given where the bucket is built.
     """
 
     adds: Mapping[str, Any]

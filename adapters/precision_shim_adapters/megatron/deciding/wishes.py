@@ -115,7 +115,8 @@ class InForce:
         coerces: whether dtype names become dtypes.
         dispatches: whether the OptimizerConfig follows the model's dtype.
         aligns: whether the gradient bucket follows the main grads.
-        over_user: whether it does so where the user wrote another dtype (``GRAD_BUCKET=align``).
+        over_user: whether the bucket does so even where the user wrote another dtype
+            (``GRAD_BUCKET=align``).
         whole_masters: whether checkpoints hold whole fp32 masters.
         support: the FusedAdam that Megatron would use.
     """

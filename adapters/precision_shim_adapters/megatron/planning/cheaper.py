@@ -73,7 +73,7 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 def variants(
     asked: _Model, settings: Settings, support: FusedAdamSupport, holds: Holds
 ) -> list[tuple[str, tuple[str, ...], _Model]]:
-    """The same model with cheaper settings, for each step that is legal here.
+    """The same model with cheaper settings, once for each entry of ``_STEPS`` that is legal.
 
     Returns:
         For each step what it gives up, the config lines to write, and the changed model.

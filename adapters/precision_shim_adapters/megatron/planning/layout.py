@@ -315,7 +315,7 @@ _VOCABULARY = (
 )
 _EMBEDDINGS = _VOCABULARY[:6]
 _LAST = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "score")
-"""Modules after the last layer, in the last stage; the output layer comes there, too."""
+"""Modules after the last layer; they are in the last stage, as is the output layer."""
 
 
 def rank_numel(weight: Weight, sizes: Sizes) -> int:

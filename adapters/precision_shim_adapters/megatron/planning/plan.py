@@ -92,7 +92,7 @@ class MegatronModel(Asked):
 
 
 def _unknown(asked: Asked) -> list[Problem]:
-    """Keys that the framework passes to Megatron's configs, but these configs lack."""
+    """Keys that the framework passes to Megatron's configs, and that these configs lack."""
     subject = asked.wishes.subject
     keys = unknown_keys(
         asked.wishes.asked, fields_of(CONFIG), subject, asked.key, "Megatron's OptimizerConfig"

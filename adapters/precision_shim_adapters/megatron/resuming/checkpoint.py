@@ -139,9 +139,9 @@ def refuse_torchs_adam(
     """Warn at the save that Megatron cannot load the states of torch's Adam, and refuse the load.
 
     Where neither TransformerEngine nor Apex is installed, Megatron steps with torch's Adam.
-    Megatron's load asserts that a fresh optimizer has one step count, but it has none. An optimizer
-    that already has states does not get the loaded step count in two of the three sharding types,
-    and keeps its old step count in the third.
+    Megatron's load asserts that a new optimizer has one step count, and torch's Adam has none then.
+    An optimizer that already has states does not get the loaded step count in two of the three
+    sharding types, and keeps its old step count in the third.
 
     Raises:
         CheckpointLayoutError: at a load, and in strict mode at a save.
@@ -353,8 +353,8 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
     """The dtypes of a checkpoint's tensors, by their keys, read without unpickling.
 
-    Where the metadata is no plain file, such as on remote storage, Megatron's own reader reads it,
-    which does unpickle.
+    Where the metadata is no plain file, such as on remote storage, the shim uses Megatron's own
+    reader, which does unpickle.
     """
     path = Path(directory, METADATA)
     if not path.is_file():
