@@ -84,7 +84,7 @@ class ScaledTraining:
             configured: what the user wrote in the framework's config, by the names of
                 ``ScalerSettings``; these values override the variables.
             framework_default: the settings of the framework's own scaler; ``None`` if it has none.
-            process_group: ranks that skip together; ``None`` for all.
+            process_group: ranks that skip a step together; ``None`` for all ranks.
             drives: false where the framework's own loop uses the scaler.
         """
         settings = settings_for(configured, framework_default)
@@ -107,7 +107,7 @@ class ScaledTraining:
 
     @classmethod
     def of(cls, owner: Any) -> ScaledTraining | None:
-        """The training that an owner keeps, if it has one."""
+        """The training that ``keep`` stored on an owner; ``None`` without one."""
         training = getattr(owner, _ATTRIBUTE, None)
         return training if isinstance(training, cls) else None
 
@@ -117,8 +117,9 @@ class ScaledTraining:
     ) -> ScaledTraining | None:
         """The training of an owner on which the framework itself keeps a scaler.
 
-        The framework's attribute decides: the shim reports and saves a scaler that the user set
-        there, or that the framework made before a late ``install()``, but does not use it.
+        The scaler in the framework's attribute counts. If the user set that scaler, or the
+        framework made it before a late ``install()``, the shim reports and saves it, but does not
+        use it.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
@@ -321,8 +322,8 @@ class ScaledTraining:
         """The scaler's state for a framework's own file; ``None`` where the scaler is off.
 
         Args:
-            files: this rank's files written before; when the record is pickled, it is bound to
-                their content at that time.
+            files: the files that this rank has written; pickling binds the record to the content
+                that they have then.
         """
         if not self.scaler.is_enabled():
             return None

@@ -6,12 +6,12 @@ it counts as the user's. The shipped YAML files have nearly all fields, includin
 check of gradients; no config key does.
 
 Why these seams. The function that makes a worker's model and optimizer gets the policy config and
-Bridge's config, for policy and value workers alike; unlike the worker's own methods, Ray pickles
-it by reference. The seam at Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer``
-makes every kind of optimizer from the OptimizerConfig. Coercion needs no seam here: Bridge's
-OptimizerConfig of 0.4 runs Megatron's check when it is made, and later versions run it in
-``finalize()``, which the worker's ``validate()`` calls before it builds anything. Deliberately not
-patched: the conversion of a Hugging Face checkpoint, which trains nothing.
+Bridge's config, for policy and value workers alike. Ray pickles this function by reference, unlike
+the worker's own methods. The seam at Megatron's DDP reads the live parameters. Bridge's
+``setup_optimizer`` makes every kind of optimizer from the OptimizerConfig. Coercion needs no seam
+here: Bridge's OptimizerConfig of 0.4 runs Megatron's check when it is made. Later versions run the
+check in ``finalize()``, which the worker's ``validate()`` calls before the worker builds anything.
+Deliberately not patched: the conversion of a Hugging Face checkpoint, which trains nothing.
 
 NeMo-RL accepts a step that Megatron skipped, but the missing grad norm ends ``train`` in a policy
 worker and is reported as 0 in a value worker. So the shim keeps the success flag False and sets the

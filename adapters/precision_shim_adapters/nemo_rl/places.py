@@ -69,8 +69,7 @@ class Worker:
         return self.at(target, target, **others)
 
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
-        """The seam targets of the actor class, for versions with a separate class under it and
-        without.
+        """The actor class's seam targets, in versions with and without a separate class under it.
 
         Args:
             method: a symbol of the separate class; its presence tells the versions apart.

@@ -13,7 +13,8 @@ def tell_meter(optimizer: Any, *names: str, merged: bool = False) -> None:
     """Note how an optimizer's weights reach the rollout engine.
 
     Args:
-        optimizer: a framework's, Megatron's or torch's; ``None`` where nothing is trained.
+        optimizer: the optimizer of a framework, Megatron or torch; ``None`` where nothing is
+            trained.
         names: canonical names of the dtypes that a weight is rounded to, in order; the last is the
             engine's. If one is no such name, for example ``"auto"`` or ``"fp8"``, nothing is
             measured.

@@ -157,7 +157,7 @@ def note_overrides(call: Call, args: Any) -> Any:
 
     SkyRL merges overrides in the old style over a YAML that spells out every default, so the marks
     come from the overrides themselves. Without that YAML the marks from ``__init__`` are right,
-    also for a config class with values of its own.
+    even for a config class with values of its own.
 
     Raises:
         DtypeError: ``model_dtype`` names no dtype that an engine computes in.
@@ -208,7 +208,7 @@ def _keep_overrides(config: Any, given: Any) -> None:
 
 
 def _keys(given: Any) -> tuple[str, ...]:
-    """The keys of the given kwargs; on 0.2 ``given`` may be the string "None" instead of None."""
+    """The keys of the given kwargs; in 0.2 ``given`` may be the string "None" instead of None."""
     return tuple(str(key) for key in given) if isinstance(given, Mapping) else ()
 
 

@@ -147,7 +147,7 @@ def step(call: Call, optimizer: Any) -> Any:
     """Unscale the gradients before SkyRL clips them, and step the optimizer with the scaler.
 
     SkyRL itself takes no step where the grad norm is not finite. With ``max_grad_norm`` at 0 SkyRL
-    does not compute the norm: then the scaler skips.
+    does not compute the norm: then the scaler skips the step.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.

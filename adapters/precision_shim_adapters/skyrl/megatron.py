@@ -306,7 +306,7 @@ def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
     """The dtype of the model that Megatron will build from a provider.
 
     Megatron-Bridge 0.6 reads ``bf16`` again when it builds the model. An older release sets the
-    provider's ``bf16`` where ``trainer.bf16`` is true, and uses the provider's dtype where not.
+    provider's ``bf16`` where ``trainer.bf16`` is true, and uses the provider's dtype otherwise.
 
     Args:
         provider: the provider, with the user's own settings.

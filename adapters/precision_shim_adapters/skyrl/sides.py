@@ -150,7 +150,7 @@ def _on_fsdp(trainer: Any, role: str, in_force: InForce) -> Engine:
 
 
 def not_compared(config: Any) -> tuple[str, str]:
-    """The decision where the policy's dtype is not known: what is done, and why."""
+    """The decision's text and reason where the policy's dtype is not known."""
     return (
         "not compared with the policy",
         f"trainer.bf16={config.trainer.bf16}, and the dtype of the checkpoint decides, which is "

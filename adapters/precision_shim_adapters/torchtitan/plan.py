@@ -41,7 +41,7 @@ _DEGREES = (
     "expert_parallel_degree",
 )
 _EXPERTS = ".routed_experts."
-"""Part of the names of weights whose first dimension is the experts, in torchtitan's own models."""
+"""Part of the names of weights whose first dimension counts experts, in torchtitan's own models."""
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
 

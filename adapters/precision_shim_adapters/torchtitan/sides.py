@@ -86,7 +86,7 @@ def _name(value: Any, also: Sequence[str]) -> Any:
 def unwritten(name: str) -> str:
     """A string equal to a dtype's name that marks a value that the user did not write.
 
-    It is an object of its own: an equal name that the user writes, on the command line or in
+    The mark is the string's identity: an equal name that the user writes, on the command line or in
     Python, is another object. tyro and ``dataclasses.replace`` pass the object on.
     """
     return _UNWRITTEN.setdefault(name, name[:1] + name[1:])

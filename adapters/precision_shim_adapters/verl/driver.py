@@ -1,4 +1,4 @@
-"""verl's driver: whether actor, reference model and rollout compute in one dtype.
+"""verl's driver: compare the dtypes in which actor, reference model and rollout compute.
 
 Every entry point of verl first calls ``auto_set_device`` on its config: in the driver, before Ray
 starts a worker, and while Hydra still knows the user's overrides. A program that calls ``run_ppo``

@@ -1,7 +1,7 @@
 """What verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
 
 None of their loops makes a loss scaler. The first three compute the loss with a function that their
-caller passes, and take no step where the grad norm is not finite: the shim scales that function's
+caller passes, and take no step where the grad norm is not finite. The shim scales that function's
 loss, and unscales the gradients before the engines clip them. FSDP Turbo runs the FSDP engine's
 loop, which uses a scaler that it finds on the engine.
 """

@@ -97,7 +97,7 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
 
 
 def unknown_engine(job: Sides) -> tuple[str, str]:
-    """The decision where the actor's dtype is not known: what is done, and why."""
+    """The decision's text and reason where the actor's dtype is not known."""
     reason = f"the shim does not know what verl's {job.strategy} engine computes in"
     return "not compared with the actor", reason
 

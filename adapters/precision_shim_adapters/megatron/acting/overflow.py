@@ -15,9 +15,10 @@ returns, all scalers of a step have checked and no optimizer has stepped.
 ``DynamicGradScaler.__init__`` takes the two factors that no config has a field for. (The DDP's
 check of gradients would end the job before Megatron skips: see ``ddp``.)
 
-Deliberately not patched: ``ConstantGradScaler`` (the user chose a static ``loss_scale``, and where
-it overflows the framework raises its own error), and 0.18's threshold on the gradient norm, which
-is no overflow. Megatron saves the scaler itself; the counts are not in its checkpoint.
+Deliberately not patched: ``ConstantGradScaler`` and 0.18's threshold on the gradient norm. With the
+former the user chose a static ``loss_scale``, and at an overflow the framework raises its own
+error. A norm above the threshold is no overflow. Megatron saves the scaler itself; the counts are
+not in its checkpoint.
 
 Delete when: frameworks accept a skipped step, and chained optimizers share a scaler.
 """
@@ -53,8 +54,8 @@ SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 def dynamic_scalers(optimizer: Any) -> list[Any]:
     """The dynamic scalers of an optimizer and of the optimizers chained in it.
 
-    Megatron multiplies the loss with the scale of the first. Empty where the loss is not scaled, or
-    by a constant.
+    Megatron multiplies the loss with the scale of the first. The list is empty where the loss is
+    not scaled, or is scaled by a constant.
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
@@ -155,7 +156,7 @@ def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
     optional=True,
 )
 def answer_a_skip(call: Call) -> Any:
-    """Return for a skipped step what the framework can handle.
+    """For a skipped step, return values that the framework can handle.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.

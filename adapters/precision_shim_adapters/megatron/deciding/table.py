@@ -129,9 +129,8 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     optimizer Megatron ends a resume with a KeyError. With it a resume goes on silently, with step
     counts or masters that are not the checkpoint's (docs/megatron.md has the measurements). The
     shim corrects these while it is on, but a user may resume the job with the shim off: then a
-    silent error would replace the KeyError. The memory that this reason costs, in bytes per
-    parameter as the audit finds them (with a fake GPU, all offloaded; DP is the data-parallel
-    size):
+    silent error would replace the KeyError. The memory cost of this reason, in bytes per parameter
+    as the audit finds them (with a fake GPU, all offloaded; DP is the data-parallel size):
 
     ========================== ================================== =======
     bf16 parameters            GPU                                host

@@ -1,8 +1,8 @@
 """The settings of one model of a planned job on Megatron, and the shim's decisions about it.
 
 The decisions come from the functions that the worker uses: ``plan_wishes`` decides the optimizer's
-config, ``deciding.bucket`` the gradient bucket, and ``reader.wanted`` tells which dtypes Megatron
-then keeps.
+config, ``deciding.bucket`` the gradient bucket, and ``reader.read_wanted`` tells which dtypes
+Megatron then keeps.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:
 def _find_unpacked(
     moments: Mapping[str, torch.dtype], support: FusedAdamSupport
 ) -> tuple[str, ...]:
-    """Moments that FusedAdam casts to fp32 for its kernel, all parameters of a group at once."""
+    """Moments that FusedAdam casts to fp32 for its kernel, for all parameters of a group at
+    once."""
     if set(moments.values()) == {torch.bfloat16}:
         version = support.version
         if version is None or version >= CAPTURABLE_BF16_SINCE:

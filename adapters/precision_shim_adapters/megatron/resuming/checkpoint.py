@@ -90,7 +90,7 @@ config by their ``id``."""
 
 _own_floats: dict[int, float] = {}
 """The floats of ``_OWN`` by ``id``: written by ``note_precision_aware``, read by
-``added_by_shim``."""
+``is_added_by_shim``."""
 
 as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
 """Whether a save keeps remainders unchanged, as the same job without the shim would save them."""

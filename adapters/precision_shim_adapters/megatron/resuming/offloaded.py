@@ -98,7 +98,8 @@ def save_count(call: Call) -> Any:
     """Save the step count of FusedAdam's groups where nothing is on the host.
 
     An optimizer that is not precision-aware gets none: a count in its checkpoint would make
-    Megatron's load end in a KeyError, even in SkyRL, whose patches make that load work.
+    Megatron's load end in a KeyError. That holds even in SkyRL, whose patches make that load work
+    otherwise.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config

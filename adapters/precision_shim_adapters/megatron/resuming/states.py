@@ -1,8 +1,8 @@
 """One parameter's states in Megatron's optimizer checkpoints: saved and loaded.
 
 For every sharding type, ``DistributedOptimizer`` reads and writes a parameter's master weights and
-moments through one pair of methods; ``checkpoint`` says how the shim converts them and why. Three
-properties of Megatron and TransformerEngine prevent an exact resume:
+moments through one pair of methods. ``checkpoint`` explains how the shim converts them and why.
+Three properties of Megatron and TransformerEngine prevent an exact resume:
 
 - FusedAdam keeps int16 remainders under the name ``master_param``.
 - FusedAdam fills the master weights of an fp32 parameter once and never updates them.
@@ -117,7 +117,7 @@ def join_states(call: Call, model_param: Any) -> Any:
     "_get_model_param_range_map",
 )
 def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
-    """Split fp32 master weights again; refuse states that cannot continue exactly.
+    """Split loaded fp32 master weights again; refuse states that cannot continue exactly.
 
     Raises:
         CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
