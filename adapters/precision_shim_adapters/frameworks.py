@@ -74,7 +74,7 @@ VERL = Framework(
     probes=(*PROBES, "precision_shim_adapters.verl.probes"),
     plan="precision_shim_adapters.verl.plan:plan_job",
     checkpoints=Checkpoints(
-        steps=r"(?:global_step_|step-)(\d+)",  # the second is its torchtitan engine's
+        steps=r"(?:global_step_|step-)(\d+)",  # step- is of verl's torchtitan engine
         models=("actor", "critic"),
         resuming={
             "megatron": "precision_shim_adapters.verl.resuming:megatron",

@@ -160,7 +160,7 @@ def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
     megatron.check(FRAMEWORK, config, model)
     call.arguments["optimizer_config"] = config
     optimizer, *rest = call.proceed()
-    # No seam reaches ``train`` of a worker in an actor; NeMo-RL takes every step of this optimizer.
+    # No seam reaches ``train`` of a worker in an actor; all steps of this optimizer are NeMo-RL's.
     megatron.answer_skips(optimizer, succeeds=False)
     return (optimizer, *rest)
 

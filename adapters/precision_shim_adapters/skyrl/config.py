@@ -89,7 +89,7 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
             call.arguments[MODEL_DTYPE] = named(model_dtype)
         except DtypeError:
             # On a ValueError within from_cli_overrides SkyRL 0.2 builds the config in another way,
-            # with the default value. There note_overrides raises.
+            # with the default value. In that case note_overrides raises.
             if not _overriding.get():
                 raise
     result = call.proceed()

@@ -233,7 +233,8 @@ def report(call: Call) -> Any:
     output = call.proceed()
     training = ScaledTraining.of(call.instance.strategy)
     if training is not None:
-        # The scale of this pass. The read does not wait: SkyRL's read of the loss already did.
+        # This is the scale of this pass. Reading it does not wait for the device: SkyRL's read of
+        # the loss already did.
         scale = float(training.scaler.get_scale())
         add_figures(output, {**training.metrics(), "loss_scale": scale})
     return output

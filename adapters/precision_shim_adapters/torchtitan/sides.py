@@ -161,7 +161,7 @@ def marked() -> Iterator[None]:
 
 
 def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
-    """The trainer and the generator; ``None`` where either config has no dtype's name.
+    """The trainer and the generator; ``None`` where one of the two dtypes is not known.
 
     Args:
         training: the trainer's ``TrainingConfig``.

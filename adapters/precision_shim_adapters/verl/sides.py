@@ -224,7 +224,7 @@ def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
     value = section.get("dtype", "bfloat16")
     if inner.get("dtype") is not None:  # these override the section's dtype
         value, key = inner["dtype"], f"{place}.engine_kwargs.{name}.dtype"
-    # verl leaves a None out, and the engine chooses.
+    # verl omits a None, and the engine then chooses its dtype.
     return AUTO if value is None else engine_name(value, key, versioned("verl")), key
 
 

@@ -9,9 +9,9 @@ verl's generator without starting it, since running it is collective. For a bf16
 returns verl's generator itself.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
-workers, and of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
+workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
 engine every engine of verl rounds to bf16, and verl's receiver in vLLM takes nothing else. There
-the shim corrects the FSDP engine's weights to SGLang; elsewhere it raises or warns
+the shim corrects the weights that the FSDP engine sends to SGLang; elsewhere it raises or warns
 (``refuses_delta``).
 """
 
@@ -89,7 +89,8 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Tell the meter an engine's dtypes to the rollout: those in ``before``, then the rollout's."""
+    """Tell the meter to which dtypes weights are rounded: those in ``before``, then the
+    rollout's."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):

@@ -67,8 +67,7 @@ def build(call: Call, engine_config: Any) -> Any:
     **on(TITAN),
 )
 def compute_in_fp16(call: Call, config: Any) -> Any:
-    """Let a trainer that ``build`` builds compute in float16; its config belongs to that engine
-    alone."""
+    """Let a trainer that ``build`` builds compute in float16; no other engine has its config."""
     if _in_fp16.get():
         config.training.mixed_precision_param = "float16"
     return call.proceed()

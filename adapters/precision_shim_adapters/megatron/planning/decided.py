@@ -191,8 +191,7 @@ def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:
 def _find_unpacked(
     moments: Mapping[str, torch.dtype], support: FusedAdamSupport
 ) -> tuple[str, ...]:
-    """Moments that FusedAdam casts to fp32 for its kernel, for all parameters of a group at
-    once."""
+    """Moments that FusedAdam casts to fp32 for its kernel, a whole parameter group at once."""
     if set(moments.values()) == {torch.bfloat16}:
         version = support.version
         if version is None or version >= CAPTURABLE_BF16_SINCE:
