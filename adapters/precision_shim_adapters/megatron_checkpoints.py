@@ -1,4 +1,4 @@
-"""The keys of Megatron's distributed checkpoints: their meaning, for the seams and the doctor."""
+"""What the keys of Megatron's distributed checkpoints mean, for the seams and the doctor."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ KEEPING = ("dp_reshardable", "fully_sharded_model_space")
 """Sharding types that keep a dtype for each state."""
 
 KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
-"""Sharding types whose keys have the bucket's dtype."""
+"""Sharding types whose keys contain the bucket's dtype."""
 
 
 OFFLOADED = "offload_fraction"
-"""A key that only the groups of Megatron's optimizer for CPU offload have: the fraction on the
-host. Where ``read`` finds it, it stores two more facts. ``counted``: whether all groups have a step
-count. ``names_classes``: whether the groups are in a ``common.pt``; torch does not load the classes
-that such a file names."""
+"""A key that only the param groups of Megatron's optimizer for CPU offload have: the fraction on
+the host. Where ``fill_part`` finds this key, it stores two more facts. ``counted``: whether all
+groups have a step count. ``names_classes``: whether the groups are in a ``common.pt``; torch does
+not load the classes that such a file names."""
 
 
 def is_optimizers(key: str) -> bool:
-    """Whether a key of a sharded state is an optimizer's."""
+    """Whether a key of a sharded state belongs to an optimizer."""
     return key.startswith("optimizer.") or ".optimizer." in key
 
 
@@ -89,7 +89,7 @@ def _component_of(key: str) -> str:
 
 
 def _common_of(tree: Any) -> dict[Any, Any]:
-    """The dict of the common state: ``common.pt`` holds it, a stored object holds it in a list."""
+    """The dict of the common state: ``common.pt`` holds it directly, a stored object in a list."""
     if isinstance(tree, list) and len(tree) == 1:
         (tree,) = tree
     return tree if isinstance(tree, dict) else {}
