@@ -157,7 +157,7 @@ class Engine:
             # The wrappers that raise faults come first, as innermost layers: they are needed if
             # patching fails here.
             self._trip(module)
-            # Search again each time: a wrapper's module may import a framework, which adds an adapter.
+            # Search again each time: a wrapper's module may import a framework and add an adapter.
             framework = next((name for name in self._known if name not in done), None)
             if framework is None:
                 return
