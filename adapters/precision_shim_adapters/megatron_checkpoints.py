@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from precision_shim.checkpoints.layout import EXP_AVG, EXP_AVG_SQ, MASTER, OTHER, PARAMS, Part
-from precision_shim.checkpoints.pickles import Made, Name
+from precision_shim.checkpoints.pickles import Name, dicts_in
 from precision_shim.checkpoints.tensors import Archive, Tensor, dtype_name
 from precision_shim.checkpoints.units import Unit
 
@@ -126,25 +126,8 @@ def _take_gathered(archive: Archive, part: Part) -> None:
         )
 
 
-def _dicts_in(tree: Any) -> Iterator[dict[Any, Any]]:
-    seen: set[int] = set()
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, (dict, list, tuple, Made)) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, dict):
-            yield node
-            waiting += node.values()
-        elif isinstance(node, Made):
-            waiting += [node.state, node.items, *node.arguments]
-        else:
-            waiting += node
-
-
 def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
-    return (mapping for mapping in _dicts_in(tree) if name in mapping)
+    return (mapping for mapping in dicts_in(tree) if name in mapping)
 
 
 def _values_of(tree: Any, name: str) -> Iterator[Any]:

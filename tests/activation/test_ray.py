@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from examples.processes import ports
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
@@ -98,6 +97,8 @@ def cluster(tmp_path_factory):
 @contextlib.contextmanager
 def running(log):
     """A cluster on ports of its own: another one may be running here."""
+    from examples.processes import ports
+
     names = (
         *("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port"),
         *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),

@@ -28,7 +28,7 @@ LEFT_OUT = (
 AT_A_RELEASE = ("tests/cli/test_demo.py", "tests/gpu")
 """What runs beside 0.7.1 only before a release, in system-0.7.1-slow."""
 
-STANDS_ON = {"ray", "torch", "cloudpickle", "hypothesis", "pytest", "precision_shim"}
+STANDS_ON = {"examples", "ray", "torch", "cloudpickle", "hypothesis", "pytest", "precision_shim"}
 """Packages that these files may import, beside Python's own: the pinned ones, and ours."""
 
 

@@ -282,9 +282,5 @@ class ReportingWorker:
     replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make an actor class with the same name and options whose worker reports its loss scale.
-
-    Raises:
-        SeamError: the argument is no actor class made by ``ray.remote``.
-    """
+    """See ``audit.redecorate``."""
     return put_in_front(ReportingWorker, actor_class)
