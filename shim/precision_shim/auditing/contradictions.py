@@ -116,7 +116,7 @@ def _mostly_bf16(weights: Weights, then: str = "") -> bool:
 
 
 def _rounded(before: Weights, after: Weights) -> bool:
-    """Whether weights were rounded to bf16 between two groups, judged by the shares exact in bf16."""
+    """Whether weights were rounded to bf16 on the way, judged by the shares exact in bf16."""
     if before.exact is None or after.exact is None:
         return False
     if min(before.sampled, after.sampled) < LEAST_SAMPLE:
