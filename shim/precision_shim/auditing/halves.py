@@ -32,8 +32,8 @@ class Weights:
     Attributes:
         dtypes: number of elements by the dtype's canonical name, or torch's name for other dtypes.
         exact: share of the sampled elements that bf16 represents exactly; ``None`` without a
-            sample. Elements below fp16's least normal number are left out, because bf16 represents
-            most of them exactly once they were rounded to fp16.
+            sample. Elements below fp16's least normal number are left out: after a rounding to
+            fp16, bf16 represents most of these exactly.
         sampled: number of sampled elements.
     """
 

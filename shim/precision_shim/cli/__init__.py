@@ -122,7 +122,7 @@ def settings_of(texts: Sequence[str]) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command ``precision-shim``; always raise ``SystemExit``.
+    """Run the command ``precision-shim``; raise ``SystemExit`` with the exit status.
 
     Args:
         arguments: the words after the program's name; ``None`` for those of this process.

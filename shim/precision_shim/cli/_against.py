@@ -38,7 +38,7 @@ __all__ = ["command", "options", "report"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add these options to the doctor's parser."""
+    """Add ``--against``, ``--framework``, ``--probe`` and ``--record`` to the doctor's parser."""
     parser.add_argument(
         "--against",
         metavar="PATH",
@@ -161,11 +161,11 @@ class Report:
     problems: tuple[str, ...]
 
     def lost(self) -> list[dict[str, str]]:
-        """Return the features, by path, that are in force or native with the installed one only."""
+        """Return the features, by path, that only the installed packages have (or would have)."""
         return self._find_moves(self.here, self.there)
 
     def won(self) -> list[dict[str, str]]:
-        """Return the features, by path, that would be in force or native with the new one only."""
+        """Return the features, by path, that only the packages in the checked path would have."""
         return self._find_moves(self.there, self.here)
 
     def _find_moves(
@@ -201,7 +201,7 @@ class Report:
 
 
 def report(path: Path, framework: str | None = None) -> list[Report]:
-    """Check a path, and return a report for each framework whose packages it contains.
+    """Check a path, and return a report for each framework whose packages or backend it contains.
 
     Args:
         path: a wheel, a checkout, a folder with packages, a site-packages.

@@ -144,7 +144,7 @@ def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[
 
 
 def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Held:
-    """Return a component after ``left`` parameters left the GPU; ``gone`` are on the host."""
+    """Return a component of which ``left`` parameters left the GPU and ``gone`` are on the host."""
     numel = share.trainable or 1
     stays = held.group_bytes * (numel - left) // numel
     total = stays + there.group_bytes
@@ -161,7 +161,7 @@ def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Hel
 
 
 def ring(part_: Part, component: str) -> int:
-    """Return the bytes that a rank sends in one ring pass of a component over its group."""
+    """Return the bytes that a rank sends in a ring reduce-scatter or all-gather of a component."""
     held = part_.components.get(component)
     if held is None or part_.data_parallel_size == 1:
         return 0

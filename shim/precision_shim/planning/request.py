@@ -25,7 +25,7 @@ class Variant:
     """A model with other precision settings.
 
     Attributes:
-        gives_up: what the settings sacrifice, in words.
+        gives_up: what the settings give up, in words.
         lines: the settings as lines to paste: keys of the framework's config, or variables.
         model: the model with these settings.
     """
@@ -50,7 +50,7 @@ class Plannable(Protocol):
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """Return the model with cheaper precision settings, ordered by what they sacrifice."""
+        """Return the model with cheaper precision settings; those that give up least come first."""
 
     def on(self, world: int) -> Plannable:
         """Return the same model on another number of GPUs."""

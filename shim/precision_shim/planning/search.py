@@ -19,11 +19,11 @@ class Found:
     """The result of a search.
 
     Attributes:
-        gives_up: what the settings sacrifice, in words; empty if the job fits without a change.
+        gives_up: what the settings give up, in words; empty if the job fits without a change.
         lines: the settings, as lines to paste.
         plan: the plan with these settings; ``None`` if the job fits with no settings.
         fewest: the smallest number of GPUs that fits with these settings, or, where the job does
-            not fit, with the last settings that were tried; ``None`` if no number was found.
+            not fit, with the last legal settings; ``None`` if no number was found.
     """
 
     gives_up: str
@@ -33,7 +33,7 @@ class Found:
 
 
 def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
-    """Try the settings that are legal here, in the order of what they sacrifice.
+    """Try the settings that are legal here; those that give up least come first.
 
     Args:
         job: the launch command.

@@ -2,8 +2,8 @@
 
 An RL loss contains the ratio of the trainer's and the rollout engine's probabilities, and its KL
 term the ratio of the trainer's and the reference model's. Two engines that round differently
-disagree on every token. If only one of them uses fp16, the error that fp16 would remove stays in
-the ratio (docs/both-sides.md has figures; the observation is from arXiv 2510.26788).
+disagree on every token. If one uses fp16 and the other bf16, the error that fp16 would remove stays
+in the ratio (docs/both-sides.md has figures; the observation is from arXiv 2510.26788).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Verdict:
         engine: the other engine.
         agrees: whether both compute in the same dtype.
         lost: whether the user has to change something: the trainer's fp16 has no benefit because
-            the other engine is not in fp16, or the engine refuses the model.
+            the other engine computes (or may compute) in bf16, or the engine refuses the model.
         chosen: both dtypes, in words.
         because: the reason, in words.
         remedy: the config line that makes both agree; empty if no key does.
@@ -144,7 +144,7 @@ def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:
 
 
 def rounds(sent: str, computes: str) -> bool:
-    """Whether weights are rounded twice because the dtype of their transfer is not the engine's.
+    """Whether weights lose precision when they are sent in one dtype to an engine in another.
 
     Args:
         sent: canonical name of the dtype that the weights are transferred in.

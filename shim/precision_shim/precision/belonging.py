@@ -74,7 +74,7 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
-    """Return the files that another save than the record's wrote: changed and unrecorded files.
+    """Return the files that differ from the record or are missing in it: another save's files.
 
     A missing file is no evidence: users copy weights without optimizer states, and delete states.
 

@@ -97,7 +97,7 @@ class Watcher:
 
 
 class _Calling(Loader):
-    """Stands in for a module's loader, and puts it back just before the module's code runs."""
+    """Replaces a module's loader, and restores it just before the module's code runs."""
 
     def __init__(self, loader: "Loader", watcher: Watcher, path: "Sequence[str] | None") -> None:
         self._loader = loader

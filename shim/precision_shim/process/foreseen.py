@@ -19,7 +19,7 @@ class Foreseen:
     """Predicts which features would be in force for the frameworks that are installed here.
 
     Args:
-        settings: the settings of that process; the shim counts as switched on.
+        settings: the settings of a process in which the shim is on.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -42,7 +42,7 @@ def in_force(
     """Whether a feature is in force for a framework, within one group of seams.
 
     Args:
-        settings: the settings of the process; the shim counts as switched on.
+        settings: the settings of a process in which the shim is on.
         framework: the framework's name.
         feature: the feature.
         group: the group's name in the adapter; its seams are patched together or not at all.

@@ -30,7 +30,7 @@ _lock = _forks.Lock()
 
 
 class _Session:
-    """What is installed: settings, engine, and adapters; an import of its framework loads each."""
+    """What is installed: settings, engine, and adapters, each loaded at its framework's import."""
 
     def __init__(
         self, settings: Settings, known: Mapping[str, Framework], fault: SettingsError | None = None

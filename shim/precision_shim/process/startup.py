@@ -30,7 +30,7 @@ _waiting: "Watcher | None" = None
 
 
 def init() -> None:
-    """Wait for a framework's import, if the environment asks for it; a second call does nothing."""
+    """Wait for a framework's import if the environment asks for the shim; once per process."""
     global _called, _waiting
     try:
         # A second thread that imports a framework waits here until the shim is in place.

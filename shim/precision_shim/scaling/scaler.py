@@ -148,7 +148,7 @@ class LossScaler(ShardedGradScaler):
         loss.register_hook(lambda grad: (grad * scale).type(grad.dtype))  # type: ignore[no-untyped-call]
 
     def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call ``unscale_``, unless this step's gradients are already unscaled; for clipping."""
+        """Call ``unscale_`` before clipping, unless this step's gradients are already unscaled."""
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
 

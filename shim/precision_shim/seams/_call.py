@@ -46,7 +46,7 @@ class Binding:
 
 
 class Call:
-    """One call of a wrapped symbol, as its wrapper sees it.
+    """A call of a wrapped symbol; the wrapper gets it as its first argument.
 
     Attributes:
         instance: the object that a method was called on, the class for a classmethod, else

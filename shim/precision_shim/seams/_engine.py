@@ -143,7 +143,7 @@ class Engine:
                 self._sites.reach_copies()
 
     def _forget(self, module: str) -> None:
-        """Drop a module's patches: its code has run, and a second run overwrote them."""
+        """Reset a module's seams after its code ran: a second run has overwritten the patches."""
         self._sites.forget(module)
         for known in self._known.values():
             for row in known.rows:

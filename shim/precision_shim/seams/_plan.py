@@ -68,7 +68,7 @@ class Plan:
     refused: Mapping[Group, tuple[str, ...]] = field(default_factory=dict)
 
     def foretold(self) -> tuple[SeamStatus, ...]:
-        """Return the seams with the states that they would have after all modules are imported."""
+        """Return the predicted states of the seams; ``pending`` ones would be patched."""
         return tuple(
             replace(row, state="refused", reason=row.seam.refusal).status(self.adapter)
             if row.state == "pending" and row.seam.refusal
@@ -147,7 +147,7 @@ def check(
 def _find_moved(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
-    """Yield rows for seams that their conditions leave out although their symbol is gone.
+    """Yield rows for seams that conditions leave out and whose symbol is at none of its places.
 
     With ``only_if`` and ``unless`` an adapter declares where a symbol is in different versions. If
     the symbol is at none of these places, its group must not lose the seam silently.

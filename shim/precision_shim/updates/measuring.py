@@ -253,7 +253,7 @@ class Meter:
         copy: Chain | None,
         weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return rollout copies, made of parameters that have their first dtype, or of weights."""
+        """Return rollout copies, made from parameters if these have the first dtype, or weights."""
         if copy is None:
             return None
         if all(parameter.dtype is copy[0] for parameter, _ in tensors):

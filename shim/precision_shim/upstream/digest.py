@@ -54,7 +54,7 @@ def is_remark(line: ast.AST) -> bool:
 
 
 def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
-    """Yield the words to hash for a node, in brackets, so that different trees give other words.
+    """Yield the words to hash for a node, in brackets: different trees must give different words.
 
     An annotation without a value is left out, except in a class, where it declares a field.
     """
