@@ -175,7 +175,7 @@ def _sent_in_8_bits(one: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _left_out(engine: Held) -> Iterator[Contradiction]:
-    """Yield layers that a quantised engine keeps in 16 bits though its ignore list has no name."""
+    """Yield layers that a quantised engine keeps in 16 bits, though its ignore list lacks them."""
     if not engine.quantization or not engine.quantised or engine.ignored is None:
         return
     plain = [one for one in engine.plain if kind_of(one) in ("attention", "mlp", "experts")]

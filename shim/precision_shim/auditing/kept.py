@@ -1,4 +1,4 @@
-"""Keep the process's audits for ``status()``: each optimizer's latest, and if it was written.
+"""Keep each optimizer's latest audit for ``status()``, and whether the audit was written.
 
 The module also keeps references to the models of these optimizers; the audit of the weights that
 are sent to a rollout needs them.

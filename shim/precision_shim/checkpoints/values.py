@@ -16,7 +16,7 @@ from .tensors import Tensor, item_size
 __all__ = ["are_numbers", "narrower", "samples"]
 
 _LEAST = 64 << 10
-"""Number of bytes to read at least from each piece."""
+"""Minimum number of bytes to read from each piece."""
 
 
 _PIECES = 512

@@ -1,8 +1,8 @@
 """``precision-shim run -- COMMAND``: run a job with the shim on in it and in all its children.
 
-``run`` sets the variables and replaces itself with the command (``exec``), which so has the same
-process id, signals and exit status. The shim is on in processes that read the start-up file, and
-in the workers of Ray jobs.
+``run`` sets the variables and replaces itself with the command (``exec``), which therefore has the
+same process id, signals and exit status. The shim is on in processes that read the start-up file,
+and in the workers of Ray jobs.
 """
 
 from __future__ import annotations

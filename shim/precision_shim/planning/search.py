@@ -21,7 +21,7 @@ class Found:
     Attributes:
         gives_up: what the settings give up, in words; empty if the job fits without a change.
         lines: the settings, as lines to paste.
-        plan: the plan with these settings; ``None`` if the job fits with no settings.
+        plan: the plan with these settings; ``None`` if the job does not fit, whatever the settings.
         fewest: the smallest number of GPUs that fits with these settings, or, where the job does
             not fit, with the last legal settings; ``None`` if no number was found.
     """

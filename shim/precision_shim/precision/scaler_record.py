@@ -250,7 +250,7 @@ def state_of(record: object) -> str:
 
 
 def digest_of(record: Mapping[str, Any]) -> str:
-    """Return the digest that a record must contain; empty if the record is not valid as JSON."""
+    """Return the digest that a record must contain; empty if JSON cannot represent the record."""
     # A float's JSON text is read back as the same float, so the text's digest covers all its bits.
     content = {str(name): value for name, value in record.items() if name != "digest"}
     try:

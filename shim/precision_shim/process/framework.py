@@ -90,9 +90,9 @@ class Framework(_Record):
         packages: top-level packages whose import loads the adapter.
         adapter: ``"module:attribute"`` of the ``Adapter``.
         tested: versions that the test environments pin; a third party's adapter lists its own.
-        effects: functions that build a DDP or an optimizer, on each path through the framework.
-            Under strict the engine raises a fault there and nowhere earlier, even if the adapter
-            itself is broken. The engine skips a function that a version lacks.
+        effects: functions that are called where a DDP or an optimizer is built, on each path
+            through the framework. Under strict the engine raises a fault there and nowhere earlier,
+            even if the adapter itself is broken. The engine skips a function that a version lacks.
         probes: modules whose functions test whether the framework behaves as the rules assume.
         plan: ``"module:function"`` that reads the models of a job from its launch command, for
             ``precision-shim plan``; empty where the adapter has no such function.

@@ -119,8 +119,8 @@ def install(
     call with other arguments replaces what the first asked for.
 
     Args:
-        features: names of features, as a list or a comma-separated string; ``-name`` means all
-            features but this one. ``None``: ``PRECISION_SHIM_FEATURES``, else all.
+        features: names of features, as a list or a comma-separated string; ``-name`` removes one
+            from all features. ``None``: ``PRECISION_SHIM_FEATURES``, else all.
         frameworks: names of frameworks. ``None``: ``PRECISION_SHIM_FRAMEWORKS``, else all but
             ``megatron``, which is patched only if it is named.
         strict: whether a refusal is an error. ``None``: whether ``PRECISION_SHIM=strict``.

@@ -1,6 +1,6 @@
 """What the shim did in this process: the record that ``status()`` returns.
 
-``text`` formats the record as text.
+The module ``text`` formats the record.
 """
 
 from __future__ import annotations

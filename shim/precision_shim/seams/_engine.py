@@ -2,7 +2,7 @@
 
 For each adapter the engine waits until one of its target modules is imported. Then it checks all
 seams of the adapter from source (``_plan``). In each group of a feature it patches either all seams
-(``_sites``) or none; a seam whose module is not imported yet is patched when the module is. If an
+(``_sites``) or none; a seam whose module is not imported yet is patched at that import. If an
 imported module then differs from what the check read, the engine undoes the whole group.
 """
 
@@ -82,7 +82,7 @@ class Engine:
     # -- adding ---------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
-        """Add an adapter: patch its loaded modules, wait for the others; no effect if added."""
+        """Add an adapter, if it is new: patch its loaded modules and wait for the others."""
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
@@ -258,7 +258,7 @@ class Engine:
     # -- undoing --------------------------------------------------------------------------
 
     def remove(self) -> list[str]:
-        """Undo everything, newest first.
+        """Undo all patches, the latest first.
 
         Returns:
             A message for each symbol that cannot be restored because another tool has wrapped it

@@ -116,7 +116,7 @@ class Sites:
                 site.stale = True
 
     def remove(self) -> list[str]:
-        """Undo everything, newest first.
+        """Undo all patches, the latest first.
 
         Returns:
             A message for each symbol that cannot be restored because another tool has wrapped it

@@ -1,8 +1,8 @@
 """The record of digests: in which versions a symbol had which code.
 
 The record is one generated file in the adapters' package; it maps distribution, target and digest
-to versions. It never makes the shim refuse a seam. Other modules compare version strings, which a
-fork may keep while it changes the code; this module compares the code itself.
+to versions. No seam is refused because a digest differs. Other modules compare version strings,
+which a fork may keep while it changes the code; this module compares the code itself.
 """
 
 from __future__ import annotations
