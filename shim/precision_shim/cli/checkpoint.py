@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _HELP = "Tell what a checkpoint holds, and whether a resume here goes on exactly."
 _MORE = (
     "Reads the files' metadata, a sample of the optimizer's values and, of the small files, all "
-    "that has a checksum; opens no pickle, builds no model and needs no GPU. What a resume makes "
-    "of it goes by this environment: the versions that are installed, and PRECISION_SHIM and its "
-    "settings. What your job's own config asks for is told with --config; without it the doctor "
-    "takes what the file shows. Exit status 0: a resume goes on exactly; 1: it does not; 2: there "
-    "is no checkpoint that can be read, for the reason given."
+    "that has a checksum; opens no pickle, builds no model and needs no GPU. It predicts a "
+    "resume in this environment: with the versions that are installed, and with PRECISION_SHIM and "
+    "its settings. Give what your job's own config asks for with --config; without it the doctor "
+    "assumes what the files show. Exit status 0: a resume goes on exactly; 1: it does not; 2: no "
+    "checkpoint can be read, for the reason given."
 )
 
 _PRECISION = "precision"

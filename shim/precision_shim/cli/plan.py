@@ -53,11 +53,11 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--transformer-engine",
         metavar="V",
-        help="whose rules hold; the installed one's, else the newest known",
+        help="the version whose rules to apply: the installed one, else the newest known",
     )
-    parser.add_argument("--megatron-core", metavar="V", help="the same of megatron-core")
+    parser.add_argument("--megatron-core", metavar="V", help="the same for megatron-core")
     parser.add_argument(
-        "--gpu-memory", metavar="GB", type=float, help="of a GPU, in GB of 2^30 bytes"
+        "--gpu-memory", metavar="GB", type=float, help="the memory of a GPU, in GB of 2^30 bytes"
     )
     parser.add_argument(
         "--search",

@@ -140,7 +140,7 @@ def read_launch_line(
     by_package = {package: one.framework for one in known for package in one.packages}
     for place, word in enumerate(words):
         assignment = _ASSIGNMENT.fullmatch(word)
-        if assignment and not any(_is_script(one) for one in (word,)):
+        if assignment and not _is_script(word):
             environ[assignment.group(1)] = assignment.group(2)
             continue
         target, source, behind = _target(words, place)

@@ -8,7 +8,7 @@ from itertools import product
 
 from .command import Job
 from .record import Plan
-from .request import Plannable, Request, Rules, Variant, make
+from .request import Request, Rules, Variant, make
 from .text import fold
 
 _MOST_DOUBLINGS = 20
@@ -59,18 +59,12 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
 
 def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[Variant]]:
     """Yield the unchanged models, then combinations of their variants, the cheapest last."""
-    choices = [
-        [Variant("", (), model), *_order_variants(model, job, rules)] for model in request.models
-    ]
+    choices = [[Variant("", (), model), *model.variants(job, rules)] for model in request.models]
     ranks = [range(len(choice)) for choice in choices]
     for numbers in sorted(
         product(*ranks), key=lambda numbers_of: (max(numbers_of, default=0), sum(numbers_of))
     ):
         yield [options[number] for options, number in zip(choices, numbers, strict=True)]
-
-
-def _order_variants(model: Plannable, job: Job, rules: Rules) -> Sequence[Variant]:
-    return model.variants(job, rules)
 
 
 def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | None:

@@ -189,7 +189,7 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(
             f"{path}: is no safetensors file: {error}; expected its header of names and shapes. "
-            "Fetch it again, or remove it so that config.json is gone by."
+            "Fetch it again, or remove it: then config.json is read."
         ) from error
 
 

@@ -125,7 +125,9 @@ def load(
         ) from None
     unknown: tuple[str, ...] = ()
     if files is not None and bound is None:
-        unknown = ("it does not say which files it was written with: not held against them",)
+        unknown = (
+            "it does not say which files it was written with, so it is not compared with them",
+        )
     elif files is not None and bound is not None:
         prints, failure = _fingerprints_of_all(path, files, group)
         if failure:
@@ -225,7 +227,7 @@ def _fingerprints_of_all(
 def _unreadable(error: OSError, where: str) -> ScalerCheckpointError:
     return ScalerCheckpointError(
         f"{error.filename}: cannot be read ({error.strerror or error}), so that the loss scaler's "
-        f"state, {where}, cannot be held against it."
+        f"state, {where}, cannot be compared with it."
     )
 
 
