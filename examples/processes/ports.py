@@ -6,11 +6,9 @@ port from that range is chosen for a process, it may be taken before the process
 
 from __future__ import annotations
 
-import contextlib
 import random
-import socket
 
-__all__ = ["a_range", "free"]
+__all__ = ["a_range"]
 
 _FIRST, _END = 20_000, 32_000
 """Above the ports of Ray's workers (10002 to 19999), below those that Linux assigns (32768)."""
@@ -22,14 +20,3 @@ def a_range() -> list[int]:
     The first is drawn at random, so that two jobs at the same time seldom try the same ports.
     """
     return [random.randrange(_FIRST, _END - 1000), _END]
-
-
-def free(count: int) -> list[int]:
-    """Return ``count`` different ports, all free now."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(_FIRST, _END)
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            found += [port] if port not in found else []
-    return found

@@ -6,10 +6,13 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 from .record import Audit
+
+T = TypeVar("T")
 
 SUFFIX = ".audit.json"
 
@@ -73,16 +76,27 @@ def number(path: Path, audit: Audit) -> str:
 
 
 def read_audits(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Audit | str]]:
-    """Read the audits in a directory, by file name; for an invalid file, yield the reason.
+    """Read the audits in a directory; see ``read_files``."""
+    return read_files(directory, SUFFIX, Audit.from_dict)
+
+
+def read_files(
+    directory: str | os.PathLike[str], suffix: str, make: Callable[[Any], T]
+) -> Iterator[tuple[Path, T | str]]:
+    """Read the JSON files in a directory, by file name; for an invalid file, yield the reason.
+
+    Args:
+        directory: where they are.
+        suffix: the end of their names.
+        make: makes the record of a file's values.
 
     Raises:
         OSError: the directory cannot be read.
     """
     for path in sorted(Path(directory).iterdir()):
-        if not path.name.endswith(SUFFIX):
+        if not path.name.endswith(suffix):
             continue
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            yield path, Audit.from_dict(values)
+            yield path, make(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             yield path, f"{type(error).__name__}: {error}"

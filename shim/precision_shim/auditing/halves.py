@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import write_whole
+from .files import read_files, write_whole
 
 SUFFIX = ".rollout.json"
 BASE, ADAPTERS = "weights", "adapters"
@@ -191,16 +191,5 @@ def write(directory: str, half: Half) -> None:
 
 
 def read(directory: str) -> Iterator[tuple[Path, Half | str]]:
-    """Read the halves in a directory, by file name; for an invalid file, yield the reason.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    for path in sorted(Path(directory).iterdir()):
-        if not path.name.endswith(SUFFIX):
-            continue
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            yield path, _HALVES[values.pop("half")].of(values)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            yield path, f"{type(error).__name__}: {error}"
+    """Read the halves in a directory; see ``read_files``."""
+    return read_files(directory, SUFFIX, lambda values: _HALVES[values.pop("half")].of(values))

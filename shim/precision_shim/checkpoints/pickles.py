@@ -13,13 +13,13 @@ the file drops the result.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from ..errors import CheckpointUnreadableError
 
-__all__ = ["Made", "Name", "Persistent", "is_small", "read_pickle"]
+__all__ = ["Made", "Name", "Persistent", "dicts_in", "is_small", "read_pickle"]
 
 
 @dataclass(frozen=True)
@@ -363,6 +363,31 @@ def _key(value: Any) -> Any:
     if isinstance(value, (tuple, frozenset, Persistent)) and not is_small(value, _KEY):
         raise ValueError("it has a key that is too large")
     return value
+
+
+def dicts_in(
+    tree: Any, leave: Callable[[dict[Any, Any]], bool] = lambda _: False
+) -> Iterator[dict[Any, Any]]:
+    """Yield the dicts anywhere in what a pickle holds, each once.
+
+    Args:
+        tree: what was read.
+        leave: whether not to look within such a dict.
+    """
+    waiting, seen = [tree], set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (dict, list, tuple, Made)) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, dict):
+            yield node
+            if not leave(node):
+                waiting += node.values()
+        elif isinstance(node, Made):
+            waiting += [node.state, node.items, *node.arguments]
+        else:
+            waiting += node
 
 
 def is_small(tree: Any, most: int) -> bool:

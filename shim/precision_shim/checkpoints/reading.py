@@ -33,7 +33,7 @@ from .layout import (
     Part,
     Scaler,
 )
-from .pickles import Made, is_small
+from .pickles import dicts_in, is_small
 from .tensors import Archive, Tensor
 from .units import Unit, read_unit
 
@@ -194,23 +194,12 @@ def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
 
 
 def _records_in(tree: Any) -> Iterator[dict[str, Any]]:
-    waiting, seen = [tree], set()
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, (dict, list, tuple, Made)) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, dict):
-            if node.get("kind") == KIND or _RECORD_KEY in node:
-                record = node if node.get("kind") == KIND else node[_RECORD_KEY]
-                whole = isinstance(record, dict) and is_small(record, _RECORD)
-                yield record if whole else {}
-                continue
-            waiting += node.values()
-        elif isinstance(node, Made):
-            waiting += [node.state, node.items]
-        else:
-            waiting += node
+    def has_one(node: dict[Any, Any]) -> bool:
+        return node.get("kind") == KIND or _RECORD_KEY in node
+
+    for node in filter(has_one, dicts_in(tree, leave=has_one)):
+        record = node if node.get("kind") == KIND else node[_RECORD_KEY]
+        yield record if isinstance(record, dict) and is_small(record, _RECORD) else {}
 
 
 _NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")

@@ -53,7 +53,7 @@ def check_state_dtypes(
         exp_avg_sq: dtype of the second moment.
 
     Raises:
-        RuntimeError: a dtype that this version does not take.
+        RuntimeError: it does not.
     """
     if master not in (None, torch.float32, torch.float16):
         raise RuntimeError(
