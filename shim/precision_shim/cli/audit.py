@@ -1,4 +1,4 @@
-"""``precision-shim audit DIR``: the audits of all ranks of a job, compared."""
+"""``precision-shim audit DIR``: compare the audits of all ranks of a job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def register(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, print, and return the exit status."""
+    """Compare the audits, print the result, and return the exit status."""
     from ..auditing import files, halves
     from ..auditing.pairing import pair
     from ..auditing.ranks import compare

@@ -1,4 +1,4 @@
-"""``precision-shim checkpoint PATH``: what a checkpoint holds, and how a resume here ends."""
+"""``precision-shim checkpoint PATH``: show a checkpoint's content and how a resume here ends."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(texts: list[str]) -> dict[str, Any] | None:
-    """The fields that ``--config`` sets; ``None`` where it was not used.
+    """Return the fields that ``--config`` sets; ``None`` where it was not used.
 
     Raises:
         SettingsError: a text is not FIELD=VALUE, a field is unknown, or a value is no number.
@@ -126,7 +126,7 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
 
 
 def _check_values(values: dict[str, Any]) -> None:
-    """Check the values of all fields, also of those that no foretelling reads.
+    """Check the values of all fields, even of those that no prediction reads.
 
     Raises:
         DtypeError: a dtype name is unknown.
@@ -148,7 +148,7 @@ def _check_values(values: dict[str, Any]) -> None:
 
 
 def _check(text: str, name: str) -> None:
-    """Refuse an unknown field: if the doctor ignored the field, the verdict could be wrong.
+    """Raise an error for an unknown field: if the field was ignored, the verdict could be wrong.
 
     Raises:
         SettingsError: there is no such field.
