@@ -187,7 +187,7 @@ def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
     **_FP16,
 )
 def load(call: Call, ckpt_dir: Any, optimizer: Any, load_optimizer_states: Any) -> Any:
-    """Restore the scaler from the ``client_state`` of a checkpoint, the same on all ranks.
+    """Restore the scaler from a checkpoint's ``client_state``, which is the same on all ranks.
 
     Raises:
         ScalerCheckpointError: the state is damaged on a rank, or differs between ranks.

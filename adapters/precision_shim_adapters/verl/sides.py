@@ -103,7 +103,7 @@ def unknown_engine(job: Sides) -> tuple[str, str]:
 
 
 def check_names(config: Mapping[str, Any]) -> None:
-    """Check the dtype names of engines that no loss compares with the trainer.
+    """Check the dtype names of reward models, whose dtype is not compared with the trainer's.
 
     Raises:
         DtypeError: a key names no dtype.

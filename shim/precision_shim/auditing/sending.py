@@ -1,4 +1,4 @@
-"""Audit the weights that are sent to the rollout: their dtypes, and the share exact in bf16.
+"""Audit the weights that are sent to the rollout: dtypes, and the share bf16 represents exactly.
 
 An adapter passes the stream of weights through ``observe`` where its framework sends them. The
 stream's consumer gets the same tensors in the same order, at the same time. At a few of the weight

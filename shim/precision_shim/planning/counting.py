@@ -126,7 +126,7 @@ def _at_step(share: Share, precision: Precision) -> dict[str, Held]:
 
 
 def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[str, Held]:
-    """Move a share of the states to the host's memory, and add copies of the gradients there.
+    """Count a share of the states in the host's memory, and copies of their gradients with them.
 
     Megatron's HybridDeviceOptimizer steps fp32 copies of parameters and gradients on the host: 16
     bytes for each parameter. States that are not offloaded are unchanged.

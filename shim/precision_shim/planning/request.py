@@ -50,7 +50,7 @@ class Plannable(Protocol):
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """Return the model with cheaper precision settings; those that give up least come first."""
+        """Return the model in cheaper precisions, those first that give up least precision."""
 
     def on(self, world: int) -> Plannable:
         """Return the same model on another number of GPUs."""

@@ -240,7 +240,7 @@ def _files(value: object) -> bool:
 
 
 def state_of(record: object) -> str:
-    """Return a digest of a record without its files, which is equal on all ranks of a save.
+    """Return a digest of a record that leaves out its files: all ranks of a save get the same.
 
     Needed because the record in each rank's file names only that rank's files.
     """

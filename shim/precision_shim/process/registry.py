@@ -96,7 +96,7 @@ def packages() -> "set[str]":
 
 
 def by_name() -> "set[str]":
-    """Return those of our frameworks that the shim patches only if the user names them."""
+    """Return the supported frameworks that the shim leaves alone unless the user names them."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
     return {framework.framework for framework in FRAMEWORKS if framework.by_name}

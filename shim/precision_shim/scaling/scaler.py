@@ -248,7 +248,7 @@ class LossScaler(ShardedGradScaler):
         self.counter = SkipCounter(self.settings.max_skips)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the scale after a step that a framework's own loop took, or skipped by grad norm.
+        """Update the scale after a step that a framework's own loop took, or skipped as not finite.
 
         For a loop that tests the norm of the unscaled gradients itself, where this scaler's
         ``step`` cannot replace the optimizer's: call ``unscale_once`` before the loop's step, and

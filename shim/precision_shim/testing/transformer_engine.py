@@ -284,7 +284,7 @@ class _PatchingLoader(importlib.abc.Loader):
         return self._inner.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        # inspect, pickle and resources read the loader later and must get the real one.
+        # Python's modules inspect, pickle and importlib.resources read __loader__ later.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner

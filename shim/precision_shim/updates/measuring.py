@@ -92,7 +92,7 @@ class _Pending:
 
 
 class Meter:
-    """Measures one torch optimizer's steps, in step hooks of that optimizer.
+    """Measures which updates one torch optimizer loses to rounding, in hooks around its steps.
 
     Args:
         stepper: the optimizer.

@@ -68,7 +68,7 @@ def rollout_of(stepper: Any) -> Rollout | None:
 
 
 def count() -> int:
-    """Return the number of meters that measure."""
+    """Return the number of meters that have not given up measuring."""
     return sum(meter.measures for meter in _meters.values())
 
 
