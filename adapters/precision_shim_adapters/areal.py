@@ -1,9 +1,9 @@
 """precision_shim for AReaL: dtype names, the states that its config asks for, and fp16.
 
-AReaL's MegatronEngine sets the states' dtypes on a finished OptimizerConfig, so that Megatron's
-derived fields do not fit them: ``adam_bf16`` keeps fp32 master weights beside the parameters, and
-no field of its loss scaler reaches Megatron. The engine scales its loss by ``get_loss_scale()``
-and takes a skipped step by itself.
+AReaL's MegatronEngine sets the states' dtypes on an OptimizerConfig that is already validated, so
+the fields that Megatron derived do not fit them: with ``adam_bf16`` the optimizer keeps fp32 master
+weights beside the parameters. AReaL's loss scaler settings do not reach Megatron. The engine itself
+multiplies its loss by ``get_loss_scale()`` and accepts a skipped step.
 
 Not touched: AReaL's FSDP and Archon engines. Delete when: AReaL passes the fields, as dtypes, to
 the constructor of Megatron's OptimizerConfig.
@@ -33,7 +33,7 @@ _SCALER = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hystere
 
 
 def read(engine: Any) -> Wishes:
-    """What a user of AReaL asks for; a value equal to the default of its class is none."""
+    """Read what a user of AReaL asks for; a value equal to its class's default is not a wish."""
     ours, theirs = engine.optimizer_config, engine.mcore_config
     asked: dict[str, Any] = {}
     if ours is not None:
@@ -87,7 +87,7 @@ def name_dtypes(call: Call, config: Any) -> None:
 
 @seam(f"{ENGINE}:MegatronEngine.initialize", BUILDING, group=GROUP, why="around DDP and optimizer")
 def build(call: Call) -> None:
-    """Say that a model is being built, and how to read its config."""
+    """Record that a model is being built, and how to read its config."""
     with megatron.building("areal", lambda: read(call.instance)):
         call.proceed()
 
@@ -101,13 +101,13 @@ def build(call: Call) -> None:
     aliases=(f"{ENGINE}:get_megatron_optimizer",),
 )
 def settle(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Put what was settled into the config, and validate it: Megatron's derived fields then fit."""
+    """Put the settled fields into the config, and validate it so that derived fields fit them."""
     around = megatron.current_build("areal")
     if around is None:
         return call.proceed()
     settled = megatron.settle(around)
-    # Without the shim Megatron would keep whole master weights where a derived field is stale:
-    # checkpoints have the layout that such a job reads.
+    # Without the shim the stale derived field makes Megatron keep whole master weights: write
+    # checkpoints in the layout that such a job reads.
     keeps = bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
     made = megatron.with_fields(config, settled.fields)
     if made is config:
@@ -126,7 +126,7 @@ def settle(call: Call, config: Any, model_chunks: Any) -> Any:
     why="what it returns goes into AReaL's statistics",
 )
 def step(call: Call) -> dict[str, float]:
-    """Count a skipped step, and report scale and count beside AReaL's own figures."""
+    """Accept a skipped step, and add loss scale and skipped steps to AReaL's statistics."""
     with megatron.skipping(succeeds=False):
         found: dict[str, float] = call.proceed()
     return {**found, **megatron.metrics(call.instance.optimizer)}
@@ -140,9 +140,9 @@ ADAPTER = Adapter.of(
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how AReaL would resume; ``here.config`` has fields of ``megatron`` and Megatron's.
+    """Predict how AReaL would resume; ``here.config``: fields of ``megatron`` or OptimizerConfig.
 
-    Without the shim a finished config keeps whole master weights beside low-precision moments.
+    Without the shim AReaL's optimizer keeps whole master weights beside low-precision moments.
     """
     wishes = resuming.assume_wishes(part, here, f"{versioned('areal')}, megatron", "actor")
     if not here.in_force("areal", DISPATCH, GROUP):

@@ -1,4 +1,4 @@
-"""Plan AReaL's jobs on Megatron from their launch line, with AReaL's own loader of its config."""
+"""Plan AReaL's jobs on Megatron from their launch line, with AReaL's own config loader."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def plan_job(job: Job) -> Request:
 
 
 def load(job: Job) -> Any:
-    """The job's config, as the class that its script names to ``load_expr_config``.
+    """Load the job's config into the class that its script passes to ``load_expr_config``.
 
     Raises:
-        PlanError: AReaL cannot load it, or the script is not here.
+        PlanError: AReaL cannot load it, or the script is not on this machine.
     """
     try:
         from areal.api import cli_args
@@ -126,7 +126,7 @@ def _models(job: Job, config: Any) -> Iterator[MegatronModel]:
 
 
 def _as_engine(section: Any) -> Any:
-    """What ``read`` reads of an engine, after the engine has replaced ``adam_bf16``."""
+    """Make the attributes that ``read`` reads of an engine, with ``adam_bf16`` already replaced."""
     ours, theirs = copy.copy(section.optimizer), copy.copy(section.megatron)
     dtype = getattr(torch, section.dtype)
     if ours is not None and ours.type == "adam_bf16":

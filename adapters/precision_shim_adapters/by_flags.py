@@ -1,4 +1,4 @@
-"""What the commands say of ROLL's, slime's and miles' jobs and checkpoints.
+"""The plan and the doctor for ROLL, slime and miles, whose launch lines the shim cannot read.
 
 Delete when: their launch lines can be read without running the parser of Megatron's training
 scripts, or ROLL's pipeline.
@@ -24,7 +24,7 @@ _WHY = {
 
 
 def plan_job(job: Job) -> NoReturn:
-    """Say that the plan does not read these launch lines.
+    """Refuse the job: the plan does not read these launch lines.
 
     Raises:
         PlanError: always.
@@ -38,24 +38,24 @@ def plan_job(job: Job) -> NoReturn:
 
 
 def roll(part: Part, here: Here) -> Outcome:
-    """How ROLL resumes on Megatron."""
+    """Predict how ROLL would resume on Megatron."""
     return _megatron("roll", part, here)
 
 
 def roll_sharded(part: Part, here: Here) -> Outcome:
-    """How ROLL resumes on FSDP2, whose states lie beneath its export of the weights."""
+    """Predict how ROLL would resume on FSDP2; the states are saved below the exported weights."""
     who = versioned("roll", called="ROLL")
     why = f"{who} leaves moments out: it loads into an optimizer that has none yet"
     return Outcome(FRESH, why) if part.held.get(PARAMS) else Outcome(FAILS, "it has no weights")
 
 
 def slime(part: Part, here: Here) -> Outcome:
-    """How slime resumes; ``here.config`` has fields of Megatron's OptimizerConfig."""
+    """Predict how slime would resume; ``here.config`` has fields of Megatron's OptimizerConfig."""
     return _megatron("slime", part, here)
 
 
 def miles(part: Part, here: Here) -> Outcome:
-    """How miles resumes; ``here.config`` has fields of Megatron's OptimizerConfig."""
+    """Predict how miles would resume; ``here.config`` has fields of Megatron's OptimizerConfig."""
     return _megatron("miles", part, here)
 
 

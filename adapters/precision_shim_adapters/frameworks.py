@@ -74,7 +74,7 @@ VERL = Framework(
     probes=(*PROBES, "precision_shim_adapters.verl.probes"),
     plan="precision_shim_adapters.verl.plan:plan_job",
     checkpoints=Checkpoints(
-        steps=r"(?:global_step_|step-)(\d+)",  # the second is its torchtitan engine's
+        steps=r"(?:global_step_|step-)(\d+)",  # step- is of verl's torchtitan engine
         models=("actor", "critic"),
         resuming={
             "megatron": "precision_shim_adapters.verl.resuming:megatron",
@@ -244,8 +244,8 @@ ANY_MEGATRON = Framework(
     probes=PROBES[:1],
     by_name=True,
 )
-"""Any job on Megatron-core. Beside another framework here it would do nothing more, so "all" does
-not mean it: else the shim would patch Megatron in every process that imports it."""
+"""Any job on Megatron-core. Next to another framework's adapter it would add nothing, so "all"
+leaves it out: otherwise the shim would patch Megatron in every process that imports it."""
 
 FRAMEWORKS = (
     VERL,

@@ -1,8 +1,9 @@
-"""Any job on Megatron-core, without an adapter for its trainer; asked for by the name ``megatron``.
+"""Adapter for any Megatron-core trainer that has no adapter; users ask for it as ``megatron``.
 
-The audit, dtype names and fp16 are in Megatron's own classes. No trainer's config is read here, so
-the shim cannot tell what a user wrote from a default: it adds no low-precision states, and a
-skipped step returns what Megatron returns. Beside another adapter it does nothing of its own.
+The seams for the audit, dtype names and fp16 are in Megatron's own classes. This adapter reads no
+trainer's config, so it cannot tell what a user wrote from a default: it adds no low-precision
+states, and a skipped step returns what Megatron returns. Where another adapter builds the model,
+this adapter's own seams do nothing.
 
 Delete when: see the backend's modules.
 """

@@ -1,4 +1,4 @@
-"""The keys of Megatron's distributed checkpoints: their meaning, for the seams and the doctor."""
+"""What the keys of Megatron's distributed checkpoints mean, for the seams and the doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from precision_shim.checkpoints.layout import EXP_AVG, EXP_AVG_SQ, MASTER, OTHER, PARAMS, Part
-from precision_shim.checkpoints.pickles import Made, Name
+from precision_shim.checkpoints.pickles import Name, dicts_in
 from precision_shim.checkpoints.tensors import Archive, Tensor, dtype_name
 from precision_shim.checkpoints.units import Unit
 
@@ -29,18 +29,18 @@ KEEPING = ("dp_reshardable", "fully_sharded_model_space")
 """Sharding types that keep a dtype for each state."""
 
 KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
-"""Sharding types whose keys have the bucket's dtype."""
+"""Sharding types whose keys contain the bucket's dtype."""
 
 
 OFFLOADED = "offload_fraction"
-"""A key that only the groups of Megatron's optimizer for CPU offload have: the fraction on the
-host. Where ``read`` finds it, it stores two more facts. ``counted``: whether all groups have a step
-count. ``names_classes``: whether the groups are in a ``common.pt``; torch does not load the classes
-that such a file names."""
+"""A key that only the param groups of Megatron's optimizer for CPU offload have: the fraction on
+the host. Where ``fill_part`` finds this key, it stores two more facts. ``counted``: whether all
+groups have a step count. ``names_classes``: whether the groups are in a ``common.pt``; torch does
+not load the classes that such a file names."""
 
 
 def is_optimizers(key: str) -> bool:
-    """Whether a key of a sharded state is an optimizer's."""
+    """Whether a key of a sharded state belongs to an optimizer."""
     return key.startswith("optimizer.") or ".optimizer." in key
 
 
@@ -89,7 +89,7 @@ def _component_of(key: str) -> str:
 
 
 def _common_of(tree: Any) -> dict[Any, Any]:
-    """The dict of the common state: ``common.pt`` holds it, a stored object holds it in a list."""
+    """The dict of the common state: ``common.pt`` holds it directly, a stored object in a list."""
     if isinstance(tree, list) and len(tree) == 1:
         (tree,) = tree
     return tree if isinstance(tree, dict) else {}
@@ -126,25 +126,8 @@ def _take_gathered(archive: Archive, part: Part) -> None:
         )
 
 
-def _dicts_in(tree: Any) -> Iterator[dict[Any, Any]]:
-    seen: set[int] = set()
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, (dict, list, tuple, Made)) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, dict):
-            yield node
-            waiting += node.values()
-        elif isinstance(node, Made):
-            waiting += [node.state, node.items, *node.arguments]
-        else:
-            waiting += node
-
-
 def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
-    return (mapping for mapping in _dicts_in(tree) if name in mapping)
+    return (mapping for mapping in dicts_in(tree) if name in mapping)
 
 
 def _values_of(tree: Any, name: str) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """Which of the shim's choices on Megatron the installed TransformerEngine cannot run.
 
-The doctor uses it. It is outside the backend since it must run without torch and Megatron.
+The doctor uses this module, which is outside the backend since it must run without torch and
+Megatron.
 """
 
 from __future__ import annotations

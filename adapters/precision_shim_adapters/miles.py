@@ -1,10 +1,10 @@
-"""miles on Megatron-core: states as its flags say, fp16, skipped steps that are counted.
+"""miles on Megatron-core: optimizer states as its flags ask, fp16, and counted skipped steps.
 
-miles began as a copy of slime and prepares its gradients twice as well. It may have no optimizer,
-its step returns three values, and it reports a skipped step with the norm 0.0.
+miles began as a copy of slime and, like slime, prepares its gradients twice. Unlike slime, it may
+have no optimizer, its step returns three values, and it reports a skipped step with the norm 0.0.
 
-Passed through: Muon and the optimizers of several LoRA adapters, which miles makes with functions
-of their own and never in fp16.
+Not touched: Muon, and the optimizers of several LoRA adapters. miles makes both with other
+functions, and never in fp16.
 
 Delete when: miles prepares its gradients once, and reports loss scale and skipped steps.
 """
@@ -34,11 +34,11 @@ NEED_MASTERS = (
     "enable_witness",
     "save_local_weight_checksum",
 )
-"""Flags with which miles reads Megatron's own fp32 masters."""
+"""Flags that make miles read Megatron's own fp32 masters."""
 
 
 def read(args: Any, role: str) -> Wishes:
-    """What the flags of one role ask for."""
+    """Read what the flags of one role ask for."""
     written = [name for name in NEED_MASTERS if getattr(args, name, False)]
     blockers = [f"miles' {name} reads Megatron's own fp32 masters" for name in written]
     return megatron.wishes_of_flags(args, f"{versioned('miles')}, flags", role, blockers)
@@ -46,20 +46,20 @@ def read(args: Any, role: str) -> Wishes:
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
 def build(call: Call, args: Any, role: str = "actor") -> Any:
-    """Say that a model is being built, and how to read its flags."""
+    """Record that a model is being built, and how to read its flags."""
     with megatron.building("miles", lambda: read(args, role)):
         return call.proceed()
 
 
 @seam(megatron.CONFIG_INIT, SETTLING, why="miles makes its config inline", **HERE)
 def configure(call: Call) -> Any:
-    """Put what was settled into miles' config."""
+    """Put the settled fields into miles' config."""
     return megatron.fill_inline(call, "miles")
 
 
 @seam(MAKE, ALIGNMENT, why="gets config and buckets", aliases=(USED,), **HERE)
 def check(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Hold the config against the live model before the optimizer is made."""
+    """Compare the config with the live model before the optimizer is made."""
     if megatron.current_build("miles") is not None:
         megatron.check("miles", config, model_chunks)
     return call.proceed()
@@ -67,7 +67,7 @@ def check(call: Call, config: Any, model_chunks: Any) -> Any:
 
 @seam(f"{MODEL}:train_one_step", SCALING, why="asserts that a step was not skipped", **HERE)
 def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any, Any]:
-    """Let an overflow be a skipped step whose norm is NaN, and report both figures."""
+    """Treat an overflow as a skipped step with norm NaN; report loss scale and skipped steps."""
     before = megatron.metrics(optimizer)
     with megatron.skipping(succeeds=True):
         losses, norm, outcome = call.proceed()

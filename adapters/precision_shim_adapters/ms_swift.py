@@ -1,13 +1,13 @@
 """precision_shim for ms-swift: states and gradient bucket from one plan, and fp16 on Megatron.
 
-ms-swift's Megatron trainers scale their loss, but end at the first overflow: the DDP's check of
-gradients is always on, and a skipped step's gradient norm, which is ``None``, is made a tensor.
-The first loss scale, 2**32, costs a job its first steps. The gradients of an fp16 model are summed
-in fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
+ms-swift's Megatron trainers scale their loss, but fail at the first overflow: the DDP's check of
+gradients is always on, and the trainers convert a skipped step's gradient norm, which is ``None``,
+to a tensor. With the initial loss scale of 2**32, a job's first steps are skipped. The gradients of
+an fp16 model are summed in fp16 unless the user writes ``--accumulate_allreduce_grads_in_fp32``.
 
 ``args.loss_scale`` is ms-swift's weighting of tokens and has nothing to do with Megatron's loss
 scale: it is never read here. Not touched: ms-swift's trainers on transformers. Delete when:
-ms-swift's Megatron trainers take a skipped step.
+ms-swift's Megatron trainers accept a skipped step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FIELDS = (megatron.PRECISION_AWARE, *STATES, "optimizer_cpu_offload", "optimize
 
 
 def read(args: Any, kind: Any = None) -> Wishes:
-    """What a user of ms-swift asks for; a value equal to the default of its class is none.
+    """Read what a user of ms-swift asks for; a value equal to its class's default is not a wish.
 
     Args:
         args: ms-swift's arguments, or a namespace with their names.
@@ -62,7 +62,7 @@ def read(args: Any, kind: Any = None) -> Wishes:
 
 
 def coerced(value: Any) -> Any:
-    """A value of ms-swift's arguments, with its four dtype names as dtypes; others stay."""
+    """Turn one of ms-swift's four dtype names into a dtype; return any other value unchanged."""
     return coerce_dtype(value, key="") if value in ("fp32", "bf16", "fp16", "fp8") else value
 
 
@@ -75,7 +75,7 @@ def coerced(value: Any) -> Any:
     relies_on=("prepare_model", "get_optimizer_and_scheduler"),
 )
 def build(call: Call, args: Any) -> None:
-    """Say that a model is being built, and how to read its arguments."""
+    """Record that a model is being built, and how to read its arguments."""
     with megatron.building("ms-swift", lambda: read(args)):
         call.proceed()
 
@@ -90,7 +90,7 @@ def build(call: Call, args: Any) -> None:
     aliases=(f"{TRAINER}:get_megatron_optimizer",),
 )
 def settle(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Put what was settled into the config; what the user wrote is part of it."""
+    """Put the settled fields, which include the user's, into the config."""
     around = megatron.current_build("ms-swift")
     if around is None:
         return call.proceed()
@@ -112,7 +112,7 @@ def settle(call: Call, config: Any, model_chunks: Any) -> Any:
     relies_on=("reduce_max_stat_across_model_parallel_group",),
 )
 def step(call: Call) -> Any:
-    """Let an overflow be a skipped step: norm NaN, and the scheduler waits as ms-swift has it."""
+    """Treat an overflow as a skipped step: norm NaN, and ms-swift does not step its scheduler."""
     with megatron.skipping(succeeds=False):
         return call.proceed()
 
@@ -142,7 +142,7 @@ ADAPTER = Adapter.of(
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how ms-swift would resume; ``here.config`` has fields of its arguments."""
+    """Predict how ms-swift would resume; ``here.config`` has fields of ms-swift's arguments."""
     where = f"{versioned('ms-swift', 'swift')}, megatron's arguments"
     wishes = resuming.assume_wishes(part, here, where, "model")
     return resuming.foretell("ms-swift", part, here, wishes)

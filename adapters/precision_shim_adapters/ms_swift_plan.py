@@ -1,7 +1,7 @@
 """Plan ms-swift's Megatron jobs from their launch line, with ms-swift's own parser.
 
-The arguments' own ``__post_init__`` looks for GPUs and a model, and is not run: what it does to
-dtypes is done here.
+The arguments' ``__post_init__`` looks for GPUs and a model, so the plan does not run it.
+``_complete`` repeats what it does to dtypes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def plan_job(job: Job) -> Request:
     """Read a launch line ``megatron sft ...``.
 
     Raises:
-        PlanError: ms-swift cannot parse it, a model cannot be read, or it has what is not planned.
+        PlanError: ms-swift cannot parse it, a model cannot be read, or the plan lacks an option of
+            it.
     """
     args, kind = _parsed(job)
     where = _where()
@@ -102,7 +103,7 @@ def _parsed(job: Job) -> tuple[Any, type]:
 
 
 def _complete(args: Any, model: Model) -> None:
-    """Do what ms-swift does: an fp32 model trains in fp16, too, unless both flags are off."""
+    """Set the dtypes as ms-swift does: an fp32 model trains in fp16, unless both flags are off."""
     config = model.config
     name = args.torch_dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     dtype = parse_dtype(str(name)) or torch.bfloat16

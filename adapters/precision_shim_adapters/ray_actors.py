@@ -16,7 +16,7 @@ from precision_shim.errors import SeamError
 
 
 def plain_class(actor_class: Any) -> Any:
-    """The class that ``ray.remote`` was called with; ``None`` if it is no actor class of Ray's."""
+    """The class that ``ray.remote`` was called with; ``None`` for another argument."""
     modified = getattr(getattr(actor_class, "__ray_metadata__", None), "modified_class", None)
     return getattr(modified, "__ray_actor_class__", None)
 

@@ -1,4 +1,4 @@
-"""Whether files of a framework are as its wheel has them: then what they say is a default."""
+"""Whether a framework's files are unchanged since its wheel: their values are then defaults."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def are_released(distribution: str, paths: Iterable[Path]) -> bool:
 
 
 def _digest(path: Path) -> str:
-    """The digest of a file as a wheel's record writes it."""
+    """The digest of a file, in the form of a wheel's ``RECORD``."""
     digest = hashlib.sha256(path.read_bytes()).digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Keys = Mapping[str, Any]
-"""A selection: key to a selection within it, or ``True`` for all of it."""
+"""A selection of keys: maps a key to the selection below it, or to ``True`` for all below it."""
 
 
 def plain(made: Any, only: Keys | bool = True, unresolved: list[str] | None = None) -> Any:
@@ -17,7 +17,7 @@ def plain(made: Any, only: Keys | bool = True, unresolved: list[str] | None = No
 
     Args:
         made: the config.
-        only: what is read of it; resolving a whole config of a large job takes 50 ms.
+        only: the keys to read; resolving the whole config of a large job takes 50 ms.
         unresolved: gets the keys whose references cannot be resolved.
     """
     from omegaconf import DictConfig, ListConfig
@@ -35,7 +35,7 @@ def plain(made: Any, only: Keys | bool = True, unresolved: list[str] | None = No
 
 
 def tell_unresolved(keys: Sequence[str]) -> list[str]:
-    """What a plan says of references that it could not resolve; empty where there are none."""
+    """The plan's note about references that it could not resolve; empty where there are none."""
     if not keys:
         return []
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
@@ -46,7 +46,7 @@ def tell_unresolved(keys: Sequence[str]) -> list[str]:
 
 
 _NAMED = 5
-"""How many keys are named."""
+"""How many keys the note names."""
 
 
 def _at(made: Any, key: Any, only: Keys | bool, unresolved: list[str] | None) -> Any:

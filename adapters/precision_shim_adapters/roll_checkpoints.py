@@ -1,6 +1,6 @@
 """ROLL's checkpoints on Megatron, for the doctor; needs no torch.
 
-Beside the optimizer's distributed checkpoint ROLL keeps the weights in a file of each rank
+Next to the optimizer's distributed checkpoint ROLL saves the weights in one file per rank
 (``ckpt_format: legacy``, its default).
 
 Delete when: ROLL saves the weights in a distributed checkpoint too.
@@ -16,7 +16,7 @@ from .megatron_checkpoints import fill_part as fill_with_states
 
 
 def fill_part(unit: Unit, part: Part) -> None:
-    """Read an optimizer's states, and the weights that the ranks' files beside them hold."""
+    """Read an optimizer's states, and the weights in the ranks' files next to them."""
     fill_with_states(unit, part)
     for file in sorted(unit.path.parent.glob("mp_rank_*/model_optim_rng.pt")):
         for keys, tensor in Archive(file).tensors():

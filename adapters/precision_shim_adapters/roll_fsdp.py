@@ -1,7 +1,8 @@
-"""ROLL on FSDP2 in fp16: steps that end, skips that are counted, a scaler in the checkpoint.
+"""ROLL on FSDP2 in fp16: completed steps, counted skips, and the scaler in checkpoints.
 
-ROLL scales its loss with torch's scaler. But where it has one, its loop neither steps the scheduler
-nor clears the gradients, which then add up over all steps; and no checkpoint holds the scaler.
+ROLL scales its loss with torch's GradScaler. But with a scaler its loop neither steps the LR
+scheduler nor clears the gradients, which then add up over all steps. No checkpoint holds the
+scaler.
 
 Delete when: ROLL ends a scaled step as it ends any other, and saves its scaler.
 """
@@ -34,7 +35,7 @@ _OWN = "ROLL's own scaler, counted and kept with the checkpoints"
 
 @seam(f"{STRATEGY}.initialize", why="makes the scaler", relies_on=("scaler", "scheduler"), **HERE)
 def make(call: Call) -> Any:
-    """Put a scaler into the place of ROLL's that skips on all ranks alike and can be saved."""
+    """Replace ROLL's scaler with one that skips a step on all ranks alike and can be saved."""
     result = call.proceed()
     strategy = call.instance
     if type(strategy.scaler) is ShardedGradScaler:  # a subclass is the user's choice
@@ -57,7 +58,7 @@ def training_of(strategy: Any) -> ScaledTraining | None:
 
 @seam(f"{STRATEGY}.train_step", why="leaves a scaled step unfinished", **HERE)
 def step(call: Call) -> Any:
-    """End each scaled step, and report both figures; a skipped step's norm is NaN."""
+    """Complete each scaled step; report loss scale, skipped steps, and NaN as a skip's norm."""
     strategy = call.instance
     training = training_of(strategy)
     if training is None:
@@ -66,7 +67,7 @@ def step(call: Call) -> Any:
         found = call.proceed()
     name = strategy.worker_config.name
     key = f"{name}/grad_norm"
-    if key in found:  # else it only added to the gradients
+    if key in found:  # without it, the call only accumulated gradients
         found[key] = training.norm(found[key])
     return {**found, **training.metrics(f"{name}/")}
 
@@ -75,7 +76,8 @@ def step(call: Call) -> Any:
 def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     """Step the scheduler and clear the gradients after a scaler's step, where ROLL did not.
 
-    It is done when the next loss is scaled, or at the end: by then ROLL's own loop would have.
+    This happens when the next loss is scaled, or at the end: by then ROLL's own loop would have
+    done both.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
     at: list[int] = []
@@ -121,7 +123,7 @@ def save(call: Call, save_dir: Any) -> Any:
 
 @seam(f"{MODULE}:FSDP2StrategyBase.load_checkpoint", why="knows the directory", **HERE)
 def load(call: Call, load_dir: Any) -> Any:
-    """Read it again."""
+    """Restore the scaler's state."""
     result = call.proceed()
     training = training_of(call.instance) if hasattr(call.instance, "scaler") else None
     if training is not None:

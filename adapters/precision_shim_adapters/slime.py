@@ -1,10 +1,11 @@
-"""slime on Megatron-core: states as its flags say, fp16, skipped steps that are counted.
+"""slime on Megatron-core: optimizer states as its flags ask, fp16, and counted skipped steps.
 
-slime asks for an overflow with ``prepare_grads()`` and then calls ``step()``, which prepares the
-gradients again: the backend prepares them once. slime parses Megatron's own flags, so the shim adds
-low-precision states only where ``PRECISION_SHIM_OPTIMIZER_STATES`` asks for them.
+slime checks for an overflow with ``prepare_grads()`` and then calls ``step()``, which prepares the
+gradients again. The backend makes the second preparation do nothing. slime parses Megatron's own
+flags, so the shim adds low-precision states only where ``PRECISION_SHIM_OPTIMIZER_STATES`` asks for
+them.
 
-Not touched: its SGLang engines, and its loss, which Megatron scales (``grad_scale_func``).
+Not touched: slime's SGLang engines, and its loss, which Megatron scales (``grad_scale_func``).
 
 Delete when: slime prepares its gradients once, and reports loss scale and skipped steps.
 """
@@ -24,33 +25,33 @@ MAKE = "megatron.core.optimizer:get_megatron_optimizer"
 USED = f"{MODEL}:get_megatron_optimizer"
 HERE: dict[str, Any] = {
     "group": GROUP,
-    "optional": True,  # another project on PyPI has the package's name
+    "optional": True,  # another project on PyPI has a package of this name
     "delete_when": "slime prepares its gradients once, and reports skipped steps",
 }
 
 
 def read(args: Any, role: str) -> Wishes:
-    """What the flags of one role ask for."""
+    """Read what the flags of one role ask for."""
     blockers = ["slime's stateless Adam keeps no moments"] if args.use_stateless_adam else []
     return megatron.wishes_of_flags(args, f"{versioned('slime')}, flags", role, blockers)
 
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
 def build(call: Call, args: Any, role: str = "actor") -> Any:
-    """Say that a model is being built, and how to read its flags."""
+    """Record that a model is being built, and how to read its flags."""
     with megatron.building("slime", lambda: read(args, role)):
         return call.proceed()
 
 
 @seam(megatron.CONFIG_INIT, SETTLING, why="slime makes its config inline", **HERE)
 def configure(call: Call) -> Any:
-    """Put what was settled into slime's config."""
+    """Put the settled fields into slime's config."""
     return megatron.fill_inline(call, "slime")
 
 
 @seam(MAKE, ALIGNMENT, why="gets config and buckets", aliases=(USED,), **HERE)
 def check(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Hold the config against the live model before the optimizer is made."""
+    """Compare the config with the live model before the optimizer is made."""
     if megatron.current_build("slime") is not None:
         megatron.check("slime", config, model_chunks)
     return call.proceed()
@@ -58,7 +59,7 @@ def check(call: Call, config: Any, model_chunks: Any) -> Any:
 
 @seam(f"{MODEL}:train_one_step", SCALING, why="asserts that a step was not skipped", **HERE)
 def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any]:
-    """Let an overflow be a skipped step, and report both figures."""
+    """Treat an overflow as a skipped step, and report loss scale and skipped steps."""
     with megatron.skipping(succeeds=True):
         losses, norm = call.proceed()
     return {**losses, **megatron.metrics(optimizer)}, norm

@@ -1,6 +1,6 @@
 """``precision-shim demo``: a real, small training on this machine, without and with the shim.
 
-Run from a clone: ``precision_shim.cli.demo`` finds it there.
+The command has to run from a clone, where ``precision_shim.cli.demo`` finds this package.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _CannotRunError(Exception):
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options to its command."""
+    """Add the demo's options to the parser of its command."""
     several = _whole(1, 16)
     parser.add_argument(
         "--rl", action="store_true",
@@ -86,7 +86,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A reader of whole numbers within bounds, for argparse."""
+    """Return a function that parses a whole number within bounds, for argparse."""
     bounds = f"a whole number >= {low}" + ("" if high is None else f" and <= {high}")
 
     def read(text: str) -> int:
@@ -102,7 +102,7 @@ def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def demo(asked: argparse.Namespace) -> int:
-    """Run the trainings, compare, and say whether the effect is what was promised."""
+    """Run and compare the trainings; return the exit status, 0 if the effect is as promised."""
     try:
         if asked.rl and (done := _rl(asked)) is not None:
             return done
@@ -128,7 +128,10 @@ def demo(asked: argparse.Namespace) -> int:
 
 
 def _rl(asked: argparse.Namespace) -> int | None:
-    """The demo of RL; None where it cannot run here, and the other one does instead."""
+    """Run the RL demo and return its exit status; None if it cannot run here.
+
+    The caller then runs the other demo instead.
+    """
     from . import rl
 
     if reason := rl.unavailable():
@@ -159,7 +162,7 @@ def _rl(asked: argparse.Namespace) -> int | None:
 
 
 def _shim_settings(texts: list[str]) -> tuple[dict[str, object], Settings]:
-    """What ``--set`` gives to ``install()``, and the settings that then are in force."""
+    """The settings that ``--set`` gives to ``install()``, and all settings then in force."""
     try:
         _settings.switch()
         given = settings_of(texts)
@@ -191,7 +194,7 @@ def _check_needed() -> None:
 
 
 def _optim(config: Path | None, beta2: float | None) -> dict[str, Any]:
-    """The optim section, read as verl reads its configuration."""
+    """The optim section of the config, read as verl reads it."""
     path = config or _OURS
     try:
         OmegaConf = importlib.import_module("omegaconf").OmegaConf  # noqa: N806
@@ -213,7 +216,7 @@ def _optim(config: Path | None, beta2: float | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Job:
-    """What was asked on the command line."""
+    """What the user asked for on the command line."""
 
     optim: dict[str, Any]
     config: Path | None
@@ -225,7 +228,7 @@ class _Job:
 
     @property
     def beta2(self) -> float:
-        """Adam's beta2; Megatron's default where the settings do not say."""
+        """Adam's beta2; Megatron's default if the settings do not give it."""
         return float(self.optim["override_optimizer_config"].get("adam_beta2", 0.999))
 
     @property
@@ -234,7 +237,7 @@ class _Job:
         return f"{self.nproc} rank{'s' if self.nproc > 1 else ''} over gloo"
 
     def specs(self, scratch: Path, settings: dict[str, object]) -> tuple[Spec, Spec]:
-        """The two runs."""
+        """The specs of the two runs, without and with the shim."""
         without, with_shim = (
             Spec(
                 name=name,
@@ -258,7 +261,7 @@ class _Job:
 
 
 def _demo(console: Console, job: _Job, given: dict[str, object], in_force: Settings) -> bool:
-    """Run both trainings and report; return whether the effect is what was promised."""
+    """Run both trainings and report; return whether the effect is as promised."""
     from . import report
 
     started = time.monotonic()
@@ -327,7 +330,7 @@ def _demo(console: Console, job: _Job, given: dict[str, object], in_force: Setti
 def _install_settings(
     console: Console, verl: str, given: dict[str, object], in_force: Settings
 ) -> dict[str, object]:
-    """What the run with the shim gives to ``install()``."""
+    """The settings that the run with the shim gives to ``install()``."""
     from packaging.version import Version
 
     if Version(verl) < Version("0.9.0.dev0") or in_force.is_set("optimizer_states"):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def say_what_differs(
     console: Console, optim: dict[str, Any], without: dict[str, Any], verl: str
 ) -> None:
-    """Say which settings the run without the shim leaves out, and why."""
+    """Print which settings the run without the shim leaves out, and why."""
     adam = without["transformer_engine"]
     if adam["checked_by"] == "stand-in":
         console.print(
@@ -45,7 +45,7 @@ def say_what_differs(
 def say_in_force(
     console: Console, nproc: int, without: dict[str, Any], with_shim: dict[str, Any]
 ) -> None:
-    """Say which dtypes and sizes the live objects of both runs have."""
+    """Print which dtypes and sizes the live objects of both runs have."""
     from rich import box
     from rich.table import Table
 
@@ -77,7 +77,7 @@ def say_in_force(
 def say_losses(
     console: Console, without: dict[str, Any], with_shim: dict[str, Any], allowed: Tolerance
 ) -> None:
-    """Say how the losses of both runs went, and how far apart they ended."""
+    """Print the losses of both runs, and how much their final losses differ."""
     from rich import box
     from rich.table import Table
 
@@ -105,7 +105,7 @@ def say_losses(
 
 
 def say_checks(console: Console, with_shim: dict[str, Any], checks: list[Check]) -> None:
-    """Say what the shim decided, and which promises were kept."""
+    """Print what the shim decided, and which promises were kept."""
     decisions = {
         f"{each['feature']}: {each['chosen']} ({each['because']})": None
         for each in with_shim["shim"]["decisions"]

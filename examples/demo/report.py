@@ -1,4 +1,4 @@
-"""Reports on the demo's two runs: the promise, the checks, the table, the curves.
+"""Reports on the demo's two runs: what is promised, the checks of it, the table, the curves.
 
 It reads the results that the runs wrote (:mod:`examples.demo.worker`), and imports
 neither torch nor a framework.
@@ -24,7 +24,7 @@ _BF16_ULP = 2.0**-7  # relative, of a number just above a power of two
 _GUARD = 2.0**-8  # a bf16 average cannot decay when 1 - beta2 is not above this
 
 _OPT_IN_SINCE = Version("0.9.0.dev0")
-"""From this version on verl's own config can ask for optimizer states in bf16."""
+"""In this version and later verl's own config can ask for optimizer states in bf16."""
 
 Result = dict[str, Any]
 
@@ -72,8 +72,8 @@ def promised(
     chooses = optimizer_states != "as-configured"
     follows = chooses and "bf16-dispatch" in features
     # The optimizer reads its gradients from the bucket, whatever main_grads_dtype says. The demo
-    # builds the bucket before the optimizer's config is known, so the bucket stays fp32 where
-    # only the config decides.
+    # builds the bucket before the optimizer's config is known, so the bucket stays fp32 unless
+    # the shim chooses its dtype.
     aligned = chooses and "grad-bucket-alignment" in features
     decays = optimizer_states == "follow-model" or 1 - beta2 > _GUARD
     main_grads = (asked.get("main_grads_dtype") or "bfloat16") if aligned else "float32"
@@ -100,12 +100,12 @@ def _optimizer_states(shim: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two final losses may lie apart.
+    """How much two final losses may differ.
 
     Attributes:
         value: the tolerance, in nats.
         spread: largest minus smallest final loss of the runs without the shim, over the seeds.
-        rounding: the last bit of a bf16 number as large as the loss.
+        rounding: the value of the last bit of a bf16 number that is as large as the loss.
         seeds: number of seeds.
     """
 
@@ -116,7 +116,7 @@ class Tolerance:
 
     @property
     def source(self) -> str:
-        """Where the value is from, in words."""
+        """What the tolerance was derived from, in words."""
         if self.spread >= self.rounding:
             return f"what another seed changes without the shim: the spread of {self.seeds} seeds"
         return "2^-7 of the loss: the last bit of the bf16 numbers that the model computes with"
@@ -125,10 +125,10 @@ class Tolerance:
 def tolerance(without: Result) -> Tolerance:
     """The tolerance, from the runs without the shim.
 
-    A training with bf16 states is not bit-equal to one with fp32 states. The two agree when
-    their final losses differ by no more than the spread over seeds for initial weights and
-    data order, or, where that spread is smaller (a single seed, a few steps), by one unit in
-    the last place of bf16, in which the model computes.
+    A training with bf16 states is not bit-equal to a training with fp32 states. The two agree
+    if their final losses differ by no more than the spread over the seeds of initial weights
+    and data order. If that spread is smaller than one unit in the last place of bf16, in which
+    the model computes (a single seed, few steps), they may differ by that unit.
     """
     finals = [run["held_out"] for run in without["runs"]]
     spread, rounding = max(finals) - min(finals), _BF16_ULP * fmean(finals)
@@ -151,7 +151,7 @@ class Check:
 
 
 def check(without: Result, with_shim: Result, allowed: Tolerance) -> list[Check]:
-    """Compare both results with the promise."""
+    """Compare both results with what is promised."""
     shim = with_shim["shim"]
     promise = promised(
         with_shim["asked"],
@@ -231,7 +231,7 @@ def short(dtype: str) -> str:
 
 
 def words(dtypes: tuple[str, ...] | list[str]) -> str:
-    """Several dtypes in short, or ``none``."""
+    """The short names of several dtypes, joined by ``+``; ``none`` without a dtype."""
     return "+".join(map(short, dtypes)) or "none"
 
 
@@ -272,12 +272,12 @@ def sparkline(values: list[float], width: int, low: float, high: float) -> str:
 
 
 def smooth(values: list[float], window: int) -> list[float]:
-    """A trailing mean over ``window`` values, against the noise of the batches."""
+    """A trailing mean over ``window`` values, which reduces the noise of the batches."""
     return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 def draw(path: Path, without: Result, with_shim: Result, title: str) -> None:
-    """Write the picture: both loss curves, their difference, and the bytes per parameter."""
+    """Write the plot: both loss curves, their difference, and the bytes per parameter."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The processes of the demo's two runs: started, followed, and ended."""
+"""Starts the processes of the demo's two runs, shows their progress, and ends them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class RunFailedError(Exception):
-    """A run ended before its result."""
+    """A run ended before it wrote its result."""
 
 
 class _Run:
@@ -96,7 +96,7 @@ def _environment(spec: Spec) -> dict[str, str]:
     environment = dict(os.environ)
     if not spec.shim:
         environment[PREFIX] = "0"
-    elif _settings.switch() != "off":  # the kill switch stays in force
+    elif _settings.switch() != "off":  # PRECISION_SHIM=0 stays in force
         environment.pop(PREFIX, None)
     # The worker starts in another directory, where it would not find ``examples``.
     path = environment.get("PYTHONPATH")
@@ -112,7 +112,7 @@ def _tail(log: Path, lines: int = 12) -> str:
 
 
 def train(console: Console, specs: tuple[Spec, Spec], output: Path) -> None:
-    """Do both runs, at the same time where there are processors for both."""
+    """Do both runs, at the same time if there are enough processors for both."""
     from rich import progress as rich_progress
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -1,8 +1,8 @@
 """One rank of one of the demo's runs: ``python -m examples.demo.worker SPEC RANK FD``.
 
-Each rank is a fresh process, so that the shim is never installed in the run without it. The rank
-builds a tiny GPT with verl's own ``get_model``, ``init_megatron_optim_config`` and
-``get_megatron_optimizer``, trains it, and measures what the live objects hold.
+Each rank is a new process, so that the shim is never installed in the run without the shim. The
+rank builds a tiny GPT with verl's own ``get_model``, ``init_megatron_optim_config`` and
+``get_megatron_optimizer``, trains it, and measures which dtypes and bytes the live objects have.
 
 ``SPEC`` is a JSON file (:class:`Spec`). Rank 0 writes progress as JSON lines to the file
 descriptor ``FD`` and the result to ``Spec.result``; verl's and Megatron's own output goes to
@@ -34,15 +34,15 @@ class Spec:
         shim: whether to call ``install()``.
         settings: the settings for ``install()``.
         optim: verl's ``optim`` section.
-        text: a file of bytes to train on; None: the text that comes with Python.
-        seeds: one training per seed, for data order and initial weights.
+        text: a file whose bytes are trained on; None for the text that comes with Python.
+        seeds: for data order and initial weights; there is one training per seed.
         steps: number of optimizer steps of each training.
         world_size: number of ranks.
         global_batch: sequences per step, over all ranks.
         sequence: bytes per sequence.
         hidden_size: width of the model.
         num_layers: number of the model's layers.
-        rendezvous: a path that does not exist yet, where the ranks meet.
+        rendezvous: a path that does not exist yet, for the ranks' rendezvous.
         result: where rank 0 writes the result.
     """
 
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> None:
 
 
 def _as_written(spec: Spec) -> str | None:
-    """The error of the installed verl for the unchanged settings; None where it takes them."""
+    """The installed verl's error for the unchanged settings; None if it accepts them."""
     from verl.utils.megatron.optimizer import get_megatron_optimizer, init_megatron_optim_config
 
     config = _config(spec.optim)
@@ -132,7 +132,7 @@ def precision_keys(optim: dict[str, Any]) -> list[str]:
 
 
 def without_precision(optim: dict[str, Any]) -> dict[str, Any]:
-    """``optim`` without the keys that choose a precision: what verl takes without the shim."""
+    """``optim`` without the keys that choose a precision: what verl accepts without the shim."""
     overrides = dict(optim.get("override_optimizer_config") or {})
     for key in precision_keys(optim):
         del overrides[key]
@@ -226,7 +226,7 @@ def _train(spec: Spec, rank: int, seed: int, tell: Any) -> dict[str, Any]:
 
 
 def _measured(found: Any, optimizer: Any) -> dict[str, Any]:
-    """The measurement as JSON, with the gradients that the optimizer reads."""
+    """The measurement, ready for JSON, with the dtypes of gradients that the optimizer reads."""
     read: set[str] = set()
     for one in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         for group in one.optimizer.param_groups:
@@ -266,7 +266,7 @@ def _mean_over_ranks(value: torch.Tensor) -> float:
 
 
 class _Batches:
-    """Random windows of the text, the same for any number of ranks; each rank takes its share."""
+    """Random windows of the text, the same for any number of ranks; each rank gets a share."""
 
     def __init__(self, corpus: bytes, spec: Spec, rank: int, seed: int) -> None:
         import torch
@@ -277,7 +277,7 @@ class _Batches:
         self._rank = rank
 
     def next(self) -> torch.Tensor:
-        """This rank's sequences, one byte longer than the model sees."""
+        """This rank's sequences, one byte longer than the model's input."""
         import torch
 
         window = self._spec.sequence + 1

@@ -1,1 +1,1 @@
-"""Starting and ending the processes of the demos and the tests; imports nothing of the shim."""
+"""Starts and ends the processes of the demos and the tests; imports nothing of the shim."""

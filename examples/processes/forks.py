@@ -1,8 +1,8 @@
-"""Processes that are as good as started anew, without the imports that take longest.
+"""Forks that behave like newly started Python processes, but skip the imports that take longest.
 
-A fork of a process that has imported what is no framework's own gets an environment, a folder and
-arguments, and then everything that Python's start-up makes of them. What matters here comes after
-that: the shim's start-up file, the framework's import, a worker of Ray's.
+The parent has imported only packages that belong to no framework. Its fork takes an environment, a
+folder and arguments, and does what Python does with them at its start. So what the demos and the
+tests are about runs in the fork: the shim's start-up file, the framework's import, a Ray worker.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ one.recv(1)  # ends with the worker
 
 
 def begin(environment: Mapping[str, str], cwd: str) -> None:
-    """Do in this fork what Python does at its start with such an environment.
+    """Do in this fork what Python does at its start with this environment.
 
-    ``PYTHONPATH`` is looked at, then the shim's start-up file, and last a ``sitecustomize``. The
-    shim must not have been imported before.
+    That is: read ``PYTHONPATH``, execute the shim's start-up file, and import ``sitecustomize``.
+    The shim must not have been imported before.
 
     Args:
-        environment: takes the place of this process's own.
-        cwd: the folder to be in.
+        environment: replaces this process's environment.
+        cwd: the working directory to change to.
     """
     assert "precision_shim" not in sys.modules, "the shim is to start here, not before the fork"
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -60,11 +60,11 @@ def begin(environment: Mapping[str, str], cwd: str) -> None:
     sys.path[:] = [*dict.fromkeys(given), *own]
     importlib.invalidate_caches()
     for name in [one for one in sys.modules if one.partition(".")[0] in ("examples", "tests")]:
-        del sys.modules[name]  # another project may have some, too
+        del sys.modules[name]  # another project may have such packages
     place = next((one for one in own if Path(one, _START_UP_FILE).is_file()), None)
     if place is not None:
         site.addpackage(place, _START_UP_FILE, None)
-    else:  # run from the source tree: what that file would come to
+    else:  # run from the source tree: do what that file does
         importlib.import_module("precision_shim.process.startup").init()
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):
@@ -87,11 +87,11 @@ def execute(arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def ray_workers() -> Iterator[str]:
-    """Yield a command that has a worker of Ray's forked from this process as it is now.
+    """Yield a command that starts a Ray worker as a fork of this process in its present state.
 
-    It is Ray's ``py_executable`` of a runtime environment. The process must have one thread.
+    Use it as ``py_executable`` of Ray's runtime environment. This process must have one thread.
     """
-    folder = Path(tempfile.mkdtemp(prefix="forks", dir="/tmp"))  # a socket's path is to be short
+    folder = Path(tempfile.mkdtemp(prefix="forks", dir="/tmp"))  # a socket's path must be short
     (folder / "bin").mkdir()
     (folder / "client.py").write_text(_CLIENT)
     command = folder / "bin" / "python"
@@ -117,13 +117,13 @@ def ray_workers() -> Iterator[str]:
         yield str(command)
     finally:
         os.close(mine)
-        with contextlib.suppress(ChildProcessError):  # who ended all processes has waited for it
+        with contextlib.suppress(ChildProcessError):  # whoever ended all processes waited, too
             os.waitpid(server, 0)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve(listener: socket.socket, ends: int) -> None:
-    """Fork a worker for each that asks, until the driver has ended."""
+    """Fork a worker for each client that connects, until the driver has ended."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
     workers: set[int] = set()
@@ -152,7 +152,7 @@ def _serve(listener: socket.socket, ends: int) -> None:
 
 
 def _worker(connection: socket.socket) -> None:
-    """Be a worker; the connection is held open until its end."""
+    """Run one worker in this fork; the connection stays open until the worker ends."""
     status = 1
     try:
         _, (out, err), _, _ = socket.recv_fds(connection, 1, 2)

@@ -1,16 +1,17 @@
-"""Starts a command and ends all that it started.
+"""Starts a command, and at the end kills every process that the command has started.
 
     python -m examples.processes.keeper PEAK COMMAND ...                a command
     python -m examples.processes.keeper PEAK --fork FILE MODULE ...     a Python module, forked
 
-Ray's daemons leave their parent's session and overwrite their environment, so that neither tells
-whose they are. This process adopts every orphan beneath it (Linux: a subreaper), hence all of them
-are its descendants, and no process of another Ray session is. At its end, or when whoever started
-it ends, it kills them. Linux alone; vLLM's build for CPUs has no other.
+Ray's daemons leave their parent's session and overwrite their environment, so that neither shows
+which job a daemon belongs to. This process adopts every orphan among its descendants (on Linux, as
+a subreaper), so the daemons stay its descendants, and no process of another Ray session is one. It
+kills them when it ends, or when the process that started it ends. It runs on Linux only, as vLLM's
+build for CPUs does.
 
-With ``--fork`` it imports torch and vLLM first, and the module's process and Ray's workers are
-forks of it: eight processes would import the same for 14 seconds each. FILE has the environment of
-the module as JSON; this process has none of the shim's variables.
+With ``--fork`` it first imports torch and vLLM, and the module's process and Ray's workers are
+forks of it; otherwise eight processes would import the same packages, for 14 seconds each. FILE has
+the module's environment as JSON; this process itself has none of the shim's variables.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from typing import Any, NoReturn
 __all__ = ["WORKERS", "descendants", "main"]
 
 WORKERS = "DEMO_WORKER_PYTHON"
-"""A word of a forked module's arguments in whose place Ray's ``py_executable`` is put."""
+"""A word in a forked module's arguments that is replaced by Ray's ``py_executable``."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SECONDS_TO_END = 10.0
 _SECONDS_BETWEEN_LOOKS = 10.0
-"""At the memory: a look takes half a second of a processor, and the processes grow for minutes."""
+"""Between readings of the memory: a reading takes half a processor second, and the processes grow
+for minutes."""
 _PROC = Path("/proc")
 _IMPORTED = (
     "torch",
@@ -47,12 +49,13 @@ _IMPORTED = (
     "tensordict",
     "vllm.entrypoints.openai.api_server",
 )
-"""By every process of a job, and nothing of verl's: the shim waits for that import. Nor is Ray
-among these, which takes a worker's job from the environment at its import, or what imports Ray."""
+"""What every process of a job imports. verl is not among them, because the shim waits for verl's
+import; nor are Ray and what imports Ray, because Ray reads a worker's job from the environment when
+it is imported."""
 
 
 class _Forked:
-    """A module in a fork of this process, with the methods of ``subprocess.Popen``."""
+    """A module that runs in a fork of this process, with the methods of ``subprocess.Popen``."""
 
     def __init__(self, module: str, arguments: list[str], environment: Mapping[str, str]) -> None:
         fork = multiprocessing.get_context("fork")
@@ -82,8 +85,8 @@ def main(arguments: list[str]) -> int:
     """Run the command; return its exit status.
 
     Args:
-        arguments: a file for the peak of the memory in bytes, then the command; or ``--fork``, a
-            file with an environment, and a module with its arguments.
+        arguments: a file to write the peak of the memory to, in bytes, then the command; or instead
+            of the command ``--fork``, a file with an environment, and a module with its arguments.
     """
     peak_file, *command = arguments
     signal.signal(signal.SIGTERM, _stop)
@@ -130,7 +133,7 @@ def _stop(*_: Any) -> NoReturn:
 
 
 def _end(started: Any) -> None:
-    """Let the command end by itself, Ray with it, then kill what is left."""
+    """Ask the command, and Ray with it, to end, then kill all processes that are left."""
     if started.poll() is None:
         started.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,11 +149,11 @@ def _end(started: Any) -> None:
 
 
 def descendants(ancestor: int) -> Iterator[int]:
-    """The processes beneath one, those that ended and were not waited for included."""
+    """All descendants of a process, also those that ended and were not waited for."""
     children: dict[int, list[int]] = {}
     for place in _PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            # The name in brackets may hold brackets and spaces.
+            # The process's name, in brackets, may contain brackets and spaces.
             parent = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(place.name))
     waiting = [ancestor]
@@ -161,7 +164,7 @@ def descendants(ancestor: int) -> Iterator[int]:
 
 
 def _memory(process: int) -> int:
-    """Bytes of a process, its share of what it shares; 0 where it cannot be read."""
+    """Bytes that a process uses, with its share of shared pages; 0 if they cannot be read."""
     with contextlib.suppress(OSError):
         for line in (_PROC / str(process) / "smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

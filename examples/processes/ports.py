@@ -1,35 +1,22 @@
 """Ports for a process that starts later.
 
-Who binds port 0, or opens a connection, gets a port of ``ip_local_port_range``. A port of these
-that was free a moment ago may be taken by the time that its process has started.
+A process that binds port 0, or opens a connection, gets a port from ``ip_local_port_range``. If a
+port from that range is chosen for a process, it may be taken before the process has started.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
-import socket
 
-__all__ = ["a_range", "free"]
+__all__ = ["a_range"]
 
 _FIRST, _END = 20_000, 32_000
-"""Above the ports of Ray's workers (10002 to 19999), below those that Linux gives (32768)."""
+"""Above the ports of Ray's workers (10002 to 19999), below those that Linux assigns (32768)."""
 
 
 def a_range() -> list[int]:
-    """A first port and the one after the last, to look for a free one in that order.
+    """The first port to try for a free one, and the port after the last to try.
 
-    The first is drawn, so that two jobs at once seldom look at the same.
+    The first is drawn at random, so that two jobs at the same time seldom try the same ports.
     """
     return [random.randrange(_FIRST, _END - 1000), _END]
-
-
-def free(count: int) -> list[int]:
-    """So many different ports, all free now."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(_FIRST, _END)
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            found += [port] if port not in found else []
-    return found

@@ -1,10 +1,10 @@
-"""One ``install()`` gives RL post-training frameworks the precision behaviour their users ask for.
+"""``install()`` patches RL post-training frameworks to use the precision that their users ask for.
 
     import precision_shim
     precision_shim.install()
 
-Importing this package imports neither torch nor a framework nor wrapt: the names below load on
-first use, because a start-up file may import the package in every Python process of a cluster.
+Importing this package imports neither torch nor a framework nor wrapt, because a start-up file may
+import it in every Python process of a cluster. The names below are loaded on first use.
 """
 
 import sys
@@ -71,11 +71,11 @@ if TYPE_CHECKING:
 def _lazily(
     package: str, where: dict[str, str]
 ) -> "tuple[Callable[[str], object], Callable[[], list[str]]]":
-    """The ``__getattr__`` and ``__dir__`` of a package whose names load on first use.
+    """Return the ``__getattr__`` and ``__dir__`` of a package that loads its names on first use.
 
     Args:
         package: the package's name.
-        where: each of these names, to the module of the package that defines it.
+        where: each such name, mapped to the module of the package that defines it.
     """
 
     def get(name: str) -> object:

@@ -1,4 +1,4 @@
-"""``python -m precision_shim`` is ``precision-shim``."""
+"""``python -m precision_shim`` runs the command ``precision-shim``."""
 
 from precision_shim.cli import main
 

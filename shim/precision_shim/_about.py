@@ -1,4 +1,4 @@
-"""The version, which the build takes from the git tag and writes into ``_version``."""
+"""The package's version, which the build reads from the git tag and writes into ``_version``."""
 
 __all__ = ["__version__"]
 

@@ -1,7 +1,7 @@
-"""What an adapter may import: ``seam``, ``Call``, the settings, and ``decide`` to report a choice.
+"""The names that an adapter may import: ``seam``, ``Call``, the settings, ``decide`` and others.
 
-Adapters translate between a framework's objects and the values that the rules take
-(``precision_shim.precision``); no adapter holds a rule. CONTRIBUTING.md shows how to write an
+Adapters translate between a framework's objects and the arguments of the rules. The rules are in
+``precision_shim.precision``; no adapter contains a rule. CONTRIBUTING.md shows how to write an
 adapter.
 """
 
@@ -51,17 +51,17 @@ __all__ = [
 
 
 def decide(framework: str, subject: str, feature: str, chosen: str, because: str) -> None:
-    """Keep a decision for ``status()`` and print it to stderr once, on rank 0."""
+    """Record a decision, which ``status()`` shows, and print it to stderr once, on rank 0."""
     _journal.record(Decision(framework, subject, feature, chosen, because))
 
 
 def versioned(distribution: str, package: str = "", called: str = "") -> str:
-    """What a message calls a framework, with its version: ``"verl 0.9.1"``.
+    """Return a framework's name and version as messages show them, such as ``"verl 0.9.1"``.
 
     Args:
         distribution: the name of the framework's distribution.
-        package: its top-level package, where the name differs from the distribution's.
-        called: the framework's name in the message, where it differs from the distribution's.
+        package: its top-level package, where that has another name than the distribution.
+        called: the framework's name in messages, where it differs from the distribution's name.
     """
     version = version_of(distribution, (package or distribution.replace("-", "_"),))
     return f"{called or distribution} {version or ''}".rstrip()
@@ -75,11 +75,12 @@ def warn(message: str) -> None:
 def parse_settings(
     values: Mapping[str, object], names: Iterable[str], where: str
 ) -> dict[str, Any]:
-    """Read settings that a framework's own config carries, by the names ``install()`` takes.
+    """Parse the shim's settings that a user wrote into a framework's own config.
 
     Args:
-        values: name to value; ``None`` for a value is the same as leaving it out.
-        names: the settings that this place in the config may have.
+        values: the settings, by the names that ``install(settings=...)`` takes; a value of
+            ``None`` is the same as leaving the setting out.
+        names: the settings that are allowed at this place in the config.
         where: that place, for messages.
 
     Raises:

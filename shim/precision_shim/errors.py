@@ -1,7 +1,7 @@
 """The exceptions and the warning class of precision_shim.
 
 Every message names the framework and its version, the symbol or config key, what was found, what
-is allowed, and how to go on.
+is allowed, and what to do about it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ class PrecisionShimError(Exception):
 
 
 class SettingsError(PrecisionShimError, ValueError):
-    """A setting has an invalid value; the message names variable, value and what is allowed."""
+    """A setting has an invalid value; the message names it, its value and the allowed values."""
 
 
 class DtypeError(PrecisionShimError, ValueError):
-    """A dtype name is unknown, or the dtype is not legal for the field it was given for.
+    """A dtype name is unknown, or the dtype is not allowed in the config field that holds it.
 
     Attributes:
-        key: the config key that holds the dtype; empty where it is not known.
+        key: the config key that holds the dtype; empty where the key is not known.
     """
 
     def __init__(self, message: str, *, key: str = "") -> None:
@@ -32,7 +32,7 @@ class SeamError(PrecisionShimError):
 
 
 class SourceError(PrecisionShimError, ValueError):
-    """A given path holds no framework, or cannot be read."""
+    """A path that the user gave contains no framework's source, or cannot be read."""
 
 
 class InconsistentPrecisionError(PrecisionShimError, ValueError):
@@ -48,11 +48,11 @@ class CheckpointLayoutError(PrecisionShimError, RuntimeError):
 
 
 class CheckpointUnreadableError(PrecisionShimError, ValueError):
-    """A path holds no checkpoint, or a damaged one; the message says how to go on."""
+    """A path contains no checkpoint, or a damaged one; the message says what to do."""
 
 
 class LossScaleError(PrecisionShimError, RuntimeError):
-    """Gradients stayed non-finite over many steps in a row, whatever the loss scale."""
+    """Gradients were not finite in many consecutive steps, although the loss scale was lowered."""
 
 
 class ScalerCheckpointError(PrecisionShimError, RuntimeError):
@@ -60,7 +60,7 @@ class ScalerCheckpointError(PrecisionShimError, RuntimeError):
 
 
 class ScalerOfAnotherSaveError(ScalerCheckpointError):
-    """A saved scaler state lies beside files that another save has written."""
+    """A saved scaler state and the files in the same directory were written by different saves."""
 
 
 class AuditError(PrecisionShimError, ValueError):

@@ -10,7 +10,9 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from examples.processes import ports
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs ray", allow_module_level=True)
@@ -102,8 +103,8 @@ def running(log):
         *("port", "dashboard-port", "ray-client-server-port", "dashboard-agent-listen-port"),
         *("dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port"),
     )
-    given = dict(zip(names, ports.free(len(names)), strict=True))
-    made = Cluster(f"127.0.0.1:{given['port']}", f"http://127.0.0.1:{given['dashboard-port']}")
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    made = Cluster(f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['dashboard-port']}")
     # Not in pytest's folder, whose name is too long for a socket, and not where Ray looks for a
     # cluster to join.
     with tempfile.TemporaryDirectory(prefix="ray") as folder, log.open("w") as output:
@@ -111,7 +112,7 @@ def running(log):
             str(Path(sys.executable).with_name("ray")),
             *("start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2"),
             *("--object-store-memory=100000000", f"--include-dashboard={DASHBOARD}"),
-            *(f"--{name}={port}" for name, port in given.items()),
+            *(f"--{name}={port}" for name, port in ports.items()),
             f"--temp-dir={folder}",
         ]
         process = subprocess.Popen(
@@ -161,6 +162,17 @@ def is_up(one, log):
     except OSError:
         return False
     return True
+
+
+def free_ports(count):
+    """Ports above those of Ray's workers and below those that the system hands out."""
+    found = []
+    while len(found) < count:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found += [port] if port not in found else []
+    return found
 
 
 @pytest.fixture

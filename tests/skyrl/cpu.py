@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import socket
 import sys
 import threading
 import types
@@ -30,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from examples.processes import ports
 from packaging.version import Version
 
 from precision_shim.testing.megatron_cpu import _CudaMeansCpu, _patch, cuda_means_cpu
@@ -206,7 +206,9 @@ def make_worker(kind: type[Any], cfg: Any, *, rank: int = 0, world_size: int = 1
     """
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK")
     before = {name: os.environ.get(name) for name in names}
-    (port,) = ports.free(1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     from skyrl.backends.skyrl_train.workers import worker as module
 
     # It would take over the logging of the whole process, as is right in an actor.

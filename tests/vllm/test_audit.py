@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -11,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import precision_shim
 from precision_shim.auditing import halves, sending
+from precision_shim.auditing.contradictions import contradictions
 from precision_shim.cli import main
 from precision_shim.errors import PrecisionShimWarning
 from precision_shim_adapters.rollout.held import Whose, ask
@@ -52,6 +56,62 @@ def test_what_the_engine_answers(both_sides: ModuleType, running: Any, size: Any
     )
     assert held.quantised == ()
     assert halves.Held.of(vars(held) | {"weights": vars(held.weights)}) == held
+
+
+LEFT_OUT = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture
+def in_8_bits(model: Any, tmp_path: Path) -> Path:
+    """A checkpoint in compressed-tensors' int8; vLLM starts no fp8 engine on a CPU."""
+    weights = {}
+    for name, one in model.state_dict().items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and layer.endswith("_proj") and layer != LEFT_OUT:
+            scale = one.abs().amax(1, keepdim=True) / 127
+            weights[name] = (one / scale).round().to(torch.int8)
+            weights[f"{name}_scale"] = scale
+        else:
+            weights[name] = one.half()
+    folder = tmp_path / "int8"
+    model.config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    of_8_bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**of_8_bits, "strategy": "channel", "dynamic": False},
+        "input_activations": {**of_8_bits, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = [type(model).__name__]
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head", LEFT_OUT],
+        "config_groups": {"group_0": group},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_quantised_engine_names_its_layers(
+    both_sides: ModuleType, size: Any, in_8_bits: Path
+) -> None:
+    with both_sides.engine(in_8_bits, "float16", size.prompt + size.new) as llm:
+        held = ask(llm, WHOSE)
+    assert held.not_answered == ""
+    assert (held.computes, held.quantization) == ("fp16", "compressed-tensors")
+    kinds = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    layers = {f"model.layers.{layer}.{kind}" for layer in range(size.layers) for kind in kinds}
+    assert set(held.quantised) == layers - {LEFT_OUT}
+    assert held.plain == (LEFT_OUT,)
+    assert held.ignored == ("lm_head", LEFT_OUT)
+    assert held.weights is not None
+    assert held.weights.dtypes.keys() == {"fp16"}
+    assert not list(contradictions([], [held]))
+    (found,) = contradictions([], [dataclasses.replace(held, ignored=("lm_head", "down"))])
+    assert found.code == "layers-quantised"
+    assert LEFT_OUT in found.message
 
 
 @pytest.mark.parametrize("asked", ["float16", "bfloat16"])

@@ -1,4 +1,4 @@
-"""Let a framework's hard-coded autocast to bfloat16 follow a model that computes in float16."""
+"""Switch a framework's hard-coded autocast from bfloat16 to float16 for a float16 model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Autocast:
 
 
 def autocast_in_fp16(module: torch.nn.Module, device: str) -> None:
-    """Switch each autocast to bfloat16 in which a module runs to float16.
+    """Switch every bfloat16 autocast region in which a module runs to float16.
 
     Args:
         module: the model that the framework calls.

@@ -1,4 +1,4 @@
-"""The auxiliary losses of nemo_automodel's mixtures of experts, scaled as the loss is."""
+"""Scale the MoE auxiliary losses of nemo_automodel in the same way as the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODULE = "nemo_automodel.components.moe.megatron.moe_utils"
 
 @contextlib.contextmanager
 def auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Scale the gradients of a mixture of experts' auxiliary losses, too.
+    """Scale the gradients of the MoE auxiliary losses as well.
 
     These gradients do not come from the loss: nemo_automodel's own autograd function adds them to
     the backward pass, times a class attribute that a framework may set before each batch. Yields a
@@ -31,7 +31,7 @@ def auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tenso
 
     def follow(loss: torch.Tensor) -> None:
         nonlocal own, ours
-        if holder.main_loss_backward_scale is not ours:  # the framework has set it within
+        if holder.main_loss_backward_scale is not ours:  # the framework has set it since
             own = holder.main_loss_backward_scale
         one = torch.ones((), device=loss.device)
         ours = training.scaler.scale(one) * (1.0 if own is None else own)

@@ -1,4 +1,4 @@
-"""The dtype names that verl's and SkyRL's FSDP engines accept; both look them up in one list."""
+"""The dtype names that verl's and SkyRL's FSDP engines accept, which are the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_NAME = {name: dtype for dtype, names in OWN.items() for name in names}
 
 
 def own_dtype(value: Any, key: str, where: str) -> torch.dtype:
-    """The dtype that a name in such an engine's config stands for.
+    """The dtype that a name in the config of verl's or SkyRL's FSDP engine stands for.
 
     Args:
         value: the config's value; 16 and 32 may be numbers.

@@ -59,7 +59,7 @@ class ShardedModel:
         value_head: whether the output layer is a value head with one output.
         keys: the config's keys of ``world``, ``shards``, ``tensor``, ``optimizer``, for messages.
         decisions: what the shim would choose.
-        parked: the config's keys to the components that they move to the host between phases.
+        parked: maps keys of the config to the components that they move to the host between phases.
         place: models with the same place share their GPUs.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
@@ -108,7 +108,7 @@ def scaling(
     configured: Callable[[], Mapping[str, Any]] = dict,
     framework_default: ScalerSettings | None = None,
 ) -> tuple[Decided, ...]:
-    """The shim's decision about scaling a trained model's loss; empty where it would not scale it.
+    """The shim's decision about scaling a trained model's loss; empty where it would not scale.
 
     Args:
         job: the model's job.
@@ -167,7 +167,7 @@ def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
 
 
 def problems(asked: ShardedModel) -> list[Problem]:
-    """The group sizes of a model that do not divide GPUs or heads."""
+    """List the group sizes of a model that do not divide its GPUs or heads."""
     told = []
 
     def report(code: str, key: str, message: str, remedy: str) -> None:

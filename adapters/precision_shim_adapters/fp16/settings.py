@@ -1,4 +1,4 @@
-"""A loss scaler's settings, from the framework's config, variables and the framework's defaults."""
+"""A loss scaler's settings, from the framework's config, the shim's variables, and defaults."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def settings_for(
 
     Args:
         configured: what the user wrote in the framework's config, by the names of
-            ``ScalerSettings``; it wins over variables.
+            ``ScalerSettings``; these values override the variables.
         framework_default: the settings of the framework's own scaler. ``None`` where the framework
             has no scaler; then the defaults of the variables apply.
-        shim: the shim's settings; ``None`` for those in force.
+        shim: the shim's settings; ``None`` for the settings in force.
     """
     shim = current_settings() if shim is None else shim
     values: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def settings_for(
 def in_words(
     init_scale: float, growth_factor: float, growth_interval: float, backoff_factor: float
 ) -> str:
-    """A scaler's settings, as the text of a decision has them."""
+    """Describe a scaler's settings, for the text of a decision."""
     return (
         f"from {init_scale:g}, growth x{growth_factor:g} after {growth_interval:g} steps, "
         f"backoff x{backoff_factor:g}"

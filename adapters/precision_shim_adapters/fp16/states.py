@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> Any:
     """Make the states of an optimizer that has none, with a step count of 0.
 
-    torch's distributed checkpoint, and torchtitan, make missing states by a step on zero gradients,
-    which they count, and make none where gradients are set. So a save before the first step that is
-    not skipped could not be resumed exactly, or not loaded.
+    torch's distributed checkpoint and torchtitan make missing states by a step on zero gradients.
+    They count that step, and make no states where gradients are set. So a checkpoint that is saved
+    while every step so far was skipped could not be resumed exactly, or not loaded at all.
 
     Args:
         optimizer: an optimizer without states.

@@ -1,4 +1,4 @@
-"""Scaled training of one model: scaler, steps, metrics and checkpoints, alike for all adapters."""
+"""Scaled training of one model: scaler, steps, metrics, checkpoints; shared by all adapters."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ class ScaledTraining:
             device: device type of the gradients.
             because: why the shim scales the loss.
             configured: what the user wrote in the framework's config, by the names of
-                ``ScalerSettings``; it wins over the variables.
+                ``ScalerSettings``; these values override the variables.
             framework_default: the settings of the framework's own scaler; ``None`` if it has none.
-            process_group: ranks that skip together; ``None`` for all.
+            process_group: ranks that skip a step together; ``None`` for all ranks.
             drives: false where the framework's own loop uses the scaler.
         """
         settings = settings_for(configured, framework_default)
@@ -107,7 +107,7 @@ class ScaledTraining:
 
     @classmethod
     def of(cls, owner: Any) -> ScaledTraining | None:
-        """The training that an owner keeps, if it has one."""
+        """The training that ``keep`` stored on an owner; ``None`` without one."""
         training = getattr(owner, _ATTRIBUTE, None)
         return training if isinstance(training, cls) else None
 
@@ -117,8 +117,9 @@ class ScaledTraining:
     ) -> ScaledTraining | None:
         """The training of an owner on which the framework itself keeps a scaler.
 
-        The framework's attribute decides: the shim reports and saves a scaler that the user set
-        there, or that the framework made before a late ``install()``, but does not use it.
+        The scaler in the framework's attribute counts. If the user set that scaler, or the
+        framework made it before a late ``install()``, the shim reports and saves it, but does not
+        use it.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
@@ -261,7 +262,7 @@ class ScaledTraining:
         """``loss_scale`` and ``skipped_steps`` for a framework's metrics.
 
         ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the job's first
-        step, over resumes. For a scaler that is not the shim's, only ``loss_scale``.
+        step, across resumes. For a scaler that is not the shim's, only ``loss_scale``.
         """
         if not self.scaler.is_enabled():
             return {}
@@ -277,9 +278,9 @@ class ScaledTraining:
     def save(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
         """Write the scaler's state beside a framework's checkpoint; every rank calls it.
 
-        Call it after the framework wrote its own files. A file that cannot be written is only a
-        warning (in strict mode an error), since the framework's checkpoint is complete; the resume
-        will warn again.
+        Call it after the framework wrote its own files. If the file cannot be written, the shim
+        only warns (in strict mode it raises), since the framework's checkpoint is complete. The
+        resume will warn again.
 
         Args:
             directory: the checkpoint's directory.
@@ -321,8 +322,8 @@ class ScaledTraining:
         """The scaler's state for a framework's own file; ``None`` where the scaler is off.
 
         Args:
-            files: this rank's files written before; when the record is pickled, it is bound to
-                their content at that time.
+            files: the files that this rank has written; pickling binds the record to the content
+                that they have then.
         """
         if not self.scaler.is_enabled():
             return None
@@ -332,7 +333,8 @@ class ScaledTraining:
     def record_tensor(self) -> torch.Tensor:
         """The record as a tensor of bytes of fixed size, for torch's distributed checkpoints.
 
-        These unpickle everything that is not a tensor, and load into a tensor of the same size.
+        Such checkpoints unpickle everything that is not a tensor, and load into a tensor of the
+        same size.
         """
         return scaling.to_tensor(scaling.record_of(self.scaler))
 

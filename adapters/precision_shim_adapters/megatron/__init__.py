@@ -5,10 +5,11 @@ What an adapter of a small trainer needs:
 1. In its ``Adapter``: ``seams=collect(megatron.SEAMS, ...)``, ``paths={**megatron.PATHS, ...}``,
    ``effects=megatron.EFFECTS``.
 2. A function that reads the framework's config into ``Wishes``.
-3. Around what builds model and optimizer, a seam for ``BUILDING`` in the group ``GROUP``:
-   ``with building("mine", read): return call.proceed()``.
+3. Around the function that builds model and optimizer, a seam for ``BUILDING`` in the group
+   ``GROUP``: ``with building("mine", read): return call.proceed()``.
 4. Where the framework makes Megatron's OptimizerConfig, a seam for ``SETTLING``: make the config
-   from the ``fields`` of ``settle(build)``, and pass it to the ``keep_layout`` of the same object.
+   from the ``fields`` of ``settle(build)``, and pass it to ``keep_layout`` of what ``settle``
+   returned.
 5. Where the framework makes the optimizer, a seam for ``grad-bucket-alignment``: ``check(...)``.
 6. Around the framework's step, a seam for ``fp16-scaling``: ``with skipping(succeeds=...)``; and
    ``metrics(optimizer)`` where the framework reports its metrics.
@@ -30,7 +31,7 @@ from .reading import audit
 from .resuming import checkpoint, offloaded, states
 
 SETTLING = ("dtype-coercion", DISPATCH, SCALING)
-"""The features of a seam with ``settle``."""
+"""The features of a seam that calls ``settle``."""
 
 SEAMS = collect(optimizer, ddp, checkpoint, states, masters, offloaded, scaled, overflow, audit)
 """The seams in Megatron itself; an adapter passes them to ``collect``."""

@@ -4,11 +4,11 @@ NeMo-RL's workers are Ray actors: ``@ray.remote`` copies their methods while the
 and ``train`` has a decorator that makes Ray pickle it by value. A later patch of the worker's
 module or class does not reach the actor. So the shim replaces the actor class in its module by an
 actor class of the same name and options, made from a subclass. The shim patches the functions that
-a worker calls where they are defined.
+a worker calls in the modules that define them.
 
-From 0.6 the class under the actor class is importable. The shim patches its methods as well, which
-reaches workers that inherit from it under other names (``worker_extension_cls_fqn``, quantized
-workers).
+In NeMo-RL 0.6 and later the class under the actor class is importable. The shim patches its methods
+as well, which reaches workers that inherit from it under other names (``worker_extension_cls_fqn``,
+quantized workers).
 
 Deliberately not patched: ``begin_train_step`` and ``finish_train_step`` of NeMo-RL's newest commit.
 DTensor workers do not have them. A Megatron worker's optimizer skips steps there too, but the

@@ -50,7 +50,7 @@ def see(worker: Any) -> None:
 
 
 def _tell_audit(worker: Any) -> None:
-    """Say which dtype the rollout was asked for."""
+    """Tell the audit which dtype the config asks of the rollout."""
     config = getattr(worker, "cfg", None)
     asked = asked_of(config) if isinstance(config, Mapping) else None
     if asked is None or not isinstance(config, Mapping):
@@ -117,8 +117,8 @@ def look_at(call: Call) -> Any:
 def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
     """Add the shares of lost updates to the metrics of a worker's ``train``.
 
-    Once per call and on rank 0, since NeMo-RL sums most metrics over micro-batches and ranks; as
-    lists in ``all_mb_metrics``, since NeMo-RL passes these on.
+    NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums most of them over micro-batches
+    and ranks: so the shim adds each share once per call, on rank 0.
     """
     _tell_meter(call.instance)
     result = call.proceed()
@@ -130,10 +130,10 @@ def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
 
 
 def _tell_meter(worker: Any) -> None:
-    """Say in which dtypes a policy's weights reach the rollout; a value model has none.
+    """Tell the meter in which dtypes a policy's weights reach the rollout.
 
-    DTensor workers cast to the policy's dtype first, and merge LoRA on the way; Megatron's send
-    their parameters.
+    A value model has no rollout. DTensor workers first cast to the policy's dtype, and merge LoRA
+    while they send; Megatron workers send their parameters as they are.
     """
     group, optimizer = group_at(worker), getattr(worker, "optimizer", None)
     config = getattr(worker, "cfg", None)

@@ -53,7 +53,7 @@ _FP16: dict[str, Any] = {"feature": FEATURE, "upstream": _PULL, "delete_when": _
 
 
 def _at_method(name: str) -> list[dict[str, Any]]:
-    """The places of a method of each DTensor worker whose class Ray pickles by reference."""
+    """The seam targets for a method of each DTensor worker whose class Ray pickles by reference."""
     return [
         worker.at(f"{worker.beneath}.{name}", worker.beneath, relies_on=(*_RELIES_ON, worker.clips))
         for worker in DTENSOR
@@ -113,7 +113,7 @@ def redecorate(actor_class: Any) -> Any:
 
 @contextlib.contextmanager
 def _outermost(instance: Any, what: str) -> Iterator[bool]:
-    """Whether this is the outer call: the mixin and the patched method may both come here."""
+    """Yield whether this is the outer call: the mixin and the patched method may both get here."""
     inside: set[str] = instance.__dict__.setdefault("_precision_shim_inside", set())
     if what in inside:
         yield False
@@ -156,7 +156,7 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             configured=read_section(instance.cfg, name),
         )
         # Restore here: in __init__ the first kind of worker calls load_checkpoint before the scaler
-        # exists, and the second kind, from 0.6, loads without load_checkpoint.
+        # exists, and in 0.6 and later the second kind loads without load_checkpoint.
         if optimizer_path and weights_path:
             training.restore(optimizer_path, files_of_rank(optimizer_path))
         training.keep(instance)

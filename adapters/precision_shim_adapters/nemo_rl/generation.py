@@ -96,11 +96,7 @@ class AskedWorker:
     replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make an actor class with the same name and options whose engine is asked.
-
-    Raises:
-        SeamError: the argument is no actor class made by ``ray.remote``.
-    """
+    """See ``audit.redecorate``."""
     return put_in_front(AskedWorker, actor_class)
 
 

@@ -25,7 +25,7 @@ _CHECKS = (
     f"{SETUP}:_validate_dtype_config",
     *(f"{POLICIES[1]}:MegatronPolicyWorker{end}.__init__" for end in ("", "Impl")),
 )
-"""The functions that check the optimizer's flags, from 0.5."""
+"""The functions that check the optimizer's flags, in 0.5 and later."""
 _ABSENT = object()
 _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 

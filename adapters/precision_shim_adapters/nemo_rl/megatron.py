@@ -1,17 +1,17 @@
 """NeMo-RL on Megatron: read its policy config, and the seams where it builds a model.
 
 A policy config has the optimizer's fields in the form that goes to Megatron-Bridge, so every key in
-it counts as the user's. The shipped YAML files have nearly all fields, with
+it counts as the user's. The shipped YAML files have nearly all fields, including
 ``grad_reduce_in_fp32``, which NeMo-RL reads without a default. NeMo-RL itself turns on Bridge's
-check of gradients; no key does.
+check of gradients; no config key does.
 
 Why these seams. The function that makes a worker's model and optimizer gets the policy config and
-Bridge's config, for policy and value workers alike; unlike the worker's own methods, Ray pickles
-it by reference. The seam at Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer``
-makes every kind of optimizer from the OptimizerConfig. Coercion needs no seam here: Bridge's
-OptimizerConfig of 0.4 runs Megatron's check when it is made, and later versions run it in
-``finalize()``, which the worker's ``validate()`` calls before it builds anything. Deliberately not
-patched: the conversion of a Hugging Face checkpoint, which trains nothing.
+Bridge's config, for policy and value workers alike. Ray pickles this function by reference, unlike
+the worker's own methods. The seam at Megatron's DDP reads the live parameters. Bridge's
+``setup_optimizer`` makes every kind of optimizer from the OptimizerConfig. Coercion needs no seam
+here: Bridge's OptimizerConfig of 0.4 runs Megatron's check when it is made. Later versions run the
+check in ``finalize()``, which the worker's ``validate()`` calls before the worker builds anything.
+Deliberately not patched: the conversion of a Hugging Face checkpoint, which trains nothing.
 
 NeMo-RL accepts a step that Megatron skipped, but the missing grad norm ends ``train`` in a policy
 worker and is reported as 0 in a value worker. So the shim keeps the success flag False and sets the
@@ -160,7 +160,7 @@ def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
     megatron.check(FRAMEWORK, config, model)
     call.arguments["optimizer_config"] = config
     optimizer, *rest = call.proceed()
-    # No seam reaches ``train`` of a worker in an actor; NeMo-RL takes every step of this optimizer.
+    # No seam reaches ``train`` of a worker in an actor; all steps of this optimizer are NeMo-RL's.
     megatron.answer_skips(optimizer, succeeds=False)
     return (optimizer, *rest)
 
@@ -215,8 +215,8 @@ def report(call: Call, eval_mode: Any = False) -> Any:
 def times_loss_scale(function: Any, worker: Any) -> Any:
     """Multiply a worker's gradient scale for an auxiliary loss by the loss scale.
 
-    From 0.7 NeMo-RL sets such scales for the losses of experts and of multi-token prediction, and
-    Megatron from 0.19 uses them instead of the loss scale.
+    NeMo-RL 0.7 and later sets such scales for the auxiliary losses of MoE and of multi-token
+    prediction. Megatron 0.19 and later uses them instead of the loss scale.
     """
     optimizer = worker.optimizer
     if function is None or hasattr(function, "_precision_shim"):
@@ -243,7 +243,7 @@ def times_loss_scale(function: Any, worker: Any) -> Any:
     optional=True,
 )
 def scale_own(call: Call, func: Any) -> Any:
-    """Multiply the scale that a worker sets for experts or multi-token heads by the loss scale."""
+    """Multiply the scale that a worker sets for an MoE or multi-token loss by the loss scale."""
     call.arguments["func"] = times_loss_scale(func, call.instance)
     return call.proceed()
 
@@ -282,9 +282,5 @@ class ReportingWorker:
     replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make an actor class with the same name and options whose worker reports its loss scale.
-
-    Raises:
-        SeamError: the argument is no actor class made by ``ray.remote``.
-    """
+    """See ``audit.redecorate``."""
     return put_in_front(ReportingWorker, actor_class)

@@ -19,7 +19,7 @@ class Worker:
         name: the name of the actor class.
         group: the group of the worker's seams.
         clip: the first function that reads a DTensor worker's gradients.
-        optional: whether NeMo-RL may lack it.
+        optional: whether NeMo-RL may lack this worker.
         only_if: see ``Seam``.
         unless: see ``Seam``.
     """
@@ -34,7 +34,7 @@ class Worker:
 
     @property
     def beneath(self) -> str:
-        """The class under the actor class, importable from 0.6."""
+        """The class under the actor class, importable in 0.6 and later."""
         return f"{self.module}:{self.name}Impl"
 
     @property
@@ -69,7 +69,7 @@ class Worker:
         return self.at(target, target, **others)
 
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
-        """The places of the actor class, in versions with a separate class under it and without.
+        """The actor class's seam targets, in versions with and without a separate class under it.
 
         Args:
             method: a symbol of the separate class; its presence tells the versions apart.
@@ -143,7 +143,7 @@ SYNC = Worker(f"{_VLLM}.vllm_worker", "VllmGenerationWorker", "vllm workers", op
 ASYNC = Worker(
     f"{_VLLM}.vllm_worker_async", "VllmAsyncGenerationWorker", "vllm workers", optional=True
 )
-"""The generation workers on vLLM's ``LLM`` and on ``AsyncLLM``; importable from 0.7."""
+"""The generation workers on vLLM's ``LLM`` and on ``AsyncLLM``; importable in 0.7 and later."""
 
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)

@@ -63,7 +63,7 @@ def plan_job(job: Job) -> Request:
 
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
-    """Whether policy, rollout and teacher agree: as the driver says it."""
+    """What the driver will report about the agreement of policy, rollout and teacher."""
     try:
         generation = config["policy"].get("generation")
         if generation:
@@ -178,7 +178,7 @@ def _gpus(config: Mapping[str, Any]) -> int:
 
 
 def _find_reward_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The resources of a reward model that is an environment; empty where the job has none."""
+    """The resources of a reward model that runs as an environment; empty where the job has none."""
     section = (config.get("env") or {}).get("reward_model") or {}
     data = config.get("data") or {}
     # ``data`` has the environment's name at its top level in 0.5, in these sections later; 0.4 has

@@ -1,4 +1,4 @@
-"""Probes: check the rules' assumptions about NeMo-RL and NeMo-Automodel against those installed.
+"""Probes: check the rules' assumptions about the installed NeMo-RL and NeMo-Automodel.
 
 NeMo-RL's Megatron workers skip a step when Megatron does; ``megatron.reading.probes`` covers that.
 """

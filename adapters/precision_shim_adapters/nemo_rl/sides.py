@@ -1,10 +1,10 @@
 """Both sides of a NeMo-RL job: what the policy, the rollout and a teacher compute in.
 
-In NeMo-RL's YAML files ``policy.generation.vllm_cfg.precision`` is ``${policy.precision}``, so the
-rollout follows by itself. In the config that arrives, an interpolated value looks like a written
-one; so each value counts as the user's, and only SGLang's dtype can be missing. The reference model
-is the policy itself with other weights. Megatron's own rollout (``backend: megatron``) and the
-teachers of ``on_policy_distillation`` take the policy's config.
+In NeMo-RL's YAML files ``policy.generation.vllm_cfg.precision`` is ``${policy.precision}``, so by
+default the rollout has the policy's dtype. In the config that the adapter reads, an interpolated
+value looks like a written one. So each value counts as the user's, and only SGLang's dtype can be
+missing. The reference model is the policy itself with other weights. Megatron's own rollout
+(``backend: megatron``) and the teachers of ``on_policy_distillation`` take the policy's config.
 
 ``setup`` runs in the driver, before it asks Ray for workers.
 """
@@ -112,10 +112,10 @@ def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
 
 
 def read_sides(config: Any) -> Sides | None:
-    """The engines of a job; ``None`` without a rollout, or where a name is left to NeMo-RL.
+    """The engines of a job; ``None`` without a rollout, or if the policy's dtype is no known name.
 
     Args:
-        config: NeMo-RL's ``MasterConfig``: a mapping, or from 0.7 an object.
+        config: NeMo-RL's ``MasterConfig``: a mapping, or in 0.7 and later an object.
 
     Raises:
         DtypeError: the rollout's name is unknown.
@@ -157,7 +157,7 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
         return
     key, value = f"{PLACE}.{name}.{field}", (generation.get(name) or {}).get(field)
     if value is None:
-        if name == "sglang_cfg" and name in generation:  # SGLang gets only what is there
+        if name == "sglang_cfg" and name in generation:  # NeMo-RL then passes SGLang no dtype
             yield Engine("rollout", AUTO, key, written=False, because=f"{key} is left out")
         return
     read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
@@ -214,7 +214,7 @@ def _teacher(section: Mapping[str, Any]) -> Iterator[Engine]:
     relies_on=("policy", "generation"),
 )
 def compare_engines(call: Call, master_config: Any) -> Any:
-    """Say whether policy, rollout and teacher agree.
+    """Compare the dtypes of policy, rollout and teacher, and report whether they agree.
 
     Raises:
         DtypeError: the rollout's name is unknown.

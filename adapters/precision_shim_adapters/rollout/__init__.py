@@ -1,8 +1,8 @@
-"""The backend for a job's two sides: names of the engines' dtypes, agreement, and what is said.
+"""The backend for a job's two sides: the engines' dtype names, their agreement, and reports.
 
 An adapter reads its framework's config into one ``Engine`` for the trainer and one for each other
 engine, and calls ``settle`` in the driver, before the framework asks for GPUs. ``engine_name``
-reads the names. Nothing here acts within vLLM or SGLang.
+turns what a user wrote into the engine's dtype name. Nothing here changes vLLM or SGLang.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ MOST_TENSORS, MOST_ELEMENTS = 256, 512
 
 
 _UNQUANTISED = ("UnquantizedLinearMethod", "UnquantizedFusedMoEMethod")
-_BESIDE = ("Unquantized", "BaseKVCache", "Fp8KVCache", "CompressedTensorsKVCache", "NoneType")
-"""Beginnings of vLLM's names for methods of an embedding, and of an attention's cache."""
+_CACHE = "KVCacheMethod"
+"""The end of vLLM's names for methods of an attention's cache, whose parameters are scales."""
 
 _LISTS = ("ignored_layers", "modules_to_not_convert", "exclude_modules")
 """What vLLM's configs of quantisations call the layers that they leave out, and no others."""
@@ -24,11 +24,21 @@ _LISTS = ("ignored_layers", "modules_to_not_convert", "exclude_modules")
 
 def ignored_layers(quant_config: Any) -> list[str] | None:
     """The layers that a quantisation of vLLM leaves out; ``None`` where it has no such list."""
-    for name in _LISTS:
+    names = (*_LISTS, "ignore") if _targets_kinds(quant_config) else _LISTS
+    for name in names:
         found = getattr(quant_config, name, None)
         if isinstance(found, (list, tuple)):
             return [str(one) for one in found]
     return None
+
+
+def _targets_kinds(quant_config: Any) -> bool:
+    """Whether compressed-tensors quantises all layers of a kind, such as ``Linear``.
+
+    It may name single layers instead; a layer that it leaves out is then in no list.
+    """
+    targets = getattr(quant_config, "target_scheme_map", None)
+    return isinstance(targets, Mapping) and all(str(one).isidentifier() for one in targets)
 
 
 def read_model(model: torch.nn.Module) -> dict[str, Any]:
@@ -39,15 +49,17 @@ def read_model(model: torch.nn.Module) -> dict[str, Any]:
     Args:
         model: the model of a worker.
     """
-    quantised, plain, caches = [], [], set()
+    quantised, plain, scales, caches = [], [], [], set()
     for name, module in model.named_modules():
         method = type(getattr(module, "quant_method", None)).__name__
         if method in _UNQUANTISED:
             plain.append(name)
-        elif method.endswith("Method") and not method.startswith(_BESIDE):
+        elif method.endswith(_CACHE):
+            scales.append(name)
+        elif method.endswith("Method") and not method.startswith("Unquantized"):
             quantised.append(name)
         caches |= {str(one.dtype) for one in _tensors(vars(module).get("kv_cache"))}
-    skipped = tuple(f"{one}." for one in quantised)
+    skipped = tuple(f"{one}." for one in (*quantised, *scales))
     parameters = {
         name: (str(one.dtype), one.numel(), name.startswith(skipped))
         for name, one in model.named_parameters()

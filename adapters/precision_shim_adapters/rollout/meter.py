@@ -1,4 +1,4 @@
-"""Tells the lost-update meter in which dtypes a trainer's weights reach the rollout engine."""
+"""Tell the lost-update meter in which dtypes a trainer's weights reach the rollout engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ def tell_meter(optimizer: Any, *names: str, merged: bool = False) -> None:
     """Note how an optimizer's weights reach the rollout engine.
 
     Args:
-        optimizer: a framework's, Megatron's or torch's; ``None`` where nothing is trained.
-        names: canonical names of the dtypes that a weight is rounded to, in order, ended by the
-            engine's; with any other name, such as ``"auto"`` or ``"fp8"``, nothing is measured.
-        merged: whether LoRA is merged into the weights on their way.
+        optimizer: the optimizer of a framework, Megatron or torch; ``None`` where nothing is
+            trained.
+        names: canonical names of the dtypes that a weight is rounded to, in order; the last is the
+            engine's. If one is no such name, for example ``"auto"`` or ``"fp8"``, nothing is
+            measured.
+        merged: whether LoRA is merged into the weights before they are sent.
     """
     known = all(name in ENGINE_NAMES for name in names)
     dtypes = tuple(CANONICAL[name] for name in names) if known else ()

@@ -1,4 +1,4 @@
-"""What the files of a model on this machine say of it; nothing is fetched."""
+"""Read a model's type and dtypes from its files on this machine; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from precision_shim.planning.command import directory_of
 from precision_shim.precision.agreement import CANONICAL
 
 OF_HEADER = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
-"""A dtype's name in a safetensors file to the canonical name."""
+"""Maps a dtype's name in a safetensors file to its canonical name."""
 
 
 def model_type(path: str) -> str:

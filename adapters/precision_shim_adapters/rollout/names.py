@@ -12,7 +12,7 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 
 
 def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("auto",)) -> str:
-    """The name to hand to an engine for what a user wrote.
+    """Turn the dtype that a user wrote into the name that an engine takes.
 
     Args:
         value: the config's value: a name in any spelling of ``precision.names``, or a dtype.

@@ -1,4 +1,4 @@
-"""The two sides of a job in ``precision-shim plan``: what the driver will say, from the config."""
+"""Predict for ``precision-shim plan`` what the driver will report about a job's two sides."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def problems_of(
         trainer: the trained policy.
         others: the job's other engines.
         settings: the shim's settings for the job.
-        on: whether the feature is in force where the job starts; without it no key follows.
+        on: whether the feature is in force where the job starts; without it no engine follows.
         model_type: the model's type in its HF config; empty if it is not known.
     """
     problems, notes = [], []

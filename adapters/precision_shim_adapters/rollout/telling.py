@@ -1,4 +1,4 @@
-"""At a job's start: let other engines follow the trainer if asked, and say what differs."""
+"""At a job's start: give other engines the trainer's dtype if asked, and report differences."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def settle(
     write: Write | None = None,
     model_type: str = "",
 ) -> None:
-    """Decide for each engine of a job whether it agrees with the trainer, and say so.
+    """Decide for each engine of a job whether it agrees with the trainer, and report it.
 
     Args:
         where: framework and version, such as ``"verl 0.9.1"``.
@@ -72,7 +72,7 @@ def settle(
         verdicts.append(compare(trainer, one, model_type))
     said = {(one.subject, one.chosen) for one in decisions() if one.feature == FEATURE}
     for verdict in verdicts:
-        # A framework may check its config twice, and finds there what was written the first time.
+        # A framework may check its config twice; the second check finds what the first one wrote.
         if (verdict.engine.subject, verdict.chosen) not in said:
             decide(framework, verdict.engine.subject, FEATURE, verdict.chosen, verdict.because)
     lost = [
@@ -87,13 +87,13 @@ def settle(
 
 
 def message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:
-    """What a user reads of a disagreement: what is there and why it matters; what to do.
+    """The message about a disagreement, in two parts: what differs and why, and the remedy.
 
     Args:
         where: framework and version.
         trainer: the trained policy.
-        verdict: what became of it and another engine.
-        rollout: the value of the setting.
+        verdict: the result of comparing the trainer with another engine.
+        rollout: the value of ``PRECISION_SHIM_ROLLOUT``.
     """
     other = verdict.engine
     message = (

@@ -15,14 +15,14 @@ from .telling import FEATURE
 
 @dataclass(frozen=True)
 class Wire:
-    """A weight sync, by what the job's config says.
+    """A weight sync, as the job's config describes it.
 
     Attributes:
         subject: the engine that gets the weights, such as ``"rollout"``.
         computes: canonical name of the dtype that the engine computes in.
         sent: canonical name of the dtype that carries the weights.
-        because: what makes the weights go out in that dtype.
-        key: the key that says so.
+        because: why the weights are sent in that dtype.
+        key: the config's key for that dtype.
         remedy: what to do, as a sentence.
     """
 
@@ -35,12 +35,12 @@ class Wire:
 
     @property
     def rounds(self) -> bool:
-        """Whether the way takes something from the weights."""
+        """Whether the sync rounds the weights."""
         return rounds(self.sent, self.computes)
 
     @property
     def lost(self) -> bool:
-        """Whether the way takes from an fp16 engine what its user chose fp16 for."""
+        """Whether the sync rounds the weights of an fp16 engine, which loses fp16's precision."""
         return self.rounds and self.computes == "fp16"
 
     @property
@@ -50,7 +50,7 @@ class Wire:
 
 
 def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) -> None:
-    """Say which weight syncs round the weights on their way.
+    """Report which weight syncs round the weights.
 
     Args:
         where: framework and version, such as ``"skyrl 0.4.0"``.

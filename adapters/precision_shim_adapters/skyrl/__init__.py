@@ -1,19 +1,19 @@
 """The adapter for SkyRL, and why its seams are where they are.
 
 SkyRL's ``init_megatron_optim_config`` gets neither the model nor its dtype, and SkyRL decides the
-bucket's dtype earlier, in ``make_megatron_module``. So the shim announces the model in a function
-around both (``MegatronPolicyWorkerBase.init_model``), reads the live parameters in
-Megatron's own DDP, and makes one plan for both. SkyRL's own function still runs: the shim adds its
-values to the kwargs that SkyRL merges over its own, where values that the user wrote win. While the
-dataclasses are built, the shim marks in them what the user wrote, and the marks reach the workers
-with the config. The inference engines' ``model_dtype`` is marked in the same way; the driver
-compares it with the policy's dtype where SkyRL validates the config.
+bucket's dtype earlier, in ``make_megatron_module``. So the shim announces the model in the function
+that calls both (``MegatronPolicyWorkerBase.init_model``), reads the live parameters in Megatron's
+own DDP, and makes one plan for both. SkyRL's own function still runs: the shim adds its values to
+the kwargs that SkyRL merges over its own values. What the user wrote overrides the shim's values.
+While the dataclasses are built, the shim marks in them what the user wrote, and the marks reach the
+workers with the config. The inference engines' ``model_dtype`` is marked in the same way; the
+driver compares it with the policy's dtype where SkyRL validates the config.
 
 On FSDP the strategy object makes the optimizer, runs the backward pass, clips, steps and saves:
 all places that loss scaling needs, for policy and critic alike.
 
 Deliberately not patched: vLLM, and what the JAX backend computes. In an inference server the audit
-asks vLLM's engine by its public calls.
+asks vLLM's engine through its public methods.
 
 Delete when: SkyRL dispatches on the model's dtype, distinguishes written values from defaults, and
 scales fp16 losses; see each seam.

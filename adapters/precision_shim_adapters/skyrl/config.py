@@ -5,10 +5,10 @@ left it at the default. So the shim marks what the user wrote while SkyRL builds
 Copies and pickles must keep the marks, since workers get a pickled config, and
 ``dataclasses.asdict`` must not show them.
 
-For a default of ``grad_reduce_in_fp32`` or ``model_dtype`` the shim deletes the instance's
-attribute: the class's default then has the same value, and an assignment sets the attribute again.
-The shim also marks the keys of ``optimizer_config_kwargs`` that the user wrote, since from 0.3 the
-dataclass adds the others.
+Where ``grad_reduce_in_fp32`` or ``model_dtype`` is not written, the shim deletes the instance's
+attribute: a read then gives the class's default, and an assignment sets the attribute again. The
+shim also marks the keys of ``optimizer_config_kwargs`` that the user wrote, since in SkyRL 0.3 and
+later the dataclass adds the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUCKET = "grad_reduce_in_fp32"
 KWARGS = "optimizer_config_kwargs"
 MODEL_DTYPE = "model_dtype"
 INFERENCE = "generator.inference_engine"
-"""The section of the inference engines, whose key ``model_dtype`` is."""
+"""The config section of the inference engines, which has the key ``model_dtype``."""
 
 _SECTIONS = (INFERENCE, "generator")
 """Where overrides may have ``model_dtype``; up to SkyRL 0.2 also in the second section."""
@@ -78,7 +78,7 @@ def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
     delete_when=f"{_DELETE}, and SkyRL takes all spellings of a dtype",
 )
 def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
-    """Hand on a written ``model_dtype`` by the engine's name, and mark it as written.
+    """Replace a written ``model_dtype`` by the engine's dtype name, and mark it as written.
 
     Raises:
         DtypeError: the value names no dtype that an engine computes in.
@@ -88,8 +88,8 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
         try:
             call.arguments[MODEL_DTYPE] = named(model_dtype)
         except DtypeError:
-            # SkyRL 0.2 answers a ValueError within from_cli_overrides with another way of building,
-            # whose value is the default. There note_overrides raises.
+            # On a ValueError within from_cli_overrides SkyRL 0.2 builds the config in another way,
+            # with the default value. In that case note_overrides raises.
             if not _overriding.get():
                 raise
     result = call.proceed()
@@ -107,7 +107,7 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
 )
 def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
     """Mark which optimizer settings the user gave in a YAML or in code."""
-    # Read the keys before the call: from 0.3 SkyRL adds the defaults to the caller's dict.
+    # Read the keys before the call: SkyRL 0.3 and later adds defaults to the caller's dict.
     written = _keys(call.arguments.get(KWARGS))
     result = call.proceed()
     vars(call.instance)[_WRITTEN] = written
@@ -157,7 +157,7 @@ def note_overrides(call: Call, args: Any) -> Any:
 
     SkyRL merges overrides in the old style over a YAML that spells out every default, so the marks
     come from the overrides themselves. Without that YAML the marks from ``__init__`` are right,
-    also for a config class with values of its own.
+    even for a config class with values of its own.
 
     Raises:
         DtypeError: ``model_dtype`` names no dtype that an engine computes in.
@@ -208,7 +208,7 @@ def _keep_overrides(config: Any, given: Any) -> None:
 
 
 def _keys(given: Any) -> tuple[str, ...]:
-    """The keys of the given kwargs; on 0.2 ``given`` may be the string "None" instead of None."""
+    """The keys of the given kwargs; in 0.2 ``given`` may be the string "None" instead of None."""
     return tuple(str(key) for key in given) if isinstance(given, Mapping) else ()
 
 
@@ -251,7 +251,7 @@ def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
         DtypeError: the value names no dtype that an engine computes in.
     """
     if isinstance(value, str) and value in ENGINE_NAMES.values():
-        return value  # asked often, and SkyRL's version takes milliseconds to find
+        return value  # called often, and SkyRL's version takes milliseconds to find
     return engine_name(value, f"{section}.{key}", versioned("skyrl"))
 
 

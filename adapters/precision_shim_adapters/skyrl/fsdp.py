@@ -144,10 +144,10 @@ def scale_loss(call: Call, loss: Any) -> Any:
     **_FP16,
 )
 def step(call: Call, optimizer: Any) -> Any:
-    """Unscale before SkyRL clips, and step through the scaler.
+    """Unscale the gradients before SkyRL clips them, and step the optimizer with the scaler.
 
     SkyRL itself takes no step where the grad norm is not finite. With ``max_grad_norm`` at 0 SkyRL
-    does not compute the norm: then the scaler skips.
+    does not compute the norm: then the scaler skips the step.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -187,7 +187,7 @@ def save(call: Call, ckpt_dir: Any, optimizer: Any, client_state: Any) -> Any:
     **_FP16,
 )
 def load(call: Call, ckpt_dir: Any, optimizer: Any, load_optimizer_states: Any) -> Any:
-    """Restore the scaler from the ``client_state`` of a checkpoint, the same on all ranks.
+    """Restore the scaler from a checkpoint's ``client_state``, which is the same on all ranks.
 
     Raises:
         ScalerCheckpointError: the state is damaged on a rank, or differs between ranks.
@@ -233,7 +233,8 @@ def report(call: Call) -> Any:
     output = call.proceed()
     training = ScaledTraining.of(call.instance.strategy)
     if training is not None:
-        # The scale of this pass. The read does not wait: SkyRL's read of the loss already did.
+        # This is the scale of this pass. Reading it does not wait for the device: SkyRL's read of
+        # the loss already did.
         scale = float(training.scaler.get_scale())
         add_figures(output, {**training.metrics(), "loss_scale": scale})
     return output

@@ -1,8 +1,8 @@
 """SkyRL: audit the weights that the policy sends to the inference engines.
 
-From 0.4 SkyRL makes a source of weights over the live model, which vLLM's sender iterates once in
-each weight sync; before, an extractor that yields them in chunks. On the fp8 wire one source wraps
-another, and only what it makes of the weights is sent.
+SkyRL 0.4 and later makes a source of weights over the live model, which vLLM's sender iterates once
+in each weight sync. Earlier versions make an extractor that yields the weights in chunks. Where
+weights are sent in fp8, one source wraps another, and only the outer source's weights are sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _wrapped: WeakSet[Any] = WeakSet()
 """Sources that another source wraps."""
 
 _stored: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
-"""A source to the dtype of the base checkpoint that the delta sync rounds its weights to."""
+"""Maps a source to the base checkpoint's dtype, to which the delta sync rounds its weights."""
 
 
 @seam(
@@ -45,7 +45,7 @@ _stored: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
     optional=True,
 )
 def wrap(call: Call, source: Any) -> None:
-    """Note that a source's weights are not what is sent."""
+    """Note that a source is wrapped: its own weights are not what is sent."""
     _wrapped.add(source)
     call.proceed()
 
@@ -70,7 +70,7 @@ def wrap(call: Call, source: Any) -> None:
     optional=True,
 )
 def look_at_source(call: Call) -> Iterator[Any]:
-    """Yield the same weights, looked at while they are taken."""
+    """Yield the same weights, and observe them while they are taken."""
     weights, source = call.proceed(), call.instance
     if source not in _wrapped:
         weights = sending.observe(weights, "skyrl", "policy", then=_stored.get(source))
@@ -88,7 +88,7 @@ def look_at_source(call: Call) -> Iterator[Any]:
     optional=True,
 )
 def know_base(call: Call, source: Any) -> Any:
-    """Note which dtype a base checkpoint has, on the rank that sends."""
+    """Note the base checkpoint's dtype, on the rank that sends the weights."""
     publisher = call.instance
     if sending.is_wanted() and publisher._current_rank() == 0:
         stored = dtypes_of_locations(publisher._ensure_base_locations())
@@ -115,7 +115,7 @@ def know_base(call: Call, source: Any) -> Any:
     optional=True,
 )
 def look_at_chunks(call: Call) -> Iterator[Any]:
-    """The same before 0.4."""
+    """Observe the weights in chunks, in SkyRL before 0.4."""
     yield from sending.observe(call.proceed(), "skyrl", "policy", pairs=_pairs)
 
 

@@ -1,7 +1,7 @@
-"""SkyRL's JAX backend in fp16: refused by name, because the shim scales losses of torch only.
+"""Warn of fp16 on SkyRL's JAX backend, because the shim scales losses of torch only.
 
 The backend trains adapters in the dtype that the checkpoint's own config names; SkyRL has no key
-for it.
+for that dtype.
 """
 
 from __future__ import annotations

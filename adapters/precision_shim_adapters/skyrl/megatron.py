@@ -41,7 +41,7 @@ _PACKING = ("use_sample_packing", "remove_microbatch_padding")
 
 
 def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
-    """SkyRL 0.3 turns dtype names into dtypes itself."""
+    """Return a remark if SkyRL itself turns dtype names into dtypes, as 0.3 does."""
     if "coerce_optimizer_dtype_kwargs" in symbol.names:
         return (
             "SkyRL coerces optimizer_config_kwargs; what the installed TransformerEngine rules out "
@@ -68,13 +68,13 @@ def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) 
     if default and asked.get(PRECISION_AWARE) is False:
         del asked[PRECISION_AWARE]
     betas = getattr(optim_config, "adam_betas", None)
-    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # SkyRL passes it on from 0.3
+    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # SkyRL passes it since 0.3
         asked.setdefault("adam_beta2", float(betas[1]))
     return asked
 
 
 def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
-    """A direct caller's wishes; SkyRL sets bf16 itself, and the caller's fp16 wins over it."""
+    """A direct caller's wishes; SkyRL sets bf16 itself, and the caller's fp16 overrides it."""
     asked = _read_asked(optim_config, kwargs, None)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
     return Wishes(
@@ -306,7 +306,7 @@ def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
     """The dtype of the model that Megatron will build from a provider.
 
     Megatron-Bridge 0.6 reads ``bf16`` again when it builds the model. An older release sets the
-    provider's ``bf16`` where ``trainer.bf16`` is true, and uses the provider's dtype where not.
+    provider's ``bf16`` where ``trainer.bf16`` is true, and uses the provider's dtype otherwise.
 
     Args:
         provider: the provider, with the user's own settings.
@@ -358,7 +358,7 @@ def follow_flag(call: Call) -> Any:
 
     Megatron-Bridge takes the checkpoint's dtype. Without this seam, ``bf16=false`` has no effect on
     a bf16 checkpoint, and ``bf16=true`` contradicts an fp16 checkpoint; an fp16 checkpoint with
-    ``bf16=false`` stays fp16. From 0.6 Megatron-Bridge obeys the flag when it builds the
+    ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later obeys the flag when it builds the
     parameters. That is too late for the user's own ``fp16=true``, which contradicts a bf16
     checkpoint earlier.
     """

@@ -187,7 +187,7 @@ def _resize(task: Any) -> Any:
 @seam(
     f"{WORKER}:MegatronWeightExtractor._init_param_buckets",
     SCALING,
-    group="megatron weight sync",  # training is right without it
+    group="megatron weight sync",  # training is correct without this seam
     only_if=(f"{WORKER}:MegatronWeightExtractor",),
     why="its table of sizes has no fp16: sending the weights would end in a KeyError",
     delete_when="its table of sizes has fp16",

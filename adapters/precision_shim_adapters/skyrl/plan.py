@@ -32,7 +32,7 @@ from . import fsdp, megatron, sides
 from .config import INFERENCE, ROLLOUT, note_command_line
 
 _NO_TRAINER = ("main_generate", "serve")
-"""The last words of SkyRL's entry points that train nothing."""
+"""The suffixes of SkyRL's entry points that train nothing."""
 
 
 def plan_job(job: Job) -> Request:
@@ -66,7 +66,7 @@ def plan_job(job: Job) -> Request:
 
 
 def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
-    """What the driver will say of policy, reference model and inference engines."""
+    """What the driver will report about policy, reference model and inference engines."""
     if _tunes(job) or job.target.endswith(_NO_TRAINER):
         return [], []
     on = job.in_force(AGREEMENT, ROLLOUT)
@@ -100,10 +100,11 @@ def _where() -> str:
 
 
 def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
-    """The config of a job, with marks for what the user wrote, and the keys that it leaves out.
+    """Load a job's config, marked with what the user wrote; also return unknown keys and problems.
 
     Only a user's own entry point may have overrides that SkyRL does not know. Where the shim is on
-    in this process, it refuses wrong names of the engines' dtype here: they are problems.
+    in this process, loading raises for a wrong dtype name of the engines: the name becomes a
+    problem.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -248,7 +249,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
 
 
 def _together(trainer: Any, role: str) -> str:
-    """The key by which a model shares its GPUs, as in ``WorkerDispatch``; empty if it does not."""
+    """The key that makes a model share its GPUs, as in ``WorkerDispatch``; empty if none does."""
     if trainer.placement.colocate_all:
         return "colocate_all"
     shares = role in ("policy", "ref") and trainer.placement.colocate_policy_ref

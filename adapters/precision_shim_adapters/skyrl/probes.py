@@ -108,7 +108,7 @@ def overflow() -> Answer:
     needs=(_FSDP,),
 )
 def fsdp_step() -> Answer:
-    """The shim steps through its scaler there, which counts skipped steps."""
+    """The shim steps the optimizer with its scaler there, which counts skipped steps."""
     from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy
 
     layer = torch.nn.Linear(1, 1)

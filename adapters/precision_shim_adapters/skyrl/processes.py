@@ -23,7 +23,8 @@ from ..ray_actors import make_again, plain_class
 def carry_variables(call: Call) -> Any:
     """Add the shim's variables to those that a driver forwards to its workers.
 
-    Not those that ``ray job submit`` has already set: Ray rejects a key that is set twice.
+    Variables that ``ray job submit`` has already set are left out: Ray rejects a key that is set
+    twice.
     """
     env_vars = call.proceed()
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")

@@ -1,8 +1,8 @@
-"""SkyRL: one precision for policy, reference model and inference engines, or a line about it.
+"""SkyRL: compare the dtypes of policy, reference model and inference engines; align if asked.
 
-SkyRL validates a job's config in the driver, before it starts Ray; what is written there reaches
-every actor with the config. SkyRL casts the weights to ``model_dtype`` once before it sends them,
-on every version and path but its delta sync.
+SkyRL validates a job's config in the driver, before it starts Ray; what the shim writes there
+reaches every actor with the config. SkyRL casts the weights to ``model_dtype`` once before it sends
+them, in every version and on every path except the delta sync.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ENTRYPOINTS = "skyrl.train.entrypoints"
     relies_on=("generator",),
 )
 def hand_on_names(call: Call, cfg: Any) -> Any:
-    """Hand on the dtypes of the inference engines by names that the engines take.
+    """Replace the inference engines' dtype names by names that the engines take.
 
     Raises:
         DtypeError: a key names no dtype that an engine computes in.
@@ -66,7 +66,7 @@ def hand_on_names(call: Call, cfg: Any) -> Any:
     aliases=("skyrl.train.utils:validate_cfg", f"{_ENTRYPOINTS}.main_base:validate_cfg"),
 )
 def compare(call: Call, cfg: Any) -> Any:
-    """Say what policy, reference model and engines of a job compute in; let them follow if asked.
+    """Report the dtypes of policy, reference model and engines; set them to the policy's if asked.
 
     Raises:
         DtypeError: a key names no dtype.
@@ -88,7 +88,7 @@ def compare(call: Call, cfg: Any) -> Any:
     optional=True,
 )
 def compare_tinkers(call: Call) -> Any:
-    """The same for a Tinker server.
+    """Report the engines' dtypes for a Tinker server; set them to the policy's if asked.
 
     Raises:
         DtypeError: a key names no dtype.
@@ -126,7 +126,7 @@ def _settle(config: Any) -> None:
     optional=True,
 )
 def tell_of_delta(call: Call, source: Any) -> Any:
-    """Say in the worker that sends the first delta which dtype carries the weights."""
+    """Report, in the worker that sends the first delta, which dtype carries the weights."""
     publisher = call.instance
     sent = getattr(source, "_dtype", None)
     if publisher.version == 0 and publisher._current_rank() == 0 and sent is not None:

@@ -1,9 +1,9 @@
 """SkyRL: ask the engines of its inference servers what they hold, for the audit.
 
 An inference server is a Ray actor that serves vLLM's own HTTP endpoints and some of SkyRL's. SkyRL
-adds these with the engine at hand, before the server starts. From 0.4 each weight sync ends with
-vLLM's endpoint ``/finish_weight_update``; before, with a method's name in a request's body, and
-those servers are not asked.
+adds its endpoints in a method that gets the engine, before the server starts. In SkyRL 0.4 and
+later each weight sync ends with a request to vLLM's ``/finish_weight_update``. In earlier versions
+a method's name in a request's body ends it; the shim does not ask those servers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENDS_BY_ENDPOINT = f"{_SERVER} mentions _fetch_weights"
 _END = "/finish_weight_update"
 
 _asking: set[Any] = set()
-"""Tasks that would be collected while they run if nothing held them."""
+"""The running tasks: without a reference Python may garbage-collect a task while it runs."""
 
 _Message = MutableMapping[str, Any]
 _Send = Callable[[_Message], Awaitable[None]]
@@ -38,7 +38,7 @@ def why_not_asked() -> str:
 
 
 class AskAfterSync:
-    """An ASGI middleware: the engine is asked before a server answers that a sync has ended.
+    """An ASGI middleware that asks the engine before the server confirms the end of a sync.
 
     Args:
         app: the application behind it.
@@ -81,6 +81,6 @@ def ask_server(call: Call, app: Any, engine: Any, cli_args: Any) -> Any:
         behind = app.middleware_stack
         if behind is None:
             app.add_middleware(AskAfterSync, engine=engine, whose=whose)
-        else:  # vLLM has built it already, and then Starlette takes no more
+        else:  # vLLM has built the stack, and Starlette then adds none
             app.middleware_stack = AskAfterSync(behind, engine, whose)
     return result

@@ -1,6 +1,6 @@
-"""What policy, reference model and inference engines of a SkyRL job compute in, by its config.
+"""The dtypes in which a SkyRL job's policy, reference model and inference engines compute.
 
-The driver and ``precision-shim plan`` both ask here.
+They follow from the job's config; the driver and ``precision-shim plan`` both use this module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ InForce = Callable[[str, str], bool]
 """Whether a feature is in force in the job's workers, with one of its groups of seams."""
 
 _OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
-"""Sections whose values go over SkyRL's own for the engines; the last two from 0.4."""
+"""Sections whose values override SkyRL's own for the engines; the last two exist since 0.4."""
 
 _FP16 = "transformer_config_kwargs.fp16"
 _AUTOCAST = "SkyRL runs the model under an autocast to bf16"
@@ -47,7 +47,7 @@ class Sides:
     """The engines of a job.
 
     Attributes:
-        trainer: the policy; ``None`` where its dtype depends on a checkpoint elsewhere.
+        trainer: the policy; ``None`` where its dtype depends on a checkpoint on another machine.
         others: the reference model, if the job has one, and the inference engines.
         model_type: the policy's type in its HF config; empty if it is not known.
     """
@@ -115,7 +115,7 @@ def _on_megatron(trainer: Any, role: str, in_force: InForce, directory: str) -> 
 def megatron_dtype(
     trainer: Any, role: str, in_force: InForce, directory: str = ""
 ) -> torch.dtype | None:
-    """The dtype of a model on Megatron; ``None`` where it depends on a checkpoint elsewhere.
+    """The dtype of a model on Megatron; ``None`` where it depends on another machine's checkpoint.
 
     Args:
         trainer: the trainer's config.
@@ -150,7 +150,7 @@ def _on_fsdp(trainer: Any, role: str, in_force: InForce) -> Engine:
 
 
 def not_compared(config: Any) -> tuple[str, str]:
-    """The decision where the policy's dtype is not known: what is done, and why."""
+    """The decision's text and reason where the policy's dtype is not known."""
     return (
         "not compared with the policy",
         f"trainer.bf16={config.trainer.bf16}, and the dtype of the checkpoint decides, which is "
@@ -196,7 +196,7 @@ def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
 
 
 def _over(engines: Any) -> dict[str, Mapping[str, Any]]:
-    """The sections that go over SkyRL's own values, each for some of the engines."""
+    """The sections that override SkyRL's own values, each for some of the engines."""
     first, *roles = _OVER
     by_role = getattr(engines, "enable_pd", False) and any(
         getattr(engines, role, None) for role in roles
@@ -224,7 +224,7 @@ def _canonical(name: str) -> str:
 
 
 def hand_on_names(config: Any) -> None:
-    """Write the engines' names of dtypes where the user wrote others.
+    """Replace the dtype names that the user wrote by the engines' names for these dtypes.
 
     Raises:
         DtypeError: a key names no dtype that an engine computes in.
@@ -243,8 +243,9 @@ def hand_on_names(config: Any) -> None:
 def send_in_engines_dtype(config: Any) -> None:
     """Let SkyRL send the weights in the dtype that the engines compute in.
 
-    SkyRL casts the weights to ``model_dtype`` before it sends them. Where a key over it gives all
-    engines another dtype and the user wrote no ``model_dtype``, the weights would be rounded twice.
+    SkyRL casts the weights to ``model_dtype`` before it sends them. Where a section of ``_OVER``
+    gives all engines another dtype and the user wrote no ``model_dtype``, the weights would be
+    rounded twice.
     """
     engines = config.generator.inference_engine
     computes = {rollout.computes for rollout in _rollouts(config)}
@@ -275,7 +276,7 @@ def write(config: Any, engine: Engine, value: str) -> None:
 
 
 def wires_of(config: Any) -> list[Wire]:
-    """The weight syncs of a job, as its config is after all that the shim writes."""
+    """The weight syncs of a job, from its config after the shim has written to it."""
     engines = config.generator.inference_engine
     sent = _canonical(named(engines.model_dtype))
     wires = []
@@ -316,7 +317,7 @@ def asked_of(engines: Any) -> tuple[str, str]:
 
 
 def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
-    """Names of the dtypes that a weight is rounded to on its way; ``"auto"`` where not known.
+    """Names of the dtypes that a weight is rounded to in a sync; ``"auto"`` where not known.
 
     Args:
         engines: the section ``generator.inference_engine``.

@@ -1,4 +1,4 @@
-"""Varlen attention of a float16 model: computed in float16, as the generator does.
+"""Varlen attention of a float16 model: computed in float16, as in the generator.
 
 torchtitan casts queries, keys and values to bfloat16 for the kernel, which takes float16 as well,
 and casts the result back. The shim puts a plain function in its place: torchtitan compiles blocks
@@ -35,8 +35,8 @@ _CAST, _KEPT = "bfloat16", "float16"
 def keep_float16(forward: Any) -> Any:
     """Make an attention function that does not cast float16.
 
-    It calls torchtitan's own function, for float16 a copy of that function in which the name
-    ``bfloat16`` is replaced by ``float16``.
+    The new function calls torchtitan's own function. For float16 inputs it calls a copy of that
+    function in which the name ``bfloat16`` is replaced by ``float16``.
 
     Raises:
         SeamError: this version's function does not cast to bfloat16, or also names float16.

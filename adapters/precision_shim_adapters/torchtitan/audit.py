@@ -94,7 +94,7 @@ _LOST = "torchtitan says which of its updates are lost to rounding"
     replaces=True,
 )
 def report_from_endpoint(endpoint: Any) -> Any:
-    """Make an endpoint that reports the shares of lost updates beside the grad norm.
+    """Make an endpoint that reports the shares of lost updates next to the grad norm.
 
     Raises:
         SeamError: Monarch's ``concurrent_endpoint`` did not make the endpoint.
@@ -119,7 +119,7 @@ def report_from_endpoint(endpoint: Any) -> Any:
     relies_on=("optimizers",),
 )
 def report_in_log(call: Call, extra_metrics: Any = None) -> Any:
-    """Log the shares of lost updates beside the grad norm."""
+    """Log the shares of lost updates next to the grad norm."""
     figures = meters.metrics(call.instance.optimizers)
     if figures:
         call.arguments["extra_metrics"] = {**(extra_metrics or {}), **figures}

@@ -1,8 +1,8 @@
 """Checkpoints: save the scaler's record as a tensor in ``train_state``, and restore it.
 
 torch's distributed checkpoint unpickles everything that is not a tensor. A load asks the file for
-every key of the trainer's state, and a missing key is an error: so the shim reads the checkpoint's
-metadata first, with a reader that imports and calls nothing.
+every key of the trainer's state, and a missing key is an error. So the shim first reads the
+checkpoint's metadata, with a reader that imports and calls nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torchtitan: audit the weights that go to the generators, and ask these what they hold.
+"""torchtitan: audit the weights that go to the generators, and ask the generators what they hold.
 
 The trainer puts one state dict into TorchStore, after it has cast it. A generator is a Monarch
 actor with vLLM's ``LLMEngine``; each of its ranks has the engine of its own shard.
@@ -20,7 +20,7 @@ from .places import FRAMEWORK, GENERATORS, HELD, SENT
 _DELETE = "torchtitan says which precision its generators have"
 
 _KEY = "model_state_dict"
-"""Under which torchtitan's trainer puts its weights."""
+"""The key under which torchtitan's trainer puts its weights."""
 
 
 @seam(
@@ -33,7 +33,7 @@ _KEY = "model_state_dict"
     optional=True,
 )
 async def look_at_state_dict(call: Call, state_dict: Any, key: Any) -> Any:
-    """Look at the weights that go into the store."""
+    """Observe the weights that go into the store."""
     if key == _KEY and isinstance(state_dict, Mapping):
         items: Any = state_dict.items()
         seen = sending.observe(items, FRAMEWORK, "policy")
@@ -70,7 +70,7 @@ def ask_new_generator(call: Call) -> None:
     optional=True,
 )
 async def ask_after_pull(call: Call) -> None:
-    """Ask it again after some of the weight syncs."""
+    """Ask a generator's engine again after some of the weight syncs."""
     await call.proceed()
     _ask(call.instance, count_sync(call.instance))
 

@@ -2,7 +2,7 @@
 
 torchtitan compares names, and looks them up in a dict of three. So the shim replaces a name when
 torchtitan builds a config, and again when a trainer gets the config, since other code may assign a
-name in between. ``sides`` has the generator's name.
+name in between. ``sides`` does this for the generator's dtype name.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ BOTH = (ON_RL, ON_PRETRAINING)
 
 
 def of_both(method: str) -> list[dict[str, Any]]:
-    """The places of a method that both trainers have."""
+    """The seam targets for a method that both trainers have."""
     return [
         {"target": f"{POLICY}.{method}", "optional": True, **ON_RL},
         {"target": f"{TRAINER}.{method}", **ON_PRETRAINING},

@@ -41,7 +41,7 @@ _DEGREES = (
     "expert_parallel_degree",
 )
 _EXPERTS = ".routed_experts."
-"""Part of the names of weights whose first dimension is the experts, in torchtitan's own models."""
+"""Part of the names of weights whose first dimension counts experts, in torchtitan's own models."""
 _FRAME = re.compile(r"[\u2500-\u257f]+|-{3,}")
 """Matches the frame that tyro draws around a message."""
 
@@ -152,7 +152,7 @@ def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
 
 
 def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
-    """Replace the dtype names by torchtitan's own, as in the job; problems of unknown names."""
+    """Replace the dtype names by torchtitan's own, as in the job; report unknown names."""
     if not _coerces(job):
         return
     try:
@@ -164,7 +164,7 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
 
 
 def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
-    """Whether trainer and generator agree: as the controller says it."""
+    """What the controller will report about the agreement of trainer and generator."""
     on = job.in_force(FEATURE, ROLLOUT)
     if on:
         try:
@@ -210,7 +210,7 @@ def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Pro
 def _heads(
     subject: str, prefix: str, parallel: Any, config: Any, model: Model
 ) -> Iterator[Problem]:
-    """Problems of heads in torchtitan's own config, where the model has none of transformers'."""
+    """Problems of heads in torchtitan's own config, for a model without a transformers config."""
     if model.config or config.model_spec is None:
         return
     attention = getattr(config.model_spec.model, "first_attention", None)

@@ -52,7 +52,7 @@ def build(call: Call, config: Any) -> None:
     trainer = call.instance
     fits = not computes_in_float16(config.training) or _has_our_loop(trainer)
     call.proceed()
-    if not fits or not computes_in_float16(config.training):  # another adapter may set it within
+    if not fits or not computes_in_float16(config.training):  # the call may have changed it
         return
     training = make(trainer, "model")
 
@@ -102,7 +102,7 @@ def _has_our_loop(trainer: Any) -> bool:
     optional=True,
 )
 def other_loop(call: Call, config: Any) -> Any:
-    """Warn (strict: raise) that the shim does not scale the loss of such a trainer in float16."""
+    """Warn (strict: raise) that the shim does not scale the loss of this trainer in float16."""
     if computes_in_float16(config.training):
         leave(type(call.instance).__name__, ["__init__", "training loop"], "with Trainer")
     return call.proceed()
@@ -122,7 +122,7 @@ def other_loop(call: Call, config: Any) -> Any:
     **ON_PRETRAINING,
 )
 def train_step(call: Call) -> Any:
-    """Run torchtitan's step with the optimizer's step going through the scaler."""
+    """Run torchtitan's step, in which the scaler steps the optimizer."""
     training = ScaledTraining.of(call.instance)
     if training is None:
         return call.proceed()
@@ -139,7 +139,7 @@ def train_step(call: Call) -> Any:
     **SCALED,
 )
 def log(call: Call, grad_norm: Any, extra_metrics: Any = None) -> Any:
-    """Log the scaler's metrics beside the grad norm, which is NaN for a skipped step."""
+    """Log the scaler's metrics next to the grad norm, which is NaN for a skipped step."""
     training = ScaledTraining.current()
     if training is not None and training.framework == FRAMEWORK:
         call.arguments["grad_norm"] = training.norm(grad_norm)

@@ -113,7 +113,7 @@ def train_step() -> Answer:
     needs=("monarch.actor", _RL),
 )
 def optim_step() -> Answer:
-    """The shim makes an endpoint from this method that steps through the scaler."""
+    """From this method the shim makes an endpoint that steps the optimizer with the scaler."""
     from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 
     method = PolicyTrainer.optim_step._method.__wrapped__

@@ -114,7 +114,7 @@ def build_trainer(call: Call, config: Any) -> None:
     **ON_RL,
 )
 def make_endpoint(endpoint: Any) -> Any:
-    """Make an endpoint that steps through its trainer's scaler, if the trainer has one.
+    """Make an endpoint that steps with its trainer's scaler, if the trainer has one.
 
     Raises:
         SeamError: Monarch's ``concurrent_endpoint`` did not make the endpoint.

@@ -2,9 +2,9 @@
 
 torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver: it has
 the whole config before it starts the processes of the trainer and of the generators. The trainer
-sends its weights in the generator's dtype, rounded once, so it needs the name as well.
+sends its weights in the generator's dtype, rounded once, so it needs that dtype's name as well.
 
-vLLM gets torchtitan's own model, of no ``model_type`` that vLLM refuses in float16.
+vLLM runs torchtitan's own model, whose ``model_type`` is none that vLLM refuses in float16.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _name(value: Any, also: Sequence[str]) -> Any:
 def unwritten(name: str) -> str:
     """A string equal to a dtype's name that marks a value that the user did not write.
 
-    It is an object of its own: an equal name that the user writes, on the command line or in
+    The mark is the string's identity: an equal name that the user writes, on the command line or in
     Python, is another object. tyro and ``dataclasses.replace`` pass the object on.
     """
     return _UNWRITTEN.setdefault(name, name[:1] + name[1:])
@@ -98,7 +98,7 @@ def is_written(value: object) -> bool:
 
 
 def mark_released(config: Any, arguments: Sequence[str]) -> None:
-    """Mark the generator's dtype if it is from a config function of torchtitan's, as released.
+    """Mark the generator's dtype as unwritten if it is from a released config function.
 
     Args:
         config: what the config function returned, before the command line changes it.
@@ -111,7 +111,7 @@ def mark_released(config: Any, arguments: Sequence[str]) -> None:
 
 
 def _is_released(arguments: Sequence[str]) -> bool:
-    """Whether the config function is in a file that is as torchtitan's wheel has it."""
+    """Whether the config function is in a file that is unchanged since torchtitan's wheel."""
     name = _word(arguments, "--module").strip()
     modules = (sys.modules.get(place.format(name)) for place in _MODULES if name)
     module = next((imported for imported in modules if imported is not None), None)
@@ -124,7 +124,7 @@ def _is_released(arguments: Sequence[str]) -> bool:
 
 
 def _word(arguments: Sequence[str], option: str) -> str:
-    """The value of an option; the last one counts, as torchtitan reads it."""
+    """The value of an option; of several values the last, as torchtitan reads it."""
     given, words = "", iter(arguments)
     for word in words:
         head, equals, value = word.partition("=")
@@ -135,7 +135,7 @@ def _word(arguments: Sequence[str], option: str) -> str:
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Mark, for the plan, what the seams mark in the job."""
+    """Mark for the plan the same values that the seams mark in a job."""
     from torchtitan.config import ConfigManager
     from torchtitan.experiments.rl.actors.generator import VLLMGenerator
 
@@ -161,7 +161,7 @@ def marked() -> Iterator[None]:
 
 
 def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
-    """The trainer and the generator; ``None`` where a dtype is left to torchtitan.
+    """The trainer and the generator; ``None`` where one of the two dtypes is not known.
 
     Args:
         training: the trainer's ``TrainingConfig``.
@@ -217,7 +217,7 @@ def build_generator(call: Call, config: Any) -> Any:
     optional=True,
 )
 def build_controller(call: Call, config: Any) -> Any:
-    """Say whether trainer and generator agree; write the generator's dtype if that was asked for.
+    """Report whether trainer and generator agree; set the generator's dtype if asked.
 
     Raises:
         DtypeError: the generator's dtype is unknown, or ``auto``.

@@ -1,10 +1,10 @@
 """The adapter for verl, and why its seams are where they are.
 
 verl decides the bucket's dtype before the optimizer's config exists, and in another function, in
-0.7.1's workers and in 0.8's engines alike. So the shim announces the model in a function around
-both (``MegatronEngine.initialize``, the legacy workers' build methods), and one plan decides both.
-At ``init_megatron_optim_config`` verl's own function still runs: the shim adds its values to
-``override_optimizer_config``, where values that the user wrote win.
+0.7.1's workers and in 0.8's engines alike. So the shim announces the model in the function that
+calls both (``MegatronEngine.initialize``, the legacy workers' build methods), and one plan decides
+both. verl's own ``init_megatron_optim_config`` still runs: the shim adds its values to
+``override_optimizer_config``, where the user's values override the shim's.
 
 Deliberately not patched: the states of optimizers that are not Megatron's (torch's AdamW follows
 its parameters).

@@ -26,14 +26,15 @@ _OPTIMIZER = "optim"
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:
-    """Raise where an engine's config asks for float16 and cannot have it.
+    """Raise where an engine's config asks for float16 with settings that rule it out.
 
     Args:
         config: an engine's config whose ``mp_param_dtype`` is float16.
         section: its key, for messages.
 
     Raises:
-        DtypeError: a strategy without a policy, parameters in float16, or an output in bfloat16.
+        DtypeError: the strategy has no mixed-precision policy, or the config asks for parameters in
+            float16 or an output in bfloat16.
     """
 
     def get(key: str) -> Any:
@@ -64,7 +65,7 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
     **on(AUTOMODEL),
 )
 def check(call: Call, engine_config: Any) -> Any:
-    """Refuse what cannot train in float16; its output is float16 where the user wrote no dtype.
+    """Refuse settings that rule float16 out; make the output float16 where none is written.
 
     Raises:
         DtypeError: see ``check_fp16``.

@@ -1,4 +1,4 @@
-"""Compose a verl job's config as Hydra does in its entry point, without an import of verl."""
+"""Compose a verl job's config as Hydra does in verl's entry point, without importing verl."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..resolving import plain
 
 _FLAG = re.compile(r"--?(config-name|config-path|config-dir|cn|cp|cd)(?:=(.*))?$")
 SEARCH_PATH = "hydra.searchpath"
-"""The key of the directories in which Hydra looks for groups, too."""
+"""The key of further directories in which Hydra looks for config groups."""
 
 
 def _where() -> str:

@@ -1,9 +1,9 @@
-"""verl's driver: whether actor, reference model and rollout compute in one dtype.
+"""verl's driver: compare the dtypes in which actor, reference model and rollout compute.
 
-``auto_set_device`` is the first function that every entry point of verl calls on its config, in the
-driver, before Ray starts a worker and where Hydra still knows the user's overrides. A program that
-calls ``run_ppo`` by itself comes to ``validate_config``, up to 0.8 in the task runner. A driver of
-the user's own around verl's trainer may call neither: the actor's workers compare once more.
+Every entry point of verl first calls ``auto_set_device`` on its config: in the driver, before Ray
+starts a worker, and while Hydra still knows the user's overrides. A program that calls ``run_ppo``
+itself reaches ``validate_config`` (up to 0.8 in the task runner). A user's own driver for verl's
+trainer may call neither, so the actor's workers compare the dtypes once more.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def name_dtype(call: Call) -> Any:
     delete_when="verl compares them",
 )
 def compare_engines(call: Call, config: Any) -> Any:
-    """Say whether the job's engines agree; write the actor's dtype where the user asked for it.
+    """Report whether the job's engines agree; give them the actor's dtype if the user asked.
 
     Raises:
         DtypeError: a key names no dtype.
@@ -117,7 +117,7 @@ def _compare(config: Any) -> None:
     relies_on=("role", "config"),
 )
 def compare_in_worker(call: Call) -> Any:
-    """Say in an actor's first worker whether the engines agree; in strict mode every rank raises.
+    """Report in an actor's first worker whether engines agree; in strict mode every rank raises.
 
     Raises:
         DtypeError: a key names no dtype.

@@ -1,9 +1,9 @@
 """What verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
 
-None of their loops makes a loss scaler. The first three compute the loss with a function that they
-are given, and take no step where the grad norm is not finite: the shim scales that function's loss,
-and unscales before they clip. FSDP Turbo runs the FSDP engine's loop, which uses a scaler that it
-finds on the engine.
+None of their loops makes a loss scaler. The first three compute the loss with a function that their
+caller passes, and take no step where the grad norm is not finite. The shim scales that function's
+loss, and unscales the gradients before the engines clip them. FSDP Turbo runs the FSDP engine's
+loop, which uses a scaler that it finds on the engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SINCE = {
     TITAN: (f"{TITAN}.__init__ mentions ParamGroupConfig",),  # 0.9.0
     TURBO: ("verl.workers.engine.fsdp.fsdp_turbo_impl",),  # 0.9.1
 }
-"""Maps an engine to what the first verl has whose engine the shim scales; it refuses older ones."""
+"""Maps an engine to what is true of every verl in which the shim scales it, and of no older one."""
 
 _WHEN = "the engine scales fp16 losses"
 
@@ -105,11 +105,11 @@ def scale(engine: Any, because: str, *, drives: bool = True) -> None:
 
 
 def tell_ignored(config: Any, key: str) -> None:
-    """Warn where a config names float16 in keys that make no fp16 training of an engine.
+    """Warn where a config names float16 only in keys that do not make the engine train in it.
 
     Args:
         config: an engine's config.
-        key: the key that does.
+        key: the key that does make the engine train in float16.
     """
     if asks_fp16(config) and not getattr(config, "forward_only", False):
         warn(
@@ -136,7 +136,7 @@ def inside(optimizer: Any) -> tuple[Any, ...]:
     relies_on=("backward",),
 )
 def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any:
-    """Scale the loss of each micro-batch, and the auxiliary losses of its experts."""
+    """Scale the loss of each micro-batch, and its MoE auxiliary losses."""
     training = training_of(call.instance)
     if training is None or not training.drives or loss_function is None or forward_only:
         return call.proceed()
@@ -151,7 +151,7 @@ def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any
     relies_on=("isfinite", "optimizer"),
 )
 def step(call: Call) -> Any:
-    """Unscale before verl clips, step through the scaler, and return NaN for a skipped step."""
+    """Unscale before verl clips, step with the scaler, and return NaN for a skipped step."""
     training = training_of(call.instance)
     if training is None:
         return call.proceed()
@@ -254,7 +254,7 @@ REFUSED = {
     TITAN: "its torchtitan engine makes no loss scaler, and no torchtitan that it works with was "
     "released; the shim scales that of torchtitan 0.3.0",
 }
-"""Maps an engine to why the shim refuses it in a verl that is older than ``SINCE`` has it."""
+"""Maps an engine to why the shim refuses it in a verl that is older than those of ``SINCE``."""
 
 
 def refusal(engine: str) -> str:

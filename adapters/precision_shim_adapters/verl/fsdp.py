@@ -1,10 +1,10 @@
-"""verl on FSDP in fp16: the seams where it makes a scaler, and the reading of its configs.
+"""verl on FSDP in fp16: the seams where it makes a scaler, and functions that read its configs.
 
-verl makes a grad scaler in two places: from 0.8 in ``FSDPEngine._build_fsdp_module``, in 0.7 and
-before in the legacy actor. The shim replaces both by a ``LossScaler`` with verl's own values.
-0.7.1's FSDP engine and its legacy critic train fp16 parameters without a scaler: there the shim
-scales the loss where verl computes it and unscales before verl clips, and verl itself skips the
-step because of the grad norm.
+verl makes a grad scaler in two places: in 0.8 and later in ``FSDPEngine._build_fsdp_module``, in
+0.7 and before in the legacy actor. The shim replaces both by a ``LossScaler`` with verl's own
+values. 0.7.1's FSDP engine and its legacy critic train fp16 parameters without a scaler. There the
+shim scales the loss where verl computes it, and unscales the gradients before verl clips them. verl
+itself skips a step whose grad norm is not finite.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _OWN = "verl's own scaler, counted and kept with the checkpoints"
 
 
 def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
-    """verl >= 0.8 has engines only."""
+    """Return a remark for verl 0.8 and later, which has engines only."""
     critic = look(f"{CRITIC}.update_critic")
     return None if critic.found else "this version has no legacy FSDP workers"
 
@@ -71,8 +71,8 @@ def group_of(asked: object = None) -> str:
 
 
 ON_ENGINE: dict[str, Any] = {"feature": FEATURE, "group": ENGINE, "optional": True}
-"""Arguments that all seams of the engine share. Up to 0.7.1 the engine has no scaler, later
-torch's."""
+"""Arguments that all seams of the engine share. Up to 0.7.1 the engine has no scaler; later
+versions have torch's."""
 
 ON_LEGACY: dict[str, Any] = {
     "feature": FEATURE,
@@ -181,7 +181,7 @@ def _instead_of(own: Any, owner: Any) -> None:
 
 
 def scaled_because() -> str:
-    """Why the shim's scaler scales fp16 models, by the installed version; for ``plan``."""
+    """Why the shim scales fp16 models with the installed version; for ``plan``."""
     made = look(f"{SHARDED}._build_fsdp_module")
     return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
 

@@ -34,7 +34,7 @@ _NAMES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 
 
 def native_checkpoint(symbol: Symbol, settings: Any) -> str | None:
-    """Whether verl's manager saves a scaler, by its names; no version does yet."""
+    """Return a remark if verl's manager mentions a scaler; no version does yet."""
     manager = look(f"{_MANAGER}.save_checkpoint")
     return "verl keeps the scaler in its checkpoints" if "scaler" in manager.names else None
 

@@ -21,7 +21,7 @@ from .fsdp import (
 
 
 def native_loop(symbol: Symbol, settings: Any) -> str | None:
-    """verl >= 0.8 scales in its engine's own loop."""
+    """Return a remark for verl 0.8 and later, whose engine scales the loss in its own loop."""
     return "verl scales the loss in its own loop" if "scaler" in symbol.names else None
 
 

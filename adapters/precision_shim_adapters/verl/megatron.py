@@ -65,7 +65,7 @@ def native_fields(symbol: Symbol, settings: Settings) -> str | None:
 
 
 def native_bucket(symbol: Symbol, settings: Settings) -> str | None:
-    """verl 0.9's own alignment, which differs between 0.9.0 and 0.9.1."""
+    """Describe verl 0.9's own alignment, which differs between 0.9.0 and 0.9.1."""
     if "use_low_precision_main_grads" in symbol.names:
         return (
             "verl aligns the bucket with the fields of its optimizer config; it ignores "
@@ -168,8 +168,8 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
         blockers.append("the layer-wise distributed optimizer (Muon) builds no FusedAdam")
     return read_wishes(
         optim_config,
-        # From 0.9 the engine adds grad_reduce_in_fp32 to the DDP's config itself, so read the
-        # user's own config.
+        # In 0.9 and later the engine itself adds grad_reduce_in_fp32 to the DDP's config, so read
+        # the user's own config.
         _read(config, "override_ddp_config"),
         blockers=tuple(blockers),
         # mbridge's DDP turns the distributed optimizer on, whatever verl's config says (0.7.1).
@@ -238,7 +238,7 @@ def configure(
     bf16: Any = True,
     use_distributed_optimizer: Any = True,
 ) -> Any:
-    """Make verl's OptimizerConfig follow the model; accept ``bf16=`` on every version.
+    """Make verl's OptimizerConfig follow the model; accept ``bf16=`` in every version.
 
     verl's engines and workers call it for each model that they train, after its DDP is built.
     """

@@ -43,10 +43,10 @@ def of_engine(engine: Any) -> dict[str, float]:
 
 @seam(feature=FEATURE, delete_when=_SCALE, **_OUTPUT)
 def report(call: Call) -> Any:
-    """Add the loss scaler's metrics beside the grad norm, after each batch of a training worker.
+    """Add the loss scaler's metrics next to the grad norm, after each batch of a training worker.
 
-    Not earlier: verl gathers earlier metrics over the data-parallel ranks, which turns a number
-    into a list, and ``train_mini_batch`` fails on a list.
+    The shim does not add them earlier: verl gathers earlier metrics over the data-parallel ranks,
+    which turns a number into a list, and ``train_mini_batch`` fails on a list.
     """
     result = call.proceed()
     _add(result, of_engine(call.instance.engine))

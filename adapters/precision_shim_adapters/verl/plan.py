@@ -76,7 +76,7 @@ def plan_job(job: Job) -> Request:
 
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
-    """Whether actor, reference model and rollout agree: as ``driver.compare_engines`` says it."""
+    """What ``driver.compare_engines`` will report about actor, reference model and rollout."""
     directory, _, overrides = named_config(job)
     own = sides.is_verls(str(directory)) and not any(
         override.startswith(SEARCH_PATH) for override in overrides
@@ -298,8 +298,8 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
 def _bucket(section: _Section, wishes: Wishes) -> bool:
     """verl's ``grad_reduce_in_fp32`` where the user wrote none.
 
-    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False; from 0.9 the
-    engine writes a value that follows from its optimizer's fields.
+    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False; in 0.9 and
+    later the engine writes a value that follows from its optimizer's fields.
     """
     aware = bool(wishes.opt_in.get(PRECISION_AWARE))
     low = wishes.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32

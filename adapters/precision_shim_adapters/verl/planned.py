@@ -1,4 +1,4 @@
-"""Read what verl's engines without Megatron store and compute in, for the plan."""
+"""Read, for the plan, in which dtypes verl's engines other than Megatron's store and compute."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Sharded:
         compute: dtype in which they are gathered.
         reduce: dtype of the gradients while they are reduced.
         because: why the shim scales an fp16 model.
-        group: the group of the seams that do.
-        sizes: fields of ``ShardedModel`` to the section's keys.
+        group: the group of the seams that scale it.
+        sizes: maps fields of ``ShardedModel`` to the section's keys.
         note: why this version's engine does not compute in the float16 that the config asks for.
     """
 
@@ -52,11 +52,11 @@ def read_sharded(
         key: that section's key in the config.
         group: the group of the workers, where the engine is FSDP.
         subject: which model.
-        trains: whether it has an optimizer.
+        trains: whether the model has an optimizer.
 
     Raises:
         DtypeError: a dtype that verl does not know, or that cannot be trained in.
-        PlanError: the engine is sharded as the plan cannot count.
+        PlanError: the engine is sharded in a way that the plan cannot count.
     """
     for degree in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):
         if (engine.get(degree) or 1) != 1:

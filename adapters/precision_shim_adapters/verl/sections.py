@@ -1,4 +1,4 @@
-"""Check the sections of verl's config that become dataclasses for keys that these lack.
+"""Check the sections of verl's config for keys that their dataclasses lack.
 
 In a worker hydra would raise a TypeError for such a key. The shim reads the dataclasses' fields
 from verl's source.

@@ -45,7 +45,7 @@ KEYS: Mapping[str, Any] = {
     "reward": {"reward_model": {"enable": True, "rollout": _ROLLOUT}},
     "reward_model": {"enable": True, "rollout": _ROLLOUT},
 }
-"""What is read of a job's config."""
+"""The keys that are read from a job's config."""
 
 Written = Callable[[str], bool]
 """Tells whether the user wrote a key of the config."""
@@ -97,13 +97,13 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
 
 
 def unknown_engine(job: Sides) -> tuple[str, str]:
-    """The decision where the actor's dtype is not known: what is done, and why."""
+    """The decision's text and reason where the actor's dtype is not known."""
     reason = f"the shim does not know what verl's {job.strategy} engine computes in"
     return "not compared with the actor", reason
 
 
 def check_names(config: Mapping[str, Any]) -> None:
-    """Check the dtype names of engines that no loss compares with the trainer.
+    """Check the dtype names of reward models, whose dtype is not compared with the trainer's.
 
     Raises:
         DtypeError: a key names no dtype.
@@ -118,7 +118,7 @@ def check_names(config: Mapping[str, Any]) -> None:
 
 
 def written_by(overrides: Sequence[str], *, own: bool) -> Written:
-    """Tells which keys Hydra's overrides write.
+    """Make a function that tells which keys the user wrote.
 
     Args:
         overrides: the overrides, such as ``"actor_rollout_ref.rollout.dtype=float16"``.
@@ -178,7 +178,7 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str, written: Written
 
 
 def _autocasts_in_param_dtype() -> bool:
-    """From 0.8 the engine's autocast has FSDP's dtype; before, it was bfloat16 always."""
+    """Whether the engine's autocast has FSDP's dtype (0.8 and later) and not always bfloat16."""
     symbol = look(f"{fsdp.SHARDED}._build_fsdp_module")
     return symbol.found and "_autocast_dtype" in symbol.names
 
@@ -210,7 +210,7 @@ def _reference(
 
 
 def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
-    """What a rollout's section asks its engine for: a name as ``engine_name`` has it, and the key.
+    """The dtype name that a rollout's section asks for, as ``engine_name`` returns it; its key.
 
     Args:
         section: a rollout's section.
@@ -222,9 +222,9 @@ def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
     name = str(section.get("name") or "")
     inner, key = _section(_section(section, "engine_kwargs"), name), f"{place}.dtype"
     value = section.get("dtype", "bfloat16")
-    if inner.get("dtype") is not None:  # verl hands these over the others
+    if inner.get("dtype") is not None:  # these override the section's dtype
         value, key = inner["dtype"], f"{place}.engine_kwargs.{name}.dtype"
-    # verl leaves a None out, and the engine chooses.
+    # verl omits a None, and the engine then chooses its dtype.
     return AUTO if value is None else engine_name(value, key, versioned("verl")), key
 
 

@@ -1,16 +1,18 @@
-"""verl's weight sync: weights reach the rollout engine in its own dtype, rounded once.
+"""verl's weight sync: weights reach the rollout engine in the engine's dtype, rounded once.
 
 Some of verl's engines round every weight to bf16 on the way to the rollout, whatever
-``actor_rollout_ref.rollout.dtype`` says: the FSDP engine before 0.9, and its merged LoRA since, and
-the torchtitan engine. ``get_per_tensor_param`` returns their weights as a generator that has not
-run yet. The shim looks at what that generator would gather, and returns a generator of its own that
-gathers the same tensors in the same order and rounds them to the rollout's dtype. verl's generator
-is dropped unstarted: running it is collective. A bf16 rollout gets verl's generator itself.
+``actor_rollout_ref.rollout.dtype`` says: the FSDP engine (before 0.9; since then only for merged
+LoRA) and the torchtitan engine. ``get_per_tensor_param`` returns their weights as a generator that
+has not run yet. The shim reads what that generator would gather, and returns a generator of its own
+that gathers the same tensors in the same order and rounds them to the rollout's dtype. It drops
+verl's generator without starting it, since running it is collective. For a bf16 rollout the shim
+returns verl's generator itself.
 
-No cast of verl's is on the way of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
-workers, and of the FSDP engine from 0.9 without merged LoRA. With the delta checkpoint engine every
-engine of verl rounds to bf16, and verl's receiver in vLLM takes nothing else: there the shim mends
-the FSDP engine beside SGLang, and refuses the others or says so (``refuses_delta``).
+verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
+workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
+engine every engine of verl rounds to bf16, and verl's receiver in vLLM takes nothing else. There
+the shim corrects the weights that the FSDP engine sends to SGLang; elsewhere it raises or warns
+(``refuses_delta``).
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ FSDP, TITAN, CHECKPOINTS = "fsdp weights", "torchtitan weights", "checkpoint eng
 """The groups: one for each engine that rounds, and one for verl's checkpoint engines."""
 
 DELTA = "delta_sharded"
-"""The backend of verl's checkpoint engine that sends what has changed."""
+"""The backend of verl's checkpoint engine that sends only the changed weights."""
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SUBJECT = "weights to the rollout"
@@ -49,14 +51,14 @@ _INIT: dict[str, Any] = {
 _FIRST: dict[str, Any] = {"feature": FEATURE, "optional": True}
 
 _asked: WeakKeyDictionary[Any, tuple[str, str]] = WeakKeyDictionary()
-"""An actor's engine to the rollout's dtype name and the key that has it; the engine itself does not
-know the rollout."""
+"""Maps an actor's engine to the rollout's dtype name and the config's key for it; the engine itself
+does not know the rollout."""
 
 _computes: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""An actor's engine to the canonical name of what the rollout computes in, for the meter."""
+"""Maps an actor's engine to the canonical name of the rollout's dtype, for the meter."""
 
 _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""The same for an engine whose delta checkpoint engine was given that dtype."""
+"""Maps an actor's engine to the dtype name that its delta checkpoint engine was given."""
 
 
 # -- which dtype -------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Say in which dtypes an engine's weights reach the rollout: those of ``before``, its own."""
+    """Tell the meter which dtypes weights are rounded to: ``before``, then the rollout's."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
@@ -241,7 +243,7 @@ def _with_experts(
 
 
 def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights with LoRA merged; like verl's, it gathers while the adapters are merged."""
+    """Yield the weights with LoRA merged; like verl's generator, gather them while merged."""
     verl: Any = importlib.import_module(f"{_IMPL}.fsdp.transformer_impl")
     module, device = engine.module, verl.get_device_id()
     inner = getattr(module, "_fsdp_wrapped_module", module)
@@ -276,7 +278,7 @@ def _shares(whole: torch.Tensor, param: DTensor) -> bool:
     **_FIRST,
 )
 def checkpoint_engine(call: Call) -> Any:
-    """Give a checkpoint engine that rounds the rollout's dtype where the user gave it none.
+    """Give the rollout's dtype to a checkpoint engine that rounds, unless the user gave one.
 
     Raises:
         DtypeError: a rollout dtype is no dtype that an engine computes in.
@@ -339,7 +341,7 @@ def _shards(
 
 
 def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
-    """Why the delta checkpoint engine does not serve a rollout's dtype; empty if it does.
+    """Why the delta checkpoint engine cannot send a rollout's dtype; empty if it can.
 
     Args:
         rollout: the job's ``actor_rollout_ref.rollout``.
@@ -357,7 +359,7 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
         return "", False
     vllm = engine == "vllm"
     if vllm and not look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found:
-        return "", False  # before 0.9.1 verl refuses vLLM here in its own words
+        return "", False  # verl before 0.9.1 itself raises for vLLM here
     if not vllm and strategy in ("fsdp", "fsdp2"):
         return "", False
     what = (
@@ -401,12 +403,12 @@ def _give(engine: Any, rollout: Any, rounds: bool) -> str:
 
 
 def is_delta(engine: Any) -> bool:
-    """Whether a checkpoint engine is one of verl's that send what has changed."""
+    """Whether a checkpoint engine is one of verl's that send only the changed weights."""
     return "Delta" in type(engine).__name__
 
 
 def casts(engine: Any) -> bool:
-    """Whether a checkpoint engine rounds what it sends; others only keep the argument."""
+    """Whether a checkpoint engine rounds what it sends; others only store ``rollout_dtype``."""
     send = inspect.unwrap(engine.send_weights)
     return "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())
 

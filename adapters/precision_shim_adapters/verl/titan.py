@@ -1,8 +1,8 @@
 """verl's torchtitan engine in fp16: ``dtype: float16`` becomes torchtitan's compute dtype.
 
-verl ignores ``dtype`` here, and torchtitan trains in its own default, bfloat16. torchtitan's own
-adapter makes the scaled training, where verl's engine builds a ``Trainer``, and keeps the scaler in
-its checkpoints. This module gives that training to verl's loop.
+verl ignores ``dtype`` here, and torchtitan trains in its own default, bfloat16. The shim's
+torchtitan adapter makes the scaled training where verl's engine builds a ``Trainer``, and keeps the
+scaler in torchtitan's checkpoints. This module gives that training to verl's loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def build(call: Call, engine_config: Any) -> Any:
     """Build a trainer that computes in float16 where ``dtype`` asks for it; keep its training.
 
     Raises:
-        UnsupportedPrecisionError: torchtitan's own adapter, which scales, is not in force.
+        UnsupportedPrecisionError: the shim's torchtitan adapter, which scales, is not in force.
     """
     if not is_fp16(engine_config.dtype):
         return call.proceed()
@@ -67,7 +67,7 @@ def build(call: Call, engine_config: Any) -> Any:
     **on(TITAN),
 )
 def compute_in_fp16(call: Call, config: Any) -> Any:
-    """Let a trainer that ``build`` builds compute in float16; the config is that engine's own."""
+    """Let a trainer that ``build`` builds compute in float16; no other engine has its config."""
     if _in_fp16.get():
         config.training.mixed_precision_param = "float16"
     return call.proceed()

@@ -66,7 +66,7 @@ def build(call: Call) -> Any:
     engine._autocast_dtype = torch.float16
     parts = inside(engine.optimizer)
     if parts and not hasattr(engine.optimizer, "param_groups"):
-        # VeOmni's container (expert parallelism, Muon) has no list of its own; a scaler reads one.
+        # VeOmni's container (expert parallelism, Muon) lacks param_groups, which a scaler reads.
         engine.optimizer.param_groups = [group for one in parts for group in one.param_groups]
     scale(engine, BECAUSE)
     return result

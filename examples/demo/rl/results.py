@@ -1,4 +1,4 @@
-"""What verl logged of a job, what the demo promises of the three, and the picture.
+"""Reads what verl logged of a job, checks what the demo promises of the three jobs, and plots it.
 
 It imports neither torch nor a framework.
 """
@@ -23,19 +23,20 @@ METRICS = {
     "scale": "actor/loss_scale",
     "skipped": "actor/skipped_steps",
 }
-"""verl's own metrics, and what the shim adds to them: the last two."""
+"""verl's own metrics, and two metrics that the shim adds: the last two."""
 
 FIRST = 10
-"""Steps over which the mismatch is compared: later on the model is sure, and all mismatch small."""
+"""The number of first steps over which the mismatch is compared: later on the model is sure of its
+answers, and every mismatch is small."""
 
 _LEARNED = 0.5
 _K3_RATIO, _DIFFERENCE_RATIO = 10, 4
-"""Three bits of mantissa more are a factor of 8 in the mean, and of 64 in k3."""
+"""fp16 has three more bits of mantissa than bf16: a factor of 8 in the mean, and of 64 in k3."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """One value per step of each metric; a metric that verl never logged has none.
+    """One value per step of each metric; the list of a metric that verl never logged is empty.
 
     A resumed job begins with a later step.
     """
@@ -50,7 +51,7 @@ class Course:
 
 
 def read(path: Path) -> Course:
-    """Read what verl's logger ``file`` has written so far; a last line may be cut off."""
+    """Read what verl's logger ``file`` has written so far, without an incomplete last line."""
     columns: dict[str, list[float]] = {name: [] for name in ("step", *METRICS, "seconds")}
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for line in lines:
@@ -65,7 +66,12 @@ def read(path: Path) -> Course:
 
 
 def check(courses: Sequence[Course]) -> list[Check]:
-    """What is promised of the three jobs: bf16 on both sides, fp16 beside bf16, fp16 on both."""
+    """Check what is promised of the three jobs.
+
+    Args:
+        courses: in this order: bf16 on both sides, an fp16 trainer with a bf16 rollout, fp16 on
+            both sides with the shim.
+    """
     learned = [fmean(one.reward[-5:]) for one in courses]
     k3 = [fmean(one.k3[:FIRST]) for one in courses]
     apart = [fmean(one.difference[:FIRST]) for one in courses]
@@ -98,7 +104,7 @@ def check(courses: Sequence[Course]) -> list[Check]:
 
 
 def draw(path: Path, courses: Mapping[str, Course], title: str) -> None:
-    """Write the picture."""
+    """Write the plot."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""verl's replay buffer, which looks for finished answers ten times a second.
+"""verl's replay buffer, changed to check for finished answers ten times a second.
 
-verl's own looks every two seconds, longer than a step of this demo takes. verl loads the class by
-its keys ``trainer.v1.sampler.custom_sampler.path`` and ``.name``.
+verl's own buffer checks every two seconds, and a step of this demo takes less than that. verl
+loads the class by its keys ``trainer.v1.sampler.custom_sampler.path`` and ``.name``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Sampler"]
 
 
 class Sampler(ReplayBuffer):  # type: ignore[misc]  # verl has no types
-    """The same, at another pace."""
+    """verl's replay buffer, with a poll interval of 0.1 seconds."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given, poll_interval=0.1)

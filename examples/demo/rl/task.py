@@ -1,4 +1,4 @@
-"""What is learned: to repeat a letter. The model, its tokenizer, the prompts and the reward.
+"""The task of the RL demo, to repeat a letter: model, tokenizer, prompts and reward.
 
 verl loads this file by its path for :func:`compute_score`.
 """
@@ -10,9 +10,9 @@ from typing import Any
 
 LETTERS = "abcd"
 ANSWER = 6
-"""Tokens of an answer."""
+"""The number of tokens of an answer."""
 PROMPTS, ANSWERS = 8, 8
-"""Per step: so many prompts, and so many answers to each."""
+"""The number of prompts per step, and of answers to each prompt."""
 WIDTH = 64
 _END = "<|im_end|>"
 _TEMPLATE = (
@@ -24,12 +24,12 @@ _TEMPLATE = (
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> float:
-    """The share of the answer's places that hold the prompt's letter."""
+    """Return the share of the answer's positions that have the prompt's letter."""
     return solution_str[:ANSWER].count(ground_truth) / ANSWER
 
 
 def make(folder: Path, steps: int, seed: int = 0) -> None:
-    """Write ``model`` (random weights in fp32, a tokenizer) and ``prompts.parquet``."""
+    """Write the folder ``model`` (random fp32 weights, a tokenizer) and ``prompts.parquet``."""
     import random
 
     import pandas
@@ -54,7 +54,7 @@ def make(folder: Path, steps: int, seed: int = 0) -> None:
 
 
 def _vocabulary() -> dict[str, int]:
-    # A byte-level tokenizer writes the new line as the second of these.
+    # The second of these is how a byte-level tokenizer writes the newline.
     tokens = ["<pad>", "\u010a", ">", _END, *LETTERS]
     tokens += [f"<{number}>" for number in range(24 - len(tokens))]
     return {token: number for number, token in enumerate(tokens)}
@@ -73,7 +73,7 @@ def _tokenizer() -> Any:
 
 
 def _model(seed: int) -> Any:
-    """A Qwen2 of two layers; each keeps its input's scale."""
+    """A Qwen2 with two layers, initialised so that each layer keeps the scale of its input."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

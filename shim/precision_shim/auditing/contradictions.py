@@ -1,4 +1,4 @@
-"""Holds what was sent to a rollout against what its engines hold; pure, and without torch."""
+"""Compare the weights sent to a rollout with those its engines hold; pure functions, no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .halves import BASE, ROLLOUT, Held, Sent, Weights
 from .layers import MATRICES, holds_a_word_of, is_named, joined, kind_of
 
 OWN_AT_MOST, SENT_AT_LEAST = 0.98, 0.999
-"""Shares that bf16 represents exactly: the trainer's own weights must have less than the first, and
-those that were sent more than the second, before a bf16 rounding lies between them."""
+"""Thresholds for the share of weights that bf16 represents exactly. Weights are taken to have been
+rounded to bf16 if this share is below the first before sending and above the second afterwards."""
 
 LEAST_SAMPLE = 256
-"""A share of fewer elements says nothing."""
+"""Minimum number of sampled elements for which a share is used."""
 
 
 @dataclass(frozen=True)
 class Contradiction:
-    """Two halves that cannot both be meant.
+    """A disagreement between what was asked for, what was sent and what an engine holds.
 
     Attributes:
-        code: such as ``"bf16-wire"``; docs/audit.md has them all.
-        who: which rank of the trainer or which engine shows it.
+        code: such as ``"bf16-wire"``; docs/audit.md lists all codes.
+        who: the trainer's rank or the engine where it was found.
         message: what was expected, what was found, and what the user can do.
     """
 
@@ -33,11 +33,11 @@ class Contradiction:
 
 
 def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contradiction]:
-    """What contradicts what, in one job of one framework.
+    """Yield the contradictions in one job of one framework.
 
     Args:
         sent: what the ranks of the trainer sent.
-        held: what the engines hold, those of other models too.
+        held: what the engines hold, also the engines of other models than the trained policy.
     """
     rollouts = [one for one in held if one.subject == ROLLOUT]
     for engine in rollouts:
@@ -48,7 +48,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
         for engine in rollouts:
             yield from _received(one, engine)
             yield from _sent_in_8_bits(one, engine)
-    for engine in held:  # what an engine contradicts by itself, whatever model it has
+    for engine in held:  # contradictions within one engine, whichever model it has
         yield from _held_dtype(engine)
         yield from _left_out(engine)
 
@@ -58,7 +58,7 @@ def _once(sent: Sequence[Sent]) -> Iterable[Sent]:
 
 
 def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
-    """What the rollout's engines compute in: what they say, else what was asked for."""
+    """Return the dtypes that the rollout's engines report to compute in, or else the asked one."""
     if rollouts:
         return {one.computes for one in rollouts}
     return {CANONICAL[sent.asked]} if sent.asked in CANONICAL else set()
@@ -80,7 +80,7 @@ def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _of_wire(one: Sent, rollouts: Sequence[Held]) -> Iterator[Contradiction]:
-    """A wire that rounds to bf16, before engines that all compute in more."""
+    """Yield weights that are rounded to bf16 in transfer, although no engine computes in bf16."""
     engines = computes(one, rollouts)
     if not engines or not engines <= {"fp16", "fp32"}:
         return
@@ -116,7 +116,7 @@ def _mostly_bf16(weights: Weights, then: str = "") -> bool:
 
 
 def _rounded(before: Weights, after: Weights) -> bool:
-    """Whether a bf16 rounding lies between two groups of weights, by their shares."""
+    """Whether weights were rounded to bf16 on the way, judged by the shares exact in bf16."""
     if before.exact is None or after.exact is None:
         return False
     if min(before.sampled, after.sampled) < LEAST_SAMPLE:
@@ -125,7 +125,7 @@ def _rounded(before: Weights, after: Weights) -> bool:
 
 
 def _received(one: Sent, engine: Held) -> Iterator[Contradiction]:
-    """A rounding between the sender and the engine, at one and the same weight sync."""
+    """Yield weights rounded to bf16 between sender and engine, compared at the same weight sync."""
     same = engine.sync == one.sync and engine.computes in ("fp16", "fp32")
     weights = one.sent.get(BASE)
     if not same or engine.quantization or weights is None or engine.weights is None:
@@ -146,7 +146,7 @@ def _received(one: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _held_dtype(engine: Held) -> Iterator[Contradiction]:
-    """Whole kinds of layers in another 16-bit dtype than the engine computes in."""
+    """Yield kinds of layers that an engine holds in another 16-bit dtype than it computes in."""
     if engine.quantization or engine.computes not in ("fp16", "bf16"):
         return
     other = {"fp16": "bf16", "bf16": "fp16"}[engine.computes]
@@ -162,7 +162,7 @@ def _held_dtype(engine: Held) -> Iterator[Contradiction]:
 
 
 def _sent_in_8_bits(one: Sent, engine: Held) -> Iterator[Contradiction]:
-    """Layers that were sent quantised, and that the engine holds as they are."""
+    """Yield layers that were sent quantised, but that the engine holds without quantisation."""
     plain = {joined(name): name for name in engine.plain}
     quantised = {joined(name) for name in engine.quantised}
     names = {joined(name) for name in one.quantised}
@@ -177,7 +177,7 @@ def _sent_in_8_bits(one: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _left_out(engine: Held) -> Iterator[Contradiction]:
-    """Layers that a quantised engine keeps in 16 bits, though no list names them."""
+    """Yield layers that a quantised engine keeps in 16 bits, though its ignore list lacks them."""
     if not engine.quantization or not engine.quantised or engine.ignored is None:
         return
     plain = [one for one in engine.plain if kind_of(one) in ("attention", "mlp", "experts")]
@@ -209,7 +209,7 @@ def _left_out(engine: Held) -> Iterator[Contradiction]:
 
 
 def _like(layer: str) -> str:
-    """A layer's name without its number."""
+    """Return a layer's name with its numbers replaced by ``*``."""
     return ".".join("*" if part.isdigit() else part for part in layer.split("."))
 
 

@@ -1,4 +1,4 @@
-"""Counts the bytes that readings hold, each storage once."""
+"""Count the bytes of the tensors in readings, each storage once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .record import COMPONENTS, OF_MODEL, AuditComponent
 
 
 class Counter:
-    """Counts every storage once, for the first component that holds it."""
+    """Counts every storage once, for the first component that has it."""
 
     def __init__(self) -> None:
         self._counted: set[int] = set()
@@ -24,7 +24,7 @@ class Counter:
         self.host = 0
 
     def next_component(self) -> None:
-        """Begin a component: storages counted so far belong to earlier components."""
+        """Begin a new component: it does not count storages that were counted so far."""
         self._before = set(self._counted)
 
     def _storages(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
@@ -73,7 +73,7 @@ class Counter:
 
 @dataclass
 class Measured:
-    """What a component holds.
+    """The measured size of a component.
 
     Attributes:
         bytes: size of the elements, without padding.
@@ -91,14 +91,14 @@ class Measured:
 
 
 def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int]:
-    """Count what readings hold, each storage once over all of them.
+    """Count the tensors of readings, each storage once over all readings.
 
     Returns:
         Each reading's components, and how many of all allocated bytes are in the host's memory.
     """
     counter = Counter()
     found: list[dict[str, Measured]] = [{} for _ in readings]
-    # Component by component: a storage that two readings share counts for the earlier component.
+    # Component by component, so that a shared storage is counted for the earlier component.
     for component in COMPONENTS:
         counter.next_component()
         for reading, counts in zip(readings, found, strict=True):
@@ -126,7 +126,7 @@ def _tensors(
 
 
 def component_of(reading: Reading, name: str, found: Measured, covered: int) -> AuditComponent:
-    """Make the ``AuditComponent`` of a component.
+    """Make the ``AuditComponent`` for a component of a reading.
 
     Args:
         reading: the reading that has the component.
@@ -160,7 +160,7 @@ def component_of(reading: Reading, name: str, found: Measured, covered: int) -> 
 
 
 def is_sharded(reading: Reading, name: str) -> bool:
-    """Whether each rank of the data-parallel group holds only a share of a component."""
+    """Whether each rank of the data-parallel group holds only a shard of a component."""
     if name in OF_MODEL:
         return reading.params_sharded and name != "grad_buckets"
     return reading.sharded

@@ -1,4 +1,4 @@
-"""Audits as JSON files, one per rank and optimizer; each is written whole or not at all."""
+"""Write and read audits as JSON files, one per rank and optimizer; writing is atomic."""
 
 from __future__ import annotations
 
@@ -6,31 +6,34 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 from .record import Audit
+
+T = TypeVar("T")
 
 SUFFIX = ".audit.json"
 
 
 def stem(audit: Audit) -> str:
-    """The beginning of an audit's file name: framework, subject and parts."""
+    """Return the beginning of an audit's file name: framework, subject and parts."""
     names = "+".join(part.name for part in audit.parts)
     words = (audit.framework, audit.subject or "optimizer", names)
     return ".".join(re.sub(r"[^\w+-]+", "-", word) for word in words)
 
 
 def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
-    """Write an audit; a reader never sees half of it.
+    """Write an audit into a file; the file is replaced atomically.
 
     Args:
-        directory: where to write; made if it does not exist.
+        directory: where to write; created if it does not exist.
         stem: the beginning of the file's name; the rank is added.
         audit: the audit.
 
     Raises:
-        OSError: the file cannot be written; no temporary file stays behind.
+        OSError: the file cannot be written; no temporary file is left.
     """
     path = Path(directory) / f"{stem}.rank{audit.rank}{SUFFIX}"
     write_whole(path, json.dumps(audit.to_dict(), indent=1) + "\n")
@@ -38,17 +41,17 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all; its directory is made if it does not exist.
+    """Write a file atomically; its directory is created if it does not exist.
 
     Raises:
-        OSError: the file cannot be written; no temporary file stays behind.
+        OSError: the file cannot be written; no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=".audit-", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(name, 0o644)  # mkstemp lets only the owner read
+        os.chmod(name, 0o644)  # mkstemp lets only the owner read the file
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -56,8 +59,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
-    """The warning that an audit could not be written, the same for each optimizer and step."""
-    # Not str(error): that names the temporary file, whose name differs each time.
+    """Return the warning that an audit was not written, equal for all optimizers and steps."""
+    # Not str(error): that contains the temporary file's name, which differs each time.
     problem = (
         f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: "
         f"{error.strerror or error}. Set PRECISION_SHIM_AUDIT_DIR to a directory that every rank "
@@ -67,22 +70,33 @@ def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
 
 
 def number(path: Path, audit: Audit) -> str:
-    """The number at the end of a file's stem, from ``kept.name``; empty for the first audit."""
+    """Return the number that ``kept.name`` added to a file's stem; empty for the first audit."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
     return name.removeprefix(stem(audit)).removeprefix("-")
 
 
 def read_audits(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Audit | str]]:
-    """Read the audits in a directory, by file name; for an invalid file, yield the reason.
+    """Read the audits in a directory; see ``read_files``."""
+    return read_files(directory, SUFFIX, Audit.from_dict)
+
+
+def read_files(
+    directory: str | os.PathLike[str], suffix: str, make: Callable[[Any], T]
+) -> Iterator[tuple[Path, T | str]]:
+    """Read the JSON files in a directory, by file name; for an invalid file, yield the reason.
+
+    Args:
+        directory: the directory of the files.
+        suffix: the end of the files' names.
+        make: makes a record from the values in a file.
 
     Raises:
         OSError: the directory cannot be read.
     """
     for path in sorted(Path(directory).iterdir()):
-        if not path.name.endswith(SUFFIX):
+        if not path.name.endswith(suffix):
             continue
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            yield path, Audit.from_dict(values)
+            yield path, make(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             yield path, f"{type(error).__name__}: {error}"

@@ -1,8 +1,8 @@
-"""The rollout's half of an audit, as plain data: the weights that were sent, and an engine's own.
+"""The other half of an audit, as plain data: the weights sent to the rollout, and those it holds.
 
-``Sent`` is what a trainer's process saw of the weights on their way to the rollout. ``Held`` is
-what an engine answered when it was asked. ``sending`` makes the first from a stream of weights; the
-backend ``rollout`` among the adapters makes the second; ``contradictions`` compares them.
+``Sent`` describes the weights that a trainer's process sent to the rollout. ``Held`` describes what
+an engine answered when it was asked. ``sending`` makes a ``Sent`` from a stream of weights, and the
+adapters' backend ``rollout`` makes a ``Held``; ``contradictions`` compares them.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import write_whole
+from .files import read_files, write_whole
 
 SUFFIX = ".rollout.json"
 BASE, ADAPTERS = "weights", "adapters"
-"""The two groups of tensors: LoRA's adapters are one of their own."""
+"""The two groups of tensors: LoRA's adapters, and all other weights."""
 
 ROLLOUT = "rollout"
-"""The subject of the engines that generate for the trained policy; others are another model's."""
+"""The subject of the engines that generate for the trained policy; engines of other models have
+another subject."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A group of tensors.
+    """Statistics of a group of tensors.
 
     Attributes:
-        dtypes: number of elements by dtype, by canonical names; torch's names for other dtypes.
+        dtypes: number of elements by the dtype's canonical name, or torch's name for other dtypes.
         exact: share of the sampled elements that bf16 represents exactly; ``None`` without a
-            sample. Elements below fp16's least normal number are left out: bf16 represents most
-            of what fp16 makes of these.
-        sampled: number of the sampled elements.
+            sample. Elements below fp16's least normal number are left out: after a rounding to
+            fp16, bf16 represents most of these exactly.
+        sampled: number of sampled elements.
     """
 
     dtypes: Mapping[str, int] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class Weights:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Weights:
-        """Make one from the result of ``dataclasses.asdict``."""
+        """Make a ``Weights`` from the result of ``dataclasses.asdict``."""
         exact = values["exact"]
         return cls(
             {str(name): int(count) for name, count in values["dtypes"].items()},
@@ -60,15 +61,17 @@ class Sent:
         subject: the trained policy, such as ``"actor"``.
         rank: rank of the process.
         world_size: number of ranks of the trainer.
-        job: what all processes of one job have in common; empty where nothing tells.
-        asked: the dtype name that the rollout's key has; empty where it is not known.
-        key: the key.
+        job: a name that all processes of the job have in common; empty where there is none.
+        asked: the dtype name that the config asks the rollout for; empty where it is not known.
+        key: the config key of that dtype.
         sync: number of the weight sync, from 1.
         sent: the tensors that were sent, by group.
         own: the trainer's own parameters at that sync, by group; empty where they are not known.
-        then: the dtype that the framework's sender rounds them to afterwards; empty for none.
+        then: the dtype that the framework's sender rounds the sent tensors to afterwards; empty if
+            it does not.
         quantised: names of the layers that were sent in 8 bits.
-        not_asked: why no engine of the framework can be asked; empty where engines are asked.
+        not_asked: why no engine of the framework can be asked what it holds; empty where engines
+            are asked.
     """
 
     framework: str
@@ -92,7 +95,7 @@ class Sent:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Sent:
-        """Make one from a file's values."""
+        """Make a ``Sent`` from a file's values."""
         groups = {
             side: {str(name): Weights.of(one) for name, one in values[side].items()}
             for side in ("sent", "own")
@@ -104,29 +107,29 @@ class Sent:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rollout engine says of itself.
+    """What a rollout engine reports about itself.
 
     Attributes:
         framework: the framework's name.
-        subject: ``ROLLOUT``, or whose engine it is: a teacher's, a reward model's.
-        name: which of the job's engines, such as ``"replica 0"``.
-        job: as in ``Sent``.
-        engine: name and version, such as ``"vllm 0.30.0"``.
-        model: the model's path or name, as the engine got it.
-        computes: canonical name of the dtype that it computes in.
-        quantization: name of its quantisation; empty for none.
-        ignored: the layers that its quantisation leaves out, by its config; ``None`` where the
-            config does not say.
-        kv_cache: the dtype that was asked for the KV cache; ``"auto"`` for the engine's own.
-        head: the dtype in which the head computes; empty where the engine does not say.
-        sync: number of weight syncs before it was asked; 0 for its start.
-        kinds: number of elements of its parameters, by kind of layer and dtype.
+        subject: ``ROLLOUT``, or the other model that the engine runs, such as a teacher.
+        name: which of the job's engines this is, such as ``"replica 0"``.
+        job: see ``Sent``.
+        engine: the engine's name and version, such as ``"vllm 0.30.0"``.
+        model: the model's path or name that the engine was given.
+        computes: canonical name of the dtype that the engine computes in.
+        quantization: name of the engine's quantisation; empty if there is none.
+        ignored: the layers that the quantisation's config leaves out; ``None`` where the config
+            does not say.
+        kv_cache: the dtype that the KV cache was asked for; ``"auto"`` for the engine's default.
+        head: the dtype in which the output head computes; empty where the engine does not say.
+        sync: number of weight syncs before the engine was asked; 0 if it was asked at its start.
+        kinds: number of elements of the engine's parameters, by kind of layer and dtype.
         kv_held: dtypes of the KV cache's tensors.
-        quantised: names of its quantised layers.
-        plain: names of its linear layers and experts that are not quantised.
-        weights: its parameters that are not quantised; ``None`` where it did not answer.
-        sample: which of them are in ``weights``; empty for all.
-        not_answered: why it did not answer; empty if it did.
+        quantised: names of the engine's quantised layers.
+        plain: names of the engine's linear layers and experts that are not quantised.
+        weights: the engine's parameters that are not quantised; ``None`` where it did not answer.
+        sample: which of these parameters ``weights`` is of; empty if it is of all.
+        not_answered: why the engine did not answer; empty if it did.
     """
 
     framework: str
@@ -156,7 +159,7 @@ class Held:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Held:
-        """Make one from a file's values."""
+        """Make a ``Held`` from a file's values."""
         several = {
             name: tuple(map(str, values[name])) for name in ("kv_held", "quantised", "plain")
         }
@@ -181,7 +184,7 @@ _HALVES: dict[str, type[Sent] | type[Held]] = {"sent": Sent, "held": Held}
 
 
 def write(directory: str, half: Half) -> None:
-    """Write a half into a file; a reader never sees part of it.
+    """Write a half into a file; the file is replaced atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -193,16 +196,5 @@ def write(directory: str, half: Half) -> None:
 
 
 def read(directory: str) -> Iterator[tuple[Path, Half | str]]:
-    """Read the halves in a directory, by file name; for an invalid file, yield the reason.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    for path in sorted(Path(directory).iterdir()):
-        if not path.name.endswith(SUFFIX):
-            continue
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            yield path, _HALVES[values.pop("half")].of(values)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            yield path, f"{type(error).__name__}: {error}"
+    """Read the halves in a directory; see ``read_files``."""
+    return read_files(directory, SUFFIX, lambda values: _HALVES[values.pop("half")].of(values))

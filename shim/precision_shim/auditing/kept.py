@@ -1,6 +1,7 @@
-"""The process's audits, for ``status()``: each optimizer's newest, and whether it was written.
+"""Keep each optimizer's latest audit for ``status()``, and whether the audit was written.
 
-Also the models whose optimizers are audited, for the audit of the weights that are sent.
+The module also keeps references to the models of these optimizers; the audit of the weights that
+are sent to a rollout needs them.
 """
 
 from __future__ import annotations
@@ -23,59 +24,59 @@ _numbers = itertools.count()
 
 
 def number() -> int:
-    """A number that no optimizer has yet."""
+    """Return a new number, to identify an optimizer."""
     return next(_numbers)
 
 
 def name(stem: str) -> str:
-    """Make a file's stem that no other optimizer of this process has."""
+    """Return a stem, with a number added if another optimizer of this process has the stem."""
     _names[stem] += 1
     return stem if _names[stem] == 1 else f"{stem}-{_names[stem]}"
 
 
 def put(of: int, audit: Audit) -> None:
-    """Keep an optimizer's audit in place of its previous one."""
+    """Store an optimizer's audit; it replaces the optimizer's previous audit."""
     _audits[of] = audit
 
 
 def of(number: int) -> Audit | None:
-    """An optimizer's newest audit, if there is one."""
+    """Return an optimizer's latest audit, or ``None``."""
     return _audits.get(number)
 
 
 def written(of: int, problem: str = "") -> None:
-    """Note that an optimizer's newest audit was written, or why it was not."""
+    """Record that an optimizer's latest audit was written, or why it was not."""
     _not_written[of] = problem
 
 
 def problems() -> list[str]:
-    """Why audits could not be written to ``PRECISION_SHIM_AUDIT_DIR``, each reason once."""
+    """Return why audits were not written to ``PRECISION_SHIM_AUDIT_DIR``, each reason once."""
     return list(dict.fromkeys(filter(None, _not_written.values())))
 
 
 def put_model(framework: str, subject: str, model: Sequence[weakref.ref[Any]]) -> None:
-    """Keep the modules of a model, in place of an older model of that name."""
+    """Store the modules of a model; they replace an older model of the same name."""
     if model:
         _models[framework, subject] = list(model)
 
 
 def model_of(framework: str, subject: str) -> list[Any]:
-    """The modules of a model that still live."""
+    """Return those modules of a model that still exist."""
     return [one for ref in _models.get((framework, subject), ()) if (one := ref()) is not None]
 
 
 def at_clear(undo: Callable[[], object]) -> None:
-    """Have ``clear`` call a function."""
+    """Register a function that ``clear`` calls."""
     _undo.append(undo)
 
 
 def audits() -> list[Audit]:
-    """The audits, in the order of their optimizers."""
+    """Return the audits, in the order of their optimizers."""
     return list(_audits.values())
 
 
 def clear() -> None:
-    """Forget all audits, and stop watching the optimizers."""
+    """Drop all audits, and stop watching the optimizers."""
     while _undo:
         _undo.pop()()
     _audits.clear()

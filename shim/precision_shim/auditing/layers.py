@@ -1,4 +1,4 @@
-"""Kinds and names of a model's layers, as trainers and rollout engines write them; pure."""
+"""Kinds and names of a model's layers in trainers and rollout engines; pure functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 MATRICES = ("attention", "mlp", "experts", "embedding", "head")
-"""Kinds whose weights an engine keeps in the dtype that it computes in, or quantises."""
+"""Kinds of layers whose weights an engine either quantises or keeps in its compute dtype."""
 
 _KINDS = (
     ("adapters", r"(^|[._])lora_"),
@@ -23,13 +23,13 @@ _JOINED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Layers that engines join, and what they are made of."""
+"""Layers that engines fuse from several layers, with the names of these."""
 
 _EXPERT = re.compile(r"\.experts\..*$")
 
 
 def kind_of(name: str) -> str:
-    """The kind of layer that a tensor or a module belongs to, by its name."""
+    """Return the kind of layer that a tensor or a module belongs to, by its name."""
     for kind, pattern in _KINDS:
         if re.search(pattern, name):
             return kind
@@ -37,7 +37,7 @@ def kind_of(name: str) -> str:
 
 
 def joined(layer: str) -> str:
-    """A layer's name as engines have it: the part from its number on, of the joined layer."""
+    """Return a layer's name in engines: from its number on, that of the fused layer if fused."""
     _, numbered, rest = layer.rpartition("layers.")
     whole, _, last = f"{numbered}{rest}".rpartition(".")
     last = next((one for one, parts in _JOINED.items() if last in parts), last)
@@ -45,7 +45,7 @@ def joined(layer: str) -> str:
 
 
 def _spellings(layer: str) -> Iterator[str]:
-    """A layer's name, and those of the layers that it joins."""
+    """Yield a layer's name, and the names of the layers that it was fused from."""
     yield layer
     whole, _, last = layer.rpartition(".")
     for part in _JOINED.get(last, ()):
@@ -53,12 +53,12 @@ def _spellings(layer: str) -> Iterator[str]:
 
 
 def is_named(layer: str, ignored: Sequence[str]) -> bool:
-    """Whether a list of layers names a layer, its parts, or a module around it, in whole words.
+    """Whether a list names a layer, a layer fused into it, or a module that contains it.
 
     Args:
         layer: the layer's name.
-        ignored: names, ends or middles of names, patterns with ``*``, or regular expressions that
-            begin with ``re:``.
+        ignored: the list's entries: names, or parts of names between dots; patterns with ``*``;
+            regular expressions that begin with ``re:``.
     """
     return any(_names(one, name) for one in ignored for name in _spellings(layer))
 
@@ -70,14 +70,14 @@ def _names(entry: str, name: str) -> bool:
         return fnmatch.fnmatch(name, entry) or fnmatch.fnmatch(name, f"*.{entry}")
     if f".{entry}." in f".{name}.":
         return True
-    # The same layer under another prefix, such as "language_model.model.layers.0".
+    # The entry may name the layer with another prefix, such as "language_model.model.layers.0".
     both = (one.rpartition("layers.")[1:] for one in (entry, name))
     one, other = ("".join(parts) for parts in both)
     return one.startswith("layers.") and f"{other}.".startswith(f"{one}.")
 
 
 def holds_a_word_of(layer: str, ignored: Sequence[str]) -> str:
-    """The entry of a list that is in a layer's name as a piece of a word; empty for none."""
+    """Return the first entry of a list that is a substring of a layer's name; empty for none."""
     for one in ignored:
         if not one.startswith("re:") and any(one in name for name in _spellings(layer)):
             return one

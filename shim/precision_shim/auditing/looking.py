@@ -1,4 +1,4 @@
-"""``precision_shim.audit``: one look at a model and its optimizer."""
+"""``precision_shim.audit``: audit a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def audit(
     expected: Mapping[str, Any] | None = None,
     group: Any = None,
 ) -> Audit:
-    """Say what precision is really in force, from live objects.
+    """Find out from live objects which precision is really in force.
 
-    Works in any job on Megatron or torch (FSDP2, DTensor), with the shim off as well. It changes
+    Works in any job on Megatron or torch (FSDP2, DTensor), also with the shim off. It changes
     nothing, starts nothing on a device and reads nothing from one, and communicates over ``group``
-    alone. Before the first step most optimizers have no states; the audit then gives the dtypes
-    that the optimizer announces for them, if it does, and is not ``complete``.
+    alone. Before the first step most optimizers have no states. The audit then has the dtypes that
+    the optimizer declares for its states, if it declares any, and is not ``complete``.
 
     Args:
         model: a module, Megatron's model chunks, or ``None`` to read the optimizer alone.
-        optimizer: Megatron's, chained or single, torch's, or a list of them.
-        scaler: the loss scaler of torch's optimizers; Megatron's have their own.
-        expected: dtype names by component, such as ``{"exp_avg": "bf16"}``; they replace what the
-            optimizer's config says about these components.
+        optimizer: an optimizer of Megatron (chained or single) or torch, or a list of optimizers.
+        scaler: the loss scaler of torch's optimizers; Megatron's optimizers have their own.
+        expected: dtype names by component, such as ``{"exp_avg": "bf16"}``; for these components
+            they replace what the optimizer's config says.
         group: a process group whose ranks are compared; all its ranks must call ``audit``.
 
     Returns:
@@ -64,7 +64,7 @@ def look(
     subject: str = "",
     whole: bool = True,
 ) -> Audit:
-    """Do what ``audit`` does, and put framework and subject into the audit.
+    """Make the audit that ``audit`` returns, with framework and subject filled in.
 
     Args:
         model: see ``audit``.
@@ -73,8 +73,8 @@ def look(
         expected: see ``audit``.
         group: see ``audit``.
         framework: the framework's name; empty to use the name of the optimizer's package.
-        subject: which model, such as ``"actor"``.
-        whole: whether ``optimizer`` has all of the model's optimizers.
+        subject: which model it is, such as ``"actor"``.
+        whole: whether ``optimizer`` includes all of the model's optimizers.
     """
     if group is not None and torch.distributed.get_rank(group) < 0:
         raise AuditError(
@@ -134,7 +134,7 @@ def _part(reading: Reading, measured: Mapping[str, Measured]) -> AuditPart:
 
 
 def _updates(reading: Reading) -> dict[str, Any] | None:
-    """The newest lost-update figures of a reading's optimizer, if there are any."""
+    """Return the latest lost-update figures of a reading's optimizer, or ``None``."""
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
     return None if meter is None or meter.figures is None else meter.figures.to_dict()
 
@@ -145,14 +145,14 @@ def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, 
         "bytes": sum(one.bytes for one in every),
         "allocated": sum(one.allocated for one in every),
         "host": host,
-        # The allocator keeps this number on the host: reading it asks no device.
+        # The allocator keeps this number on the host: reading it needs no access to the device.
         "cuda_allocated": int(torch.cuda.memory_allocated()),
     }
 
 
-@functools.cache  # the versions are looked up in files
+@functools.cache  # versions are read from files
 def where_of(framework: str, package: str) -> str:
-    """Framework and package with their versions, for messages."""
+    """Return framework and package with their versions, for messages."""
     names = [name for name in dict.fromkeys((framework, package)) if name]
     return ", ".join(f"{name} {_version(name)}".strip() for name in names)
 
@@ -165,7 +165,7 @@ def _version(distribution: str) -> str:
 
 
 def rank_of_job() -> tuple[int, int]:
-    """Rank of this process, and the number of ranks of its job."""
+    """Return the rank of this process, and the number of ranks of its job."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
@@ -175,7 +175,7 @@ _FAILED = "failed"
 
 
 def _gather(said: dict[str, Any], group: Any) -> list[tuple[int, dict[str, Any]]]:
-    """Gather what each rank of a group says, with the rank's number in the job."""
+    """Gather a dict from each rank of a group, with the rank's number in the job."""
     everyone: list[tuple[int, dict[str, Any]]]
     everyone = [(0, {})] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, (rank_of_job()[0], said), group=group)

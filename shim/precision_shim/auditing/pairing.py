@@ -1,4 +1,4 @@
-"""The halves in a directory side by side, by framework and job: text, JSON and contradictions."""
+"""Group the halves in a directory by framework and job, and show their contradictions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .ranks import numbers
 
 @dataclass(frozen=True)
 class Pair:
-    """What the trainer of one job sent, and what its engines hold.
+    """What the trainer of one job sent, and what the job's engines hold.
 
     Attributes:
         whose: the framework.
-        job: the job's name; empty where nothing tells jobs apart.
-        sent: by rank, the newest of each.
-        held: by engine.
-        found: their contradictions.
+        job: the job's name; empty where jobs cannot be distinguished.
+        sent: the latest ``Sent`` of each of the trainer's ranks.
+        held: the ``Held`` of each engine.
+        found: the contradictions between these.
     """
 
     whose: str
@@ -31,11 +31,11 @@ class Pair:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing contradicts anything."""
+        """Whether there is no contradiction."""
         return not self.found
 
     def lines(self) -> list[str]:
-        """The pair as text."""
+        """Return the pair as lines of text."""
         lines = [f"{self.whose}, trainer and rollout" + (f", job {self.job}" if self.job else "")]
         by_text: dict[str, list[int]] = {}
         for one in self.sent:
@@ -58,14 +58,14 @@ class Pair:
         return lines
 
     def problems(self) -> Mapping[tuple[str, str], list[int | str]]:
-        """Each contradiction's code and message, with the ranks and engines that show it."""
+        """Return, for each contradiction's code and message, the ranks and engines that have it."""
         by_text: dict[tuple[str, str], list[int | str]] = {}
         for one in self.found:
             by_text.setdefault((one.code, one.message), []).append(one.who)
         return {key: list(dict.fromkeys(who)) for key, who in by_text.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """The pair ready for JSON, in brief."""
+        """Return a summary of the pair that JSON can represent."""
         return {
             "framework": self.whose,
             "job": self.job,

@@ -1,4 +1,4 @@
-"""The audits of many ranks side by side: which differ, which are missing."""
+"""Compare the audits of many ranks: which ranks differ, and which are missing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from .record import OF_MODEL, Audit, AuditPart, Finding
 
 _PASSING = ("grad_copies", "other")
-"""Components that exist only during a step, or that count steps."""
+"""Components that ranks are not compared in: they exist only during a step, or count steps."""
 
 
 def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str, Any]:
-    """What should be the same on all ranks: dtypes, scaler and problems, ready for JSON.
+    """Return what should be equal on all ranks: dtypes, scaler and problems, in a form for JSON.
 
-    A rank that owns nothing of a part has no states of it; its signature leaves these out.
+    A rank that owns no parameters of a part has no states there; its signature leaves states out.
     """
     codes: dict[str, set[str]] = {part.name: set() for part in parts}
     for finding in found:
@@ -33,7 +33,7 @@ def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str,
 
 
 def unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Where two signatures differ, among the keys that both have."""
+    """Return the keys that two signatures share but whose values differ, with both values."""
     return {
         key: (value, other[key])
         for key, value in first.items()
@@ -42,7 +42,7 @@ def unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tupl
 
 
 def shown(value: Any) -> str:
-    """A value of a signature, for people."""
+    """Return a value of a signature as text."""
     if isinstance(value, list):
         return "+".join(map(str, value)) or "none"
     return "none" if value is None else str(value)
@@ -50,18 +50,19 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The audits of one model's optimizer over the ranks.
+    """The comparison of all ranks' audits of one optimizer.
 
     Attributes:
         whose: framework and subject.
-        part: names of its parts.
-        world_size: ranks of the job.
+        part: names of the optimizer's parts.
+        world_size: number of ranks of the job.
         alike: ranks that agree with the majority.
         example: the audit of a rank in ``alike``.
-        differ: the other ranks, each with the keys that differ: the majority's value, and its own.
+        differ: the other ranks, each with the keys that differ, and for each key the value of the
+            majority and that of the rank.
         missing: ranks without an audit.
-        problems: the text of each problem, with the ranks that have it.
-        before_step: ranks whose audit is from before the first step.
+        problems: the text of each problem, with the ranks that have this problem.
+        before_step: ranks whose audit was made before the first step.
     """
 
     whose: str
@@ -76,11 +77,11 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether all ranks are there and alike, and none has a problem."""
+        """Whether no rank is missing, differs or has a problem."""
         return not (self.differ or self.missing or self.problems)
 
     def lines(self) -> list[str]:
-        """The comparison as text."""
+        """Return the comparison as lines of text."""
         count = len(self.alike) + len(self.differ)
         lines = [f"{self.whose}, {self.part}: {count} of {self.world_size} ranks"]
         lines.append(f"  {numbers(self.alike)}: {self.example.brief()}")
@@ -104,7 +105,7 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     """Group audits by model and optimizer, and compare the ranks of each group.
 
     Args:
-        audits: each with the number in its file's name (``files.number``).
+        audits: the audits, each preceded by the number in its file's name (``files.number``).
     """
     groups: dict[tuple[str, str], dict[int, Audit]] = {}
     worlds: dict[str, int] = {}
@@ -167,7 +168,7 @@ def _compare(
 
 
 def _majority(said: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The most frequent value of each key; in a tie, the value of the lowest rank."""
+    """Return the most frequent value of each key; in a tie, the value of the lowest rank."""
     votes: dict[str, Counter[str]] = {}
     values: dict[tuple[str, str], Any] = {}
     for one in said.values():
@@ -178,7 +179,7 @@ def _majority(said: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def numbers(ranks: Sequence[int]) -> str:
-    """Rank numbers as text: ``"rank 7"``, ``"ranks 0-6, 9"``."""
+    """Return rank numbers as text: ``"rank 7"``, ``"ranks 0-6, 9"``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

@@ -1,7 +1,7 @@
-"""Chooses the reader of each optimizer that ``audit`` is given, and reads the model beneath them.
+"""Choose a reader for each optimizer that ``audit`` is given, and read optimizers and model.
 
-``registry.audit_readers`` has the readers, by the top-level package of the optimizer's class; the
-audit of such an optimizer imports its reader. ``torch_reader`` reads torch's own optimizers.
+``registry.audit_readers`` maps the top-level package of an optimizer's class to a reader, which is
+imported when such an optimizer is audited. ``torch_reader`` reads torch's own optimizers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .reading import Reading, gradients_of, tensors_of, unique
 from .torch_reader import read_torch, shards_by_gathered
 
 _NO_HELPERS = ("builtins", "collections", "functools", "torch")
-"""Modules whose objects hold no tensors of a model."""
+"""Modules whose objects contain no tensors of a model."""
 
 
 def read_optimizers(
@@ -28,12 +28,12 @@ def read_optimizers(
 
     Args:
         model: a module, a list of modules, or ``None``.
-        optimizer: an optimizer, a list of them, or ``None`` for a model alone.
+        optimizer: an optimizer, a list of optimizers, or ``None`` to read the model alone.
         scaler: loss scaler of torch's optimizers.
-        whole: whether ``optimizer`` has all of the model's optimizers.
+        whole: whether ``optimizer`` includes all of the model's optimizers.
 
     Raises:
-        AuditError: no reader knows the model or the optimizer.
+        AuditError: there is no reader for the model or the optimizer.
     """
     chunks = _chunks(model)
     optimizers = unique(_each(optimizer))
@@ -58,7 +58,7 @@ def read_optimizers(
             readings += read_torch(chunks, several, scaler)
     if not readings:
         readings = [Reading("torch", "model", "none")]
-    if whole or readings[0].name != "experts":  # else the dense optimizer's audit has the rest
+    if whole or readings[0].name != "experts":  # the dense optimizer's audit has the rest
         _give_the_rest(chunks, readings, whole)
     seen: dict[str, int] = {}
     for reading in readings:
@@ -82,7 +82,7 @@ def _chunks(model: Any) -> list[torch.nn.Module]:
 
 
 def _each(optimizer: Any) -> Iterator[Any]:
-    """The optimizers in a list, in a chain or in a container, one by one."""
+    """Yield the single optimizers in a list, in a chain or in a container."""
     if optimizer is None:
         return
     if isinstance(optimizer, (list, tuple)):
@@ -104,11 +104,11 @@ def _each(optimizer: Any) -> Iterator[Any]:
 
 
 def _reader(optimizer: Any) -> str:
-    """``module:function`` of an optimizer's reader; empty for the reader of torch's."""
+    """Return ``"module:function"`` of an optimizer's reader; empty for torch's own optimizers."""
     packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if isinstance(optimizer, torch.optim.Optimizer):
         return ""  # even if the class is from a package that has a reader
-    for third_party in (False, True):  # load third parties' adapters only if none of ours fits
+    for third_party in (False, True):  # load third parties' adapters only if no reader of ours fits
         known = audit_readers(third_party=third_party)
         for one in packages:
             if one in known:
@@ -123,7 +123,7 @@ def _kind(thing: Any) -> str:
 def _give_the_rest(
     chunks: Sequence[torch.nn.Module], readings: Sequence[Reading], whole: bool
 ) -> None:
-    """Give the first reading the parameters and tensors of the model that no reading has.
+    """Add the model's parameters and tensors that no reading has to the first reading.
 
     Without ``whole`` trainable parameters are left out: another optimizer may train them.
     """
@@ -133,7 +133,7 @@ def _give_the_rest(
     for parameter in unique(p for chunk in chunks for p in chunk.parameters()):
         if id(parameter) in taken:
             continue
-        if id(parameter) in gathered:  # FSDP's temporary copy; its shard is the parameter
+        if id(parameter) in gathered:  # FSDP's temporary copy; the shard is the real parameter
             first.also_params.append(parameter)
             continue
         if not parameter.requires_grad:
@@ -145,7 +145,7 @@ def _give_the_rest(
 
 
 def _other_tensors(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Buffers of the modules, and tensor attributes of the modules and their helper objects."""
+    """Return the modules' buffers, and tensor attributes of modules and their helper objects."""
     found: list[torch.Tensor] = []
     helpers: dict[int, Any] = {}
     for module in (module for chunk in chunks for module in chunk.modules()):

@@ -1,8 +1,8 @@
-"""What a reader says about an optimizer: the records, and helpers that find tensors in objects.
+"""Records that readers make of optimizers, and helpers that find tensors in objects.
 
 A reader turns optimizers into ``Reading`` objects. ``readers`` chooses the reader.
 
-Nothing here starts an operation on a tensor: it reads sizes, dtypes, devices and storages only.
+Nothing here starts an operation on a tensor: only sizes, dtypes, devices and storages are read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ _INNER = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an optimizer's config says about its tensors.
+    """The dtypes that an optimizer's config asks for; ``None`` where the config does not say.
 
     Attributes:
         source: name of the config, for messages.
-        params: dtype of the trainable parameters; ``None`` where the config does not say, here
-            and below.
+        params: dtype of the trainable parameters.
         main_grads: dtype of the gradient bucket of 16-bit parameters.
         masters: dtype of the master for each 16-bit parameter dtype; empty where the config does
             not say.
@@ -43,7 +42,7 @@ class Wanted:
         remedies: the end of a problem's message, by the problem's code. ``{wanted}`` stands for
             the expected dtype, ``{source}`` for ``source``, ``{component}`` and ``{optimizer}``
             for a moment and its optimizer, ``{params}`` for the dtypes of parameters without
-            masters. The key ``"CODE DTYPE"`` goes before ``"CODE"``.
+            masters. A key ``"CODE DTYPE"`` takes precedence over ``"CODE"``.
     """
 
     source: str
@@ -55,7 +54,7 @@ class Wanted:
     remedies: Mapping[str, str] = field(default_factory=dict)
 
     def remedy(self, code: str, wanted: str, **words: str) -> str:
-        """What the user can do about a problem."""
+        """Return what the user can do about a problem."""
         known = self.remedies
         text = known.get(f"{code} {wanted}") or known.get(code) or "correct the {source}"
         return text.format(wanted=wanted, source=self.source, **words)
@@ -63,11 +62,11 @@ class Wanted:
 
 @dataclass
 class Owned:
-    """One parameter, or this rank's share of it, as its optimizer steps it.
+    """A parameter, or this rank's shard of it, with the states that its optimizer keeps.
 
     Attributes:
         dtype: dtype of the parameter in the model.
-        stepped: the tensor that the optimizer steps: the parameter's share, or its master.
+        stepped: the tensor that the optimizer steps: the parameter's shard, or its master.
         masters: tensors with bits that the model's parameter lacks: a master or a remainder.
         exp_avg: first moment.
         exp_avg_sq: second moment.
@@ -85,11 +84,11 @@ class Owned:
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimizer has made the parameter's states."""
+        """Whether the optimizer has created the parameter's states."""
         return self.exp_avg is not None or self.exp_avg_sq is not None or bool(self.other)
 
     def take(self, state: Mapping[Any, Any]) -> None:
-        """Sort an optimizer's state of this parameter into the fields."""
+        """Put the tensors of an optimizer's state for this parameter into the fields."""
         other = list(self.other)
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -108,12 +107,12 @@ class Owned:
 
 @dataclass(frozen=True)
 class Foretold:
-    """What an optimizer says about states that its first step will make.
+    """The dtypes that an optimizer declares for states that its first step will create.
 
     Attributes:
         exp_avg: takes the tensor that the optimizer steps, and returns the dtype of its first
-            moment; ``None`` where the optimizer does not say.
-        exp_avg_sq: the same for the second moment.
+            moment; ``None`` where the optimizer does not declare it.
+        exp_avg_sq: a function of the same form, for the second moment.
         master: takes a parameter's dtype, and returns the dtype of its master; ``None`` where the
             optimizer makes no masters.
     """
@@ -137,18 +136,20 @@ class Reading:
         bucket_views: views into the buckets, one for each parameter's gradient.
         owned: the parameters that the optimizer steps on this rank.
         gradients: ``grad`` and ``decoupled_grad`` of tensors, in a bucket or not, and host copies.
-        other: tensors of no parameter: scales, the model's buffers, the scaler's tensors.
+        other: tensors that belong to no parameter: scales, the model's buffers, the scaler's
+            tensors.
         also_params: further storages of parameters, such as an offloaded copy.
         data_parallel_size: number of ranks in the data-parallel group.
-        sharded: whether each of these ranks holds only a share of the states.
-        params_sharded: whether each holds only a share of the model's parameters.
+        sharded: whether each of these ranks holds only a shard of the states.
+        params_sharded: whether each of these ranks holds only a shard of the model's parameters.
         scaler: the loss scaler.
         betas: the different ``betas`` of the optimizer's parameter groups.
-        foretold: what the optimizer says about states that it has not made yet.
+        foretold: what the optimizer declares about states that it has not created yet.
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
-        wanted: what the optimizer's config says; ``None`` for an optimizer without a config.
-        steppers: the torch optimizers inside; the first one's step is the optimizer's step.
+        wanted: what the optimizer's config asks for; ``None`` for an optimizer without a config.
+        steppers: the torch optimizers within the optimizer; the step of the first of them is the
+            optimizer's step.
     """
 
     framework: str
@@ -175,7 +176,7 @@ class Reading:
 
     @property
     def states_unknown(self) -> bool:
-        """Whether there are no states yet, and the optimizer does not say which it will make."""
+        """Whether there are no states yet and the optimizer does not declare their dtypes."""
         told = self.foretold.exp_avg is not None or self.stateless
         return bool(self.owned) and not told and not any(one.has_state for one in self.owned)
 
@@ -191,14 +192,14 @@ class Reading:
 
     @property
     def scaler_name(self) -> str | None:
-        """Class name of the loss scaler, if there is one and it is on."""
+        """Class name of the loss scaler; ``None`` without a scaler, or if it is disabled."""
         enabled = getattr(self.scaler, "is_enabled", None)
         if self.scaler is None or (callable(enabled) and not enabled()):
             return None
         return type(self.scaler).__name__
 
     def later(self, component: str) -> set[torch.dtype]:
-        """Dtypes of a component that the first step will make, for parameters without states."""
+        """Return the dtypes in which the first step will create a component's missing states."""
         waiting = [one for one in self.owned if not one.has_state]
         if component == "master":
             tell = self.foretold.master
@@ -213,28 +214,28 @@ class Reading:
 
 
 def unique(tensors: Iterable[Any]) -> list[Any]:
-    """Each object once, in the order given."""
+    """Return each object once, in the given order."""
     return list({id(t): t for t in tensors}.values())
 
 
 def tensors_of(thing: Any) -> list[torch.Tensor]:
-    """An object's attributes that are tensors."""
+    """Return an object's attributes that are tensors."""
     return [one for one in vars(thing).values() if isinstance(one, torch.Tensor)]
 
 
 def gradients_of(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """A parameter's ``grad`` and ``decoupled_grad``, where they are tensors."""
+    """Return a parameter's ``grad`` and ``decoupled_grad``, if they are tensors."""
     found = (parameter.grad, getattr(parameter, "decoupled_grad", None))
     return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a DTensor; any other tensor itself."""
+    """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold a tensor's bytes: the tensor itself, or the tensors that it wraps."""
+    """Yield the tensors that hold a tensor's bytes: the tensor itself, or those that it wraps."""
     tensor = local(tensor)
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:

@@ -1,4 +1,4 @@
-"""What an audit says, as plain data: for Python, for JSON and for people."""
+"""The result of an audit as plain data, with conversions to JSON and to text."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COMPONENTS = (
     "exp_avg_sq",
     "other",
 )
-"""What an optimizer and its model hold, in the order in which shared storages are counted."""
+"""Kinds of tensors of an optimizer and its model; a shared storage counts for the first of them."""
 
 OF_MODEL = ("params", "frozen", "grad_buckets")
 """Components of the model; all other components are sharded like the optimizer states."""
 
 PER_PARAMETER = ("params", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
-"""Components that grow with the trainable parameters."""
+"""Components whose size is proportional to the number of trainable parameters."""
 
 _TITLES = ("component", "dtypes", "B/param", "bytes", "allocated", "held", "on", "state")
 _INDENT = "  "
@@ -32,19 +32,19 @@ _INDENT = "  "
 
 @dataclass(frozen=True)
 class AuditComponent:
-    """One kind of tensor of one optimizer, on this rank.
+    """All tensors of one kind that one optimizer has on this rank.
 
     Attributes:
         dtypes: canonical names (``"bf16"``), ``"int16"`` for remainders, torch's names for other
-            dtypes; sorted. For ``"later"``, the dtypes that the optimizer announces, if it does.
+            dtypes; sorted. In the state ``"later"``, the dtypes that the optimizer declares.
         bytes: size of the elements, without padding.
         allocated: size of the storages, padding included; each storage is counted once.
         bytes_per_parameter: ``bytes`` divided by the part's ``parameters`` for ``params``,
             ``frozen`` and ``grad_buckets``, by its ``owned`` for other components; 0.0 where that
             number is 0.
-        sharded: whether each rank of the data-parallel group holds only a share.
+        sharded: whether each rank of the data-parallel group holds only a shard.
         device: kinds of device, such as ``"cuda"`` or ``"cpu+cuda"``; empty without tensors.
-        state: ``"live"``; ``"later"``, if the first step makes it; or ``"none"``.
+        state: ``"live"``; ``"later"``, if the first step will create the tensors; or ``"none"``.
     """
 
     dtypes: tuple[str, ...] = ()
@@ -62,15 +62,15 @@ class AuditPart:
 
     Attributes:
         name: ``"model"``, or ``"dense"`` and ``"experts"``, whose data-parallel groups differ; a
-            second part with the name is ``"model 2"``.
+            second part with the same name is called ``"model 2"``.
         optimizer: name of the optimizer's class.
-        data_parallel_size: number of ranks in its data-parallel group.
+        data_parallel_size: number of ranks in the part's data-parallel group.
         parameters: number of trainable parameters of the model that the optimizer trains.
         owned: number of these parameters whose states this rank holds.
         scaler: class name of the loss scaler, or ``None``.
-        components: by the names of ``COMPONENTS``.
-        updates: shares of its updates that rounding lost, as ``lost.Figures.to_dict`` gives them;
-            ``None`` without a lost-update meter, and before its first figures.
+        components: the components, by the names in ``COMPONENTS``.
+        updates: the figures on lost updates, as ``lost.Figures.to_dict`` returns them; ``None``
+            without a lost-update meter, and before its first figures.
     """
 
     name: str
@@ -88,8 +88,8 @@ class Finding:
     """A problem or a note.
 
     Attributes:
-        code: such as ``"main-grads-dtype"``; docs/audit.md has them all.
-        part: name of the part, or ``None`` for what concerns all.
+        code: such as ``"main-grads-dtype"``; docs/audit.md lists all codes.
+        part: name of the part, or ``None`` if the finding concerns all parts.
         component: name of the component, or ``None``.
         expected: what was expected, such as ``"fp32"``.
         found: what was found.
@@ -110,15 +110,15 @@ class Audit:
 
     Attributes:
         framework: the framework's name; in a direct call, the optimizer's package.
-        subject: which model, such as ``"actor"``; empty in a direct call.
+        subject: which model it is, such as ``"actor"``; empty in a direct call.
         rank: rank of this process.
         world_size: number of ranks of the job.
         parts: one per optimizer.
         totals: ``bytes`` and ``allocated`` over all parts; ``host``, the bytes of ``allocated``
-            in the host's memory; ``cuda_allocated``, the bytes that torch's allocator has handed
-            out on this process's GPU for any purpose.
-        problems: what contradicts what was expected.
-        notes: what contradicts no config and is worth knowing.
+            in the host's memory; ``cuda_allocated``, all bytes that torch's allocator has allocated
+            on this process's GPU.
+        problems: differences from the optimizer's config, or from what the caller expects.
+        notes: what contradicts no config but the user should know.
         ranks: ``None``, or the number ``compared`` and the ranks that ``differ`` from the first of
             the group.
     """
@@ -140,13 +140,13 @@ class Audit:
 
     @property
     def complete(self) -> bool:
-        """Whether no component is ``"later"``, as states are before the first step."""
+        """Whether no component is in the state ``"later"``, as before the first step."""
         return not any(
             one.state == "later" for part in self.parts for one in part.components.values()
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The audit as dicts, lists, strings and numbers, ready for JSON."""
+        """Return the audit as dicts, lists, strings and numbers, which JSON can represent."""
         return {
             "framework": self.framework,
             "subject": self.subject,
@@ -175,7 +175,7 @@ class Audit:
         """Make an audit from the result of ``to_dict``.
 
         Raises:
-            KeyError, TypeError, AttributeError: ``values`` are not an audit's.
+            KeyError, TypeError, AttributeError: ``values`` do not describe an audit.
         """
         return cls(
             framework=values["framework"],
@@ -203,7 +203,7 @@ class Audit:
 
     @property
     def headline(self) -> str:
-        """Framework, subject, rank and the verdict, in a line."""
+        """Framework, subject, rank and number of problems, in one line."""
         count = len(self.problems)
         verdict = "ok" if self.ok else f"{count} problem{'s' if count > 1 else ''}"
         looked = "" if self.complete else ", before the first step"
@@ -211,7 +211,7 @@ class Audit:
         return f"{who}, rank {self.rank} of {self.world_size}: {verdict}{looked}"
 
     def brief(self) -> str:
-        """The dtypes in force and the codes of problems and notes, in one line."""
+        """Return the dtypes in force and the codes of problems and notes, in one line."""
         parts = []
         for part in self.parts:
             held = {name: "+".join(one.dtypes) for name, one in part.components.items()}

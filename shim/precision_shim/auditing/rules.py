@@ -1,4 +1,4 @@
-"""Finds what contradicts the config in readings: problems and notes."""
+"""Find problems in readings (what contradicts the config), and notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = "none"
 
 
 def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
-    """The dtypes that a caller expects, by component, as canonical names.
+    """Return the dtypes that a caller expects, by component, as canonical names.
 
     Raises:
         AuditError: there is no such component.
@@ -59,12 +59,12 @@ def _canonical(dtype: object) -> str | None:
 def problems(
     reading: Reading, part: AuditPart, expected: Mapping[str, str], where: str
 ) -> Iterator[Finding]:
-    """What in a part contradicts its config, or what the caller expects.
+    """Yield what in a part contradicts the optimizer's config or the caller's expectation.
 
     Args:
         reading: the reading.
-        part: the ``AuditPart`` made of the reading.
-        expected: what the caller expects; it replaces the config for the components named here.
+        part: the ``AuditPart`` that was made from the reading.
+        expected: the dtypes that the caller expects; they replace the config's, by component.
         where: framework and version, for messages.
     """
     tell = _teller(part.name, where)
@@ -201,7 +201,7 @@ def _params(reading: Reading) -> _Told:
     if wanted is None or wanted.params is None:
         return
     found = {one.dtype for one in reading.trainable if one.dtype.is_floating_point}
-    # A model may keep some parameters in fp32, such as a router's.
+    # A model may keep some parameters in fp32, such as those of a router.
     wrong = found - {wanted.params, torch.float32}
     if wanted.params is not torch.float32 and found == {torch.float32}:
         wrong = found
@@ -219,7 +219,7 @@ def _params(reading: Reading) -> _Told:
 
 
 def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
-    """What contradicts no config and is worth knowing."""
+    """Yield what contradicts no config but the user should know."""
     tell = _teller(part.name, where)
     bare = [one for one in reading.owned if one.dtype in SIXTEEN_BIT and not one.masters]
     told = reading.foretold.master

@@ -1,9 +1,9 @@
-"""Audits the weights on their way to the rollout: dtypes, and what bf16 represents exactly.
+"""Audit the weights that are sent to the rollout: dtypes, and the share bf16 represents exactly.
 
 An adapter passes the stream of weights through ``observe`` where its framework sends them. The
 stream's consumer gets the same tensors in the same order, at the same time. At a few of the weight
-syncs some elements are compared with their own rounding to bf16, on the device, and the host reads
-two numbers for each group of tensors at the end. No collective is added.
+syncs, sampled elements are compared with their rounding to bf16 on the device. At the end the host
+reads two numbers for each group of tensors. No collective is added.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .torch_reader import shards_by_gathered
 AT = (1, 2, 8, 64, 512, 4096)
 """The weight syncs that are audited, counted from 1."""
 
-_LEAST = 2.0**-14  # fp16's least normal number: with fewer bits below it, bf16 holds most of them
+_LEAST = 2.0**-14  # fp16's least normal; below it fp16 has fewer bits, so most are exact in bf16
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -41,7 +41,7 @@ Named = Iterable[tuple[str, Any]]
 
 @dataclass
 class _Asked:
-    """What is known of a framework's rollout, and how often its weights were sent."""
+    """What is known about a framework's rollout, and how often weights were sent to it."""
 
     name: str = ""
     key: str = ""
@@ -59,12 +59,12 @@ def _rollout(framework: str) -> _Asked:
 
 
 def tell_asked(framework: str, name: str, key: str, not_asked: str = "") -> None:
-    """Note which dtype a framework's rollout was asked for in this job.
+    """Record the dtype that this job's config asks the framework's rollout for.
 
     Args:
         framework: the framework's name.
-        name: the value of the rollout's key, as the engine gets it; empty where it is not known.
-        key: the key.
+        name: the value of the rollout's dtype key that the engine gets; empty where not known.
+        key: the config key of that dtype.
         not_asked: why no engine can be asked what it holds; empty where engines are asked.
     """
     known = _rollout(framework)
@@ -72,7 +72,7 @@ def tell_asked(framework: str, name: str, key: str, not_asked: str = "") -> None
 
 
 def is_wanted() -> bool:
-    """Whether audits are written at all."""
+    """Whether audits are written to files."""
     return bool(current_settings()["audit_dir"])
 
 
@@ -94,8 +94,10 @@ def observe(
         framework: the framework's name.
         subject: the model, such as ``"actor"``.
         model: the trainer's modules; ``None`` for those whose optimizer is audited as ``subject``.
-        then: the dtype that the framework rounds to behind the stream; ``None`` for none.
-        pairs: gives the names and tensors of an item; ``None`` where an item is one such pair.
+        then: the dtype that the framework rounds the stream's tensors to afterwards; ``None`` if
+            it does not.
+        pairs: returns the pairs of name and tensor in an item; ``None`` if each item is such a
+            pair.
     """
     if not is_wanted():
         return items
@@ -124,7 +126,7 @@ def _observed(
                 del tensor
             del named
             yield item
-            del item  # else this frame keeps it while the stream makes the next one
+            del item  # otherwise this frame keeps the item while the stream makes the next one
     finally:
         close = getattr(source, "close", None)
         if close is not None:
@@ -138,7 +140,7 @@ def _several(model: Any) -> list[torch.nn.Module]:
 
 @dataclass
 class _Group:
-    """What was seen of a group of tensors."""
+    """Counts of a group of tensors."""
 
     elements: dict[str, int] = field(default_factory=dict)
     counts: list[torch.Tensor] = field(default_factory=list)
@@ -150,7 +152,7 @@ class _Group:
     def weights(self) -> Weights:
         """Read the counts from the device."""
         for device in {one.device for one in self.counts if one.device.type == "cuda"}:
-            torch.cuda.synchronize(device)  # frameworks pack weights on streams of their own
+            torch.cuda.synchronize(device)  # frameworks pack weights on their own CUDA streams
         exact = sampled = 0
         for device in {one.device for one in self.counts}:
             mine = [one for one in self.counts if one.device == device]
@@ -160,7 +162,7 @@ class _Group:
 
 
 class _Looker:
-    """Looks at one stream."""
+    """Audits one stream of weights."""
 
     def __init__(
         self,
@@ -179,16 +181,16 @@ class _Looker:
         self._failed = False
 
     def begin(self) -> None:
-        """Sample the trainer's own parameters, before the first weight leaves."""
+        """Sample the trainer's own parameters, before the first weight is sent."""
         self._guard(self._look_at_own)
 
     def see(self, name: str, tensor: Any) -> None:
-        """Look at a tensor of the stream."""
+        """Count a tensor of the stream."""
         if isinstance(tensor, torch.Tensor):
             self._guard(lambda: self._look_at(name, tensor))
 
     def end(self) -> None:
-        """Write what was seen."""
+        """Write the result into a file."""
         self._guard(self._write)
         self._chunks = ()
 
@@ -198,7 +200,7 @@ class _Looker:
         try:
             with torch.no_grad():
                 act()
-        except Exception as error:  # an audit must not end a training
+        except Exception as error:  # an audit must not end the training run
             self._failed = True
             who = " ".join(self._names)
             tell(f"{who}: the weights that are sent to the rollout are not audited: {error!r}")
@@ -261,7 +263,7 @@ class _Looker:
 
 
 def write(half: halves.Half) -> None:
-    """Write a half into ``PRECISION_SHIM_AUDIT_DIR``; a failure warns."""
+    """Write a half into ``PRECISION_SHIM_AUDIT_DIR``; if that fails, only warn."""
     directory = current_settings()["audit_dir"]
     try:
         halves.write(directory, half)
@@ -270,7 +272,7 @@ def write(half: halves.Half) -> None:
 
 
 def job() -> str:
-    """What all processes of a job on Ray have in common; empty elsewhere."""
+    """Return a name that all processes of a job on Ray have in common; empty without Ray."""
     ray = sys.modules.get("ray")
     try:
         if ray is None or not ray.is_initialized():
@@ -292,7 +294,7 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _counts(values: torch.Tensor, then: torch.dtype | None = None) -> torch.Tensor:
-    """How many of some values bf16 represents exactly, and how many there are to look at."""
+    """Return how many values bf16 represents exactly, and the number of values that count."""
     wide = (values if then is None else values.to(then)).float()
     normal = wide.abs() >= _LEAST
     exact = normal & (wide == wide.bfloat16().float())

@@ -1,6 +1,6 @@
-"""How the audit reads torch's optimizers, DTensors and FSDP.
+"""Read torch's optimizers, DTensors and FSDP for the audit.
 
-Nothing here starts an operation on a tensor: it reads sizes, dtypes, devices and storages only.
+Nothing here starts an operation on a tensor: only sizes, dtypes, devices and storages are read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from .reading import Foretold, Owned, Reading, gradients_of, tensors_of, unique
 
 _MODEL_PARALLEL = ("tp", "pp", "cp", "sp", "ep")
-"""Names of the dimensions of a device mesh that divide the model and not the data."""
+"""Names of device mesh dimensions that divide the model instead of the data."""
 
 
 def read_torch(
@@ -34,11 +34,11 @@ def read_torch(
         params = unique(p for group in optimizer.param_groups for p in group["params"])
         reading = Reading("torch", "model", type(optimizer).__name__, scaler=scaler)
         for p in params:
-            # A tensor that the optimizer steps and the model lacks is a master.
+            # A tensor that the optimizer steps but that is not in the model is a master.
             is_master = bool(chunks) and id(p) not in in_model
             used = p.grad is not None or optimizer.state.get(p)
             if not (p.requires_grad or is_master or used):
-                # Frozen, but passed to the optimizer, as verl does with LoRA.
+                # A frozen parameter that was passed to the optimizer, as verl does with LoRA.
                 reading.frozen.append(p)
                 continue
             owned = Owned(p.dtype, p, (p,) if is_master else (), parameter=p)
@@ -59,7 +59,7 @@ def read_torch(
 
 
 def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
-    """Add an optimizer's betas, scales, own tensors and announced dtypes to a reading."""
+    """Add an optimizer's betas, scales, own tensors and declared dtypes to a reading."""
     reading.steppers.append(optimizer)
     groups = [group for group in optimizer.param_groups if group.get("params")]
     reading.betas = tuple(
@@ -76,7 +76,7 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
         for value in scales.values()
         if isinstance(value, torch.Tensor)
     ]
-    # Tensors among its attributes, such as an overflow flag, and in its groups, such as an lr.
+    # Add tensors in the optimizer's attributes (an overflow flag) and its groups (a tensor lr).
     reading.other += tensors_of(optimizer)
     reading.other += [
         one for group in groups for one in group.values() if isinstance(one, torch.Tensor)
@@ -88,9 +88,9 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
 
 
 def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
-    """What an optimizer says about the states that its first step will make.
+    """Return the dtypes of the states that an optimizer's first step will create.
 
-    TransformerEngine's FusedAdam has their dtypes as attributes; torch's Adam makes its states in
+    TransformerEngine's FusedAdam has these dtypes as attributes; torch's Adam creates its states in
     the dtypes of the parameters.
     """
     kinds = vars(optimizer)
@@ -128,11 +128,11 @@ def _data_parallel_size(
 
 
 def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Tensor]:
-    """Map the ``id`` of each gathered FSDP2 parameter to the shard that FSDP2 gathered it from.
+    """Map the ``id`` of each gathered FSDP2 parameter to this rank's shard of that parameter.
 
-    After a forward pass without backward the root module keeps its parameters gathered, and its
-    ``parameters()`` are the gathered ones. torch has no public name for the shards: if torch
-    changes the private names, this finds none.
+    After a forward pass without a backward pass the root module keeps its parameters gathered, and
+    its ``parameters()`` are the gathered ones. torch has no public name for the shards: if torch
+    changes the private names, the result is empty.
     """
     found: dict[int, torch.Tensor] = {}
     if "torch.distributed.fsdp" not in sys.modules:

@@ -1,4 +1,4 @@
-"""Audits an optimizer without being asked: when it is made, and after its first step."""
+"""Audit an optimizer automatically: when it is built, and after its first step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .readers import read_optimizers
 from .record import Audit, Finding
 
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Inner torch optimizers that ``watch`` has been called for."""
+"""The inner torch optimizers that ``watch`` has been called for."""
 
 
 def watch(
@@ -37,20 +37,22 @@ def watch(
 ) -> None:
     """Audit an optimizer now and after its first step.
 
-    ``status()`` shows the audits, and ``PRECISION_SHIM_AUDIT_DIR`` gets them as files. A problem
-    warns; under strict it raises, unless the user asked for what the problem is about. Any other
-    error only warns that there is no audit. A second call for an optimizer does nothing. With
-    ``PRECISION_SHIM_WATCH_UPDATES`` the lost-update meter watches the optimizer, too.
+    ``status()`` shows the audits, and they are written as files into ``PRECISION_SHIM_AUDIT_DIR``.
+    For a problem the user is warned. Under strict a problem raises an error, unless the user asked
+    for what it is about. If the audit itself fails, the user is only warned that there is none. A
+    second call for an optimizer does nothing. With ``PRECISION_SHIM_WATCH_UPDATES`` the optimizer
+    also gets a lost-update meter.
 
     Args:
         framework: the framework's name; empty where it is not known.
-        subject: which model, such as ``"actor"``.
-        optimizer: what ``audit`` takes.
-        inner: the torch optimizer inside, whose step is hooked; ``None`` for ``optimizer``.
-        model: what ``audit`` takes; kept by a weak reference.
+        subject: which model it is, such as ``"actor"``.
+        optimizer: the optimizer, in any form that ``audit`` takes.
+        inner: the torch optimizer within ``optimizer``, whose step is hooked; ``None`` if that is
+            ``optimizer`` itself.
+        model: the model, in any form that ``audit`` takes; kept by a weak reference.
         scaler: returns the loss scaler of a torch optimizer.
-        by_user: tells whether the user asked for what a problem is about.
-        told: tells whether the user has been warned of a problem already.
+        by_user: returns whether the user asked for what a problem is about.
+        told: returns whether the user has already been warned of a problem.
 
     Raises:
         InconsistentPrecisionError: a problem, under strict.
@@ -62,7 +64,7 @@ def watch(
         _watched.add(stepped)
         kept.at_clear(_watched.clear)
     else:
-        stepped = None  # a stub in place of a frozen model's optimizer
+        stepped = None  # a placeholder, which a frozen model has instead of an optimizer
     watcher = _Watcher(
         (framework, subject), optimizer, model=model, scaler=scaler, by_user=by_user, told=told
     )
@@ -74,7 +76,7 @@ def watch(
     done = False
 
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        # The hook stays registered: removing itself here would break torch's loop over the hooks.
+        # The hook stays registered: torch is iterating over the hooks when it is called.
         nonlocal done
         if not done:
             done = True
@@ -90,7 +92,7 @@ def watch(
 
 
 class _Watcher:
-    """Looks at one optimizer; holds it by weak references."""
+    """Audits one optimizer; refers to optimizer and model by weak references."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class _Watcher:
         self._said_figures = False
 
     def look(self, last: bool = False) -> Audit | None:
-        """Audit, keep the audit, write it, report it; ``None`` where the audit failed."""
+        """Make, store, write and report an audit; return ``None`` where the audit failed."""
         optimizer = self._optimizer()
         if optimizer is None:
             return None
@@ -131,7 +133,7 @@ class _Watcher:
                 subject=subject,
                 whole=False,
             )
-        except Exception as error:  # an audit must not end a training
+        except Exception as error:  # an audit must not end the training run
             self._tell(f"the audit of {type(optimizer).__name__} failed: {error!r}")
             return None
         kept.put(self._number, audit)
@@ -143,7 +145,7 @@ class _Watcher:
         return audit
 
     def watch_updates(self, every: int) -> None:
-        """Attach the lost-update meter; an error only warns that updates are not measured."""
+        """Attach the lost-update meter; if that fails, only warn that updates are not measured."""
         framework, subject = self._names
         model = [one for ref in self._model if (one := ref()) is not None] or None
         try:
@@ -156,11 +158,11 @@ class _Watcher:
                     subject=subject,
                     on_figures=self.take_figures,
                 )
-        except Exception as error:  # a meter must not end a training
+        except Exception as error:  # a meter must not end the training run
             self._tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
 
     def take_figures(self, meter: Meter) -> None:
-        """Put new figures into the kept audit; announce the first figures."""
+        """Put new figures into the stored audit, and announce the first figures."""
         figures, audit = meter.figures, kept.of(self._number)
         if figures is None or audit is None:
             return

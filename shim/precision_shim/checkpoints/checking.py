@@ -1,8 +1,8 @@
-"""Compares the bytes of a checkpoint's files with the checksums in them.
+"""Compare the bytes of a checkpoint's files with the checksums in these files.
 
-``torch.save`` writes a checksum for each of its records, and torch compares none of them: this
-module does. The metadata of a distributed checkpoint, safetensors files, and the bytes of the zip
-format between the records have no checksum: a change there may go unnoticed.
+``torch.save`` writes a checksum for each of its records, but torch never compares them; this module
+does. The metadata of a distributed checkpoint, safetensors files, and the bytes of the zip format
+between the records have no checksum, so a change there may go unnoticed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .tensors import check_archive
 __all__ = ["MOST", "Checked", "File", "check", "percent", "size_text"]
 
 MOST = 256 << 20
-"""Limit of bytes whose checksums are computed, small files first, unless the user asks for all."""
+"""Maximum number of bytes whose checksums are computed, small files first, without ``--full``."""
 
 _ARCHIVES = 4096
-"""Limit of archives that are opened for their checksums, unless the user asks for all."""
+"""Maximum number of archives that are opened for their checksums, without ``--full``."""
 
 _KNOWN = re.compile(
     r"\.metadata|metadata\.json|.*\.(distcp|safetensors)|model\.safetensors\.index\.json"
@@ -43,11 +43,11 @@ class File:
     """A file of a checkpoint.
 
     Attributes:
-        path: where it is.
-        size: its bytes.
-        held: the spans of bytes whose checksum holds.
+        path: the file.
+        size: its size in bytes.
+        held: the spans of bytes whose checksum is correct.
         unread: the spans of bytes whose checksum was not computed.
-        ours: whether it is of a kind that the doctor reads.
+        ours: whether the file is of a kind that the doctor reads.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class File:
     ours: bool = True
 
     def bytes(self, state: str) -> int:
-        """Number of bytes in a state: ``checked`` or one of ``_SAID``."""
+        """Return the number of bytes in a state: ``checked`` or a key of ``_SAID``."""
         held, unread = (sum(b - a for a, b in spans) for spans in (self.held, self.unread))
         if not self.ours:
             return self.size if state == "not_looked_at" else 0
@@ -65,7 +65,7 @@ class File:
         return {"checked": held, "not_read": unread, "no_checksum": rest}.get(state, 0)
 
     def is_checked(self, place: int) -> bool:
-        """Whether a checksum that holds covers a byte."""
+        """Whether the byte at a position is covered by a correct checksum."""
         return any(start <= place < end for start, end in self.held)
 
 
@@ -95,19 +95,19 @@ class Checked:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Size of all files, in bytes."""
         return sum(file.size for file in self.files)
 
     def bytes(self, state: str) -> int:
-        """Bytes in a state, of all files."""
+        """Return the number of bytes of all files that are in a state."""
         return sum(file.bytes(state) for file in self.files)
 
     def share(self, state: str) -> float:
-        """Bytes in a state, as a share of all bytes."""
+        """Return the bytes in a state as a share of all bytes."""
         return self.bytes(state) / max(1, self.size)
 
     def name(self, file: File) -> str:
-        """A file's name within the directory."""
+        """Return a file's name within the directory."""
         return os.path.relpath(file.path, self.top)
 
     def _in(self, state: str) -> list[File]:
@@ -115,7 +115,7 @@ class Checked:
         return sorted(files, key=lambda file: (-file.bytes(state), file.path))
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """The rows of the text: a label and a sentence each."""
+        """Yield the rows of the text, each a label and a sentence."""
         held = self.bytes("checked")
         yield (
             "checked",
@@ -134,7 +134,7 @@ class Checked:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON: how many bytes are in each state, and in which files."""
+        """Return, in a form for JSON, how many bytes are in each state, and in which files."""
         told: dict[str, Any] = {"count": len(self.files), "bytes": self.size}
         for state in ("checked", *_SAID):
             told[state] = {
@@ -150,10 +150,10 @@ def check(part: Part, most: int | None = MOST) -> Checked:
 
     Args:
         part: the model.
-        most: limit of bytes whose checksums are computed; ``None``: all.
+        most: maximum number of bytes whose checksums are computed; ``None`` for all.
 
     Raises:
-        CheckpointUnreadableError: files are damaged; names the first and counts the others.
+        CheckpointUnreadableError: files are damaged; the message names the first of them.
     """
     archives: dict[Path, list[tuple[int, int | None]]] = {}
     units = [*part.units, *part.weights]
@@ -192,7 +192,7 @@ def check(part: Part, most: int | None = MOST) -> Checked:
 
 
 def _paths(part: Part) -> list[Path]:
-    """All files in a model's directory and in its units' directories, which may be linked."""
+    """Return all files in the directories of a model and of its units, which may be links."""
     tops = [part.path, *(unit.path for unit in (*part.units, *part.weights))]
     paths = {
         Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names
@@ -201,7 +201,7 @@ def _paths(part: Part) -> list[Path]:
 
 
 def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans without overlaps: the directory of a damaged zip file may name the same bytes twice."""
+    """Merge overlapping spans: the directory of a damaged zip file may name bytes twice."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -217,7 +217,7 @@ def _files(files: Iterable[File]) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as text, in which only 1 is ``"100.0%"`` and only 0 is ``"0.0%"``."""
+    """Return a share as text, in which only 1 is ``"100.0%"`` and only 0 is ``"0.0%"``."""
     text = f"{100 * share:.1f}%"
     if 0 < share < 1 and text in ("0.0%", "100.0%"):
         return "under 0.1%" if text == "0.0%" else "over 99.9%"
@@ -225,7 +225,7 @@ def percent(share: float) -> str:
 
 
 def size_text(count: int) -> str:
-    """A number of bytes as text, such as ``"1.5 GiB"``."""
+    """Return a number of bytes as text, such as ``"1.5 GiB"``."""
     size, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

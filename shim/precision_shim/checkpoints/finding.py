@@ -1,4 +1,4 @@
-"""Which checkpoints a path holds: of which framework, of which models. Needs no torch."""
+"""Find the checkpoints in a path, their framework and their models. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ __all__ = ["find", "saying_how_to_go_on"]
 _GIVE = "Give the directory of a run, of a step, of a model, or of its files."
 
 _DEPTH = 5
-"""How many directories deep a model's files may lie."""
+"""Maximum depth at which a model's files are searched, in directories."""
 
 _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
-"""Of several kinds in one model's directory, the first of these has the optimizer's states."""
+"""If a model's directory has files of several kinds, the first kind here has the states."""
 
 
 def find(path: Path, framework: str | None = None) -> list[Part]:
-    """Find a checkpoint's models and read their files; in a run's directory, of the last step.
+    """Find a checkpoint's models and read their files; for a run's directory, of its last step.
 
     Args:
-        path: a run's directory, a step's, a model's, or that of the files themselves.
-        framework: the framework that wrote the checkpoint; ``None`` to tell by directory names.
+        path: the directory of a run, of a step, of a model, or of the files themselves.
+        framework: the framework that wrote the checkpoint; ``None`` to infer it from the names of
+            the directories.
 
     Raises:
-        CheckpointUnreadableError: there is no checkpoint, or it is incomplete; says how to go on.
+        CheckpointUnreadableError: there is no checkpoint, or it is incomplete; the message says
+            what to do.
     """
     if not path.exists():
         raise CheckpointUnreadableError(f"{path}: there is no such directory. {_GIVE}")
@@ -68,7 +70,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]:
-    real = path.resolve()  # links may lead in a circle
+    real = path.resolve()  # links may form a cycle
     if real in seen:
         return []
     seen.add(real)
@@ -84,13 +86,13 @@ def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]
 
 
 def _last_step(path: Path) -> Path | None:
-    """The step of a run's directory that the run would resume from."""
+    """Return the last step in a run's directory, from which the run would resume; or ``None``."""
     steps = _steps(path)
     return max(steps, key=lambda step: steps[step], default=None)
 
 
 def _steps(path: Path) -> dict[Path, int]:
-    """The step directories in a run's directory, with the numbers of the steps."""
+    """Return the step directories in a run's directory, with the numbers of the steps."""
     steps = {}
     for row in checkpoints().values():
         for entry in path.iterdir():
@@ -102,7 +104,7 @@ def _steps(path: Path) -> dict[Path, int]:
 
 @contextmanager
 def saying_how_to_go_on(path: Path) -> Iterator[None]:
-    """Add to an error about a damaged checkpoint what the user can do.
+    """Context manager: add what the user can do to an error about a damaged checkpoint.
 
     Raises:
         CheckpointUnreadableError: for any error that a damaged or foreign file causes.
@@ -126,7 +128,7 @@ def _go_on(path: Path) -> str:
 
 
 def _step_before(path: Path) -> Path | None:
-    """The step before the last step of a run, or before the step that a path lies in."""
+    """Return the step before a run's last step, or before the step that contains the path."""
     try:
         whole = _last_step(path.absolute()) or path.absolute()
         for parent in (whole, *whole.parents):
@@ -147,7 +149,7 @@ def _instead(path: Path) -> str:
 
 
 def _framework_of(path: Path) -> str:
-    """The framework whose names for steps and models fit the directories; empty if several fit."""
+    """Return the framework whose names match the directories; empty if none or several do."""
     fits = {}
     whole = path.absolute()
     for name, row in checkpoints().items():
@@ -162,7 +164,7 @@ def _framework_of(path: Path) -> str:
 
 
 def _model_of(directory: Path, top: Path) -> Path | None:
-    """The directory of the model that files belong to, by its name."""
+    """Return the nearest parent directory with a known model's name, or ``None``."""
     known = {name for row in checkpoints().values() for name in row.models}
     for parent in (directory, *directory.parents):
         if parent.name in known:

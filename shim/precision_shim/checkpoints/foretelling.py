@@ -1,7 +1,7 @@
-"""Foretells how a resume in this environment ends, and finds the setting that makes it exact.
+"""Predict how a resume in this environment ends, and find the setting that makes it exact.
 
-The rules are those of the load seams: the adapter whose seams load a kind of checkpoint foretells
-its resume (``registry.checkpoints``).
+The rules are those of the load seams: the adapter whose seams load a kind of checkpoint also
+predicts its resume (``registry.checkpoints``).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: what the job's config sets: the optimizer's fields, and those that a framework's
-            ``Config.beside`` names; ``None`` where the job's config is not known.
-        instead: fields that replace those of ``config``, also where it is ``None``.
+        config: the fields that the job's config sets: those of the optimizer, and those named in
+            ``Config.beside``; ``None`` where the job's config is not known.
+        instead: fields that replace those of ``config``, even if ``config`` is ``None``.
     """
 
     on: bool
@@ -55,7 +55,7 @@ class Here:
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
-        """The environment of this process; before ``install()``, of a process started from it.
+        """Return this process's environment; before ``install()``, that of a child process.
 
         Raises:
             SettingsError: a variable has an invalid value.
@@ -66,7 +66,7 @@ class Here:
         return cls(on, _settings.resolve(known_frameworks=entries()), config)
 
     def but(self, **changes: Any) -> Here:
-        """A copy with other settings, or another ``on``, ``config`` or ``instead``."""
+        """Return a copy with other settings, or another ``on``, ``config`` or ``instead``."""
         settings = {k: changes.pop(k) for k in list(changes) if k in _settings.TABLE}
         if settings:
             values = {**self.settings.values, **settings}
@@ -75,11 +75,11 @@ class Here:
         return dataclasses.replace(self, **changes)
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
-        """Whether a feature would be in force for a framework, and one of its groups patched."""
+        """Whether a feature would be in force for a framework, within a group of seams."""
         return self.on and self._foreseen.in_force(framework, feature, group)
 
     def only_framework(self, kind: str) -> str:
-        """The one installed framework that resumes from such files; empty if none or several do."""
+        """Return the one installed framework that resumes such files; empty if none or several."""
         known = records()
         installed = [
             name
@@ -90,7 +90,7 @@ class Here:
         return installed[0] if len(installed) == 1 else ""
 
     def versions(self, framework: str) -> dict[str, str]:
-        """The installed versions of a framework and of the packages that it builds on."""
+        """Return the installed versions of a framework and of the packages that it builds on."""
         entry = records().get(framework)
         installed = {}
         named = {entry.distribution: entry.packages} if entry else {}
@@ -102,7 +102,7 @@ class Here:
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """Foretell how a resume of a model's checkpoint ends here."""
+    """Predict how a resume from a model's checkpoint ends here."""
     row = checkpoints().get(part.framework)
     if row is None:
         return Outcome(
@@ -120,15 +120,15 @@ def foretell(part: Part, here: Here) -> Outcome:
     module, _, name = place.partition(":")
     try:
         outcome: Outcome = getattr(importlib.import_module(module), name)(part, here)
-    except PrecisionShimError as error:  # the config asks for what is not possible here
+    except PrecisionShimError as error:  # the config asks for something impossible here
         return Outcome(FAILS, str(error).rstrip("."))
     return outcome
 
 
 def remedy(part: Part, here: Here) -> str:
-    """The setting with which a resume is exact; empty where there is none.
+    """Return the setting with which a resume is exact; empty where there is none.
 
-    Foretells the resume with each setting in turn.
+    Predicts the resume with each setting in turn.
     """
     for text, other in _others(part, here):
         if foretell(part, other).exact:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one model, and how its resume ends. Needs no torch."""
+"""Records of one model in a checkpoint, and of how its resume ends. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .units import Unit
 
 PARAMS, MASTER, EXP_AVG, EXP_AVG_SQ, OTHER = "params", "master", "exp_avg", "exp_avg_sq", "other"
 COMPONENTS = (PARAMS, MASTER, EXP_AVG, EXP_AVG_SQ, OTHER)
-"""The components that a checkpoint's tensors belong to, by the audit's names."""
+"""The components that a checkpoint's tensors belong to, named as in the audit."""
 
 WHOLE, REMAINDERS, NUMBERS, UNKNOWN, NONE = (
     "fp32",
@@ -21,19 +21,19 @@ WHOLE, REMAINDERS, NUMBERS, UNKNOWN, NONE = (
     "the file cannot tell",
     "none",
 )
-"""The forms in which a checkpoint may have the masters."""
+"""The forms in which a checkpoint may contain the masters."""
 
 
 @dataclass(frozen=True)
 class Scaler:
-    """The record of a loss scaler.
+    """The loss scaler's record in a checkpoint.
 
     Attributes:
-        state: ``"whole"``, ``"damaged"``, ``"of another save"`` (than the files beside it) or
-            ``"none"``.
-        where: the file, and the key in it.
-        text: the scaler's figures, or what is wrong with the record.
-        saved: the validated record, where it is the shim's.
+        state: ``"whole"``, ``"damaged"``, ``"of another save"`` (another save wrote the files next
+            to it) or ``"none"``.
+        where: the file, and the record's key in the file.
+        text: the scaler's values, or what is wrong with the record.
+        saved: the validated record, if the shim wrote it.
     """
 
     state: str
@@ -47,20 +47,20 @@ class Part:
     """One model of a checkpoint, with its optimizer.
 
     Attributes:
-        framework: the framework that wrote it; empty where the directories do not show that.
-        subject: which model: ``"actor"``; empty where there is only one.
-        path: its directory.
+        framework: the framework that wrote it; empty where the directories' names do not tell.
+        subject: which model it is, such as ``"actor"``; empty where there is only one.
+        path: the model's directory.
         units: the directories with files of ``kind``.
         kind: the kind of files that hold the optimizer's states, by its name in ``units.py``.
-        beside: the directories with files of other kinds, each with its kind: exports for
-            inference, or the weights.
+        beside: the directories with files of other kinds (exports for inference, or the weights),
+            each with its kind.
         weights: the directories of ``beside`` that were read for the parameters.
-        held: its tensors, by component.
+        held: the model's tensors, by component.
         facts: what else the readers found: ``sharding``, ``params`` and ``bucket`` (dtypes),
-            ``adam_beta2``, and facts that a backend's reader notes for the backend's foretelling.
+            ``adam_beta2``, and facts that a backend's reader records for its prediction.
         scalers: the framework's own scaler records that a backend's reader found, unchecked.
         masters: the form of the masters: one of the constants above.
-        moments: for each moment, the narrower dtypes that hold every sampled value exactly.
+        moments: for each moment, the narrower dtypes that represent every sampled value exactly.
         scaler: the loss scaler's record.
         notes: further lines for the report.
     """
@@ -85,14 +85,14 @@ class Part:
         self.held.setdefault(component, []).append(tensor)
 
     def dtypes(self, component: str) -> dict[str, int]:
-        """The dtypes of a component, each with the number of its elements."""
+        """Return the dtypes of a component, each with its number of elements."""
         counts: dict[str, int] = {}
         for tensor in self.held.get(component, ()):
             counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.elements
         return counts
 
     def bytes(self, component: str) -> int:
-        """Bytes of a component."""
+        """Return the size of a component, in bytes."""
         return sum(tensor.bytes for tensor in self.held.get(component, ()))
 
     @property
@@ -102,7 +102,7 @@ class Part:
 
     @property
     def params_dtype(self) -> str | None:
-        """The dtype of the parameters; ``None`` where the files do not show a single one."""
+        """The dtype of the parameters; ``None`` where the files do not have exactly one."""
         floating = [dtype for dtype in self.dtypes(PARAMS) if dtype[:2] in ("fp", "bf")]
         known = self.facts.get("params")
         return known or (floating[0] if len(floating) == 1 else None)
@@ -123,11 +123,11 @@ class Outcome:
     """How a resume of a part ends.
 
     Attributes:
-        verdict: ``"exact"``; ``"refused"``: the shim raises before training goes on;
+        verdict: ``"exact"``; ``"refused"``: the shim raises an error before training goes on;
             ``"misread"``: the framework loads wrong values without an error; ``"fails"``: the
-            framework raises an error of its own; ``"starts anew"``: the loss scale or the
-            optimizer starts from its beginning; ``"not here"``: this environment cannot resume it.
-        because: why, in one sentence.
+            framework raises an error itself; ``"starts anew"``: the loss scale or the optimizer
+            starts in its initial state; ``"not here"``: this environment cannot resume the part.
+        because: the reason, in one sentence.
     """
 
     verdict: str
@@ -140,7 +140,7 @@ class Outcome:
 
 
 def halves(part: Part) -> Outcome | None:
-    """How a resume ends where the optimizer states or the weights are missing; else ``None``."""
+    """Return the outcome if the optimizer states or the weights are missing; otherwise ``None``."""
     if not part.has_states:
         return Outcome(FRESH, "it has no optimizer states: the optimizer begins anew")
     if not part.held.get(PARAMS):

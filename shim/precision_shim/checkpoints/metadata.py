@@ -1,7 +1,7 @@
-"""Reads ``.metadata``, which lists the tensors of torch's distributed checkpoints, as plain data.
+"""Read ``.metadata``, which lists the tensors of torch's distributed checkpoints, as plain data.
 
-Seams use it to read a checkpoint before the framework loads it. torch's own reader unpickles the
-file; this one imports and calls nothing that the file names. Needs no torch.
+Seams use this to read a checkpoint before the framework loads it. torch's own reader unpickles the
+file; this reader imports and calls nothing that the file names. Needs no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint has under a key.
+    """The entry of a checkpoint under one key.
 
     Attributes:
         dtype: canonical name of a tensor's dtype; ``None`` for an object that is no tensor.
@@ -35,10 +35,10 @@ class Stored:
 
 
 def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
-    """Read what a checkpoint has under each of its keys.
+    """Read the entry of a checkpoint under each of its keys.
 
     Args:
-        source: the content of its ``.metadata``, or the open file.
+        source: the content of the checkpoint's ``.metadata``, or the open file.
         where: the file, for messages.
 
     Raises:

@@ -1,37 +1,37 @@
-"""Reads a pickle as plain data, without importing or calling anything that it names.
+"""Read a pickle as plain data, without importing or calling anything that the pickle names.
 
 ``pickletools`` parses the operations of a pickle; ``_Machine`` executes them on plain data. A
 global that the pickle names becomes a ``Name``, and an object that it would make by a call becomes
 a ``Made``.
 
-``pickle.Unpickler`` is not safe here: it hashes every key and makes every copy that a file asks
-for, whatever its ``find_class`` returns, so that some hundred bytes keep it busy for ever, fill the
-memory or overflow the stack. This reader limits keys and copies, and notes each call, also where
-the file drops the result.
+``pickle.Unpickler`` is not safe here, whatever its ``find_class`` returns: it hashes every key and
+makes every copy that a file asks for. A few hundred bytes can make it run for ever, fill the memory
+or overflow the stack. This reader limits keys and copies, and records each call, even if the pickle
+drops the result.
 """
 
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from ..errors import CheckpointUnreadableError
 
-__all__ = ["Made", "Name", "Persistent", "is_small", "read_pickle"]
+__all__ = ["Made", "Name", "Persistent", "dicts_in", "is_small", "read_pickle"]
 
 
 @dataclass(frozen=True)
 class Name:
-    """A global that a pickle would import: ``"torch.float32"``."""
+    """A global that a pickle would import, such as ``"torch.float32"``."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Persistent:
-    """An object outside the pickle, by the label that the pickle has for it."""
+    """An object that is stored outside the pickle and that the pickle refers to by a label."""
 
     label: Any
 
@@ -41,11 +41,11 @@ class Made:
     """An object that a pickle would make.
 
     Attributes:
-        by: what the pickle would call.
+        by: the callable that the pickle would call.
         arguments: the arguments of the call.
         state: the state that the pickle would then set, such as a dict of the object's fields.
-        items: the items that it would set by key.
-        members: the values that it would append.
+        items: the items that the pickle would set by key.
+        members: the values that the pickle would append.
     """
 
     by: Any
@@ -56,11 +56,11 @@ class Made:
 
     @property
     def kind(self) -> str:
-        """The path of what the pickle would call; empty where ``by`` is no ``Name``."""
+        """The path of the callable ``by``; empty where ``by`` is no ``Name``."""
         return self.by.path if isinstance(self.by, Name) else ""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field of its state."""
+        """Return a field of the object's state."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
@@ -99,26 +99,26 @@ _PLAIN = {
     "collections.OrderedDict": dict,
     **{
         f"{module}.{kind.__name__}": kind
-        for module in ("builtins", "__builtin__")  # the second up to protocol 2
+        for module in ("builtins", "__builtin__")  # the second name is used up to protocol 2
         for kind in (set, frozenset, tuple, list, bytes, bytearray)
     },
 }
 """The only callables that ``_plain`` calls: types of plain data. No name is imported."""
 
 _KEY = 64
-"""Limit of values in a key: hashing visits all of them, a shared one once for each reference."""
+"""Maximum number of values in a key: hashing visits each of them once per reference to it."""
 
 _COPIED = 20_000_000
-"""Limit of values that are copied for one pickle: a file may ask for a list again and again."""
+"""Maximum number of values copied for one pickle: a pickle may copy the same list many times."""
 
 
 def read_pickle(source: bytes | IO[bytes], where: str, called: set[str] | None = None) -> Any:
     """Read the first pickle of a file.
 
     Args:
-        source: its bytes, or an open file.
+        source: the file's bytes, or the open file.
         where: the file, for messages.
-        called: receives the name of everything that the pickle would call, also where the pickle
+        called: receives the name of everything that the pickle would call, even if the pickle
             drops the result.
 
     Raises:
@@ -200,7 +200,7 @@ class _Machine:
         del self.stack[position:]
         return taken
 
-    # -- what is named and would be called --------------------------------------------------------
+    # -- names and calls --------------------------------------------------------------------------
 
     def global_(self, argument: str) -> None:
         self.stack.append(Name(str(argument).replace(" ", ".", 1)))
@@ -234,7 +234,7 @@ class _Machine:
         self.stack.append(Made(by, tuple(arguments)))
 
     def _call(self, by: Any, arguments: Any) -> None:
-        if not isinstance(arguments, tuple):  # pickle takes no other
+        if not isinstance(arguments, tuple):  # pickle accepts nothing else
             raise ValueError("it would call something with arguments that are none")
         if isinstance(by, Name):
             self.called.add(by.path)
@@ -244,7 +244,7 @@ class _Machine:
         given = arguments[0] if arguments else ()
         if path == "_codecs.encode" and isinstance(given, str) and arguments[1:] == ("latin1",):
             self._copy(given)
-            return given.encode("latin1")  # bytes, up to protocol 2
+            return given.encode("latin1")  # how pickle writes bytes up to protocol 2
         make: Any = _PLAIN.get(path)
         if make is None or len(arguments) > 1:
             return Made(by, arguments)
@@ -351,11 +351,11 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "SETITEM": _Machine.setitem_,
     "SETITEMS": _Machine.setitems_,
 }
-"""The operations that work on the stack; ``_do`` refuses an operation that it does not know."""
+"""The operations that work on the stack; ``_do`` raises an error for an unknown operation."""
 
 
 def _key(value: Any) -> Any:
-    """Return a value that is about to be hashed.
+    """Check a value that is about to be hashed, and return it.
 
     Raises:
         ValueError: it is too large or nested too deeply for a key: hashing would not end.
@@ -365,8 +365,33 @@ def _key(value: Any) -> Any:
     return value
 
 
+def dicts_in(
+    tree: Any, leave: Callable[[dict[Any, Any]], bool] = lambda _: False
+) -> Iterator[dict[Any, Any]]:
+    """Yield all dicts within the content of a pickle, at any depth, each once.
+
+    Args:
+        tree: the content, from ``read_pickle``.
+        leave: returns whether to skip the values within a dict.
+    """
+    waiting, seen = [tree], set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (dict, list, tuple, Made)) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, dict):
+            yield node
+            if not leave(node):
+                waiting += node.values()
+        elif isinstance(node, Made):
+            waiting += [node.state, node.items, *node.arguments]
+        else:
+            waiting += node
+
+
 def is_small(tree: Any, most: int) -> bool:
-    """Whether plain data have at most ``most`` values, a shared one counted for each reference."""
+    """Whether plain data has at most ``most`` values, each counted once per reference to it."""
     waiting, count = [tree], 0
     while waiting:
         node = waiting.pop()

@@ -1,7 +1,7 @@
-"""Reads what a checkpoint holds of each model.
+"""Read what a checkpoint contains of each model.
 
-Where torch is installed, this includes a sample of the values of masters and moments: only the
-values show that remainders were stored as fp32 numbers, or that moments were bf16.
+Where torch is installed, this includes a sample of the values of masters and moments. Only the
+values show that remainders were stored as fp32 numbers, or that moments were in bf16.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .layout import (
     Part,
     Scaler,
 )
-from .pickles import Made, is_small
+from .pickles import dicts_in, is_small
 from .tensors import Archive, Tensor
 from .units import Unit, read_unit
 
@@ -41,9 +41,9 @@ __all__ = ["read_parts"]
 
 _RECORD_KEY = "precision_shim_scaler"
 _RECORD = 1 << 10
-"""Limit of values in a scaler's record; its text may have 1,024 times as many bytes."""
+"""Maximum number of values in a scaler's record; its text may have 1,024 times as many bytes."""
 _SAMPLE = 64 << 20
-"""Limit of bytes of a component whose values are read; a smaller component is read whole."""
+"""Maximum number of bytes of a component's values that are read; smaller ones are read whole."""
 
 
 def read_parts(path: str | Path, framework: str | None = None) -> list[Part]:
@@ -87,7 +87,7 @@ _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 
 
 def _take(unit: Unit, part: Part) -> None:
-    """Sort the tensors of torch's own optimizers, whose keys end in the names of the states."""
+    """Sort tensors into components as torch's optimizers name them: by the end of the keys."""
     for key, tensor in unit.tensors.items():
         words = key.split(".")
         if words[-1] == _RECORD_KEY:
@@ -145,7 +145,7 @@ def _judge_file(file: Path) -> Scaler:
 
 
 def _check_save(judged: Scaler, files: Mapping[str, str | Path]) -> Scaler:
-    """Check that a valid record is from the save that wrote the files, by their fingerprints."""
+    """Check by fingerprints that a valid record is from the save that wrote the files."""
     if judged.saved is None or judged.saved.files is None:
         return judged
     others = foreign(judged.saved.files, fingerprints(files))
@@ -184,7 +184,7 @@ def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
     if len({state_of(record) for _, record in records}) > 1:
         return Scaler("damaged", judged[0].where, "the ranks' files hold different states")
     for (archive, _), verdict in zip(records, judged, strict=True):
-        # Compare each record with its own rank's files: those that it names and that exist.
+        # Compare each record with the files of the record's rank that it names and that exist.
         beside = files_beneath(archive.path.parent)
         named = verdict.saved.files or {}
         held = _check_save(verdict, {name: beside[name] for name in named if name in beside})
@@ -194,30 +194,19 @@ def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
 
 
 def _records_in(tree: Any) -> Iterator[dict[str, Any]]:
-    waiting, seen = [tree], set()
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, (dict, list, tuple, Made)) or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, dict):
-            if node.get("kind") == KIND or _RECORD_KEY in node:
-                record = node if node.get("kind") == KIND else node[_RECORD_KEY]
-                whole = isinstance(record, dict) and is_small(record, _RECORD)
-                yield record if whole else {}
-                continue
-            waiting += node.values()
-        elif isinstance(node, Made):
-            waiting += [node.state, node.items]
-        else:
-            waiting += node
+    def has_one(node: dict[Any, Any]) -> bool:
+        return node.get("kind") == KIND or _RECORD_KEY in node
+
+    for node in filter(has_one, dicts_in(tree, leave=has_one)):
+        record = node if node.get("kind") == KIND else node[_RECORD_KEY]
+        yield record if isinstance(record, dict) and is_small(record, _RECORD) else {}
 
 
 _NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
 def _judge_native(part: Part) -> Scaler:
-    """Judge the framework's own scaler records, one for each of its chained optimizers."""
+    """Check the framework's own scaler records, one for each of its chained optimizers."""
     if not part.scalers:
         return Scaler("none")
     where = str(part.path)

@@ -1,4 +1,4 @@
-"""What the checkpoint doctor found: as text, and ready for JSON."""
+"""The checkpoint doctor's result, as text and in a form for JSON."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Examined:
     """One model of a checkpoint, and how its resume ends.
 
     Attributes:
-        part: what its files hold.
+        part: the content of the model's files.
         outcome: how a resume here ends.
-        checked: which bytes of its files have a checksum that holds.
+        checked: which bytes of the model's files have a correct checksum.
         remedy: the setting that makes an inexact resume exact; empty if there is none, and where
             this environment cannot resume the checkpoint at all.
     """
@@ -52,7 +52,7 @@ class Examined:
     remedy: str = ""
 
     def lines(self) -> Iterator[str]:
-        """The text, line by line."""
+        """Yield the result as lines of text."""
         part = self.part
         whose = " ".join(one for one in (part.framework, part.subject) if one)
         yield f"{part.path}" + (f": {whose}" if whose else "")
@@ -94,7 +94,7 @@ class Examined:
         return f"{what}: {sum(dtypes.values()):,} elements, {size_text(part.bytes(name))}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the result in a form for JSON."""
         part = self.part
         return {
             "framework": part.framework,
@@ -132,14 +132,15 @@ class Examined:
 def examine(
     path: str | Path, here: Here, framework: str | None = None, *, most: int | None = MOST
 ) -> list[Examined]:
-    """Read a checkpoint, check it, and foretell how its resume ends.
+    """Read a checkpoint, check it, and predict how its resume ends.
 
     Args:
-        path: a run's directory, a step's, a model's, or that of the files themselves.
+        path: the directory of a run, of a step, of a model, or of the files themselves.
         here: the environment of the resume.
-        framework: the framework that wrote the checkpoint; ``None`` to tell by the directories, or
-            else by the one framework that is installed and reads such files.
-        most: limit of bytes that are compared with their checksums; ``None``: all.
+        framework: the framework that wrote the checkpoint; ``None`` to infer it from the
+            directories' names, or if that fails, to take the only installed framework that reads
+            such files.
+        most: maximum number of bytes that are compared with their checksums; ``None`` for all.
 
     Raises:
         CheckpointUnreadableError: there is no checkpoint, or it is incomplete or damaged.

@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file; reads no weights and needs no torch."""
+"""Read the header of a safetensors file, without reading weights and without torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _LARGEST = 100_000_000
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Read the entries of a file's header, by tensor, and where in the file the data begin.
+    """Read the entries of a file's header, by tensor, and the offset at which the data begins.
 
     A header may have at most 100 MB, as in the format's own reader, so that a damaged length
-    cannot ask for more memory.
+    cannot make this function allocate more memory.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: the file has no complete header.
-        AttributeError, RecursionError: the header is other JSON than an object of entries.
+        AttributeError, RecursionError: the header's JSON is not an object of entries.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

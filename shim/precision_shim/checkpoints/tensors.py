@@ -22,7 +22,7 @@ __all__ = ["Archive", "Tensor", "check_archive", "count_of", "dtype_name", "item
 
 
 def dtype_name(path: str) -> str:
-    """A dtype's canonical name: ``"torch.float32"`` is ``"fp32"``.
+    """Return a dtype's canonical name: ``"fp32"`` for ``"torch.float32"``.
 
     Raises:
         ValueError: ``path`` is not the name of a dtype.
@@ -34,10 +34,10 @@ def dtype_name(path: str) -> str:
 
 
 def count_of(shape: Any) -> int:
-    """The number of elements of a tensor.
+    """Return the number of elements of a tensor with a shape.
 
     Raises:
-        ValueError: no tensor has such a shape.
+        ValueError: no tensor can have this shape.
     """
     sizes = list(shape)
     if len(sizes) > _DIMENSIONS or not all(
@@ -51,7 +51,7 @@ def count_of(shape: Any) -> int:
 
 
 def item_size(dtype: str) -> int:
-    """Bytes of one element; for an unknown dtype from the bits in its name, at least 1."""
+    """Return the bytes of one element; for an unknown dtype, from the bits in its name."""
     if dtype in SIZES:
         return SIZES[dtype]
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
@@ -63,12 +63,12 @@ class Tensor:
     """One tensor of a checkpoint, over all ranks.
 
     Attributes:
-        name: its key.
-        dtype: canonical name of its dtype.
-        elements: number of its elements.
-        parts: functions that read its bytes, one for each piece of the tensor: given a number, it
-            returns at most so many bytes from the beginning of the piece. Empty where the bytes
-            cannot be read without torch.
+        name: the tensor's key.
+        dtype: canonical name of the tensor's dtype.
+        elements: number of elements.
+        parts: functions that read the bytes, one for each piece of the tensor. Each takes a number
+            and returns at most that many bytes from the beginning of its piece. Empty where the
+            bytes cannot be read without torch.
     """
 
     name: str
@@ -78,19 +78,19 @@ class Tensor:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all its elements."""
+        """Size of all elements, in bytes."""
         return self.elements * item_size(self.dtype)
 
 
 _DIMENSIONS, _MOST = 64, 2**63
-"""torch's limits: a tensor's dimensions, and its elements (in a dimension and in total)."""
+"""torch's limits of a tensor's dimensions and of its elements (in a dimension and in total)."""
 
 _NO_DATA = ("_spec", "_mesh", "mesh")
 """Fields of a DTensor whose tensors are not its data."""
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A file object that reads a part of a file."""
 
     def __init__(self, path: Path, offset: int, length: int | None) -> None:
         self._file = path.open("rb")
@@ -134,11 +134,11 @@ class Archive:
 
     Attributes:
         path: the file.
-        tree: what the pickle describes.
+        tree: the content of the pickle, as plain data.
 
     Args:
         path: the file.
-        offset: where in the file the archive begins.
+        offset: the position in the file at which the archive begins.
         length: size of the archive; ``None`` for the rest of the file.
 
     Raises:
@@ -184,7 +184,7 @@ class Archive:
             with archive:
                 if not _has_checksums(archive):
                     for info in archive.infolist():
-                        del info.CRC  # zipfile then compares no checksum
+                        del info.CRC  # without it, zipfile compares no checksum
                 yield archive
 
     def _member(self, archive: zipfile.ZipFile, name: str, start: int = 0, most: int = -1) -> bytes:
@@ -203,7 +203,7 @@ class Archive:
             ) from None
 
     def tensors(self, tree: Any = None) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-        """The tensors in the archive's tree, or in ``tree``, each with the keys that lead to it."""
+        """Yield the tensors in ``tree`` (default: the archive's), each with the keys to find it."""
         seen: set[int] = set()
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
         inside: set[int] = set()  # ids of values inside objects: they get the object's keys
@@ -261,7 +261,7 @@ class Archive:
         return Tensor(".".join(map(str, keys)), dtype, elements, parts)
 
     def content(self, key: str, start: int, count: int) -> bytes:
-        """Some bytes of one of the archive's storages."""
+        """Read ``count`` bytes of one of the archive's storages, from ``start`` on."""
         with self._open() as archive:
             return self._member(archive, f"{self._root}data/{key}", start, count)
 
@@ -278,7 +278,7 @@ class _Piece:
 
 
 def _reach(shape: tuple[int, ...], stride: Any) -> int:
-    """Number of storage elements from a tensor's first element to its last."""
+    """Return the number of storage elements from a tensor's first element to its last."""
     if not isinstance(stride, tuple) or not all(type(number) is int for number in stride):
         return 0
     reach: int = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
@@ -291,11 +291,11 @@ def check_archive(path: Path, offset: int = 0, length: int | None = None) -> lis
     torch compares no checksum: it loads a changed record without an error.
 
     Returns:
-        The spans of the file whose checksums hold. The bytes of the zip format between the records
-        have no checksums. Empty where the archive was written without checksums.
+        The spans of the file whose checksums are correct. The bytes of the zip format between the
+        records have no checksums. Empty where the archive was written without checksums.
 
     Raises:
-        CheckpointUnreadableError: a record is damaged, or the archive is.
+        CheckpointUnreadableError: a record or the archive is damaged.
     """
     held = []
     archive = Archive(path, offset, length)
@@ -324,15 +324,15 @@ def check_archive(path: Path, offset: int = 0, length: int | None = None) -> lis
 
 
 def _has_checksums(archive: zipfile.ZipFile) -> bool:
-    """Whether torch wrote checksums: ``torch.serialization.set_crc32_options(False)`` leaves all 0.
+    """Whether torch wrote checksums: after ``set_crc32_options(False)`` all of them are 0.
 
-    In an archive with checksums one damaged record may have 0; the other records do not.
+    In an archive with checksums a damaged record may have 0, but then the other records do not.
     """
     return any(getattr(info, "CRC", 0) for info in archive.infolist())
 
 
 def _begin(raw: Any, info: zipfile.ZipInfo) -> int | None:
-    """Move the file to where a record's bytes begin; ``None`` where its header is damaged."""
+    """Seek to a record's first byte, and return the offset; ``None`` if its header is damaged."""
     raw.seek(info.header_offset)
     header = raw.read(_HEADER)
     if len(header) < _HEADER or header[:4] != b"PK\x03\x04":
@@ -344,7 +344,7 @@ def _begin(raw: Any, info: zipfile.ZipInfo) -> int | None:
 
 
 _HEADER, _CHUNK = 30, 1 << 20
-"""Bytes of a record's header in a zip file, and bytes that are read at once."""
+"""Size of a record's header in a zip file, and the number of bytes to read at once."""
 
 
 def _is_contiguous(shape: tuple[int, ...], stride: Any) -> bool:

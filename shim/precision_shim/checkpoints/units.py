@@ -1,8 +1,8 @@
-"""The kinds of files that hold a checkpoint's tensors, each read without torch.
+"""Read the kinds of files that contain a checkpoint's tensors, all without torch.
 
 - torch's distributed checkpoints, Megatron's among them: ``.metadata`` and ``*.distcp``.
 - The files of each rank by ``torch.save``: ``model_world_size_N_rank_I.pt`` and the like.
-- ``*.safetensors``, of which the headers are read.
+- ``*.safetensors``, of which only the headers are read.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MEGATRON, DCP, SHARDS, SAFETENSORS = "megatron", "dcp", "shards", "safetensors"
 
 _RANK_FILE = re.compile(r"(?P<what>\w+)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.pt")
 _COMMON_STATE = "common_state/shard_0_1"
-"""Key under which megatron-core from 0.19 on stores what it had in ``common.pt`` until 0.18; see
-``load_common_state_dict`` of its ``dist_checkpointing/serialization.py``."""
+"""The key under which megatron-core 0.19 and later store what 0.18 and earlier have in
+``common.pt``; see ``load_common_state_dict`` in its ``dist_checkpointing/serialization.py``."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _HARMLESS = re.compile(
@@ -37,26 +37,26 @@ _HARMLESS = re.compile(
     r"|_codecs\.encode|pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path"
     r"|megatron\.core\.dist_checkpointing\.(mapping|strategies\.\w+)\._?[A-Z]\w*"
 )
-"""What the metadata of a distributed checkpoint may call, by whole names: other names within torch
-and pathlib lead to ``os.system``."""
+"""The callables that a distributed checkpoint's metadata may name. Whole names are compared,
+because other names within torch and pathlib give access to ``os.system``."""
 
 
 @dataclass
 class Unit:
-    """One directory of files that were written together.
+    """A directory of files that were written together.
 
     Attributes:
         kind: one of the kinds above.
         path: the directory.
-        tensors: the tensors, by key; of ranks' files, each with the shards of all ranks.
+        tensors: the tensors, by key; a tensor in ranks' files includes the shards of all ranks.
         objects: for each object that is no tensor, by key, a function that reads it as plain data
             (``pickles``).
-        common: what Megatron keeps beside the tensors (``common.pt``; from megatron-core 0.19 an
-            object in the ``.distcp`` files), or each rank's extra state.
-        world_size: number of ranks that wrote files of their own; ``None`` for other files.
+        common: what Megatron stores in addition to tensors (``common.pt``; with megatron-core 0.19
+            and later an object in the ``.distcp`` files), or each rank's extra state.
+        world_size: number of ranks, where each rank wrote its own files; ``None`` for other files.
         archives: the archives of ``torch.save`` in the files: file, offset and length; a length of
             ``None`` means the rest of the file.
-        lacking: kinds of ranks' files that no rank has, though frameworks write them together.
+        lacking: those of the kinds of ranks' files in ``_TOGETHER`` that are missing.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Unit:
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of files in a directory, by their names; ``None`` where there are none.
+    """Return the kind of files in a directory, by their names; ``None`` without such files.
 
     Raises:
         CheckpointUnreadableError: the directory cannot be read, or its checkpoint is incomplete.
@@ -169,7 +169,7 @@ _WRITTEN = {"sharded_backend": ("torch_dist",), "common_backend": ("torch",)}
 
 
 def _check_config(path: Path) -> None:
-    """Check the file without which Megatron does not take the directory for its checkpoint.
+    """Check ``metadata.json``, without which Megatron does not accept a directory as a checkpoint.
 
     Raises:
         CheckpointUnreadableError: the file is missing or damaged.
@@ -233,7 +233,7 @@ def _take(unit: Unit, metadata: Made) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """One piece of a tensor, or an object: an archive within a file."""
+    """The position of a tensor's piece, or of an object: an archive within a file."""
 
     path: Path
     offset: int
@@ -242,7 +242,7 @@ class _Place:
 
     @property
     def is_archive(self) -> bool:
-        # torch's transforms may compress a piece; its Hugging Face writer writes safetensors.
+        # torch's transforms may compress a piece; torch's Hugging Face writer writes safetensors.
         return not self.transformed and self.path.suffix != ".safetensors"
 
     def archive(self) -> Archive:
@@ -259,7 +259,7 @@ class _Place:
 
 
 _TOGETHER = ("model", "optim", "extra_state")
-"""The files that verl and SkyRL write for each rank, unless the job's config leaves one out."""
+"""Kinds of files that verl and SkyRL write for each rank, unless the job's config excludes one."""
 
 
 def _read_shards(unit: Unit) -> None:
@@ -303,7 +303,7 @@ def _read_shards(unit: Unit) -> None:
 # -- safetensors ----------------------------------------------------------------------------------
 
 _KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}
-"""torch's words for safetensors' letters; in both the number of bits follows."""
+"""torch's dtype prefix for safetensors' letters; in both, the number of bits follows."""
 
 _OF_SEVERAL = re.compile(r"(?P<before>.*?)(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
@@ -327,7 +327,7 @@ def _read_safetensors(unit: Unit) -> None:
 
 
 def _read_index(path: Path) -> set[str]:
-    """The files that an index names.
+    """Return the names of the files that an index lists.
 
     Raises:
         CheckpointUnreadableError: the index is damaged.

@@ -1,4 +1,4 @@
-"""Judges a sample of a checkpoint's values by the rules that the load seams use."""
+"""Apply the rules of the load seams to a sample of a checkpoint's values."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .tensors import Tensor, item_size
 __all__ = ["are_numbers", "narrower", "samples"]
 
 _LEAST = 64 << 10
-"""Minimum number of bytes that are read of a piece."""
+"""Minimum number of bytes to read from each piece."""
 
 
 _PIECES = 512
-"""Limit of pieces that are read: each is an archive of its own that has to be opened."""
+"""Maximum number of pieces that are read: each is a separate archive that has to be opened."""
 
 _ALIGNED = 64
-"""Megatron begins each parameter of a bucket at a multiple of so many elements. It also stores the
-padding between parameters, as smaller pieces; these hold no parameter's values."""
+"""In Megatron's buckets each parameter begins at a multiple of this many elements. Megatron also
+stores the padding between parameters, as smaller pieces, which contain no parameter's values."""
 
 
 def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int, torch.Tensor]]:
-    """The first values of each piece of some tensors; all values where there are few.
+    """Yield the first values of each piece of some tensors; all values where there are few.
 
     Args:
-        tensors: the tensors; small pieces, and dtypes but fp32, bf16 and fp16, are skipped.
-        most: limit of bytes that are read, over all tensors.
+        tensors: the tensors; small pieces, and dtypes other than fp32, bf16 and fp16, are skipped.
+        most: maximum number of bytes that are read, over all tensors.
 
     Yields:
         The tensor, the number of the piece, and its first values.
@@ -54,7 +54,7 @@ def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int,
 
 
 def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
-    """The narrower dtypes that hold every value of a sample exactly."""
+    """Return the narrower dtypes that represent every value of a sample exactly."""
     fits: list[str] | None = None
     for _, _, value in samples(tensors, most):
         left = NARROWER if fits is None else fits
@@ -65,7 +65,7 @@ def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
 
 
 def are_numbers(part: Part, most: int) -> bool | None:
-    """Whether a checkpoint's masters are in truth remainders, stored as fp32 numbers.
+    """Whether a checkpoint's masters are really remainders that were stored as fp32 numbers.
 
     ``None`` where no value can be read.
     """
@@ -84,14 +84,14 @@ def are_numbers(part: Part, most: int) -> bool | None:
 def _param_of(
     weights: dict[str, Tensor], tensor: Tensor, number: int, value: torch.Tensor
 ) -> torch.Tensor:
-    """The values of a master's parameter; where the checkpoint lacks them, a substitute."""
+    """Return the values of a master's parameter, or a substitute where the checkpoint has none."""
     weight = weights.get(tensor.name.partition("param.")[2])
     if weight is not None and len(weight.parts) == len(tensor.parts):
         dtype, size = parse_dtype(weight.dtype), value.numel() * item_size(weight.dtype)
         content = weight.parts[number](size)
         if dtype is not None and len(content) == size:
             return torch.frombuffer(bytearray(content), dtype=dtype)
-    # Weights are hardly ever whole numbers beyond 1, so clamped masters stand for the parameter.
+    # Weights are hardly ever whole numbers beyond 1: use clamped masters in place of the parameter.
     return value.clamp(-1.0, 1.0)
 
 

@@ -1,9 +1,8 @@
 """The command line: ``precision-shim`` and ``python -m precision_shim``.
 
-Each sub-command is a module of this package with a function ``register(commands)`` that adds its
-parser and sets ``command``, the function that gets the parsed arguments and returns the exit
-status. Such a module is cheap to import: torch, a framework or matplotlib are imported when the
-command runs, so that ``run`` starts a job without paying for ``demo``.
+Each sub-command is a module of this package. Its function ``register(commands)`` adds a parser and
+sets ``command``, a function that takes the parsed arguments and returns the exit status. Importing
+such a module is fast: torch, frameworks and matplotlib are imported only when the command runs.
 
 The commands need only the packages of the base install, except ``demo``, which runs from a clone
 and needs the packages of an extra.
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "OPTIONS", "add_command", "build_parser", "main", "settings_of"]
 
 COMMANDS = ("run", "doctor", "plan", "audit", "checkpoint", "demo")
-"""The modules of this package that hold a command, in the order of ``--help``."""
+"""The modules of this package that implement a command, in the order of ``--help``."""
 
 OPTIONS = {"features": "--features", "frameworks": "--frameworks", "settings": "--set"}
-"""The option that stands for each argument of ``install()``, for the messages of ``resolve``."""
+"""The option for each argument of ``install()``, as the messages of ``resolve`` name it."""
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
-    """The parser of the command line.
+    """Build the parser of the command line.
 
     Args:
         commands: the commands to register; their modules are imported.
@@ -57,9 +56,9 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes the word behind an option as its value, even if the word begins with a dash.
+    """A parser that takes the word after an option as its value, even if it begins with a dash.
 
-    ``--features -fp16-scaling`` takes one feature away from all.
+    For example, ``--features -fp16-scaling`` means all features but one.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -80,15 +79,15 @@ class _Parser(argparse.ArgumentParser):
 def add_command(
     commands: Commands, name: str, command: Any, *, help: str, more: str = "", usage: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command; returns its parser, for its options.
+    """Add a command; return the command's parser, to which options can be added.
 
     Args:
-        commands: what ``register`` was given.
-        name: what the user types.
-        command: gets the parsed arguments, returns the exit status.
+        commands: the argument of ``register``.
+        name: the command's name.
+        command: takes the parsed arguments and returns the exit status.
         help: one sentence, for the list of commands and for the command's own help.
         more: paragraphs for the command's own help only.
-        usage: the usage line, where argparse's own would mislead.
+        usage: the usage line, where the one that argparse makes would mislead.
     """
     parser = commands.add_parser(
         name,
@@ -106,7 +105,7 @@ def settings_of(texts: Sequence[str]) -> dict[str, object]:
     """Turn ``--set NAME=VALUE`` options into the dict that ``install(settings=...)`` takes.
 
     Raises:
-        SettingsError: a text is not NAME=VALUE; ``resolve`` judges names and values.
+        SettingsError: a text is not NAME=VALUE; names and values are checked by ``resolve``.
     """
     from ..errors import SettingsError
     from ..process.settings import TABLE
@@ -123,13 +122,13 @@ def settings_of(texts: Sequence[str]) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point of ``precision-shim``; ends with ``SystemExit``.
+    """Run the command ``precision-shim``; raise ``SystemExit`` with the exit status.
 
     Args:
-        arguments: the words behind the program's name; ``None``: those of this process.
+        arguments: the words after the program's name; ``None`` for those of this process.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # Import a command's module only when it is used: `run` starts jobs and must be quick.
+    # Import only the module of the given command: `run` starts jobs and must be fast.
     parser = build_parser([name for name in COMMANDS if name in given[:1]] or COMMANDS)
     known, unknown = parser.parse_known_args(given)
     if unknown and not known.any_options:

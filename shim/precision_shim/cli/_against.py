@@ -1,7 +1,7 @@
-"""``precision-shim doctor --against PATH``, for a release not yet installed, and ``--record FILE``.
+"""``precision-shim doctor --against PATH`` (checks a release before installing) and ``--record``.
 
-With ``--against`` the doctor reads a wheel or a folder instead of what is installed, and judges it
-by the same rules. It imports and executes nothing of the path.
+With ``--against`` the doctor reads a wheel or a folder instead of the installed packages, and
+applies the same checks. It imports and executes nothing of the path.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["command", "options", "report"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Add these options to the doctor's parser."""
+    """Add ``--against``, ``--framework``, ``--probe`` and ``--record`` to the doctor's parser."""
     parser.add_argument(
         "--against",
         metavar="PATH",
@@ -62,7 +62,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int] | None:
-    """The function to run instead of the doctor's own report; ``None`` for that report."""
+    """Return the function to run instead of the doctor's usual report; ``None`` to run that."""
     if asked.framework is not None and asked.against is None and not asked.probe:
         asked.parser.error("--framework needs --against PATH or --probe")
     if (asked.against is not None) + (asked.record is not None) + asked.probe > 1:
@@ -102,9 +102,9 @@ def _record(asked: argparse.Namespace) -> int:
 
 
 def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, str]]]:
-    """Each installed distribution of an adapter, with its version and its symbols' digests.
+    """Yield each installed distribution of an adapter, its version and its symbols' digests.
 
-    A distribution that states no version cannot be recorded and is left out.
+    A distribution of unknown version cannot be recorded and is left out.
     """
     packages = {name: (package,) for package, name in _registry.shared().items()}
     for name, targets in _symbols.targets_by_distribution(adapter).items():
@@ -118,7 +118,7 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
 
 @dataclass(frozen=True)
 class SymbolChange:
-    """One symbol in the path, compared with what is installed.
+    """A symbol in the path, compared with the installed or recorded one.
 
     Attributes:
         target: ``"module:attribute"``.
@@ -139,15 +139,16 @@ class SymbolChange:
 
 @dataclass(frozen=True)
 class Report:
-    """What a path means for one framework.
+    """The result of checking a path for one framework.
 
     Attributes:
         framework: the framework's name.
-        holds: the distributions in the path that matter to the framework, with their versions.
+        holds: the distributions in the path that the framework consists of or builds on, with
+            their versions.
         against: for each of these distributions, what it was compared with, in words.
-        there: the framework's status with the path.
-        here: the framework's status as installed; ``None`` where it is not installed.
-        symbols: the symbols that the path has, and those that it should have.
+        there: the status that the framework would have with the path's packages.
+        here: the status of the installed framework; ``None`` where it is not installed.
+        symbols: the symbols that the path has, and those that are missing there.
         problems: what could not be applied, and why.
     """
 
@@ -160,11 +161,11 @@ class Report:
     problems: tuple[str, ...]
 
     def lost(self) -> list[dict[str, str]]:
-        """Features, with the framework's path, that are in force or native only here."""
+        """Return the features, by path, that only the installed packages have (or would have)."""
         return self._find_moves(self.here, self.there)
 
     def won(self) -> list[dict[str, str]]:
-        """Features, with the framework's path, that would be in force or native only there."""
+        """Return the features, by path, that only the packages in the checked path would have."""
         return self._find_moves(self.there, self.here)
 
     def _find_moves(
@@ -181,7 +182,7 @@ class Report:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, ready for JSON."""
+        """Return the report as dicts, lists, strings and numbers, in a form for JSON."""
         return {
             "framework": self.framework,
             "version": self.there.version,
@@ -200,14 +201,14 @@ class Report:
 
 
 def report(path: Path, framework: str | None = None) -> list[Report]:
-    """Judge a path, once for each framework that it matters to.
+    """Check a path, and return a report for each framework whose packages or backend it contains.
 
     Args:
         path: a wheel, a checkout, a folder with packages, a site-packages.
-        framework: the only one to judge.
+        framework: the only framework to check; ``None`` for all.
 
     Raises:
-        SourceError: the path holds nothing to judge, or cannot be read.
+        SourceError: the path contains no framework or backend, or cannot be read.
         SettingsError: a variable has an invalid value.
     """
     known = _registry.entries()
@@ -218,7 +219,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     packages = [package for entry in asked for package in entry.packages]
     tree = open_tree(path, (*packages, *_registry.shared()))
     held = [entry for entry in asked if any(tree.has(name) for name in entry.packages)]
-    if not held:  # only a shared package: judge the installed frameworks, or the one asked for
+    if not held:  # only a backend: check the installed frameworks, or the one asked for
         held = [
             entry
             for entry in asked
@@ -240,10 +241,10 @@ def _judge(entry: Framework, tree: Tree) -> Report:
     known = _registry.entries()
     settings = _settings.resolve(frameworks=(name,), known_frameworks=known)
     source, versions = over(tree), _versions(tree)
-    # Before anything else: an adapter must look into the path while it is loaded, too.
+    # Load adapters within looking_at(), too: an adapter may read source while it is loaded.
     with looking_at(source):
         there, problems = foresee(entry, settings, versions)
-        if there.version is None:  # the path has only what the framework builds on
+        if there.version is None:  # the path has only a backend of the framework
             problems = []
         adapter = entry.load()
         owned = {
@@ -287,7 +288,7 @@ def _here(entry: Framework, settings: Settings) -> FrameworkStatus | None:
 
 
 def _targets(adapter: Adapter) -> dict[str, list[str]]:
-    """The symbols of an adapter, and those of the framework's newest recorded version."""
+    """Return an adapter's symbols, and those of the framework's newest recorded version."""
     targets = _symbols.targets_by_distribution(adapter)
     record, own = _symbols.shipped(), adapter.distribution
     newest = _symbols.versions_of(record, own)[-1:]
@@ -311,7 +312,7 @@ def _sight(target: str) -> _Sight:
 def _change(
     distribution: str, target: str, basis: str, old: _Sight, new: _Sight
 ) -> SymbolChange | None:
-    """How a symbol changed from the digest ``basis``; ``None`` if it neither is nor was there."""
+    """Return how a symbol differs from the digest ``basis``; ``None`` if neither side has it."""
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
     there = digest_of(new.found.node)
@@ -350,7 +351,7 @@ def _package(distribution: str, entry: Framework) -> str:
 
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     seams_there = [seam for seam in seams if (seam.feature, seam.path) == (feature, path)]
-    # A refused seam is the cause; a native seam of the same feature has a reason, too.
+    # Prefer a refused seam, which is the cause: a native seam of the feature has a reason, too.
     refused = [there for there in seams_there if there.state == "refused"]
     reasons = [there.reason for there in refused or seams_there]
     own = [reason for reason in reasons if reason and not reason.startswith("refused whole")]

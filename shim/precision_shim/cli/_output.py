@@ -1,4 +1,4 @@
-"""How a command shows its text: with colours on a terminal where rich is installed, else plain."""
+"""Print a command's text: with colours on a terminal if rich is installed, otherwise plain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STYLES = {
 
 
 def show(text: str) -> None:
-    """Print a text: with colours on a terminal where rich is installed, else plain."""
+    """Print a text: with colours on a terminal if rich is installed, otherwise plain."""
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -27,7 +27,7 @@ def show(text: str) -> None:
             shown = Text(text)
             for pattern, style in _STYLES.items():
                 shown.highlight_regex(re.compile(pattern, re.MULTILINE), style)
-            # rich's own folding would break the columns on a narrower terminal.
+            # soft_wrap: if rich wrapped lines, it would break the columns on a narrow terminal.
             Console(highlight=False).print(shown, soft_wrap=True)
             return
     print(text)

@@ -1,6 +1,6 @@
-"""``precision-shim doctor --probe``: whether what the rules assume of a framework still holds.
+"""``precision-shim doctor --probe``: test whether the rules' assumptions on frameworks still hold.
 
-The framework is imported, in a child process that the shim does not touch.
+The framework is imported, in a child process in which the shim is off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HERE = "import sys; from precision_shim.cli._probing import answer; answer(sys.
 
 
 def answer(modules: Iterable[str]) -> None:
-    """In the child process: run the probes of these modules and print the outcomes as JSON."""
+    """Run the probes of these modules (in the child process) and print the outcomes as JSON."""
     _startup.stop()
     output, sys.stdout = sys.stdout, sys.stderr  # frameworks print while they are imported
     outcomes = [asdict(run(one)) for module in modules for one in probes_in(module)]
@@ -48,7 +48,7 @@ def ask(modules: Iterable[str]) -> list[dict[str, Any]]:
     """Run the probes of these modules in a child process.
 
     Raises:
-        RuntimeError: the process ended without an answer; the message has its last lines.
+        RuntimeError: the process ended without a result; the message has its last lines.
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _HERE, *modules],
@@ -67,7 +67,7 @@ def ask(modules: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def probing(asked: argparse.Namespace) -> int:
-    """Print the outcomes; the exit status is 1 where an assumption no longer holds."""
+    """Run all probes and print the outcomes; return 1 where an assumption no longer holds."""
     _startup.stop()
     told: dict[str, dict[str, Any]] = {}
     for name, entry in _registry.entries().items():

@@ -1,4 +1,4 @@
-"""``precision-shim audit DIR``: the audits of all ranks of a job, compared."""
+"""``precision-shim audit DIR``: compare the audits of all ranks of a job."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 _HELP = "Compare the audits that a job's ranks wrote into PRECISION_SHIM_AUDIT_DIR."
 _MORE = (
     "Groups the ranks of each model and optimizer, and names those that differ, those that are "
-    "missing, and what problems they have. Holds the weights that were sent to the rollout against "
-    "what its engines hold. Exit status 0: all there, alike and without a problem or a "
-    "contradiction; 1: not so; 2: the directory has no audit."
+    "missing, and what problems they have. Compares the weights that were sent to the rollout with "
+    "what its engines hold. Exit status 0: no rank is missing or differs, and there is no problem "
+    "and no contradiction; 1: there is one; 2: the directory has no audit."
 )
 
 
 def register(commands: Commands) -> None:
     """Add the command."""
     parser = add_command(commands, "audit", run, help=_HELP, more=_MORE)
-    parser.add_argument("directory", metavar="DIR", help="what PRECISION_SHIM_AUDIT_DIR was")
+    parser.add_argument("directory", metavar="DIR", help="the job's PRECISION_SHIM_AUDIT_DIR")
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, print, and return the exit status."""
+    """Compare the audits, print the result, and return the exit status."""
     from ..auditing import files, halves
     from ..auditing.pairing import pair
     from ..auditing.ranks import compare

@@ -1,4 +1,4 @@
-"""``precision-shim checkpoint PATH``: what a checkpoint holds, and how a resume here ends."""
+"""``precision-shim checkpoint PATH``: show a checkpoint's content and how a resume here ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _HELP = "Tell what a checkpoint holds, and whether a resume here goes on exactly."
 _MORE = (
     "Reads the files' metadata, a sample of the optimizer's values and, of the small files, all "
-    "that has a checksum; opens no pickle, builds no model and needs no GPU. What a resume makes "
-    "of it goes by this environment: the versions that are installed, and PRECISION_SHIM and its "
-    "settings. What your job's own config asks for is told with --config; without it the doctor "
-    "takes what the file shows. Exit status 0: a resume goes on exactly; 1: it does not; 2: there "
-    "is no checkpoint that can be read, for the reason given."
+    "that has a checksum; opens no pickle, builds no model and needs no GPU. It predicts a "
+    "resume in this environment: with the versions that are installed, and with PRECISION_SHIM and "
+    "its settings. Give what your job's own config asks for with --config; without it the doctor "
+    "assumes what the files show. Exit status 0: a resume goes on exactly; 1: it does not; 2: no "
+    "checkpoint can be read, for the reason given."
 )
 
 _PRECISION = "precision"
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(texts: list[str]) -> dict[str, Any] | None:
-    """The fields that ``--config`` sets; ``None`` where it was not used.
+    """Return the fields that ``--config`` sets; ``None`` where it was not used.
 
     Raises:
         SettingsError: a text is not FIELD=VALUE, a field is unknown, or a value is no number.
@@ -126,7 +126,7 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
 
 
 def _check_values(values: dict[str, Any]) -> None:
-    """Check the values of all fields, also of those that no foretelling reads.
+    """Check the values of all fields, even of those that no prediction reads.
 
     Raises:
         DtypeError: a dtype name is unknown.
@@ -148,7 +148,7 @@ def _check_values(values: dict[str, Any]) -> None:
 
 
 def _check(text: str, name: str) -> None:
-    """Refuse an unknown field: if the doctor ignored the field, the verdict could be wrong.
+    """Raise an error for an unknown field: if the field was ignored, the verdict could be wrong.
 
     Raises:
         SettingsError: there is no such field.

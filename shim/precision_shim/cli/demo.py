@@ -1,4 +1,4 @@
-"""``precision-shim demo``: starts ``examples/demo`` from a clone, because no wheel has it."""
+"""``precision-shim demo``: run ``examples/demo``, which is in a clone but not in the wheel."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def register(commands: Commands) -> None:
         "verl's own functions; measured from the tensors. Exit status 0: the effect is what was "
         "promised; 1: it is not; 2: the demo cannot run here.",
     )
-    # The list of commands must run no code of the directory that it is asked for in: the clone's
-    # code is imported only where demo is the command, and then it is registered alone.
+    # `precision-shim --help` must not run code from the current directory. So the clone's code is
+    # imported only if demo is the given command; then no other command is registered.
     root = None if len(commands.choices or ()) > 1 else _clone()
     if root is None:
         parser.set_defaults(any_options=True)
@@ -41,7 +41,7 @@ def register(commands: Commands) -> None:
 
 
 def _clone() -> Path | None:
-    """The clone that this package or the current directory is in."""
+    """Return the clone that contains this package or the current directory, or ``None``."""
     places = [*Path(__file__).parents]
     with contextlib.suppress(FileNotFoundError):  # the current directory was deleted
         places += [Path.cwd(), *Path.cwd().parents]

@@ -1,4 +1,4 @@
-"""``precision-shim plan -- COMMAND``: what a job's config costs, and whether it is legal."""
+"""``precision-shim plan -- COMMAND``: show a job's memory per GPU and what is illegal in it."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def register(commands: Commands) -> None:
     parser.add_argument(
         "--transformer-engine",
         metavar="V",
-        help="whose rules hold; the installed one's, else the newest known",
+        help="the version whose rules to apply: the installed one, else the newest known",
     )
-    parser.add_argument("--megatron-core", metavar="V", help="the same of megatron-core")
+    parser.add_argument("--megatron-core", metavar="V", help="the same for megatron-core")
     parser.add_argument(
-        "--gpu-memory", metavar="GB", type=float, help="of a GPU, in GB of 2^30 bytes"
+        "--gpu-memory", metavar="GB", type=float, help="the memory of a GPU, in GB of 2^30 bytes"
     )
     parser.add_argument(
         "--search",
@@ -70,7 +70,7 @@ def register(commands: Commands) -> None:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Plan, print, and return the exit status."""
+    """Plan the job, print the plan, and return the exit status."""
     from ..errors import PrecisionShimError
     from ..process import startup as _startup
 
@@ -86,7 +86,7 @@ def run(asked: argparse.Namespace) -> int:
             asked.parser.error(f"--{name} {version!r}: expected a version such as 2.14")
     if asked.search and asked.gpu_memory is None:
         asked.parser.error("--search needs --gpu-memory")
-    _startup.stop()  # what is imported here must not install the shim in this process
+    _startup.stop()  # imports of frameworks must not install the shim in this process
     try:
         # Some frameworks log to standard output at import; only the plan may be printed there.
         with redirect_stdout(sys.stderr):
@@ -100,7 +100,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _fault(error: Exception) -> str:
-    """A sentence about an unexpected error: of a file, or of the plan's own code."""
+    """Return sentences about an unexpected error: of a file, or of the plan's own code."""
     text = " ".join(str(error).split())[:300]
     if isinstance(error, OSError) and error.filename is not None:
         return (
@@ -116,7 +116,7 @@ def _fault(error: Exception) -> str:
 
 
 def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Rules]:
-    """Read the launch line, and have the framework's adapter read its config."""
+    """Read the launch command, and let the framework's adapter read the job's config."""
     from ..errors import PlanError
     from ..planning import command
     from ..planning.request import Rules
@@ -139,7 +139,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         )
         job = command.read_launch_line(words, planned, settings, options)
     entry = entries[job.framework]
-    if not entry.plan:  # a third party's record, which has no more than the entry point's name
+    if not entry.plan:  # a third party's record, which has only what the entry point says
         entry = entry.as_said()
     if not entry.plan:
         raise PlanError(

@@ -1,7 +1,8 @@
-"""``precision-shim run -- COMMAND``: runs a job with the shim on in it and in all its children.
+"""``precision-shim run -- COMMAND``: run a job with the shim on in it and in all its children.
 
-It sets the variables and becomes the command, with the same process id, signals and exit status.
-The shim reaches the processes that the start-up file and Ray's runtime_env reach.
+``run`` sets the variables and replaces itself with the command (``exec``), which therefore has the
+same process id, signals and exit status. The shim is on in processes that read the start-up file,
+and in the workers of Ray jobs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def register(commands: Commands) -> None:
         help="a setting, such as optimizer_states=follow-model; may be repeated; names: "
         f"{', '.join(TABLE)}",
     )
-    # REMAINDER takes all words from the first one that is no option of ours.
+    # REMAINDER takes all words from the first one on that is no option of ours.
     parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 
@@ -75,7 +76,7 @@ def run(asked: argparse.Namespace) -> int:
         print(f"precision-shim run: {error}", file=sys.stderr)
         return 2
     if off:
-        # The operator's kill switch outranks a command line, as it outranks install().
+        # The operator's kill switch takes precedence over options, as over install().
         print(
             f"precision-shim run: {PREFIX}={os.environ[PREFIX]} is set: the command runs without "
             "the shim",
@@ -95,7 +96,7 @@ def run(asked: argparse.Namespace) -> int:
 def variables(
     *, features: str | None, frameworks: str | None, strict: bool, settings: list[str]
 ) -> dict[str, str]:
-    """The variables that stand for the options.
+    """Return the environment variables that have the same effect as the options.
 
     Raises:
         SettingsError: a name or value is invalid.

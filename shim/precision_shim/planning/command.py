@@ -1,4 +1,4 @@
-"""Reads a job's launch line: its framework, what it runs, and the variables that it sets."""
+"""Read a job's launch command: its framework, its target, and the variables that it sets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 
 
 class Known(Protocol):
-    """What this module has to know about a framework."""
+    """The fields of a framework's record that this module needs."""
 
     @property
     def framework(self) -> str:
@@ -39,13 +39,14 @@ class Known(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """The options that the user gives beside the command.
+    """The options that the user gives in addition to the job's command.
 
     Attributes:
-        model: a model's directory, in place of the model in the job's config.
+        model: a model's directory, used instead of the model in the job's config.
         parameters: the model's size, where there is no directory.
-        transformer_engine: the version whose rules hold; ``None``: the installed version.
-        megatron_core: the same for Megatron-core.
+        transformer_engine: the TransformerEngine version whose rules apply; ``None``: the
+            installed version.
+        megatron_core: the Megatron-core version whose rules apply; ``None``: the installed version.
     """
 
     model: str | None = None
@@ -56,17 +57,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """A launch line, as far as it can be read without its framework.
+    """A job's launch command, as far as it can be read without the job's framework.
 
     Attributes:
         framework: name of the framework.
-        target: the module behind ``-m``, or the script.
+        target: the module after ``-m``, or the script.
         source: the target's file; ``None`` where it is not on this machine.
         launcher: the words before the target.
-        arguments: the words behind the target.
-        environ: the variables that the line sets.
+        arguments: the words after the target.
+        environ: the variables that the command sets.
         settings: the shim's settings.
-        options: the options that the user gives beside the command.
+        options: the options that the user gives in addition to the command.
     """
 
     framework: str
@@ -79,10 +80,10 @@ class Job:
     options: Options = field(default_factory=Options)
 
     def model(self, name: object, overrides: Mapping[str, Any] | None = None) -> Model:
-        """Names and shapes of a model that the job's config names.
+        """Return the names and shapes of a model that the job's config names.
 
         Args:
-            name: a directory, or a name on the Hugging Face hub that is in the local cache.
+            name: a directory, or the name of a Hugging Face hub model that is in the local cache.
             overrides: values that replace those of the model's config.
 
         Raises:
@@ -94,7 +95,7 @@ class Job:
         return shapes.read_model(directory, overrides)
 
     def in_force(self, feature: str, group: str) -> bool:
-        """Whether a feature would be in force in the job, with one of its groups of seams."""
+        """Whether a feature would be in force in the job, within a group of seams."""
         return self._foreseen.in_force(self.framework, feature, group)
 
     @cached_property
@@ -102,10 +103,10 @@ class Job:
         return Foreseen(self.settings)
 
     def launched(self, *names: str) -> int | None:
-        """The number behind one of the launcher's options, such as ``--nproc-per-node``.
+        """Return the value of one of the launcher's options, such as ``--nproc-per-node``.
 
         Raises:
-            PlanError: the value is no number, such as torchrun's ``gpu`` (all of the machine).
+            PlanError: the value is no number, such as torchrun's ``gpu`` (all GPUs of the machine).
         """
         words = list(self.launcher)
         for place, word in enumerate(words):
@@ -124,13 +125,13 @@ class Job:
 def read_launch_line(
     words: Sequence[str], known: Iterable[Known], settings: Settings, options: Options
 ) -> Job:
-    """Find the framework in a launch line.
+    """Find a job's framework and target in its launch command.
 
     Args:
-        words: the line; it may begin with variables, launchers and ``--``.
+        words: the command; it may begin with variables, launchers and ``--``.
         known: the known frameworks.
         settings: the shim's settings.
-        options: the options that the user gives beside the command.
+        options: the options that the user gives in addition to the command.
 
     Raises:
         PlanError: no word is an entry point of a framework.
@@ -139,7 +140,7 @@ def read_launch_line(
     by_package = {package: one.framework for one in known for package in one.packages}
     for place, word in enumerate(words):
         assignment = _ASSIGNMENT.fullmatch(word)
-        if assignment and not any(_is_script(one) for one in (word,)):
+        if assignment and not _is_script(word):
             environ[assignment.group(1)] = assignment.group(2)
             continue
         target, source, behind = _target(words, place)
@@ -169,7 +170,7 @@ def read_launch_line(
 
 
 def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
-    """The module or script at a place of a line, its file, and where its arguments begin."""
+    """Return the module or script at a position, its file, and where its arguments begin."""
     word = words[place]
     if word in ("-m", "--module") and place + 1 < len(words):
         module = words[place + 1]
@@ -181,7 +182,7 @@ def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
 
 
 def _console_script(word: str, by_package: Mapping[str, str]) -> str:
-    """The module behind an installed command of a framework's; empty for any other word."""
+    """Return the module that an installed command of a framework runs; empty for other words."""
     if not _COMMAND.fullmatch(word):
         return ""
     for one in importlib.metadata.entry_points(group="console_scripts", name=word):
@@ -195,7 +196,7 @@ def _is_script(word: str) -> bool:
 
 
 def file_of(module: str) -> Path | None:
-    """The file of a module, found without importing the module or its packages."""
+    """Return a module's file, found without importing the module or its packages."""
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -223,7 +224,7 @@ def _framework(target: str, source: Path | None, by_package: Mapping[str, str]) 
 
 
 def find_imported(source: Path) -> list[str]:
-    """The modules that a file imports; empty if the file cannot be read."""
+    """Return the modules that a file imports; empty if the file cannot be read."""
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
@@ -238,7 +239,7 @@ def find_imported(source: Path) -> list[str]:
 
 
 def directory_of(name: object) -> Path:
-    """The directory of a model, here or in the cache of the Hugging Face hub; fetches nothing.
+    """Return a model's directory: the path itself, or in the Hugging Face cache; fetch nothing.
 
     Raises:
         PlanError: the model is in neither place.

@@ -1,4 +1,4 @@
-"""Counts the bytes of parameters of known dtypes, however they are spread over GPUs."""
+"""Count the bytes of parameters, gradients and states of known dtypes, per GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..precision import names
 from .record import Held, Part
 
 SIZES = names.SIZES
-"""Bytes of an element, by the dtype's canonical name."""
+"""Bytes per element, by the dtype's canonical name."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Precision:
         master: dtype of the masters.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
-        buckets: whether the gradients are in the model's buckets, whole on each rank.
+        buckets: whether the gradients are in the model's buckets, which are not sharded.
         copies: whether the step makes fp32 copies of the owned gradients.
-        unpacks: the moments that the step unpacks to fp32, a whole parameter group at a time.
+        unpacks: the moments that the step converts to fp32, a whole parameter group at a time.
         offloaded: share of the states that is in the host's memory.
-        offload_keeps_master: whether the GPU keeps the masters of offloaded states, too.
+        offload_keeps_master: whether the GPU keeps the masters even of offloaded states.
     """
 
     params: str
@@ -42,15 +42,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class Share:
-    """Parameters of one rank's model, and the data-parallel group that may shard them.
+    """The parameters of one rank's model, and the data-parallel group that may shard them.
 
     Attributes:
         trainable: number of trainable parameters before sharding.
         frozen: number of frozen parameters before sharding.
         group: number of ranks in the data-parallel group.
         groups: number of such groups in the pipeline stage.
-        params_sharded: whether each rank of the group holds only a share of the parameters.
-        states_sharded: whether each holds only a share of gradient copies, masters and moments.
+        params_sharded: whether each rank of the group holds only a shard of the parameters.
+        states_sharded: whether each rank holds only a shard of gradient copies, masters, moments.
     """
 
     trainable: int
@@ -62,18 +62,18 @@ class Share:
 
 
 def mean(total: int, ranks: int) -> int:
-    """Mean bytes of a rank, rounded up."""
+    """Return a total divided by the number of ranks, rounded up."""
     return -(-total // ranks)
 
 
 def part(name: str, share: Share, precision: Precision, optimizer: str) -> Part:
-    """Count what the parameters of one data-parallel group take.
+    """Count the memory that the parameters of one data-parallel group need.
 
     Args:
         name: the part's name.
         share: the parameters.
         precision: the dtypes.
-        optimizer: the optimizer's name; empty where nothing is trained.
+        optimizer: the optimizer's name; empty for a model that is not trained.
     """
     held = {}
     held["params"] = _held(share, share.trainable, precision.params, share.params_sharded)
@@ -126,10 +126,10 @@ def _at_step(share: Share, precision: Precision) -> dict[str, Held]:
 
 
 def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[str, Held]:
-    """Put a share of the states into the host's memory, together with copies of the gradients.
+    """Count a share of the states in the host's memory, and copies of their gradients with them.
 
     Megatron's HybridDeviceOptimizer steps fp32 copies of parameters and gradients on the host: 16
-    bytes for each parameter. The states that are not offloaded stay unchanged.
+    bytes for each parameter. States that are not offloaded are unchanged.
     """
     gone = round(share.trainable * precision.offloaded)
     moved = Share(gone, group=share.group, states_sharded=share.states_sharded)
@@ -144,7 +144,7 @@ def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[
 
 
 def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Held:
-    """A component of which ``left`` parameters leave the GPU, and ``gone`` are on the host."""
+    """Return a component of which ``left`` parameters left the GPU and ``gone`` are on the host."""
     numel = share.trainable or 1
     stays = held.group_bytes * (numel - left) // numel
     total = stays + there.group_bytes
@@ -161,7 +161,7 @@ def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Hel
 
 
 def ring(part_: Part, component: str) -> int:
-    """Bytes that a rank sends when a part's component goes once around the data-parallel group."""
+    """Return the bytes that a rank sends in a ring reduce-scatter or all-gather of a component."""
     held = part_.components.get(component)
     if held is None or part_.data_parallel_size == 1:
         return 0

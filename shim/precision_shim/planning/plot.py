@@ -1,4 +1,4 @@
-"""A plan as a picture: stacked bars per pipeline stage, without and with the shim."""
+"""Draw a plan: stacked bars per pipeline stage, without and with the shim."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SUFFIXES = (".svg", ".png")
 
 
 def draw(plan: Plan, path: Path, memory: float | None = None) -> None:
-    """Write the picture.
+    """Draw a plan and write the picture into a file.
 
     Args:
         plan: the plan.
-        path: an SVG or PNG file, by its name.
+        path: the file; its name ends in ``.svg`` or ``.png``.
         memory: memory of a GPU, in GB of 2^30 bytes, drawn as a line.
 
     Raises:

@@ -1,7 +1,7 @@
-"""What a plan says, as plain data: for Python, for JSON and for people.
+"""A plan as plain data, which can be converted to JSON.
 
-The parts and components are the audit's (``auditing.record``), so that a plan can be compared with
-the audits of all ranks.
+Parts and components are those of the audit (``auditing.record``), so that a plan can be compared
+with the audits of all ranks.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from ..errors import DtypeError
 from ..process.names import meant
 
 COMPONENTS = ("params", "frozen", "grad_buckets", "grad_copies", "master", "exp_avg", "exp_avg_sq")
-"""The audit's components that grow with the parameters, in the audit's order."""
+"""The audit's components whose size is proportional to the parameters, in the audit's order."""
 
 WEIGHTS, STATES = ("params", "frozen"), ("master", "exp_avg", "exp_avg_sq")
-"""Components that frameworks move to the host's memory: weights, optimizer states, or both."""
+"""The two sets of components that a framework may offload to the host's memory."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """One kind of tensor of a part, on one rank of a pipeline stage.
+    """The size of one kind of tensor of a part, on one rank of a pipeline stage.
 
     Attributes:
         dtypes: canonical names, as in the audit.
-        bytes: the mean over the data-parallel group, the host's memory included.
+        bytes: mean size over the ranks of the data-parallel group, including the host's memory.
         group_bytes: the exact sum over the data-parallel group.
-        host: the part of ``bytes`` that is in the host's memory.
+        host: the bytes of ``bytes`` that are in the host's memory.
         bytes_per_parameter: bytes per parameter of the model, or per owned parameter where the
             states are sharded.
-        sharded: whether each rank of the group holds only a share.
+        sharded: whether each rank of the group holds only a shard.
     """
 
     dtypes: tuple[str, ...] = ()
@@ -44,16 +44,16 @@ class Held:
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters whose optimizer states are shared over one data-parallel group.
+    """Parameters that have the same data-parallel group, over which their states may be sharded.
 
     Attributes:
         name: ``"model"``, or ``"dense"`` and ``"experts"``.
         optimizer: the optimizer's name; empty for a model without an optimizer.
         data_parallel_size: number of ranks in the group.
-        groups: number of such groups in the pipeline stage, each with parameters of its own.
-        parameters: trainable parameters of a rank's model.
+        groups: number of such groups in the pipeline stage, each with different parameters.
+        parameters: number of trainable parameters of a rank's model.
         owned: mean number of parameters whose states a rank holds.
-        components: by the names of ``COMPONENTS``.
+        components: the components, by the names in ``COMPONENTS``.
         at_step: tensors that exist only while the optimizer steps: ``grad_copies``, and
             ``unpacked`` moments.
     """
@@ -70,7 +70,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a GPU of one pipeline stage holds."""
+    """The tensors on a GPU of one pipeline stage."""
 
     stage: int
     parts: tuple[Part, ...]
@@ -89,11 +89,13 @@ class Stage:
 
 
 def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
-    """Bytes that stay on a GPU while some components are on the host: the maximum over stages.
+    """Return the bytes that remain on a GPU while some components are on the host.
+
+    The result is the maximum over the stages.
 
     Args:
         stages: the pipeline stages.
-        moved: the components; gradients are released with the parameters.
+        moved: the components that are on the host; gradients are released with the parameters.
     """
     gone = set(moved)
     if "params" in gone:
@@ -111,7 +113,7 @@ def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
 
 @dataclass(frozen=True)
 class Decided:
-    """What the shim would choose, and why."""
+    """A choice that the shim would make in the job, and why."""
 
     feature: str
     chosen: str
@@ -120,13 +122,13 @@ class Decided:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is illegal.
+    """Something in the job's config that is illegal.
 
     Attributes:
-        code: such as ``"heads"``; docs/plan.md has them all.
-        subject: which model; empty for the whole job.
+        code: such as ``"heads"``; docs/plan.md lists all codes.
+        subject: which model it concerns; empty for the whole job.
         key: the config key.
-        message: what is there, and what is allowed.
+        message: what the config has, and what is allowed.
         remedy: what to write instead.
     """
 
@@ -144,12 +146,12 @@ class Problem:
 
 
 def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
-    """The problem that a group has less than one GPU."""
+    """Return the problem that a group would have less than one GPU."""
     return Problem("size", subject, key, f"{value} is less than 1", f"Write at least 1{more}.")
 
 
 def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
-    """The problem that tensor parallelism cannot split the attention heads, if it cannot."""
+    """Return a problem, in a list, if tensor parallelism cannot split the attention heads."""
     what = f"{name} of {heads} cannot be split {ways} ways"
     remedy = f"Take a divisor of {heads}."
     return [Problem("heads", subject, key, what, remedy)] if heads % ways else []
@@ -158,14 +160,14 @@ def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> lis
 def unknown_keys(
     written: Iterable[str], known: Collection[str], subject: str, key: str, whose: str
 ) -> list[Problem]:
-    """A problem for each key that does not exist.
+    """Return a problem for each key that does not exist.
 
     Args:
         written: names of keys in the job's config.
         known: the names that exist; empty where these are not known.
-        subject: which model.
-        key: path of the keys in the job's config, with ``{}`` for the name.
-        whose: what the names belong to, such as ``"Megatron's OptimizerConfig"``.
+        subject: which model it is.
+        key: path of the keys in the job's config, with ``{}`` in place of the name.
+        whose: the config that the names belong to, such as ``"Megatron's OptimizerConfig"``.
     """
     return [
         Problem(
@@ -187,24 +189,24 @@ def _suggest(name: str, known: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What one model of the job costs.
+    """The plan of one model of the job.
 
     Attributes:
-        subject: which model: ``"actor"``.
+        subject: which model it is, such as ``"actor"``.
         parameters: number of parameters of the whole model.
-        layout: how the model is spread over the GPUs.
+        layout: how the model is distributed over the GPUs.
         decisions: what the shim would choose.
         traffic: for ``before`` and ``after``, the bytes that a GPU sends in a step for
             ``reduce_scatter`` and ``all_gather``.
         before: the pipeline stages without the shim.
         after: the pipeline stages with the shim.
-        notes: what is legal and worth knowing.
-        source: where names and shapes are from.
+        notes: what is legal but the user should know.
+        source: where names and shapes were read.
         stays: for ``before`` and ``after``, the bytes that the model keeps on a GPU while another
-            model of the job works.
-        place: models of one place share their GPUs.
+            model of the job runs.
+        place: models with the same ``place`` share their GPUs.
         computes: dtype of the parameters while a layer computes.
-        reduces: dtype in which gradients are reduced, where there is no bucket to show it.
+        reduces: dtype in which gradients are reduced, where no gradient bucket shows it.
     """
 
     subject: str
@@ -224,17 +226,17 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job costs per GPU; ``to_dict()`` is ready for JSON.
+    """The memory that a job needs per GPU; ``to_dict()`` converts it for JSON.
 
     Attributes:
         framework: the framework's name.
-        version: its version, or ``None``.
-        transformer_engine: the version whose rules hold.
-        megatron_core: the version whose rules hold, or ``None``.
+        version: the framework's version, or ``None``.
+        transformer_engine: the TransformerEngine version whose rules apply, or ``None``.
+        megatron_core: the Megatron-core version whose rules apply, or ``None``.
         world_size: number of GPUs that train.
         problems: what is illegal.
-        models: one for each model that takes memory on these GPUs.
-        notes: what concerns the whole job.
+        models: one plan for each model that takes memory on these GPUs.
+        notes: notes on the whole job.
     """
 
     framework: str
@@ -247,7 +249,7 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as dicts, lists, strings and numbers."""
+        """Return the plan as dicts, lists, strings and numbers."""
         told = asdict(self)
         for model, plan in zip(told["models"], self.models, strict=True):
             for side in ("before", "after"):
@@ -257,7 +259,7 @@ class Plan:
         return told
 
     def peak(self, side: str = "after") -> int:
-        """The most bytes that a GPU holds: one model steps, the others on it keep ``stays``."""
+        """Return the most bytes on a GPU: those of a model's step, plus the others' ``stays``."""
         most = 0
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))

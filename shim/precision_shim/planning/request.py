@@ -1,4 +1,4 @@
-"""What an adapter makes of a job: its models, which can be planned with other settings, too."""
+"""A job that an adapter has read: models that can be planned, also with other settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rules:
-    """The versions whose rules hold; ``None`` where no version is installed or given."""
+    """The versions whose rules apply; ``None`` where no version is installed or given."""
 
     transformer_engine: str | None
     megatron_core: str | None
@@ -26,7 +26,7 @@ class Variant:
 
     Attributes:
         gives_up: what the settings give up, in words.
-        lines: the settings, to paste: keys of the framework's config, or variables.
+        lines: the settings as lines to paste: keys of the framework's config, or variables.
         model: the model with these settings.
     """
 
@@ -40,28 +40,28 @@ class Plannable(Protocol):
 
     @property
     def subject(self) -> str:
-        """Which model."""
+        """Which model it is, such as ``"actor"``."""
 
     @property
     def place(self) -> str:
-        """Models of one place share their GPUs."""
+        """Models with the same ``place`` share their GPUs."""
 
     def plan(self, job: Job, rules: Rules) -> tuple[ModelPlan | None, list[Problem]]:
-        """Plan the model; the plan is ``None`` where a problem leaves nothing to count."""
+        """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """The model with cheaper precision settings, those first that give up least."""
+        """Return the model in cheaper precisions, those first that give up least precision."""
 
     def on(self, world: int) -> Plannable:
-        """The same model on another number of GPUs."""
+        """Return the same model on another number of GPUs."""
 
 
 @dataclass(frozen=True)
 class Illegal:
-    """A model whose bytes cannot be counted, because its problems leave its dtypes open.
+    """A model whose bytes cannot be counted, because problems make its dtypes unknown.
 
     Attributes:
-        subject: which model.
+        subject: which model it is.
         problems: what is illegal.
         place: see ``Plannable``.
     """
@@ -89,12 +89,12 @@ class Request:
 
     Attributes:
         framework: the framework's name.
-        version: its version.
+        version: the framework's version.
         world_size: number of GPUs that train.
         models: the models that take memory on these GPUs.
-        megatron: whether a model is on Megatron.
+        megatron: whether a model is trained with Megatron.
         problems: what is illegal in the job itself, apart from its models.
-        notes: what is worth knowing.
+        notes: what the user should know.
     """
 
     framework: str
@@ -140,7 +140,7 @@ def _list_assumptions(request: Request, rules: Rules) -> list[str]:
 
 
 def _unique(problems: Iterable[Problem]) -> list[Problem]:
-    """Each problem once, from the first model that has it."""
+    """Return each problem once, for the first model that has it."""
     unique: dict[tuple[str, str, str], Problem] = {}
     for problem in problems:
         unique.setdefault((problem.code, problem.key, problem.message), problem)

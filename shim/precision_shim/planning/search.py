@@ -1,4 +1,4 @@
-"""Finds the cheapest precision settings with which a job fits, and the fewest GPUs for them."""
+"""Find precision settings with which a job fits in memory, and the fewest GPUs for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 
 from .command import Job
 from .record import Plan
-from .request import Plannable, Request, Rules, Variant, make
+from .request import Request, Rules, Variant, make
 from .text import fold
 
 _MOST_DOUBLINGS = 20
@@ -16,14 +16,14 @@ _MOST_DOUBLINGS = 20
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        gives_up: what the settings give up, in words; empty: the job fits without a change.
-        lines: the settings, to paste.
-        plan: the plan with these settings; ``None``: no settings fit on these GPUs.
-        fewest: the smallest number of GPUs that fits with these settings, or, where no settings
-            fit, with those that give up most; ``None``: no number was found.
+        gives_up: what the settings give up, in words; empty if the job fits without a change.
+        lines: the settings, as lines to paste.
+        plan: the plan with these settings; ``None`` if the job does not fit, whatever the settings.
+        fewest: the smallest number of GPUs that fits with these settings, or, where the job does
+            not fit, with the last legal settings; ``None`` if no number was found.
     """
 
     gives_up: str
@@ -33,12 +33,12 @@ class Found:
 
 
 def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
-    """Try the settings that are legal here, those first that give up least.
+    """Try the settings that are legal here; those that give up least come first.
 
     Args:
-        job: the launch line.
+        job: the launch command.
         request: the job's models.
-        rules: the versions whose rules hold.
+        rules: the versions whose rules apply.
         memory: memory of a GPU, in bytes.
     """
     last: Request | None = None
@@ -58,10 +58,8 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
 
 
 def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[Variant]]:
-    """The unchanged models, then combinations of their variants, the cheapest last."""
-    choices = [
-        [Variant("", (), model), *_order_variants(model, job, rules)] for model in request.models
-    ]
+    """Yield the unchanged models, then combinations of their variants, the cheapest last."""
+    choices = [[Variant("", (), model), *model.variants(job, rules)] for model in request.models]
     ranks = [range(len(choice)) for choice in choices]
     for numbers in sorted(
         product(*ranks), key=lambda numbers_of: (max(numbers_of, default=0), sum(numbers_of))
@@ -69,17 +67,13 @@ def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[V
         yield [options[number] for options, number in zip(choices, numbers, strict=True)]
 
 
-def _order_variants(model: Plannable, job: Job, rules: Rules) -> Sequence[Variant]:
-    return model.variants(job, rules)
-
-
 def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | None:
-    """The smallest number of GPUs that the job fits on, if only data parallelism changes.
+    """Return the smallest number of GPUs that the job fits on, if only data parallelism changes.
 
-    Models that have GPUs of their own keep their number.
+    Models on other GPUs than the first model keep their number of GPUs.
 
-    More ranks never cost more per GPU, so the search doubles the number until the job fits, then
-    halves it for as long as the job fits.
+    More ranks never need more memory per GPU, so the search doubles the number until the job fits,
+    then halves it for as long as the job fits.
     """
 
     def fits(world: int) -> bool:
@@ -99,7 +93,7 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
         return None
     while world % 2 == 0 and fits(world // 2):
         world //= 2
-    # Half of this number does not fit, but a multiple of the groups in between may.
+    # The job does not fit on half of this number, but it may fit on a number in between.
     step = max(world // 16, 1)
     smaller = [
         number for number in range(world // 2 + 1, world) if number % step == 0 and fits(number)
@@ -108,7 +102,7 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
 
 
 def render(searched: Found, memory: float, request: Request) -> str:
-    """What a search found, as text."""
+    """Return the result of a search as text."""
     gigabytes = memory / (1 << 30)
     if searched.plan is None:
         lines = [

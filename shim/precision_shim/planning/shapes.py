@@ -1,6 +1,7 @@
-"""Reads a model's names and shapes, not its weights: from safetensors headers or transformers.
+"""Read the names and shapes of a model's parameters, from safetensors headers or transformers.
 
-Experts are counted and not listed: the list's length does not depend on the number of experts.
+No weights are read. Equal parameters of several experts are one entry with a count, so the length
+of the list does not depend on the number of experts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Weight:
     """A parameter, or the equal parameters of several experts.
 
     Attributes:
-        name: its name in transformers, with ``*`` for the number of an expert.
+        name: its name in transformers, with ``*`` in place of an expert's number.
         shape: the shape of one parameter.
         repeated: number of such parameters.
     """
@@ -53,13 +54,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model.
+    """A model's parameters and config.
 
     Attributes:
-        weights: its parameters.
-        config: its Hugging Face config, or that of its text model.
-        source: where the names and shapes are from.
-        tied: whether the output layer is the embedding.
+        weights: the parameters.
+        config: the Hugging Face config, or that of the text model within it.
+        source: where the names and shapes were read.
+        tied: whether the output layer shares its weight with the embedding.
     """
 
     weights: tuple[Weight, ...]
@@ -73,7 +74,7 @@ class Model:
         return sum(weight.numel for weight in self.weights)
 
     def number(self, *keys: str) -> int:
-        """The first of these keys of the config that holds a number other than 0, else 0."""
+        """Return the first of these keys' values that is a whole number but not 0; otherwise 0."""
         for key in keys:
             if count := _whole(self.config.get(key)):
                 return count
@@ -86,14 +87,14 @@ class Model:
 
 
 def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> Model:
-    """Read a model's directory.
+    """Read the model in a directory.
 
     Args:
         directory: the directory of ``config.json``, with or without weights.
         overrides: values that replace the config's.
 
     Raises:
-        PlanError: a file cannot be read or has other content.
+        PlanError: a file cannot be read or has unexpected content.
     """
     whole = _json(directory / "config.json")
     if overrides:
@@ -102,7 +103,7 @@ def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> M
     headers = list(_headers(directory)) if _is_whole(directory) else []
     if not headers or any(_PACKED.search(header.name) for header in headers):
         return from_config(whole, str(directory / "config.json"))
-    # Where the config lacks the key, the files show it: a tied model has no output layer in them.
+    # If the config lacks the key, the files tell: those of a tied model have no output layer.
     without = not any(_OUTPUT.search(header.name) for header in headers)
     tied = bool(config.get("tie_word_embeddings", without))
     several = len({header.name for header in headers}) > 1
@@ -118,7 +119,7 @@ def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> M
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether all files are here that an index names; a download may have ended early."""
+    """Whether all files that the index lists exist; a download may have been interrupted."""
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return True
@@ -129,14 +130,14 @@ def _is_whole(directory: Path) -> bool:
 
 
 def _predicts_further(name: str, layers: object) -> bool:
-    """Whether a parameter is of a multi-token prediction head, which transformers drops."""
+    """Whether a parameter belongs to a multi-token prediction head, which transformers drops."""
     match = _LAYER.search(name)
     behind = match is not None and isinstance(layers, int) and int(match.group(1)) >= layers > 0
     return behind or bool(_FURTHER.search(name))
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the text model, with the keys that only the outer config has."""
+    """Return the text model's config, merged over the keys of the outer config."""
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         inner = config.get(key)
         if isinstance(inner, Mapping):
@@ -163,11 +164,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _headers(directory: Path) -> Iterator[Weight]:
-    """The parameters of all files, experts counted together."""
+    """Yield the parameters of all files; equal ones of several experts are one ``Weight``."""
     counted: dict[tuple[str, tuple[int, ...]], int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith(("consolidated", "adapter")):
-            continue  # the same weights under other names, or a LoRA adapter
+            continue  # the same weights with other names, or a LoRA adapter
         for name, shape in header(path):
             key = (_EXPERT.sub(".experts.*.", name), shape)
             counted[key] = counted.get(key, 0) + 1
@@ -176,10 +177,10 @@ def _headers(directory: Path) -> Iterator[Weight]:
 
 
 def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of one safetensors file; the weights are not read.
+    """Yield the names and shapes in one safetensors file, without reading weights.
 
     Raises:
-        PlanError: it is no safetensors file.
+        PlanError: the file is no safetensors file.
     """
     try:
         entries, _ = read_header(path)
@@ -188,7 +189,7 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(
             f"{path}: is no safetensors file: {error}; expected its header of names and shapes. "
-            "Fetch it again, or remove it so that config.json is gone by."
+            "Fetch it again, or remove it: then config.json is read."
         ) from error
 
 
@@ -196,9 +197,9 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def fewest_experts(config: Mapping[str, Any]) -> int:
-    """The fewest experts that a model of this config can be built with.
+    """Return the smallest number of experts that a model with this config can be built with.
 
-    A router needs as many as it picks per token; a grouped router needs two in each group.
+    A router needs as many experts as it picks per token; a grouped router needs two in each group.
     """
     top = max((_whole(config.get(key)) for key in _PER_TOKEN), default=0) or 1
     groups = _whole(config.get("n_group")) or 1
@@ -207,7 +208,7 @@ def fewest_experts(config: Mapping[str, Any]) -> int:
 
 
 def _whole(value: object) -> int:
-    """A whole number of a config; 0 for any other value, such as a list of numbers per layer."""
+    """Return a whole number of a config; 0 for other values, such as a list with one per layer."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
@@ -219,7 +220,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Model:
         where: its file, for messages.
 
     Raises:
-        PlanError: transformers does not know the model.
+        PlanError: transformers cannot build the model.
     """
     text = text_config(config)
     experts = max((_whole(text.get(key)) for key in EXPERT_COUNTS), default=0)
@@ -246,7 +247,7 @@ def _with_experts(config: Mapping[str, Any], few: int) -> dict[str, Any]:
 
 
 def _repeat(weight: Weight, few: int, experts: int) -> Weight:
-    """The parameter, changed from a model with few experts to the model with all."""
+    """Return a parameter of a model with few experts, scaled to the model with all experts."""
     shape = weight.shape
     if ".experts." in weight.name and shape and shape[0] == few and "*" not in weight.name:
         return replace(weight, shape=(experts, *shape[1:]))
@@ -261,12 +262,12 @@ _ROUTER = re.compile(r"\.(gate|router|router\.layer|gate\.wg|router\.classifier)
 
 
 def is_router(name: str) -> bool:
-    """Whether a parameter is a router's, by its name."""
+    """Whether a parameter belongs to a router, by its name."""
     return bool(_ROUTER.search(name))
 
 
 def _build_on_meta(config: dict[str, Any], where: str) -> tuple[list[Weight], bool]:
-    """Names and shapes of a model on the meta device, and whether its output layer is tied."""
+    """Return a model's names and shapes from the meta device, and whether its output is tied."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -301,7 +302,7 @@ def _build_on_meta(config: dict[str, Any], where: str) -> tuple[list[Weight], bo
 
 
 def _other_class(config: Any) -> Any:
-    """Build a model of text and images, for a config that has no model of text alone."""
+    """Build a vision-language model, for a config that has no text-only model class."""
     import transformers
 
     names = ("AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModel")
@@ -320,10 +321,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def of_size(text: str) -> Model:
-    """A model of which only the number of parameters is known: ``"30e9,experts=29e9"``.
+    """Return a model with a known number of parameters only, such as ``"30e9,experts=29e9"``.
 
     Raises:
-        PlanError: the text is no size.
+        PlanError: the text does not state a size.
     """
     first, _, rest = text.partition(",")
     key, _, value = rest.partition("=")

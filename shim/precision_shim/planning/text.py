@@ -1,4 +1,4 @@
-"""A plan as text: one table per model, the problems, and the decisions with their reasons."""
+"""Format a plan as text: a table per model, the problems, and the decisions with reasons."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _TITLES = ("GB per GPU", "", "without", "", "with")
 
 
 def render(plan: Plan, memory: float | None = None) -> str:
-    """The plan as text.
+    """Return a plan as text.
 
     Args:
         plan: the plan.
-        memory: memory of a GPU, in GB of 2^30 bytes; ``None``: no comparison with it.
+        memory: memory of a GPU, in GB of 2^30 bytes; ``None`` to show no comparison with it.
     """
     blocks = ["\n".join(_head(plan))]
     blocks += ["\n".join(_model(model, memory)) for model in plan.models]
@@ -65,16 +65,16 @@ def _format_left(number: float) -> str:
 
 
 def gigabytes(number: int) -> str:
-    """Bytes in GB of 2^30 bytes, to two places."""
+    """Return a number of bytes in GB of 2^30 bytes, with two decimals."""
     return f"{number / GB:.2f}"
 
 
 def list_parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list[str]:
-    """Notes on what a framework moves to the host's memory between the phases of a step.
+    """Return notes on what a framework offloads to the host's memory between a step's phases.
 
     Args:
         stages: the pipeline stages.
-        by_key: for each key of the config, the components that it moves.
+        by_key: for each offload key of the config, the components that it offloads.
     """
     lines = []
     for key, components in by_key.items():
@@ -121,7 +121,7 @@ def _model(model: ModelPlan, memory: float | None) -> list[str]:
 
 
 def group_stages(model: ModelPlan) -> list[tuple[list[int], Stage, Stage]]:
-    """Group the pipeline stages whose tables are equal; the first stage stands for its group."""
+    """Group the pipeline stages whose tables are equal; each group has its first stage's values."""
     groups: dict[str, tuple[list[int], Stage, Stage]] = {}
     for before, after in zip(model.before, model.after, strict=True):
         shown = str(_stage([], before, after, 1, None))
@@ -169,7 +169,7 @@ def _part(before: Part, after: Part) -> list[Sequence[str]]:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Numbers in a few characters: ``0, 2-14``."""
+    """Return numbers as short text, such as ``0, 2-14``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:
@@ -193,7 +193,7 @@ def _table(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def fold(text: str) -> list[str]:
-    """A text wrapped to ``_WIDTH`` columns, indented."""
+    """Return the lines of a text, wrapped to ``_WIDTH`` columns and indented."""
     return textwrap.wrap(
         text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
     )

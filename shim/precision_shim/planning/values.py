@@ -1,6 +1,6 @@
-"""Reads single values of a framework's config for a plan; an error names the wrong value.
+"""Read single values of a framework's config for a plan; an error names the wrong value.
 
-It also has the refusals that are the same for every framework.
+The module also has an error that all frameworks' plans raise (``no_adapters``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def number(value: object, key: str, where: str) -> int:
 
 
 def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
-    """Read a value that has to be a section of keys.
+    """Read a value that has to be a mapping.
 
     Args:
         value: the value in the config.
@@ -41,7 +41,7 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
         where: framework and version.
 
     Raises:
-        PlanError: the value is no section.
+        PlanError: the value is no mapping.
     """
     if isinstance(value, Mapping):
         return value
@@ -52,7 +52,7 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
 
 
 def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
-    """Read a whole number of a section by the last word of ``key``; if missing, the default.
+    """Read a whole number from a mapping, by the last word of ``key``; the default if missing.
 
     Raises:
         PlanError: the value is no whole number.
@@ -62,12 +62,12 @@ def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1
 
 
 def said(error: BaseException) -> str:
-    """The message of an error of a framework's loader, on one line."""
+    """Return the type and message of an error of a framework's loader, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def no_adapters(where: str, without: str) -> PlanError:
-    """The error for a model that is trained with LoRA adapters.
+    """Return the error for a model that is trained with LoRA adapters.
 
     Args:
         where: framework, version and model or key.

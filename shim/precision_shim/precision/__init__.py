@@ -1,5 +1,5 @@
-"""Precision itself: dtype names, sizes, remainders, and what a resume continues.
+"""Rules on precision: dtype names, sizes, remainders, and whether a resume is exact.
 
-Pure functions over torch dtypes and plain values. They know no framework, no Megatron and no
-patching, and import nothing but torch and the standard library.
+Pure functions over torch dtypes and plain values. They contain nothing specific to a framework, to
+Megatron or to patching, and import nothing but torch and the standard library.
 """

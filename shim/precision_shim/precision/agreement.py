@@ -1,9 +1,9 @@
-"""Whether two engines of one RL job compute in one precision: pure functions on names.
+"""Decide whether two engines of an RL job compute in the same dtype: pure functions on names.
 
-An RL loss is a ratio of the trainer's and the rollout engine's probabilities, and its KL term one
-of the trainer's and the reference model's. Two engines that round differently disagree on every
-token, and the error that fp16 removes from one engine stays in the ratio (docs/both-sides.md has
-figures; the observation is from arXiv 2510.26788).
+An RL loss contains the ratio of the trainer's and the rollout engine's probabilities, and its KL
+term the ratio of the trainer's and the reference model's. Two engines that round differently
+disagree on every token. If one uses fp16 and the other bf16, the error that fp16 would remove stays
+in the ratio (docs/both-sides.md has figures; the observation is from arXiv 2510.26788).
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 ENGINE_NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-"""A dtype's canonical name to the one that vLLM, SGLang and the frameworks' parsers all take."""
+"""By a dtype's canonical name, the name that vLLM, SGLang and the frameworks' parsers accept."""
 
 CANONICAL: Mapping[str, str] = {name: canonical for canonical, name in ENGINE_NAMES.items()}
-"""The other way round."""
+"""The inverse of ``ENGINE_NAMES``."""
 
 AUTO, FP8 = "auto", "fp8"
-"""What an engine may be asked for besides a dtype: the checkpoint's own, or quantised weights."""
+"""Values other than a dtype's name: the dtype of the checkpoint, or weights quantised to fp8."""
 
 NO_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
 """``model_type`` of the models that vLLM refuses to run in fp16, because their activations overflow
 (``_FLOAT16_NOT_SUPPORTED_MODELS`` of its ``config/model.py``)."""
 
 _OF_FP32 = {"vllm": "bf16", "sglang": "fp16"}
-"""What an engine makes of an fp32 checkpoint under ``auto``: vLLM on a GPU that has bf16."""
+"""The dtype that ``auto`` means for an fp32 checkpoint; for vLLM, on a GPU that supports bf16."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine of a job, by what the job's config says.
+    """One engine of a job, as the job's config describes it.
 
     Attributes:
         subject: ``"actor"``, ``"policy"``, ``"ref"``, ``"rollout"``, ``"teacher"``, or another
             name that the framework's users know.
-        computes: canonical name of the dtype that it computes in; ``AUTO``, or ``FP8``.
-        key: the config's key that says so.
-        written: whether the user wrote this value; a value that cannot be told from the
+        computes: canonical name of the dtype that the engine computes in; ``AUTO``, or ``FP8``.
+        key: the config key that sets this dtype.
+        written: whether the user wrote this value; a value that cannot be distinguished from the
             framework's default counts as written.
-        because: why ``computes`` is not what the key says; empty if it is.
-        prefix: what the framework's command line wants in front of the key, such as Hydra's "++".
-        values: the key's value for each dtype that it can have, by the dtype's canonical name.
+        because: why ``computes`` differs from the key's value; empty if it does not.
+        prefix: what the framework's command line needs before the key, such as Hydra's "++".
+        values: what to write as the key's value for each allowed dtype, by its canonical name.
     """
 
     subject: str
@@ -55,16 +55,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of a trainer and one other engine.
+    """The result of comparing a trainer with one other engine.
 
     Attributes:
         engine: the other engine.
-        agrees: whether both compute in one dtype.
-        lost: whether the user has to change something: the disagreement takes from an fp16
-            trainer what fp16 was chosen for, or the engine refuses the model.
+        agrees: whether both compute in the same dtype.
+        lost: whether the user has to change something: the trainer's fp16 has no benefit because
+            the other engine computes (or may compute) in bf16, or the engine refuses the model.
         chosen: both dtypes, in words.
         because: the reason, in words.
-        remedy: the line to write where they disagree; empty if no key makes them agree.
+        remedy: the config line that makes both agree; empty if no key does.
     """
 
     engine: Engine
@@ -100,7 +100,7 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
             chosen=f"{dtype}, as the {trainer.subject}",
             because=source,
         )
-    # Beside an fp32 engine the trainer's own rounding alone is left, as with fp16 on both sides.
+    # With an fp32 engine only the trainer rounds to fp16, which is as good as fp16 on both sides.
     lost = trainer.computes == "fp16" and dtype in ("bf16", AUTO)
     if dtype == FP8:
         return Verdict(
@@ -119,7 +119,7 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
 
 
 def resolve_auto(engine: Engine, backend: str, checkpoint: str, model_type: str = "") -> Engine:
-    """The engine, with the dtype that ``auto`` stands for where the checkpoint's dtype is known.
+    """Return the engine with ``auto`` replaced by its dtype, if the checkpoint's dtype is known.
 
     Args:
         engine: an engine of the job.
@@ -137,17 +137,17 @@ def resolve_auto(engine: Engine, backend: str, checkpoint: str, model_type: str 
 
 
 def refuses_fp16(dtype: str, subject: str, model_type: str) -> str:
-    """Why vLLM refuses to start a rollout in fp16; empty if it does not."""
+    """Return why vLLM refuses to start a rollout in fp16; empty if it does not refuse."""
     if dtype != "fp16" or subject != "rollout" or model_type not in NO_FP16:
         return ""
     return f"vLLM refuses to run {model_type} in fp16"
 
 
 def rounds(sent: str, computes: str) -> bool:
-    """Whether weights lose something where they are sent in one dtype to an engine in another.
+    """Whether weights lose precision when they are sent in one dtype to an engine in another.
 
     Args:
-        sent: canonical name of the dtype on the way.
+        sent: canonical name of the dtype that the weights are transferred in.
         computes: canonical name of the dtype that the engine computes in.
     """
     return sent not in ("fp32", computes)

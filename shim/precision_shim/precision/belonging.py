@@ -1,8 +1,8 @@
-"""Which save a loss scaler's record belongs to, by fingerprints of the files written with it.
+"""Decide which save a loss scaler's record belongs to, by fingerprints of the files of that save.
 
 A fingerprint depends on a file's content alone (no times, no inode, no path), so that a copy on
-another file system has the same fingerprint. The module unpickles nothing, and reads no file whole
-that is larger than 256 KiB. Needs no torch.
+another file system has the same fingerprint. The module unpickles nothing, and of a file larger
+than 256 KiB it reads only parts. It needs no torch.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
 _BLOCK = 1 << 14
-"""Bytes to read at each place."""
+"""Number of bytes that are read at each place."""
 _PLACES = 16
-"""Places to read in a large file, from its beginning to its end."""
+"""Number of places that are read in a large file, spread from its beginning to its end."""
 
 _BOUND = re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|.*\.distcp|\.metadata")
 _FINGERPRINT = re.compile(r"\d{1,19}:[0-9a-f]{16}")
 
 
 def fingerprint(path: str | os.PathLike[str]) -> str:
-    """A file's size and a digest of its content, as text.
+    """Return a file's size and a digest of its content, as text.
 
-    The digest covers 16 KiB at sixteen places, from the beginning to the end. For a zip file, such
-    as ``torch.save`` writes, it also covers the names, sizes and CRC-32 of all members, as the
-    zip's directory has them, and so every byte of the members.
+    The digest covers 16 KiB at each of sixteen places, from the beginning to the end. For a zip
+    file, such as ``torch.save`` writes, it also covers the names, sizes and CRC-32 of all members
+    from the zip's directory. So it depends on every byte of the members.
 
     Raises:
         OSError: the file cannot be read.
@@ -45,10 +45,10 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
-    """The fingerprints of those files that exist.
+    """Return the fingerprints of those files that exist, by their names in the record.
 
     Args:
-        files: name in a record to path.
+        files: paths, by the files' names in a record.
 
     Raises:
         OSError: a file exists and cannot be read.
@@ -57,7 +57,7 @@ def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
 
 
 def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """The files beneath a directory that a record in it may name, by their relative paths.
+    """Return a directory's files that a record there may name: relative path to path.
 
     These are the ranks' own files and the files of torch's distributed checkpoint, in the directory
     and its direct subdirectories.
@@ -74,9 +74,9 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
-    """The files that prove a record to be of another save: changed files, and unrecorded ones.
+    """Return the files that differ from the record or are missing in it: another save's files.
 
-    A missing file proves nothing: users copy weights without optimizer states, and delete states.
+    A missing file is no evidence: users copy weights without optimizer states, and delete states.
 
     Args:
         bound: the fingerprints in the record.
@@ -86,7 +86,7 @@ def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
 
 
 def are_fingerprints(value: object) -> bool:
-    """Whether a record's value has the form of ``fingerprints``: file name to fingerprint."""
+    """Whether a record's value has the form that ``fingerprints`` returns."""
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and isinstance(text, str) and _FINGERPRINT.fullmatch(text)
         for name, text in value.items()
@@ -94,7 +94,7 @@ def are_fingerprints(value: object) -> bool:
 
 
 def _places(size: int) -> Iterator[int]:
-    """Offsets at which to read; in a small file, they cover all of it."""
+    """Yield the offsets at which to read; in a small file the blocks there cover all of it."""
     if size <= _BLOCK * _PLACES:
         yield from range(0, size, _BLOCK)
         return

@@ -1,6 +1,6 @@
-"""Whether an optimizer continues from a checkpoint's states exactly. Needs no torch.
+"""Decide whether an optimizer continues from a checkpoint's states exactly. Needs no torch.
 
-It has two callers: the seams compare a checkpoint's tensors with the live optimizer's while the
+The module has two callers: seams compare a checkpoint's tensors with the live optimizer's while the
 checkpoint is loaded, and the checkpoint doctor reads the files before that. dtypes have this
 project's names (``precision.names``).
 """
@@ -13,20 +13,20 @@ REMAINDERS = "int16"
 """The dtype of remainders."""
 
 NARROWER = ("bf16",)
-"""dtypes that keep fp32 moments without a scale, and round those values that do not fit."""
+"""dtypes in which moments are stored without a scale; values that do not fit are rounded."""
 
 
 def how_read(stored: str, wanted: str, *, master: bool) -> str:
-    """How a load brings a tensor of a stored dtype to the live optimizer's dtype.
+    """Return how a load converts a tensor of a checkpoint to the live optimizer's dtype.
 
     Args:
         stored: the tensor's dtype in the checkpoint.
         wanted: the live optimizer's dtype.
-        master: whether the checkpoint has the tensor for master weights.
+        master: whether the checkpoint stores the tensor as master weights.
 
     Returns:
-        ``"as it is"``; ``"as remainders"``: together with the parameters it gives the masters;
-        ``"cast"``: torch would cast the tensor silently.
+        ``"as it is"``: no conversion is needed. ``"as remainders"``: the masters are rebuilt from
+        the tensor and the parameters. ``"cast"``: torch would cast the tensor silently.
     """
     if stored == wanted:
         return "as it is"
@@ -36,12 +36,12 @@ def how_read(stored: str, wanted: str, *, master: bool) -> str:
 def master_is_lost(
     stored: str, as_numbers: Callable[[], bool], *, precision_aware: bool, params: str
 ) -> bool:
-    """Whether a checkpoint's tensor for master weights may fail to restore them exactly.
+    """Whether master weights may be wrong or inexact after they are loaded from a checkpoint.
 
     Args:
-        stored: the tensor's dtype.
+        stored: the dtype that the checkpoint stores master weights in.
         as_numbers: returns whether the values look like remainders that were cast to numbers;
-            called only where the dtype does not tell.
+            called only where the dtype alone does not decide.
         precision_aware: whether the live optimizer is precision-aware.
         params: the live parameters' dtype.
     """
@@ -51,15 +51,15 @@ def master_is_lost(
 
 
 def moment_becomes(live: str, fits: Callable[[], bool]) -> str:
-    """How the live optimizer keeps a moment (``exp_avg``, ``exp_avg_sq``) from a checkpoint's fp32.
+    """Return how an fp32 moment (``exp_avg``, ``exp_avg_sq``) of a checkpoint changes at a load.
 
     Args:
         live: the dtype of the moment in the live optimizer.
-        fits: returns whether that dtype holds every value in the checkpoint exactly; called only
-            where it may not.
+        fits: returns whether that dtype represents every value in the checkpoint exactly; called
+            only where it may not.
 
     Returns:
-        ``"exact"``, ``"rounded"``, or ``"scaled"``: kept with a scale that is computed anew.
+        ``"exact"``, ``"rounded"``, or ``"scaled"``: stored with a newly computed scale.
     """
     if live == "fp32":
         return "exact"

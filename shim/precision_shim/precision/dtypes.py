@@ -1,8 +1,8 @@
-"""Dtype names: the spellings that configs use, and what they mean.
+"""Dtype names: the spellings that configs use, and the dtypes that they mean.
 
 Sources of the names: Megatron-LM's ``dtype_map`` (``fp32``, ``bf16``, ``fp16``, ``fp8``) and the
 spellings that verl's and SkyRL's configs accept. ``fp8`` and ``float8`` mean ``torch.uint8``,
-because TransformerEngine stores FP8 optimizer states as bytes with a scale beside them.
+because TransformerEngine stores FP8 optimizer states as bytes with a separate scale.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ CANONICAL: Mapping[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp8": torch.uint8,
 }
-"""Canonical name to dtype."""
+"""dtypes by their canonical names."""
 
 _BY_NAME = {**CANONICAL, **{alias: CANONICAL[name] for alias, name in ALIASES.items()}}
 _BY_DTYPE = {dtype: name for name, dtype in CANONICAL.items()}
 
 
 def accepted_names() -> str:
-    """Every accepted spelling, for messages: canonical names with their aliases."""
+    """Return every accepted spelling, for messages: canonical names with their aliases."""
     return ", ".join(
         "/".join([name, *(alias for alias, target in ALIASES.items() if target == name)])
         for name in CANONICAL
@@ -36,7 +36,7 @@ def accepted_names() -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Canonical name of a dtype (``"bf16"``), or torch's own (``"float64"``)."""
+    """Return a dtype's canonical name (``"bf16"``), or torch's own name (``"float64"``)."""
     return _BY_DTYPE.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -79,8 +79,7 @@ def coerce_dtypes(config: Mapping[str, Any] | None, *, where: str = "") -> dict[
         where: framework and version, for messages.
 
     Returns:
-        A new dict. Keys that do not end in ``_dtype`` keep their values; so do all values that are
-        no strings.
+        A new dict. Values that are no strings, and values of other keys, are unchanged.
 
     Raises:
         DtypeError: a ``*_dtype`` string names no dtype.

@@ -1,4 +1,4 @@
-"""What the live parameters of a model say about its precision."""
+"""Count a live model's trainable elements by dtype."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .dtypes import name_of
 
 @dataclass(frozen=True)
 class TrainableDtypes:
-    """Trainable elements of a model by dtype; frozen parameters (LoRA's base) do not count.
+    """Numbers of trainable elements by dtype; frozen parameters (LoRA's base) are not counted.
 
     Attributes:
-        counts: dtype to number of trainable elements.
-        fp8: whether trainable parameters are stored in fp8 (TransformerEngine reports such
-            tensors with the dtype of their high-precision view).
+        counts: number of trainable elements by dtype.
+        fp8: whether trainable parameters are stored in fp8. The ``dtype`` of such tensors of
+            TransformerEngine is that of their high-precision view.
     """
 
     counts: Mapping[torch.dtype, int] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class TrainableDtypes:
 
     @property
     def single(self) -> torch.dtype | None:
-        """The one dtype of all trainable parameters, or ``None`` if mixed, fp8 or unknown."""
+        """The dtype of all trainable parameters; ``None`` if there are several, none, or fp8."""
         return next(iter(self.counts)) if len(self.counts) == 1 and not self.fp8 else None
 
     def __add__(self, other: TrainableDtypes) -> TrainableDtypes:
@@ -52,6 +52,6 @@ def trainable_dtypes(parameters: Iterable[Any]) -> TrainableDtypes:
         if not parameter.requires_grad:
             continue
         counts[parameter.dtype] += parameter.numel()
-        # Transformer Engine's quantized tensors carry their fp8 data beside a nominal dtype.
+        # Transformer Engine's quantized tensors have fp8 data and a nominal dtype.
         fp8 = fp8 or parameter.dtype.itemsize == 1 or hasattr(parameter, "_fp8_dtype")
     return TrainableDtypes(dict(counts), fp8)

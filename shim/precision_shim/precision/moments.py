@@ -1,4 +1,4 @@
-"""Whether an exponential average in bf16 can decay.
+"""Decide whether an exponential average that is stored in bf16 can decay.
 
 ``v <- beta2 * v + (1 - beta2) * g^2`` is rounded to 8 significant bits. Where a step's relative
 change ``1 - beta2`` is no more than half an ulp (2^-9 to 2^-8 of the value), rounding to nearest
@@ -8,8 +8,8 @@ restores the old ``v``: the average cannot decay.
 from __future__ import annotations
 
 SECOND_MOMENT_LIMIT = 2.0**-8
-"""``1 - beta2`` must exceed this for a bf16 second moment: the largest half ulp of bf16,
-relative to the value it rounds."""
+"""``1 - beta2`` must exceed this value if the second moment is in bf16. It is the largest half ulp
+of bf16, relative to the rounded value."""
 
 
 def second_moment_can_decay(beta2: float) -> bool:

@@ -1,4 +1,4 @@
-"""The one table of dtypes by name: spellings and sizes, without torch."""
+"""Tables of dtype names: their spellings and sizes, without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIASES: Mapping[str, str] = {
     "float8": "fp8",
     "uint8": "fp8",
 }
-"""Spelling in a config to canonical name; ``16`` and ``32`` are verl's spellings."""
+"""Canonical names by the spelling in a config; ``16`` and ``32`` are verl's spellings."""
 
 SHORT: Mapping[str, str] = {
     **{alias: name for alias, name in ALIASES.items() if alias.isidentifier() and name != "fp8"},
@@ -29,8 +29,8 @@ SHORT: Mapping[str, str] = {
     "byte": "uint8",
     "bool": "bool",
 }
-"""torch's name of a tensor's dtype to this project's; other dtypes keep torch's name. In a file
-``uint8`` means ``uint8``; only in a config it means fp8."""
+"""This project's names of tensors' dtypes by torch's name; other dtypes keep torch's name. In a
+file ``uint8`` means ``uint8``; only in a config does it mean fp8."""
 
 SIZES: Mapping[str, int] = {
     "fp32": 4,

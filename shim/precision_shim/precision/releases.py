@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 BF16_MOMENTS_SINCE = (2, 3)
-"""TransformerEngine release whose FusedAdam first takes bf16 moments."""
+"""The first TransformerEngine release whose FusedAdam accepts bf16 moments."""
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version string: ``"2.11.0.dev0+cu13"`` is ``(2, 11, 0)``."""
+    """Return the leading numbers of a version: ``(2, 11, 0)`` for ``"2.11.0.dev0+cu13"``."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -1,8 +1,8 @@
-"""Parameter remainders: an fp32 master weight kept as its bf16 parameter and 16 more bits.
+"""Parameter remainders: an fp32 master weight stored as a bf16 parameter and 16 more bits.
 
-TransformerEngine's FusedAdam (``store_param_remainders``, from 2.1) keeps only the int16 low half
-of each fp32 master weight beside a bf16 parameter. ``split_master`` and ``join_master`` take a
-master weight apart and rebuild it bit for bit, as FusedAdam's kernel does
+With ``store_param_remainders`` (TransformerEngine 2.1 and later) FusedAdam stores, in addition to a
+bf16 parameter, only the low half of each fp32 master weight, as int16. ``split_master`` and
+``join_master`` split a master weight and rebuild it bit for bit, as FusedAdam's kernel does
 (``common/multi_tensor/adam.cu``).
 """
 
@@ -18,8 +18,8 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The parameter is the master rounded to nearest, **ties away from zero** (torch's own
     ``.bfloat16()`` rounds ties to even, so the two differ where the low half is exactly
-    ``0x8000``). The remainder is the low half itself, read as a signed number; its sign
-    tells ``join_master`` that the parameter was rounded away from zero.
+    ``0x8000``). The remainder is the low half itself, read as a signed number; if it is negative,
+    ``join_master`` knows that the parameter was rounded away from zero.
 
     Args:
         master: fp32, any shape.
@@ -39,7 +39,7 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """Rebuild the fp32 numbers that ``split_master`` took apart, bit for bit.
+    """Rebuild the fp32 numbers that ``split_master`` split, bit for bit.
 
     Exact for every bit pattern: negative numbers, denormals, infinities and NaN.
 
@@ -51,7 +51,7 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
         fp32, the same shape.
 
     Raises:
-        TypeError: a dtype is not the one named above.
+        TypeError: an argument has another dtype.
     """
     if param.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
         raise TypeError(
@@ -64,7 +64,7 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def _wrap_int16(value: torch.Tensor) -> torch.Tensor:
-    # A plain cast of an integer out of range differs between platforms; this one always wraps.
+    # A plain cast of an out-of-range integer differs between platforms; this one always wraps.
     return (((value + 0x8000) & 0xFFFF) - 0x8000).to(torch.int16)
 
 
@@ -72,13 +72,13 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
     """Whether fp32 "masters" are really int16 remainders that were cast to numbers.
 
     Megatron stores remainders under the master's name, and torch's distributed checkpoint casts
-    on load: -12345 silently becomes -12345.0. A true master is close to its parameter and
-    practically never a tensor of whole numbers.
+    them on load: -12345 silently becomes -12345.0. A true master is close to its parameter, and it
+    practically never consists of whole numbers alone.
 
     Args:
         master: floating point, any shape, as loaded.
         param: returns the live parameter, with as many elements as ``master``, of any floating
-            dtype; called only where ``master`` alone does not tell.
+            dtype; called only where ``master`` alone does not decide.
     """
     if master.numel() == 0 or not master.dtype.is_floating_point:
         return False
@@ -91,10 +91,10 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
 
 
 def rounds_exactly(value: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a narrower dtype holds every element of a tensor exactly.
+    """Whether a narrower dtype represents every element of a tensor exactly.
 
     Args:
         value: fp32, any shape.
-        dtype: the dtype it is about to be stored in.
+        dtype: the dtype that the tensor is to be stored in.
     """
     return bool(torch.equal(value.to(dtype).to(value.dtype).nan_to_num(), value.nan_to_num()))

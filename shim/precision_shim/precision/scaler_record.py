@@ -1,7 +1,7 @@
-"""A loss scaler's state as data: what a record holds, and whether it is valid. Needs no torch.
+"""A loss scaler's state as data: the content of a record, and its validation. Needs no torch.
 
 ``precision_shim.scaling`` makes such records and restores scalers from them; the checkpoint doctor
-reads records where torch is not installed.
+reads records also where torch is not installed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FILE_NAME = "precision_shim_scaler.json"
 """Name of a record's file, where a framework's checkpoint is a directory."""
 
 MAX_SKIPS = 25
-"""Skips in a row that end a job. Sixteen halvings bring the default initial scale, 65536, to 1; if
-gradients are still non-finite then, the scale is not the cause."""
+"""How many consecutive skips end a job. Sixteen halvings reduce the default initial scale, 65536,
+to 1; if gradients are still non-finite then, the scale is not the cause."""
 
 _LARGEST = (2.0 - 2.0**-23) * 2.0**127
 """The largest finite float32."""
@@ -34,19 +34,19 @@ _LARGEST = (2.0 - 2.0**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class ScalerSettings:
-    """What a scaler is made with; see ``torch.amp.GradScaler`` for the first four.
+    """The settings of a scaler; the first four are those of ``torch.amp.GradScaler``.
 
     Attributes:
         init_scale: initial loss scale.
-        growth_interval: steps without overflow before the scale grows. 400 is what verl takes
-            (PyTorch's default is 2000): an RL run has some hundred steps, not some ten thousand.
+        growth_interval: steps without overflow before the scale grows. The default is 400 as in
+            verl, not 2000 as in PyTorch: an RL run has hundreds of steps, not tens of thousands.
         growth_factor: factor by which the scale grows, above 1.
-        backoff_factor: factor on the scale at an overflow, between 0 and 1.
-        min_scale: the scale never falls below it; ShardedGradScaler itself has no minimum. For an
+        backoff_factor: factor by which the scale shrinks at an overflow, between 0 and 1.
+        min_scale: lower bound of the scale; ShardedGradScaler itself has none. For an
             ``init_scale`` below 1 the adapters set ``min_scale`` to ``init_scale``.
-        max_skips: this many skipped steps in a row are an error.
-        chosen: names of the values that this process's user set. Growth interval and factors among
-            them win over a checkpoint's.
+        max_skips: number of consecutive skipped steps that raises an error.
+        chosen: names of the values that the user of this process set. For growth interval and
+            factors, such a value is used instead of the checkpoint's.
     """
 
     init_scale: float = 65536.0
@@ -65,13 +65,13 @@ class ScalerRecord:
     Attributes:
         scale: loss scale, finite and above 0.
         growth_tracker: steps without overflow since the scale last changed.
-        settings: what the scaler was made with.
-        steps: optimizer steps tried so far.
+        settings: the scaler's settings.
+        steps: optimizer steps so far, skipped ones included.
         skipped: how many of these steps were skipped.
-        skipped_in_row: skips since the last step that was taken.
-        world_size: ranks of the job that wrote the record.
-        files: name to fingerprint of the files that were saved with the record (``belonging``);
-            ``None`` in format 1, and where the save named no files.
+        skipped_in_row: number of skips since the last step that was not skipped.
+        world_size: number of ranks of the job that wrote the record.
+        files: fingerprints, by name, of the files that were saved with the record (see
+            ``belonging``); ``None`` in format 1, and where the save named no files.
     """
 
     scale: float
@@ -85,10 +85,10 @@ class ScalerRecord:
 
 
 def read_record(record: object, where: str) -> ScalerRecord:
-    """Validate a record.
+    """Validate a record and return its content.
 
     Args:
-        record: what ``record_of`` gave, as read back from JSON or from a framework's file.
+        record: the result of ``record_of``, read back from JSON or from a framework's file.
         where: the file, for messages.
 
     Raises:
@@ -128,7 +128,7 @@ def read_record(record: object, where: str) -> ScalerRecord:
             backoff_factor=read(
                 "settings", "backoff_factor", _number(above=0.0, below=1.0), "between 0 and 1"
             ),
-            min_scale=min(least, scale),  # in format 1 it may be 1, above the scale
+            min_scale=min(least, scale),  # in format 1, min_scale may be 1 and above the scale
         ),
         steps=steps,
         skipped=skipped,
@@ -141,10 +141,10 @@ def read_record(record: object, where: str) -> ScalerRecord:
 
 
 def parse(text: str, where: str) -> object:
-    """Read the JSON text of a record, and do not validate the record.
+    """Parse the JSON text of a record, without validating the record.
 
     Raises:
-        ScalerCheckpointError: the text is not whole JSON.
+        ScalerCheckpointError: the text is no complete JSON.
     """
     try:
         return json.loads(text)
@@ -156,7 +156,7 @@ def parse(text: str, where: str) -> object:
 
 
 def parse_bytes(content: bytes, where: str) -> object:
-    """The record in bytes padded with zeros, as a tensor holds it, not yet validated.
+    """Parse a record from the bytes of a tensor, padded with zeros, without validating it.
 
     Raises:
         ScalerCheckpointError: the bytes are no record.
@@ -170,11 +170,11 @@ def parse_bytes(content: bytes, where: str) -> object:
 def choose_values(
     saved: ScalerRecord, mine: ScalerSettings, where: str
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
-    """The values to restore a scaler to: the record's, except those that this process's user set.
+    """Return the values to restore a scaler to: the record's, except those that the user set.
 
     Args:
         saved: the record.
-        mine: what the scaler was made with in this process.
+        mine: the scaler's settings in this process.
         where: the file, for messages.
 
     Returns:
@@ -190,14 +190,14 @@ def choose_values(
                 f"{name} {getattr(mine, name):g}, as set here, and not {values[name]:g} of {where}"
             )
             values[name] = getattr(mine, name)
-    # The lower of both: this process's setting must not raise the scale in the file.
+    # Use the lower of both: this process's setting must not raise the scale in the file.
     values["min_scale"] = min(saved.settings.min_scale, mine.min_scale)
     if values["min_scale"] != saved.settings.min_scale:
         lines.append(
             f"least scale {mine.min_scale:g}, as set here, and not {saved.settings.min_scale:g} of "
             f"{where}"
         )
-    # torch tests tracker == interval: a tracker above the interval would never let the scale grow.
+    # torch tests tracker == interval: with a tracker above the interval the scale would never grow.
     tracker = min(saved.growth_tracker, values["growth_interval"] - 1)
     if tracker != saved.growth_tracker:
         lines.append(f"growth tracker {tracker} and not {saved.growth_tracker}: it grows next step")
@@ -205,7 +205,7 @@ def choose_values(
 
 
 class _Reader:
-    """Takes values out of a record and checks each."""
+    """Reads values from a record and checks each."""
 
     def __init__(self, record: Mapping[str, Any], where: str) -> None:
         self._record, self._where = record, where
@@ -240,9 +240,9 @@ def _files(value: object) -> bool:
 
 
 def state_of(record: object) -> str:
-    """A digest of a record without its files: the same for the records of all ranks of a save.
+    """Return a digest of a record that leaves out its files: all ranks of a save get the same.
 
-    Needed because each rank's own file holds a record that names only that rank's files.
+    Needed because the record in each rank's file names only that rank's files.
     """
     if not isinstance(record, Mapping):
         return ""
@@ -250,8 +250,8 @@ def state_of(record: object) -> str:
 
 
 def digest_of(record: Mapping[str, Any]) -> str:
-    """The digest that a record must carry; empty if the record cannot be written as JSON."""
-    # JSON text of a float reads back as the same float, so the digest of the text covers the bits.
+    """Return the digest that a record must contain; empty if JSON cannot represent the record."""
+    # A float's JSON text is read back as the same float, so the text's digest covers all its bits.
     content = {str(name): value for name, value in record.items() if name != "digest"}
     try:
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -261,7 +261,7 @@ def digest_of(record: Mapping[str, Any]) -> str:
 
 
 def bad_record(where: str, found: str) -> ScalerCheckpointError:
-    """The error for a rejected record; its message says how to go on."""
+    """Return the error for a rejected record; its message says what to do."""
     return ScalerCheckpointError(
         f"{where}: {found}. The loss scaler is not restored from it. Take another checkpoint."
     )

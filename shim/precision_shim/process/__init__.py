@@ -1,7 +1,7 @@
-"""The shim in a process: start-up, ``install()``, settings, and the way into other processes.
+"""The shim within a process: start-up, ``install()``, settings, and passing them to Ray's workers.
 
 ``startup`` waits for a framework's import, ``session`` holds what ``install()`` turns on,
-``settings`` reads the variables and ``registry`` lists the adapters. ``in_force`` tells whether a
-feature is in force, and ``foreseen`` whether it would be. ``carriers`` brings the variables to
-Ray's processes, ``finders`` reports imports, ``forks`` renews locks in a forked child.
+``settings`` reads the variables and ``registry`` lists the adapters. ``in_force`` decides whether a
+feature is in force, and ``foreseen`` predicts that from source. ``carriers`` passes the variables
+to Ray's processes, ``finders`` reports imports, ``forks`` renews locks in a forked child.
 """

@@ -1,9 +1,9 @@
-"""A finder that calls back before or after the code of an imported module runs.
+"""A finder that calls a function before or after the code of an imported module runs.
 
-The shim does not use ``wrapt.register_post_import_hook``, for three reasons: this finder runs in
-processes that should not pay for wrapt (17 to 65 ms each), such as Ray's agents; a hook of wrapt
-that is registered from within a ``find_spec`` never fires for the module being found; and this
-finder can be removed without a trace.
+The shim does not use ``wrapt.register_post_import_hook``, for three reasons. This finder also runs
+in processes such as Ray's agents, which should not spend 17 to 65 ms on importing wrapt. A hook of
+wrapt that is registered from within a ``find_spec`` never fires for the module being found. And
+this finder can be removed completely.
 """
 
 import sys
@@ -22,11 +22,11 @@ else:
 class Watcher:
     """A ``sys.meta_path`` finder that reports imports of named modules and finds none itself.
 
-    A mere lookup (``importlib.util.find_spec``) is not reported, except that of a namespace package
-    to a watcher with ``before``.
+    A lookup without an import (``importlib.util.find_spec``) is not reported, with one exception: a
+    watcher with ``before`` also reports the lookup of a namespace package.
     """
 
-    finds_nothing = True  # find_spec() of the seam engine skips finders that have this
+    finds_nothing = True  # find_spec() of the seam engine skips finders with this attribute
 
     def __init__(self, callback: "Callable[[str], None]", *, before: bool = False) -> None:
         """Make a watcher that is not yet in ``sys.meta_path``.
@@ -34,7 +34,7 @@ class Watcher:
         Args:
             callback: called with the module's name; it should not raise, because its exceptions
                 reach whoever imports the module.
-            before: call back once per name, before the module exists, instead of each time that
+            before: call it once per name, before the module exists, instead of each time after
                 the module's code has run. The callback may import the module itself.
         """
         self.callback = callback
@@ -49,7 +49,7 @@ class Watcher:
             sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Forget all names and leave ``sys.meta_path``."""
+        """Drop all names, and take this finder out of ``sys.meta_path``."""
         self._names.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -73,7 +73,7 @@ class Watcher:
     def find_elsewhere(
         self, name: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """The other finders' spec; ``None`` if one of them asks this finder for the same name."""
+        """Return the other finders' spec; ``None`` if one of them asks us for the same name."""
         busy: set[str] = self._busy.__dict__.setdefault("names", set())
         if name in busy:
             return None
@@ -89,7 +89,7 @@ class Watcher:
             busy.discard(name)
 
     def take(self, name: str) -> bool:
-        """Stop waiting for a name; returns whether the watcher waited for it."""
+        """Remove a name from the watched ones; return whether it was among them."""
         if name not in self._names:
             return False
         self._names.discard(name)
@@ -97,7 +97,7 @@ class Watcher:
 
 
 class _Calling(Loader):
-    """Stands in for a module's loader, and puts it back just before the module's code runs."""
+    """Replaces a module's loader, and restores it just before the module's code runs."""
 
     def __init__(self, loader: "Loader", watcher: Watcher, path: "Sequence[str] | None") -> None:
         self._loader = loader
@@ -120,7 +120,7 @@ class _Calling(Loader):
 
 
 class _After(_Calling):
-    """Calls back once the module's code has run."""
+    """Calls the watcher's callback when the module's code has run."""
 
     def exec_module(self, module: "ModuleType") -> None:
         super().exec_module(module)
@@ -128,7 +128,7 @@ class _After(_Calling):
 
 
 class _Before(_Calling):
-    """Calls back before the module exists."""
+    """Calls the watcher's callback before the module exists."""
 
     _there: "tuple[ModuleType, ModuleSpec | None] | None" = None
 

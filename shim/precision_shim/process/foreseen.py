@@ -1,4 +1,4 @@
-"""Which of the shim's features would act in a process started here, told from source alone."""
+"""Predict from source alone which of the shim's features would be in force in a process here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Foreseen", "preview"]
 
 
 class Foreseen:
-    """Tells what would be in force for the frameworks that are installed here.
+    """Predicts which features would be in force for the frameworks that are installed here.
 
     Args:
-        settings: the settings of the process, in which the shim is on.
+        settings: the settings of a process in which the shim is on.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -37,7 +37,7 @@ class Foreseen:
         return refused is None or (feature, group) in refused
 
     def _read_refused(self, framework: str) -> frozenset[tuple[str, str]] | None:
-        """The refused groups; ``None`` for all, where the adapter cannot be loaded."""
+        """Return the refused groups; ``None`` (all are) where the adapter cannot be loaded."""
         try:
             adapter = entries()[framework].load()
         except SeamError:
@@ -50,12 +50,13 @@ def preview(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
 ) -> tuple[SeamStatus, ...]:
-    """What the engine would do with an adapter's seams, read from the current ``Source`` alone.
+    """Predict what the engine would do with an adapter's seams, from the current ``Source`` alone.
 
     Args:
         adapter: the adapter.
         settings: what the user asks for.
-        versions: returns a distribution's version in that source; ``None`` for ``version_of``.
+        versions: returns the version that a distribution has in that source; the default ``None``
+            stands for ``version_of``.
     """
 
     def missed(adapter: Adapter) -> Callable[[str], str]:

@@ -1,10 +1,11 @@
-"""Locks that stay usable after a fork: the forking thread takes them first, as ``logging`` does.
+"""Locks that stay usable after a fork: the forking thread acquires them before it forks.
 
-The child of a fork has one thread. In the child, the work of the parent's other threads stays half
-done for ever, and their locks stay held. So a fork waits until no other thread holds a lock of
-ours. Two cases are left: another thread holds the lock for more than ``PATIENCE`` seconds (it may
-itself wait for an import that the forking thread runs), or the forking thread itself holds the
-lock. In both cases the child gets a new lock, and ``interrupted`` tells it of half-done patching.
+``logging`` does the same. The child of a fork has one thread: what other threads of the parent were
+doing is never completed there, and the locks they held stay held. So a fork waits until no other
+thread holds a lock of ours. In two cases waiting is no help: another thread holds the lock for more
+than ``PATIENCE`` seconds (it may itself wait for an import that the forking thread runs), or the
+forking thread holds it. Then the child gets a new lock, and ``interrupted`` tells it to undo
+patching that is incomplete.
 """
 
 import _frozen_importlib
@@ -28,7 +29,7 @@ class Lock:
     """A reentrant lock for ``with`` that lives as long as the process."""
 
     def __init__(self, *, patching: bool = True) -> None:
-        """Make a lock that every fork takes from now on, as ``os`` cannot unregister a handler.
+        """Make a lock that every later fork acquires: ``os`` cannot unregister a fork handler.
 
         Args:
             patching: whether threads hold the lock while they import and patch modules.
@@ -37,9 +38,9 @@ class Lock:
         self.patched: tuple[ModuleSpec | None, int] = None, 0
         """Spec of the module that was last patched within its import, and the importing thread."""
         if patching:
-            # A fork runs the handler registered last first, so logging must register before us. An
-            # import under our lock may need logging's lock: a fork that held logging's lock while
-            # it waited for ours would deadlock until PATIENCE ends.
+            # A fork runs the handler registered last first. So logging must register before us: an
+            # import under our lock may need logging's lock, and a fork that held logging's lock
+            # while it waited for ours would deadlock until PATIENCE has passed.
             import logging  # noqa: F401
         self._renew()
         if hasattr(os, "register_at_fork"):
@@ -70,7 +71,7 @@ class Lock:
 
     def _let_import_end(self) -> None:
         # A child can never import a module that another thread was importing at the fork. The
-        # import that our patching held up has only to return: give its thread time for that.
+        # import that waited for our patching is almost complete: give its thread time to return.
         spec, thread = self.patched
         until = time.monotonic() + 1
         while getattr(spec, "_initializing", False) and thread != get_ident():
@@ -91,12 +92,12 @@ class Lock:
 
 
 def is_cut_off(module: str) -> bool:
-    """Whether a module's import never ends: a fork left the thread that runs it in the parent.
+    """Whether an import never completes, because a fork left its thread in the parent process.
 
     Args:
         module: the module's name.
     """
-    # importlib tells nobody who imports a module; where a Python has no such locks, nothing is cut.
+    # No public API tells which thread imports a module. Without _module_locks the answer is False.
     lock = getattr(_frozen_importlib, "_module_locks", {}).get(module, lambda: None)()
     owner = getattr(lock, "owner", None)
     return owner is not None and owner not in sys._current_frames()

@@ -1,7 +1,7 @@
-"""The record of a framework, and the record of a backend that several frameworks are built on.
+"""Record types for a framework, and for a backend that several frameworks are built on.
 
 Processes read these records before they import a framework, and Ray's agents read them too. So this
-module imports nothing: neither ``dataclasses`` nor ``typing``, which take 10 to 25 ms.
+module imports nothing at its top, not even ``dataclasses`` or ``typing``, which take 10 to 25 ms.
 """
 
 TYPE_CHECKING = False
@@ -28,13 +28,14 @@ class Checkpoints(_Record):
 
     Attributes:
         steps: regular expression of a step's directory; its one group is the step's number.
-        models: names of the models' directories in a step's directory; empty where that holds one
-            model.
-        resuming: kind of files (``"megatron"``, ``"dcp"``, ``"shards"``, ``"safetensors"``) to the
-            ``"module:function"`` that predicts from a ``Part`` and ``Here`` how the part resumes.
-        fields: fields of the framework's own config that a resume may depend on, each to its
-            allowed values, the default first.
-        fields_are: what users call these fields, for ``--config``.
+        models: names of the models' directories in a step's directory; empty where a step's
+            directory holds one model.
+        resuming: for each kind of files (``"megatron"``, ``"dcp"``, ``"shards"``,
+            ``"safetensors"``) the ``"module:function"`` that predicts from a ``Part`` and ``Here``
+            how the part resumes.
+        fields: fields of the framework's own config that a resume may depend on, each with its
+            allowed values; the first value is the default.
+        fields_are: what users call these fields, for messages about ``--config``.
     """
 
     steps: str
@@ -85,23 +86,25 @@ class Framework(_Record):
 
     Attributes:
         framework: the name that users write, such as ``"verl"``.
-        distribution: the name of its distribution, for its version.
-        packages: top-level packages whose import wakes the adapter.
+        distribution: the name of its distribution, from which the version is read.
+        packages: top-level packages whose import loads the adapter.
         adapter: ``"module:attribute"`` of the ``Adapter``.
         tested: versions that the test environments pin; a third party's adapter lists its own.
-        effects: places where a DDP or an optimizer is built, on each path through the framework.
-            Under strict the engine raises a fault there and nowhere earlier, even if the adapter
-            itself is broken. The engine skips a place that a version lacks.
+        effects: functions that are called where a DDP or an optimizer is built, on each path
+            through the framework. Under strict the engine raises a fault there and nowhere earlier,
+            even if the adapter itself is broken. The engine skips a function that a version lacks.
         probes: modules whose functions test whether the framework behaves as the rules assume.
-        plan: ``"module:function"`` that reads the models of a job from its launch line, for
-            ``precision-shim plan``; empty where the adapter plans none.
-        checkpoints: how the framework names its checkpoints; ``None`` where the adapter predicts
-            no resume.
-        audit_readers: top-level package of an optimizer's class to the ``"module:function"`` that
-            reads such optimizers for the audit; the audit reads all others as torch's own.
-        checkpoint_readers: kind of a checkpoint's files to the ``"module:function"`` that sorts
-            their tensors; tensors of all other kinds are sorted as torch's own.
-        by_name: whether only the name asks for the framework; "all frameworks" does not.
+        plan: ``"module:function"`` that reads the models of a job from its launch command, for
+            ``precision-shim plan``; empty where the adapter has no such function.
+        checkpoints: how the framework names its checkpoints; ``None`` where the adapter cannot
+            predict a resume.
+        audit_readers: for the top-level package of an optimizer's class, the
+            ``"module:function"`` that reads such optimizers for the audit. The audit reads
+            optimizers of other packages as it reads torch's own.
+        checkpoint_readers: for a kind of checkpoint files, the ``"module:function"`` that sorts
+            their tensors. Tensors in files of other kinds are sorted as torch's own.
+        by_name: whether the shim patches this framework only if the user names it; leaving
+            ``frameworks`` unset ("all frameworks") does not include it.
     """
 
     framework: str
@@ -191,7 +194,7 @@ class Framework(_Record):
         return adapter
 
     def as_said(self) -> "Framework":
-        """Load the adapter, and return this record with everything that the adapter declares.
+        """Load the adapter, and return this record updated with what the adapter declares.
 
         Raises:
             SeamError: see ``load``.
@@ -205,10 +208,10 @@ class Config(_Record):
 
     Attributes:
         name: what users call it.
-        place: ``"module:Class.__init__"``, whose parameters are its fields.
-        fields: fields that a resume may depend on; no others are known where the backend is not
-            installed.
-        beside: fields of other configs that a resume depends on as well.
+        place: ``"module:Class.__init__"``, whose parameters are the config's fields.
+        fields: fields that a resume may depend on; where the backend is not installed, only these
+            are known.
+        beside: fields of other configs that a resume depends on, too.
         numbers: the fields whose values are numbers.
         remedies: values of fields that may make a resume exact, in the order to try.
     """
@@ -241,14 +244,14 @@ class Config(_Record):
 
 
 class Backend(_Record):
-    """What several frameworks are built on, such as Megatron.
+    """A library that several frameworks are built on, such as Megatron.
 
     Attributes:
         config: the config of the backend's optimizer.
         limits: ``"module:function"`` that tells the doctor what the installed TransformerEngine
-            rules out. It takes a framework's name and seams, TransformerEngine's version, and why
-            TransformerEngine cannot be imported.
-        shared: the backend's packages that contain seams, to the names of their distributions.
+            rules out. The function takes a framework's name and seams, TransformerEngine's version,
+            and the reason why TransformerEngine cannot be imported.
+        shared: the backend's packages that contain seams, each with its distribution's name.
         audit_readers: see ``Framework``.
         checkpoint_readers: see ``Framework``.
     """

@@ -1,7 +1,7 @@
-"""The one place that decides whether a feature is in force for a framework.
+"""Decide whether a feature is in force for a framework; nothing else decides it.
 
-Worker, doctor, plan and checkpoint doctor differ in how they know the refused groups: in a worker
-the engine has refused them, the other three read from source which it would refuse (``Foreseen``).
+Worker, doctor, plan and checkpoint doctor differ in how they know the refused groups. In a worker
+the engine has refused them; the others predict from source what it would refuse (``Foreseen``).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["asked_for", "in_force", "offered", "refused_groups"]
 
 
 def asked_for(settings: Settings, framework: str) -> bool:
-    """Whether the shim is asked to patch a framework at all."""
+    """Whether the settings ask the shim to patch a framework."""
     if settings.frameworks is None:
         return framework not in by_name()
     return framework in settings.frameworks
 
 
 def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
-    """The frameworks to speak of: all but those that only a name asks for, and no one named."""
+    """Return the frameworks to report: ``by_name`` ones only where ``settings`` names them."""
     return {
         name: one
         for name, one in known.items()
@@ -42,7 +42,7 @@ def in_force(
     """Whether a feature is in force for a framework, within one group of seams.
 
     Args:
-        settings: the settings of the process, in which the shim is on.
+        settings: the settings of a process in which the shim is on.
         framework: the framework's name.
         feature: the feature.
         group: the group's name in the adapter; its seams are patched together or not at all.
@@ -56,9 +56,10 @@ def in_force(
 
 
 def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
-    """Feature and group of the seams that cannot be patched.
+    """Return the pairs of feature and group that contain a seam that cannot be patched.
 
-    A seam that its adapter declares as a refusal does not count: it refuses only when it is used.
+    A seam that its adapter declares as a refusal does not count, because such a seam refuses a call
+    only when the framework makes it.
     """
     return frozenset(
         (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal

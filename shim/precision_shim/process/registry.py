@@ -1,10 +1,10 @@
 """The known adapters: our own from a table, third parties' from entry points.
 
-An entry point of the group ``precision_shim.adapters`` names a ``seams.Adapter`` object and has the
-framework's name. Our table is ``precision_shim_adapters.frameworks``, which no other module of the
-core imports. In a worker the shim imports an adapter only when one of its framework's packages is
-imported, and a third party's adapter also for ``records()``. Start-up calls ``packages()``, so this
-module imports nothing slow at its top.
+An entry point of the group ``precision_shim.adapters`` has the framework's name and refers to a
+``seams.Adapter`` object. Our table is ``precision_shim_adapters.frameworks``, which no other module
+of the core imports. In a worker the shim imports an adapter only when one of its framework's
+packages is imported; ``records()`` also imports third parties' adapters. Start-up calls
+``packages()``, so this module imports nothing slow at its top.
 """
 
 from .framework import Backend, Checkpoints, Framework
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def entries(*, third_party: bool = True) -> "dict[str, Framework]":
-    """All known frameworks by name; an entry point cannot replace one of ours."""
+    """Return all known frameworks by name; an entry point cannot replace one of our adapters."""
     from precision_shim_adapters.frameworks import FRAMEWORKS, MEGATRON_EFFECTS
 
     known = {framework.framework: framework for framework in FRAMEWORKS}
@@ -47,15 +47,15 @@ def entries(*, third_party: bool = True) -> "dict[str, Framework]":
 
 
 _said: "dict[tuple[str, ...], dict[str, Framework]]" = {}
-"""The complete records of third parties' frameworks by ``sys.path``: the audit asks for them once
-per optimizer, and reading every distribution's entry points takes 10 to 50 ms."""
+"""Cache by ``sys.path``: the complete records of third parties' frameworks. The audit asks for them
+once per optimizer, and reading every distribution's entry points takes 10 to 50 ms."""
 
 
 def records(*, third_party: bool = True) -> "dict[str, Framework]":
-    """All known frameworks with complete records, for which it loads third parties' adapters.
+    """Return complete records of all known frameworks; this loads third parties' adapters.
 
-    Where an adapter cannot be loaded, the record has only what the entry point says; the doctor
-    says why.
+    Where an adapter cannot be loaded, its record has only what the entry point says, and the doctor
+    reports why.
     """
     import sys
 
@@ -84,7 +84,7 @@ def _as_said(entry: Framework) -> "Framework | None":
 
 
 def packages() -> "set[str]":
-    """The packages whose import wakes an adapter of ours, even if no framework was named."""
+    """Return the packages whose import loads one of our adapters where no framework was named."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
     return {
@@ -96,7 +96,7 @@ def packages() -> "set[str]":
 
 
 def by_name() -> "set[str]":
-    """The frameworks of ours that only their names ask for."""
+    """Return the supported frameworks that the shim leaves alone unless the user names them."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
     return {framework.framework for framework in FRAMEWORKS if framework.by_name}
@@ -110,12 +110,12 @@ def backends() -> "tuple[Backend, ...]":
 
 
 def shared() -> "dict[str, str]":
-    """The backends' packages that contain seams, to the names of their distributions."""
+    """Return the backends' packages that contain seams, each with its distribution's name."""
     return {package: name for backend in backends() for package, name in backend.shared.items()}
 
 
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
-    """Package of an optimizer's class to the ``"module:function"`` that reads such optimizers."""
+    """Map each package of optimizer classes to the ``"module:function"`` that reads them."""
     theirs = records().values() if third_party else ()
     told = [
         *(adapter.audit_readers for adapter in theirs),
@@ -125,7 +125,7 @@ def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
-    """Kind of a checkpoint's files to the ``"module:function"`` that sorts their tensors."""
+    """Map each kind of checkpoint files to the ``"module:function"`` that sorts their tensors."""
     told = [backend.checkpoint_readers for backend in backends()]
     whose = records().get(framework)
     if whose is not None:
@@ -134,7 +134,7 @@ def checkpoint_readers(framework: str) -> "dict[str, str]":
 
 
 def checkpoints(*, third_party: bool = True) -> "dict[str, Checkpoints]":
-    """Framework name to its ``Checkpoints``, for each framework that has such a record."""
+    """Return ``Checkpoints`` by framework name, for each framework that declares them."""
     known = records(third_party=third_party)
     return {
         name: framework.checkpoints
@@ -144,7 +144,7 @@ def checkpoints(*, third_party: bool = True) -> "dict[str, Checkpoints]":
 
 
 def symbols_file() -> "Path":
-    """Path of the record of digests that ships with the adapters."""
+    """Return the path of ``symbols.json``, the record of digests that ships with the adapters."""
     from pathlib import Path
 
     import precision_shim_adapters

@@ -30,7 +30,7 @@ _lock = _forks.Lock()
 
 
 class _Session:
-    """What is installed: settings, engine, and adapters that sleep until a framework's import."""
+    """What is installed: settings, engine, and adapters, each loaded at its framework's import."""
 
     def __init__(
         self, settings: Settings, known: Mapping[str, Framework], fault: SettingsError | None = None
@@ -42,9 +42,9 @@ class _Session:
         self.awake: dict[str, Adapter] = {}
         self.broken: dict[str, PrecisionShimError] = {}
         self.standing: dict[str, tuple[bool, str]] = {}
-        """Results of ``judge_version`` by framework, kept because it reads source."""
+        """Results of ``judge_version`` by framework, kept because that function reads source."""
         self.exported: dict[str, tuple[str | None, str]] = {}
-        """Variable to its value before ``install()`` and the exported value."""
+        """For each exported variable, its value before ``install()`` and the exported value."""
         self.engine = Engine(
             features=settings.features,
             settings=settings,
@@ -64,7 +64,7 @@ class _Session:
                 carriers.enter(package)
         for entry in self.asked_frameworks():
             if _current is not self:
-                return  # the child of a fork during an adapter's import
+                return  # in the child of a fork that happened during an adapter's import
             if any(package in sys.modules for package in entry.packages):
                 self.wake(entry)
             else:
@@ -119,15 +119,15 @@ def install(
     call with other arguments replaces what the first asked for.
 
     Args:
-        features: names of features, as a list or a comma-separated string, ``-name`` to take one
-            away from all; ``None``: ``PRECISION_SHIM_FEATURES``, else all.
-        frameworks: names of frameworks; ``None``: ``PRECISION_SHIM_FRAMEWORKS``, else all but
-            ``megatron``, which only its name asks for.
-        strict: a refusal is an error; ``None``: whether ``PRECISION_SHIM=strict``.
+        features: names of features, as a list or a comma-separated string; ``-name`` removes one
+            from all features. ``None``: ``PRECISION_SHIM_FEATURES``, else all.
+        frameworks: names of frameworks. ``None``: ``PRECISION_SHIM_FRAMEWORKS``, else all but
+            ``megatron``, which is patched only if it is named.
+        strict: whether a refusal is an error. ``None``: whether ``PRECISION_SHIM=strict``.
         settings: the variables by their lower-case names without the prefix, such as
             ``{"optimizer_states": "follow-model"}``.
-        export: put these arguments into this process's environment, for processes started later.
-            ``strict`` is never exported.
+        export: whether to put these arguments into this process's environment, for processes
+            started later. ``strict`` is never exported.
 
     Returns:
         What is in force now: the result of ``status()``.
@@ -138,7 +138,7 @@ def install(
     """
     session = _install(features, frameworks, strict, settings, export)
     if session is not None:
-        session.engine.catch_up()  # without the lock: it may wait for imports of other threads
+        session.engine.catch_up()  # without the lock: may wait for imports by other threads
         if session.settings.strict:
             for name in session.known:
                 for error in session.engine.faults(name):
@@ -153,7 +153,7 @@ def _install(
     settings: Mapping[str, object] | None = None,
     export: bool = True,
 ) -> _Session | None:
-    """Install without waiting for imports or raising faults; ``None`` if nothing was to be done."""
+    """Install without waiting for imports or raising faults; ``None`` if there is nothing to do."""
     global _current, _refused_by_operator, _bad_start
     with _lock:
         _refused_by_operator = _settings.switch() == "off"
@@ -192,14 +192,14 @@ def _install(
 
 
 def start(*, export: bool = False) -> None:
-    """The automatic start: ``install()`` with the settings from the variables. It never raises.
+    """Install at a process's start, with the settings from the variables; never raises.
 
-    On a bad setting it prints one line on stderr and the process goes on unpatched; under strict
+    On a bad setting this prints one line on stderr, and the process goes on unpatched. Under strict
     the session keeps the error and raises it where a feature would first take effect. The engine
     raises the faults of seams and adapters there, too.
 
     Args:
-        export: as for ``install()``; for processes that started without ``PRECISION_SHIM``.
+        export: as for ``install()``; used in processes that started without ``PRECISION_SHIM``.
     """
     global _current, _bad_start
     try:
@@ -219,12 +219,13 @@ def start(*, export: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Take every patch out again and leave each touched namespace as it was.
+    """Remove every patch and restore each patched namespace.
 
-    Objects already built (optimizers, scalers) keep what they were built with. Save a checkpoint
-    first: later ones are written without the shim. Variables that ``install()`` exported get
-    their earlier values back, and the audit and ``watch_updates()`` stop. Where another tool has
-    wrapped a symbol since, its wrapper stays, ours passes calls through, and a warning says so.
+    Objects already built (optimizers, scalers) keep the precision they were built with. Save a
+    checkpoint first: later checkpoints are written without the shim. Variables that ``install()``
+    exported get their earlier values back, and the audit and ``watch_updates()`` stop. Where
+    another tool has wrapped one of our wrappers, both wrappers stay, ours only passes calls on to
+    the original, and a warning says so.
     """
     global _current, _bad_start
     with _lock:
@@ -239,7 +240,7 @@ def uninstall() -> None:
 
 
 def _give_up_in_child() -> None:
-    """In the child of a fork: undo an installation that the fork interrupted, and say so."""
+    """Undo, in the child of a fork, an installation that the fork interrupted, and report it."""
     global _bad_start
     if _forks.interrupted:
         _forks.interrupted = False
@@ -252,14 +253,14 @@ def _give_up_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after each lock's own
+    os.register_at_fork(after_in_child=_give_up_in_child)  # runs after each lock's own handler
 
 
 def status() -> Status:
     """Return what the shim did in this process; ``str()`` of it is one screen of text."""
     with _lock:
         if _startup.waiting():
-            start()  # the variable is set, but no framework was imported yet
+            start()  # PRECISION_SHIM is set, but no framework was imported yet
         notes = list(_left_behind)
         session = _current
         if _bad_start:
@@ -285,7 +286,7 @@ def status() -> Status:
 
 
 def _why_off() -> str:
-    """Why nothing is installed in this process, and how to go on."""
+    """Return why nothing is installed in this process, and what the user can do about it."""
     try:
         switch = _settings.switch()
     except SettingsError as error:
@@ -305,7 +306,7 @@ def _why_off() -> str:
 
 
 def in_force(framework: str, feature: str, group: str) -> bool:
-    """Whether a feature is on for a framework, and the given group was not refused."""
+    """Whether a feature is on for a framework here and the engine did not refuse the group."""
     session = _current
     return (
         session is not None
@@ -320,7 +321,7 @@ def is_installed() -> bool:
 
 
 def current_settings() -> Settings:
-    """The settings in force; the defaults where nothing is installed."""
+    """Return the settings in force; the defaults where nothing is installed."""
     session = _current
     return _settings.resolve(environ={}) if session is None else session.settings
 
@@ -390,9 +391,10 @@ def _retire(session: _Session) -> None:
 
 
 def _given_environment() -> dict[str, str]:
-    """The environment as it was given to this process, without what ``install()`` exported.
+    """Return this process's environment without what ``install()`` exported.
 
-    A second ``install()`` replaces the first one's arguments, so it must not read them from here.
+    A second ``install()`` replaces the arguments of the first, so it must not read these arguments
+    from the environment.
     """
     environ = dict(os.environ)
     for variable, (before, ours) in (_current.exported if _current is not None else {}).items():

@@ -1,7 +1,7 @@
-"""Every setting in one table: its variable, its default, its parser.
+"""The table of all settings, each with its variable, default and parser.
 
-Precedence (the contract): the operator's kill switch ``PRECISION_SHIM=0`` > arguments of
-``install()`` > variables > defaults. One parser serves arguments and variables alike.
+Documented precedence: the operator's kill switch ``PRECISION_SHIM=0`` > arguments of
+``install()`` > variables > defaults. Arguments and variables go through the same parser.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _directory(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise _bad(name, value, "a path")
     text = os.fspath(value).strip() if isinstance(value, str) else str(os.fspath(value))
-    # Workers start in other directories, so a relative path would not do.
+    # Workers start in other directories, where a relative path would mean another place.
     path = os.path.abspath(os.path.expanduser(text)) if text else ""
     if path and os.path.exists(path) and not os.path.isdir(path):
         raise _bad(name, value, "a directory, which is made where it is missing")
@@ -124,16 +124,16 @@ TABLE: Mapping[str, Setting] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What is in force in this process, and where each value came from.
+    """The settings in force in this process, and where each value came from.
 
     Attributes:
-        values: setting name to parsed value, complete.
-        origin: setting name to ``"argument"``, ``"variable"`` or ``"default"``.
+        values: the parsed value of every setting, by name.
+        origin: ``"argument"``, ``"variable"`` or ``"default"``, by the setting's name.
         features: names of the features in force.
         frameworks: names of the frameworks asked for, or ``None`` for all.
         strict: whether a refusal is an error.
-        given: variable name to value, for each argument of ``install()``: a child process with
-            these variables gets the same settings.
+        given: the arguments of ``install()`` as environment variables, name to value: a child
+            process with these variables gets the same settings.
     """
 
     values: Mapping[str, Any]
@@ -147,7 +147,7 @@ class Settings:
         return self.values[name]
 
     def effective(self) -> tuple[object, ...]:
-        """What distinguishes two installations: values, and which of them the user gave."""
+        """Return what distinguishes two installations: values, and which of them the user gave."""
         given = {name for name in self.origin if self.is_set(name)}
         return dict(self.values), given, self.features, self.frameworks, self.strict
 
@@ -157,10 +157,10 @@ class Settings:
 
 
 def switch(environ: Mapping[str, str] | None = None) -> str:
-    """Read ``PRECISION_SHIM`` itself: ``"on"``, ``"strict"``, ``"off"`` or ``"unset"``.
+    """Return what ``PRECISION_SHIM`` says: ``"on"``, ``"strict"``, ``"off"`` or ``"unset"``.
 
     Raises:
-        SettingsError: the value is none of the allowed ones.
+        SettingsError: the value is not an allowed one.
     """
     text = (os.environ if environ is None else environ).get(PREFIX, "").strip().lower()
     if not text:
@@ -178,10 +178,10 @@ def switch(environ: Mapping[str, str] | None = None) -> str:
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Refuse unknown variables with our prefix, which are most likely misspelt.
+    """Raise an error for unknown variables with our prefix, which are most likely misspelt.
 
     Raises:
-        SettingsError: names each of them, and the variable that was most likely meant.
+        SettingsError: names each unknown variable, and the one that was most likely meant.
     """
     known = [
         f"{PREFIX}_FEATURES",
@@ -201,7 +201,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The known name that was most likely meant, if one is near."""
+    """Return the known name that was most likely meant, in a list; empty where none is near."""
     from difflib import get_close_matches  # only an error needs it
 
     # Compare without the common prefix, which would make any two names look alike.
@@ -221,13 +221,13 @@ BY_CALL: Mapping[str, str] = {
     "frameworks": "install(frameworks=...)",
     "settings": "install(settings=...)",
 }
-"""Arguments of ``resolve``, each as the user of ``install()`` writes it, for messages."""
+"""How messages write the arguments of ``resolve`` where the user gave them to ``install()``."""
 
 
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
-    """Parse a list of features; ``-name`` takes one away from all (or from those named before).
+    """Parse a list of features; ``-name`` removes one from all, or from those named before it.
 
     Raises:
         SettingsError: a name is unknown.
@@ -268,13 +268,13 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     where: Mapping[str, str] = BY_CALL,
 ) -> Settings:
-    """Bring arguments, variables and defaults together.
+    """Combine arguments, variables and defaults into the settings of a process.
 
     Args:
-        features: names, as a list or a comma-separated string; ``None`` defers to the variable.
-        frameworks: the same for frameworks.
-        strict: ``None`` defers to ``PRECISION_SHIM=strict``.
-        settings: lower-case names of the variables without the prefix, to values.
+        features: names, as a list or a comma-separated string; ``None``: the variable decides.
+        frameworks: names of frameworks, given in the same way.
+        strict: whether a refusal is an error; ``None``: whether ``PRECISION_SHIM=strict``.
+        settings: values by the lower-case names of the variables without the prefix.
         known_frameworks: names that are allowed; empty to allow any.
         environ: the environment; ``None`` for the process's own.
         where: how the user wrote ``features``, ``frameworks`` and ``settings``, for messages.

@@ -1,11 +1,11 @@
-"""The start in a process whose environment asks for the shim: wait for a framework's import.
+"""Start-up in a process whose environment asks for the shim: wait for a framework's import.
 
 The variable reaches every process of a cluster, pip and compile workers included. So the line in
 ``zz_precision_shim.pth`` only executes ``zz_precision_shim.py``, whose finder waits for the
 frameworks' own packages. When Python looks for such a package, that finder calls ``take_over()``,
-and a ``Watcher`` takes its place, which tells an import from a mere lookup.
+which replaces it with a ``Watcher``: that one distinguishes an import from a mere lookup.
 
-Nothing here may raise or end a process: it would end pip and Ray's agents too.
+Nothing here may raise or end a process, because that would break pip and Ray's agents, too.
 """
 
 import os
@@ -30,7 +30,7 @@ _waiting: "Watcher | None" = None
 
 
 def init() -> None:
-    """Wait for a framework's import, if the environment asks for it; a second call does nothing."""
+    """Wait for a framework's import if the environment asks for the shim; once per process."""
     global _called, _waiting
     try:
         # A second thread that imports a framework waits here until the shim is in place.
@@ -38,7 +38,7 @@ def init() -> None:
             value = os.environ.get(VARIABLE, "").strip().lower()
             if not value or value in OFF or _called:
                 return
-            _called = True  # in a virtual environment start-up files are executed twice
+            _called = True  # a virtual environment executes its start-up files twice
             if not asked():
                 say(
                     f"not installed: {VARIABLE}={value!r} is not a valid setting; allowed: "
@@ -53,7 +53,7 @@ def init() -> None:
 
 
 def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
-    """Take the place of the start-up file's finder, and answer the lookup of ``name``."""
+    """Replace the start-up file's finder with a ``Watcher``, and answer the lookup of ``name``."""
     init()
     first = _first()
     if first is not None:
@@ -63,7 +63,7 @@ def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | No
 
 
 def asked() -> bool:
-    """Whether the environment asks for the shim, with a value that makes sense."""
+    """Whether the environment switches the shim on, with a valid value."""
     return os.environ.get(VARIABLE, "").strip().lower() in (*ON, "strict")
 
 
@@ -73,7 +73,7 @@ def waiting() -> bool:
 
 
 def stop() -> None:
-    """Wait no longer: the session has taken over, or the shim was taken out."""
+    """Stop waiting for imports: the session waits from now on, or the shim was removed."""
     global _called, _waiting
     first = _first()
     if first is not None:
@@ -93,8 +93,8 @@ def _wake_words() -> "set[str]":
 
     names = registry.packages()
     # Start-up knows a third party's framework only if the user names it. Otherwise the shim reads
-    # every distribution's entry points when torch is imported: that takes 10 to 50 ms, which is
-    # little beside importing torch and too much in a process without torch.
+    # every distribution's entry points when torch is imported. That takes 10 to 50 ms: little
+    # compared with importing torch, but too much for a process without torch.
     named = os.environ.get(f"{VARIABLE}_FRAMEWORKS", "")
     names.update(name.strip().lower().replace("-", "_") for name in named.split(","))
     names.discard("")
@@ -124,8 +124,8 @@ def _third_parties() -> bool:
 def say(line: str) -> None:
     """Write one line to stderr, where it survives frameworks that configure logging late.
 
-    Where stderr cannot be written (``None`` under pythonw and some daemons, closed, a full disk)
-    the line is lost, and the import or the optimizer's build under way goes on.
+    Where stderr cannot be written (it is ``None`` under pythonw and some daemons, or closed, or the
+    disk is full) the line is lost, and the calling code goes on.
     """
     try:
         if sys.stderr is not None:

@@ -1,4 +1,4 @@
-"""Which version of a framework is installed, and how it differs from the recorded versions."""
+"""Find out which version of a framework is installed and how it differs from the recorded ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["describe", "judge_version", "tell_missed", "version_of"]
 
 
 def version_of(distribution: str, packages: Iterable[str]) -> str | None:
-    """Version of the package that this process would import, without importing it.
+    """Return the version of the package that this process would import, without importing it.
 
-    Read from the distribution's metadata; for a checkout, whose metadata is absent or another
-    copy's, from its own source. ``"unknown"`` where neither has a version, ``None`` where neither
-    metadata nor package is found.
+    The version is read from the distribution's metadata. For a checkout, whose metadata is absent
+    or belongs to another copy, it is read from the checkout's source. Returns ``"unknown"`` where
+    neither states a version, ``None`` where neither metadata nor package is found.
     """
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import distribution as installed
@@ -46,7 +46,7 @@ def version_of(distribution: str, packages: Iterable[str]) -> str | None:
 
 
 def describe(adapter: Adapter) -> str:
-    """A framework's name and version, for messages."""
+    """Return a framework's name and version, for messages."""
     version = version_of(adapter.distribution, adapter.packages)
     return f"{adapter.framework} {version or '(not installed)'}"
 
@@ -58,13 +58,13 @@ def judge_version(
     *,
     closely: bool = False,
 ) -> tuple[bool, str]:
-    """Whether a version is tested, and how the code here differs from the recorded versions.
+    """Return whether a version is tested, and how the code here differs from recorded versions.
 
     Args:
         adapter: the framework's adapter.
         version: the framework's version.
         versions: returns the version of a distribution of a backend, as ``version_of`` does.
-        closely: compare the code with the record also where the version is recorded.
+        closely: whether to compare the code with the record even if the version is recorded.
     """
     from ..upstream import symbols as _symbols
 
@@ -80,7 +80,7 @@ def tell_missed(
     adapter: Adapter,
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
 ) -> Callable[[str], str]:
-    """What ``precision_shim.seams._plan.Missed`` is, told from the record of symbols."""
+    """Return a ``precision_shim.seams._plan.Missed`` that looks symbols up in the record."""
     from ..upstream import symbols as _symbols
 
     known = _symbols.missed(adapter, versions or version_of)
@@ -89,7 +89,7 @@ def tell_missed(
         try:
             return known(target)
         except Exception:
-            # A damaged record must not break the framework's import; status() says it.
+            # A damaged record must not break the framework's import; status() reports it.
             return ""
 
     return tell

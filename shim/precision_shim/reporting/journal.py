@@ -1,7 +1,7 @@
-"""The process's decisions: kept for ``status()``, one line each on stderr of rank 0.
+"""Record the process's decisions for ``status()``, and print each as a line on rank 0's stderr.
 
-A line appears only in a process that decided something, so that pip, compile workers and
-inference engines, which inherit the variables, stay silent.
+Nothing is printed in a process without decisions. So pip, compile workers and inference engines,
+which inherit the variables, print nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _lock = Lock(patching=False)
 _decisions: list[Decision] = []
 _warned: set[str] = set()
 verbosity = "info"
-"""One of ``quiet``, ``info``, ``debug``: set by the session from the settings."""
+"""One of ``quiet``, ``info``, ``debug``; the session sets it from the settings."""
 
 
 def record(decision: Decision) -> None:
-    """Keep and announce a decision, once even if it repeats (several model chunks)."""
+    """Store and print a decision; an equal one (of another model chunk) has no effect."""
     with _lock:
         if decision in _decisions:
             return
@@ -39,36 +39,36 @@ def announce(line: str) -> None:
 
 
 def decisions() -> tuple[Decision, ...]:
-    """The decisions of this process so far, oldest first."""
+    """Return the decisions of this process so far, oldest first."""
     with _lock:
         return tuple(_decisions)
 
 
 def warn(message: str, stacklevel: int | None = 2) -> None:
-    """Warn once per message and process; with ``stacklevel=None`` without a source line."""
+    """Warn once per message and process; ``stacklevel=None`` shows no source line."""
     with _lock:
         if message in _warned:
             return
         _warned.add(message)
     try:
-        if stacklevel is None:  # from within an import: a source line would show importlib's
+        if stacklevel is None:  # within an import, the source line would be one of importlib
             warnings.warn_explicit(message, PrecisionShimWarning, "<precision_shim>", 1)
         else:
             warnings.warn(message, PrecisionShimWarning, stacklevel=stacklevel + 1)
-    except ValueError:  # warnings raises it where stderr is closed
+    except ValueError:  # raised by warnings if stderr is closed
         if not getattr(sys.stderr, "closed", False):
             raise
 
 
 def clear() -> None:
-    """Forget decisions and warnings, for a fresh ``install()`` and for tests."""
+    """Drop decisions and warnings, for a new ``install()`` and for tests."""
     with _lock:
         _decisions.clear()
         _warned.clear()
 
 
 def _is_rank_0() -> bool:
-    # torch.distributed knows the rank once it is initialized; torchrun and Ray set RANK before.
+    # Before torch.distributed is initialized, the rank is in RANK, which torchrun and Ray set.
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

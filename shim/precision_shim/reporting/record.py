@@ -1,6 +1,6 @@
 """What the shim did in this process: the record that ``status()`` returns.
 
-``text`` formats the record for people.
+The module ``text`` formats the record.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ if TYPE_CHECKING:
     from ..auditing.record import Audit
 
 STATES = ("absent", "pending", "wrapped", "native", "refused", "off")
-"""States of a seam and of a framework, in this order: not installed; waits for the module's import;
-patched; the framework does it itself; could not be patched; not asked for."""
+"""States of a seam and of a framework. Their meanings, in this order: not installed; waits for the
+module's import; patched; the framework has the feature itself; could not be patched; not asked
+for."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the shim chose in this process, for which subject, and why.
+    """A choice that the shim made in this process, and why.
 
     Attributes:
         framework: the framework's name.
         subject: what the decision is for, such as ``"actor"`` or ``"critic"``.
-        feature: the feature that decided.
+        feature: the feature that made the decision.
         chosen: what was chosen, in words.
         because: the reason, in words.
     """
@@ -49,11 +50,11 @@ class SeamStatus:
         state: one of ``STATES``.
         reason: why the seam has this state; may be empty.
         path: the path through the framework, in the user's words.
-        refusal: why the feature is impossible there, if the adapter declares so; else empty.
-        why: why the shim enters here.
+        refusal: why the feature is impossible there, if the adapter declares that; else empty.
+        why: why the shim patches this symbol.
         upstream: link to the discussion upstream.
         delete_when: when the seam can be deleted.
-        group: the adapter's own name of the path; its seams are patched together or not at all.
+        group: the adapter's name of the group, whose seams are patched together or not at all.
     """
 
     target: str
@@ -68,7 +69,7 @@ class SeamStatus:
     group: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        """Target, feature, state and reason, ready for JSON."""
+        """Return target, feature, state and reason, in a form for JSON."""
         return {
             "target": self.target,
             "feature": self.feature,
@@ -82,9 +83,9 @@ class FrameworkStatus:
     """State of one framework.
 
     Attributes:
-        version: ``None`` when it is not installed.
+        version: the framework's version; ``None`` when it is not installed.
         state: one of ``STATES``.
-        seams: its seams, once its adapter is loaded.
+        seams: the framework's seams; empty until its adapter is loaded.
         reason: why the framework has this state; may be empty.
         tested: whether the version is among the tested ones; ``None`` while that is not known.
     """
@@ -100,18 +101,18 @@ class FrameworkStatus:
 class Status:
     """A snapshot of the shim in this process.
 
-    ``str()`` fits a screen: with one framework at work at most 40 lines of 80 columns.
-    ``details()`` leaves nothing out.
+    ``str()`` fits on a screen: with one framework in use, at most 40 lines of 80 columns.
+    ``details()`` contains everything.
 
     Attributes:
         enabled: whether the shim is installed in this process.
         features: names of the features in force.
         settings: every setting's value by its lower-case name, and ``strict``.
-        frameworks: framework name to its state.
-        decisions: what was chosen, oldest first.
-        notes: what else a reader should know, such as why nothing was installed.
+        frameworks: the frameworks' states, by name.
+        decisions: the decisions, oldest first.
+        notes: what else the user should know, such as why nothing was installed.
         given: names of the settings that the user set; the others are defaults.
-        audit: the newest automatic audit of each optimizer.
+        audit: the latest automatic audit of each optimizer.
     """
 
     enabled: bool
@@ -124,7 +125,7 @@ class Status:
     audit: Sequence[Audit] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the snapshot as plain dicts, lists, strings and numbers, ready for JSON."""
+        """Return the snapshot as dicts, lists, strings and numbers, in a form for JSON."""
         return {
             "enabled": self.enabled,
             "features": list(self.features),
@@ -146,8 +147,8 @@ class Status:
     def details(self) -> str:
         """Return the whole record as a table: every setting, every seam, every decision.
 
-        For each seam: state, target, path and reason, why the shim enters there, the discussion
-        upstream, and when the seam can be deleted.
+        Each seam has its state, target, path and reason, why the shim patches it, a link to the
+        discussion upstream, and when it can be deleted.
         """
         from . import text as _status_text
 

@@ -1,4 +1,4 @@
-"""The record of what the shim did, as text: one screen, and the whole table.
+"""Format the record of what the shim did: as one screen of text, and as a complete table.
 
 This module formats ``str(status())``, ``status().details()`` and ``precision-shim doctor``, so that
 all three use the same words.
@@ -14,16 +14,16 @@ from .record import Decision, FrameworkStatus, SeamStatus, Status
 
 WIDTH = 80
 SCREEN = 40
-"""The most lines of ``str(status())`` with one framework at work."""
+"""Maximum number of lines of ``str(status())`` with one framework in use."""
 
-_COLUMN = 25  # where the text after a feature's name begins
-_LEAST = 6  # decisions keep at least this many lines, however long the problems are
-_AUDITS = 5  # most lines for audits
+_COLUMN = 25  # the column at which the text after a feature's name begins
+_LEAST = 6  # minimum number of lines for decisions, however long the problems are
+_AUDITS = 5  # maximum number of lines for audits
 _MORE = "status().details()"
-_WITH_OTHERS = "refused whole, because: "  # the engine puts it before another seam's reason
+_WITH_OTHERS = "refused whole, because: "  # the engine's prefix for the reason of another seam
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
-"""Verdicts on a path that has the feature, or will have it."""
+"""Verdicts on a path for which the feature is in force, or will be."""
 
 _WORDS = {
     "wrapped": "in force",
@@ -39,11 +39,11 @@ _AHEAD = {
     "pending": "would be in force",
     "partly pending": "would be in force beside {name}'s own",
 }
-"""The words of the doctor, which imports nothing: a pending seam is one that would be patched."""
+"""The words of the doctor, which imports nothing: a pending seam would be patched in a job."""
 
 
 def screen(status: Status) -> str:
-    """The record on one screen of 80 columns."""
+    """Return the record as text for one screen of 80 columns."""
     lines = [_headline(status)]
     given = {name: status.settings[name] for name in status.given if name in status.settings}
     if status.enabled and given:
@@ -77,7 +77,7 @@ def screen(status: Status) -> str:
 
 
 def table(status: Status) -> str:
-    """The whole record: every setting, seam and decision."""
+    """Return the whole record as text: every setting, seam and decision."""
     lines = [_headline(status)]
     if status.enabled:
         lines += fold(f"features: {', '.join(status.features) or 'none'}", 0, 2)
@@ -105,7 +105,7 @@ def table(status: Status) -> str:
 
 
 def headline(name: str, status: FrameworkStatus, *, ahead: bool = False) -> str:
-    """Name, version and verdict."""
+    """Return a framework's name, version and verdict as a line of text."""
     tested = {True: ", tested", False: ", not tested", None: ""}[status.tested]
     return f"{name} {status.version or ''}".rstrip() + f"{tested}: {_verdict(status, ahead)}"
 
@@ -138,13 +138,13 @@ def _verdict(status: FrameworkStatus, ahead: bool) -> str:
 def framework(
     name: str, status: FrameworkStatus, features: Iterable[str], *, ahead: bool = False
 ) -> list[str]:
-    """A framework's lines on the screen: the verdict, and one line per feature.
+    """Return a framework's lines on the screen: the verdict, and one line per feature.
 
     Args:
         name: the framework's name.
-        status: its state.
-        features: the features asked for; the other features share one line.
-        ahead: whether the states are a forecast, as the doctor's are.
+        status: the framework's state.
+        features: the features asked for; all other features share one line.
+        ahead: whether the states are predicted, as in the doctor.
     """
     lines = fold(headline(name, status, ahead=ahead), 0, 2)
     if status.reason and not (
@@ -164,7 +164,7 @@ def framework(
 
 
 def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
-    """On which paths a feature is in force, waits, is native or is refused."""
+    """Return text on which paths a feature is in force, waits, is native or is refused."""
     states: dict[str, list[str]] = {}
     for seam in seams:
         states.setdefault(seam.path, []).append(_state(seam))
@@ -186,7 +186,7 @@ def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
 
 
 def verdicts(seams: Iterable[SeamStatus]) -> dict[tuple[str, str], str]:
-    """One word for each feature and path."""
+    """Return a verdict, as one word, for each feature and path."""
     states: dict[tuple[str, str], list[str]] = {}
     for seam in seams:
         states.setdefault((seam.feature, seam.path), []).append(_state(seam))
@@ -200,12 +200,12 @@ def _state(seam: SeamStatus) -> str:
 
 
 def _together(states: Sequence[str]) -> str:
-    """One word for the states of one path's seams."""
+    """Combine the states of one path's seams into one word."""
     for state in ("refused", "unsupported"):
         if state in states:
             return state
     if "native" in states and not {"wrapped", "pending"} & set(states):
-        # A path that this version lacks may share a symbol with paths that it has.
+        # A path that this version lacks may share a symbol with paths that this version has.
         return "native" if states.count("native") >= states.count("absent") else "absent"
     if "native" in states:
         return "partly" if "wrapped" in states else "partly pending"
@@ -213,16 +213,16 @@ def _together(states: Sequence[str]) -> str:
 
 
 def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
-    """Why seams were refused, each reason once, and what to do about it.
+    """Return why seams were refused, each reason once, and what to do about it.
 
-    Seams that an adapter declares as refusals are left out: they refuse when they are used.
+    Seams that an adapter declares as refusals are left out: they matter only when they are used.
     """
     seams = list(seams)
     subjects: dict[str, dict[tuple[str, str], None]] = {}
     features: dict[str, None] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:
-            # The engine joins several problems of one seam into one text: split it.
+            # The engine joins several problems of one seam into one text: split them.
             for reason in seam.reason.removeprefix(_WITH_OTHERS).split("; "):
                 subjects.setdefault(reason, {})[seam.path, seam.feature] = None
             features[seam.feature] = None
@@ -257,11 +257,11 @@ def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
 def seams(
     known: Sequence[SeamStatus], shown: Mapping[str, str] | None = None, indent: int = 2
 ) -> Iterator[str]:
-    """The table of seams: state, target, path, reason, why, upstream link, when to delete it.
+    """Yield the table of seams: state, target, path, reason, why, upstream link, when to delete.
 
     Args:
         known: the seams.
-        shown: state to the word to show for it; other states are shown by name.
+        shown: words to show in place of states; other states are shown by name.
         indent: indentation of the features' names.
     """
     words = shown or {}
@@ -306,7 +306,7 @@ def _problems(status: Status) -> list[str]:
 
 
 def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
-    """All decisions if there is room; else the newest per subject and feature that fit."""
+    """Return all decisions if there is room; else the latest ones per subject and feature."""
     kept: Sequence[Decision] = decisions
     if _length(fold(str(decision), 2, 4) for decision in decisions) > room:
         newest = {
@@ -325,19 +325,19 @@ def _key(decision: Decision) -> tuple[str, str, str]:
 def _fit(
     blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
 ) -> list[str]:
-    """As many blocks as there is room for, from the first on.
+    """Return the lines of as many blocks as there is room for, starting with the first block.
 
     Args:
-        blocks: paragraphs as lines.
-        room: how many lines there are.
-        left_out: how many blocks the caller has left out.
-        turn: show the kept blocks in reverse order.
+        blocks: paragraphs, each a list of lines.
+        room: maximum number of lines.
+        left_out: how many blocks the caller has already left out.
+        turn: whether to show the blocks in reverse order.
     """
     room = max(room, 2)
     kept = list(blocks)
     while kept and _length(kept) + bool(left_out or len(kept) < len(blocks)) > room:
         kept.pop()
-    if not kept:  # the first alone is too long: show its beginning
+    if not kept:  # the first block alone is too long: show its beginning
         first = blocks[0][: room - 1]
         kept = [first[:-1] + _cut(first[-1])]
     more = left_out + len(blocks) - len(kept)
@@ -362,18 +362,18 @@ def _length(blocks: Iterable[Sequence[str]]) -> int:
 def fold(
     text: str, indent: int, further: int | None = None, *, break_words: bool = False
 ) -> list[str]:
-    """Fold a text into lines of at most 80 columns; nothing for an empty one.
+    """Wrap a text into lines of at most 80 columns; an empty text gives no lines.
 
     Args:
         text: the text; its line ends become spaces.
         indent: indentation of the first line.
-        further: indentation of the other lines; ``None``: the same.
-        break_words: break a word that is longer than a line; off, it keeps symbols' names whole.
+        further: indentation of the other lines; ``None`` for that of the first line.
+        break_words: whether to break words that are longer than a line, such as symbols' names.
     """
     if not text.strip():
         return []
     return textwrap.wrap(
-        " ".join(text.splitlines()),  # blanks within a line are kept: they make columns
+        " ".join(text.splitlines()),  # spaces within a line are kept: they align columns
         WIDTH,
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent if further is None else further),

@@ -1,6 +1,7 @@
-"""Loss scaling for fp16: the scaler, what it counts, and how its state is saved.
+"""Loss scaling for fp16: the scaler, its counters, and how its state is saved.
 
-These are rules (torch only): they know no framework and patch nothing.
+These modules are rules: they need only torch, contain nothing specific to a framework, and patch
+nothing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A scaler's state in a checkpoint directory: one small JSON file, written whole or not at all.
+"""A scaler's state in a checkpoint directory: one small JSON file, replaced atomically.
 
-Rank 0 writes and reads the file and broadcasts its content, so that all ranks end with one scale.
-Where checkpoint paths are node-local, the file lies beside rank 0's own shards and is moved and
-deleted with them.
+Rank 0 writes and reads the file and broadcasts its content, so that all ranks have the same scale.
+Where checkpoint paths are node-local, the file is in the directory of rank 0's shards, and is moved
+and deleted with them.
 
-The record names the checkpoint files of all ranks that were written with it, each with a
-fingerprint of its content (``precision.belonging``): ``load`` rejects a record that lies beside
-files of another save.
+The record lists the checkpoint files of all ranks that were written with it, each with a
+fingerprint of its content (``precision.belonging``). ``load`` rejects a record if the files next to
+it were written by another save.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .record import record_of, restore
 __all__ = ["FILE_NAME", "Files", "agree", "load", "save"]
 
 Files = Mapping[str, "str | os.PathLike[str]"]
-"""This rank's files in a checkpoint: name in the checkpoint to path."""
+"""Paths of this rank's files in a checkpoint, by their names in the checkpoint."""
 
 
 def save(
@@ -39,16 +39,16 @@ def save(
     group: dist.ProcessGroup | None = None,
     files: Files | None = None,
 ) -> Path:
-    """Write the scaler's state into a checkpoint's directory; every rank of the group calls it.
+    """Write the scaler's state into a checkpoint's directory; every rank of the group calls this.
 
-    Call it after the framework has written its own files. The file appears under its name only when
-    it is complete and flushed to the disk. A process that is killed before that leaves the file of
-    an earlier save or none, and at most a hidden temporary file.
+    Call this after the framework has written its own files. The file gets its name only when it is
+    complete and flushed to the disk. If the process is killed before that, the file of an earlier
+    save remains (if there is one), and perhaps a hidden temporary file.
 
     Args:
-        directory: the checkpoint's directory as this rank sees it; rank 0 makes a missing one.
+        directory: the checkpoint's directory as this rank sees it; rank 0 creates a missing one.
         scaler: a ``LossScaler``, or a framework's own GradScaler.
-        group: the ranks that call it; ``None`` for all.
+        group: the ranks that call this; ``None`` for all.
         files: this rank's files in the checkpoint; ``load`` checks that the state was saved with
             them. ``None`` to skip that check.
 
@@ -83,23 +83,23 @@ def load(
     group: dist.ProcessGroup | None = None,
     files: Files | None = None,
 ) -> tuple[str, ...] | None:
-    """Restore the scaler's state from a checkpoint's directory; every rank calls it.
+    """Restore the scaler's state from a checkpoint's directory; every rank calls this.
 
     Args:
         directory: the checkpoint's directory as this rank sees it.
         scaler: the scaler to restore.
-        group: the ranks that call it; ``None`` for all.
+        group: the ranks that call this; ``None`` for all.
         files: this rank's files in the checkpoint, to check that the state was saved with them;
             ``None`` to skip that check.
 
     Returns:
-        ``None`` if the checkpoint has no scaler state; else a line for each value that differs
-        from the saved one, and a line if the state names no files to check.
+        ``None`` if the checkpoint has no scaler state. Otherwise a line for each value that
+        differs from the saved one, and a line if the state names no files to check.
 
     Raises:
         ScalerOfAnotherSaveError: another save has written the files.
         ScalerCheckpointError: the file is damaged or cannot be read. Both errors are raised on
-            every rank, and leave the scaler unchanged.
+            every rank; the scaler is then unchanged.
     """
     path = Path(directory) / FILE_NAME
     text: str | None = None
@@ -125,7 +125,9 @@ def load(
         ) from None
     unknown: tuple[str, ...] = ()
     if files is not None and bound is None:
-        unknown = ("it does not say which files it was written with: not held against them",)
+        unknown = (
+            "it does not say which files it was written with, so it is not compared with them",
+        )
     elif files is not None and bound is not None:
         prints, failure = _fingerprints_of_all(path, files, group)
         if failure:
@@ -137,15 +139,15 @@ def load(
 
 
 def other_save(record: object, where: str, files: Files | None) -> str:
-    """Validate a record from a framework's own file, before the ranks ``agree`` on the record.
+    """Validate a record from a framework's own file; to be called before ``agree``.
 
     Args:
         record: see ``read_record``.
         where: the file, for messages.
-        files: this rank's files, to check against those that the record names, if any.
+        files: this rank's files, to compare with those that the record names, if any.
 
     Returns:
-        The message if another save has written the files; else empty.
+        A message if another save has written the files; otherwise empty.
 
     Raises:
         ScalerCheckpointError: the record is damaged, or a file cannot be read.
@@ -161,7 +163,7 @@ def other_save(record: object, where: str, files: Files | None) -> str:
 
 
 def _of_another_save(where: str, files: list[str]) -> ScalerOfAnotherSaveError:
-    """The error for a record beside files that another save has written."""
+    """Return the error for a record next to files that another save has written."""
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return ScalerOfAnotherSaveError(
         f"{where}: the loss scaler's state is of another save than the files beside it: "
@@ -171,21 +173,22 @@ def _of_another_save(where: str, files: list[str]) -> ScalerOfAnotherSaveError:
 
 
 def agree(problem: str, record: object, where: str, another: str = "") -> str:
-    """Raise on all ranks unless each has read the same state; every rank calls it.
+    """Raise an error on all ranks unless all have read the same state; every rank calls this.
 
-    For checkpoints of which every rank reads its own file, or its own part of one.
+    For checkpoints of which every rank reads its own file, or its own part of a file.
 
     Args:
-        problem: what was wrong with this rank's record; empty if nothing.
+        problem: what was wrong with this rank's record; empty if nothing was.
         record: this rank's record; ``None`` if it has none.
         where: the file, for messages.
         another: what ``other_save`` returned on this rank.
 
     Returns:
-        The first ``another`` in rank order that is not empty; else empty.
+        The first ``another`` in rank order that is not empty; empty if all are.
 
     Raises:
-        ScalerCheckpointError: a rank has a problem (the first is raised), or the states differ.
+        ScalerCheckpointError: a rank has a problem (the message is the first one), or the states
+            differ.
     """
     all_of_them = _from_all((problem, state_of(record), another))
     problems = [text for text, *_ in all_of_them if text]
@@ -206,7 +209,7 @@ def agree(problem: str, record: object, where: str, another: str = "") -> str:
 def _fingerprints_of_all(
     path: Path, files: Files | None, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, str] | None, str]:
-    """The fingerprints of all ranks' files, and the first failure; the same on every rank."""
+    """Return all ranks' fingerprints, and the first failure; the result is equal on every rank."""
     if files is None:
         return None, ""
     mine: dict[str, str] = {}
@@ -224,13 +227,13 @@ def _fingerprints_of_all(
 def _unreadable(error: OSError, where: str) -> ScalerCheckpointError:
     return ScalerCheckpointError(
         f"{error.filename}: cannot be read ({error.strerror or error}), so that the loss scaler's "
-        f"state, {where}, cannot be held against it."
+        f"state, {where}, cannot be compared with it."
     )
 
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Each writer has its own temporary name, so that two saves at once leave one whole file.
+    # Each writer has its own temporary name, so that two simultaneous saves leave a complete file.
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with part.open("x", encoding="utf-8") as file:

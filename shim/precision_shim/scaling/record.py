@@ -1,4 +1,4 @@
-"""A scaler's state as data: one JSON format, one reader."""
+"""Convert a scaler's state to a record for JSON, and restore a scaler from a record."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ __all__ = [
 ]
 
 _BYTES = 2048
-"""Bytes of a record as a tensor: three times what a record takes now."""
+"""Size of a record as a tensor, in bytes: three times what a record needs now."""
 
 
 def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A scaler's state, ready for JSON.
+    """Return a scaler's state as a record that can be written as JSON.
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
@@ -56,7 +56,7 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
 
     Returns:
         ``kind``, ``format``, ``state``, ``settings``, ``counters``, ``world_size``,
-        ``written_by``, ``files`` if there are any, and a ``digest`` over all of it.
+        ``written_by``, ``files`` if any are given, and a ``digest`` over all other entries.
     """
     state = scaler.state_dict()
     ours = isinstance(scaler, LossScaler)
@@ -88,14 +88,14 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
 
 
 class BoundWhenPickled(OrderedDict[str, Any]):
-    """A record that takes the fingerprints of the files beside it when it is pickled.
+    """A record that adds the fingerprints of its save's other files when it is pickled.
 
-    For a framework that gets the record early and pickles it into the last of its files. The record
-    pickles as an ``OrderedDict``, so that a process without the shim can read it.
+    For a framework that gets the record early and pickles it into the last of its files. It is
+    pickled as an ``OrderedDict``, so that a process without the shim can read it.
 
     Args:
         record: from ``record_of``.
-        files: name in the record to path.
+        files: paths, by the files' names in the record.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class BoundWhenPickled(OrderedDict[str, Any]):
 def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
     """Restore a scaler to a record's state.
 
-    Scale, growth tracker, counters and settings come from the record, except growth interval and
-    factors that this process's user chose. Of ``min_scale`` the lower value applies.
+    Scale, growth tracker, counters and settings are taken from the record, except a growth interval
+    or factors that the user of this process set. For ``min_scale`` the lower value is used.
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler.
@@ -143,13 +143,13 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
 
 
 def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """A record as a tensor of bytes, on the CPU: the same size for every record.
+    """Return a record as a tensor of bytes on the CPU, which has the same size for every record.
 
-    For torch's distributed checkpoints, which unpickle everything that is no tensor, and which load
-    a tensor into a tensor of the saved size.
+    For torch's distributed checkpoints: they unpickle everything that is no tensor, and load a
+    tensor only into a tensor of the saved size.
 
     Args:
-        record: from ``record_of``; ``None`` for an empty tensor to read into.
+        record: from ``record_of``; ``None`` for an empty tensor to load into.
     """
     text = b"" if record is None else json.dumps(record, sort_keys=True).encode()
     if len(text) > _BYTES:
@@ -161,10 +161,10 @@ def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
 
 
 def from_tensor(tensor: torch.Tensor, where: str) -> object:
-    """The record in a tensor of bytes, not yet validated.
+    """Return the record in a tensor of bytes, without validating it.
 
     Args:
-        tensor: what ``to_tensor`` gave, as loaded from a checkpoint.
+        tensor: the result of ``to_tensor``, loaded from a checkpoint.
         where: the file, for messages.
 
     Raises:

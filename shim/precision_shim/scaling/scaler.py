@@ -17,18 +17,18 @@ from ..precision.scaler_record import ScalerSettings
 from .skips import SkipCounter
 
 MAX_SCALE = 2.0**126
-"""The largest scale: its reciprocal is float32's smallest normal number. Gradients that are all
-zero (GRPO without a reward difference) never overflow, so that without a bound the scale ends at
-inf, and 0 x inf is NaN for good."""
+"""Upper bound of the scale; its reciprocal is float32's smallest normal number. Gradients that are
+all zero (GRPO without a reward difference) never overflow: without a bound the scale would grow to
+inf, and 0 x inf would make all later gradients NaN."""
 
 
 @contextmanager
 def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Make GradScaler step every optimizer alike, even one that handles the loss scale itself.
+    """Make GradScaler step every optimizer in the same way, even one that handles the loss scale.
 
     The gradients are already unscaled, for clipping, and the overflow of all ranks is known.
     TransformerEngine's FusedAdam would unscale the gradients a second time (``capturable=True``),
-    and look for an overflow on its own rank alone.
+    and test for an overflow on its own rank alone.
     """
     name = "_step_supports_amp_scaling"
     held = vars(optimizer)
@@ -42,11 +42,11 @@ def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _shards(optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer's parameters, with this rank's shard in place of each DTensor gradient.
+    """Return the optimizer's parameters, with this rank's shard in place of each DTensor gradient.
 
     For DTensors torch sums the overflow over each DTensor's mesh, before the scaler sums it over
-    all ranks. That collective runs on the gradient's device, where an offloaded gradient on the CPU
-    may have no backend (NCCL alone), and it cannot mix DTensors with plain gradients.
+    all ranks. That collective runs on the gradient's device, and for an offloaded gradient on the
+    CPU there may be no backend (only NCCL). It also cannot mix DTensors with plain gradients.
     """
 
     def shard(parameter: torch.Tensor) -> Any:
@@ -60,10 +60,10 @@ def _shards(optimizer: torch.optim.Optimizer) -> Any:
 class LossScaler(ShardedGradScaler):
     """torch's ``ShardedGradScaler`` with a loss hook, bounds, counters and a limit on skips.
 
-    It fits wherever a framework takes a GradScaler: ``scale``, ``unscale_``, ``step`` and
-    ``update`` do what GradScaler's do. It needs no process group in a job of one process. The
-    scaler sums an overflow over the process group, by default over the world: data-parallel,
-    tensor- and context-parallel ranks skip together and keep one scale.
+    It can be used wherever a framework takes a GradScaler: ``scale``, ``unscale_``, ``step`` and
+    ``update`` do what GradScaler's methods do. In a job of one process it needs no process group.
+    The scaler sums an overflow over the process group, by default over all ranks, so data-parallel,
+    tensor- and context-parallel ranks skip the same steps and have the same scale.
 
     A step costs one transfer from the device, as with GradScaler; that transfer brings both the
     overflow and the scale.
@@ -71,12 +71,12 @@ class LossScaler(ShardedGradScaler):
     Args:
         settings: see ``ScalerSettings``.
         device: device type of the gradients, ``"cuda"`` or ``"cpu"``.
-        process_group: ranks that skip together, at least all that hold a part of one parameter;
-            ``None`` for all.
+        process_group: the ranks that skip the same steps; at least all ranks that hold a part of
+            the same parameter. ``None`` for all ranks.
 
     Attributes:
         settings: the settings that the scaler was made with.
-        counter: steps, skipped steps, skips in a row.
+        counter: counts steps, skipped steps and consecutive skips.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class LossScaler(ShardedGradScaler):
     def loss_scale(self) -> float:
         """The scale of the last step (before the first step: the initial scale).
 
-        Reading it does not synchronise with the device. It is 1 where the scaler is disabled, as
-        with ``get_scale()``.
+        Reading this does not synchronise with the device. It is 1 where the scaler is disabled, as
+        ``get_scale()`` is.
         """
         if not self._enabled:
             return 1.0
@@ -113,10 +113,10 @@ class LossScaler(ShardedGradScaler):
 
     @property
     def overflow(self) -> torch.Tensor | None:
-        """Whether a gradient of any rank is not finite, still on the device.
+        """Whether a gradient of any rank is not finite, as a tensor on the device.
 
-        ``None`` before ``unscale_`` and after ``update``. For a framework that looks at the grad
-        norm before the step: reading it does not synchronise with the device.
+        ``None`` before ``unscale_`` and after ``update``. For a framework that tests the grad norm
+        before the step: reading this does not synchronise with the device.
         """
         if not self._enabled:
             return None
@@ -134,8 +134,8 @@ class LossScaler(ShardedGradScaler):
     def attach(self, loss: torch.Tensor) -> None:
         """Scale the gradients that this loss will backpropagate; the loss itself is unchanged.
 
-        The gradients are bitwise those of ``scaler.scale(loss).backward()``. A loss that needs no
-        gradient (eval mode) is left alone.
+        The gradients are bitwise equal to those of ``scaler.scale(loss).backward()``. For a loss
+        that needs no gradient (eval mode) this does nothing.
 
         Args:
             loss: a scalar, of any floating dtype.
@@ -157,7 +157,7 @@ class LossScaler(ShardedGradScaler):
         return not self._enabled or self._stage(optimizer) is not OptState.READY
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and learn whether any rank has a non-finite one."""
+        """Divide the gradients by the scale, and find out whether any rank has a non-finite one."""
         if not self._enabled:
             return
         self._make_ready()
@@ -173,8 +173,8 @@ class LossScaler(ShardedGradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        # allow_fp16=True: without a process group GradScaler would refuse fp16 gradients, which
-        # FSDP frameworks have on purpose.
+        # allow_fp16=True: without a process group GradScaler would raise an error for fp16
+        # gradients, which FSDP frameworks use on purpose.
         return super()._unscale_grads_(_shards(optimizer), inv_scale, found_inf, True)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -224,8 +224,8 @@ class LossScaler(ShardedGradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore scale, growth tracker and settings, as GradScaler does, and ``min_scale``.
 
-        GradScaler's own state has no ``min_scale``: then the settings' one applies. It is lowered
-        to the state's scale, so that it never raises that scale.
+        A state of GradScaler has no ``min_scale``: then that of the settings is used. It is lowered
+        to the state's scale where it is above, so that it never raises that scale.
         """
         super().load_state_dict(state_dict)
         if self._enabled:
@@ -248,9 +248,9 @@ class LossScaler(ShardedGradScaler):
         self.counter = SkipCounter(self.settings.max_skips)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update after a step that a framework's own loop took or, for its grad norm, skipped.
+        """Update the scale after a step that a framework's own loop took, or skipped as not finite.
 
-        For a loop that checks the norm of the unscaled gradients itself, so that this scaler's
+        For a loop that tests the norm of the unscaled gradients itself, where this scaler's
         ``step`` cannot replace the optimizer's: call ``unscale_once`` before the loop's step, and
         ``settle`` after it.
 
@@ -264,7 +264,7 @@ class LossScaler(ShardedGradScaler):
         self.update()
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the state of a step that an exception ended: the next step has other gradients."""
+        """Drop the state of a step that an exception ended; it is invalid for the next step."""
         if not self._enabled:
             return
         self._per_optimizer_states.pop(id(optimizer), None)
@@ -275,6 +275,6 @@ class LossScaler(ShardedGradScaler):
         return stage
 
     def _make_ready(self, device: torch.device | None = None) -> None:
-        # torch makes the scale's tensor in scale(), which the hook never calls.
+        # torch creates the scale's tensor in scale(), which attach() never calls.
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device or torch.device(self._device))

@@ -1,4 +1,4 @@
-"""Counting the steps that an overflow skipped."""
+"""Count the optimizer steps that were skipped because of an overflow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["MAX_SKIPS", "SkipCounter"]
 
 @dataclass
 class SkipCounter:
-    """How many optimizer steps were tried and how many of them an overflow skipped.
+    """Counts optimizer steps, and those of them that were skipped because of an overflow.
 
     Attributes:
-        limit: this many skips in a row are an error.
-        steps: optimizer steps tried, skipped ones included.
-        skipped: steps that were skipped.
-        in_row: skips since the last step that was taken.
+        limit: number of consecutive skips that raises an error.
+        steps: number of optimizer steps, skipped ones included.
+        skipped: number of steps that were skipped.
+        in_row: number of skips since the last step that was not skipped.
     """
 
     limit: int = MAX_SKIPS
@@ -30,11 +30,11 @@ class SkipCounter:
         """Count one step.
 
         Args:
-            skipped: whether its gradients were non-finite.
-            scale: the loss scale that the step was made with.
+            skipped: whether the step was skipped because its gradients were non-finite.
+            scale: the loss scale of the step.
 
         Raises:
-            LossScaleError: it is the ``limit``-th skip in a row.
+            LossScaleError: this is the ``limit``-th consecutive skip.
         """
         self.steps += 1
         if not skipped:

@@ -1,13 +1,13 @@
-"""The seam engine: declare, check, wrap, undo, report. It knows no precision and no framework.
+"""The seam engine declares, checks, applies, undoes and reports patches of any framework.
 
-A newcomer's map. An adapter marks its functions with ``seam`` (``_seam``); a marked function gets a
-``Call`` and the arguments that it names (``_call``). ``_source`` describes a symbol without
-importing its module; ``_plan`` decides from records and source what to patch. ``_wrapper`` has the
-object that replaces a wrapped symbol; ``_sites`` keeps the patched symbols with the layers over
-each, and undoes them. ``_engine`` ties these together. ``precision_shim.upstream`` reads what a
-release has changed.
+It contains nothing specific to precision or to a framework. Where to find what: an adapter marks
+its functions with ``seam`` (``_seam``), and a marked function gets a ``Call`` and the arguments
+that it names (``_call``). ``_source`` describes a symbol without importing its module; ``_plan``
+decides from records and source what to patch. ``_wrapper`` has the object that replaces a wrapped
+symbol; ``_sites`` keeps the patched symbols, with the wrappers over each, and undoes them.
+``_engine`` combines these. ``precision_shim.upstream`` finds out what a release has changed.
 
-The names below load on first use: not every user of a record needs wrapt.
+The names below are loaded on first use: code that only reads records does not need wrapt.
 """
 
 from .. import _lazily

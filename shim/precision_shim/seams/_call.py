@@ -1,6 +1,6 @@
-"""What a wrapper gets: the call, and the arguments that it names, bound by name.
+"""What a wrapper function is passed: a ``Call``, and the arguments that it names.
 
-``prepare`` reads a symbol's signature once per site, so that no call has to.
+``prepare`` reads a symbol's signature once, when the symbol is patched, not at each call.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Binding:
         positional: names of the parameters that may be passed by position, without ``first``.
         positional_only: how many of these must be passed by position.
         first: name of the parameter for the instance or the class; empty for a function.
-        parameters: all names but ``first``.
-        wanted: the wrapper's parameters, each with its value where the caller passes none.
+        parameters: the names of all parameters but ``first``.
+        wanted: the wrapper's parameters, each with the value it gets if the caller passes none.
     """
 
     target: str
@@ -46,11 +46,12 @@ class Binding:
 
 
 class Call:
-    """One call of a wrapped symbol, as its wrapper sees it.
+    """A call of a wrapped symbol; the wrapper gets it as its first argument.
 
     Attributes:
         instance: the object that a method was called on, the class for a classmethod, else
-            ``None``. On a class- or staticmethod a wrapper may read it only with ``unbound=True``.
+            ``None``. The wrapper of a class- or staticmethod may read it only if its seam has
+            ``unbound=True``.
     """
 
     __slots__ = (
@@ -78,12 +79,12 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the caller passed, by name; no defaults.
+        """The arguments that the caller passed, by name, without defaults.
 
-        So ``name in call.arguments`` tells whether the caller passed it. A wrapper may add, change
-        and remove entries: ``proceed()`` passes on the result. Keywords that the symbol takes by
-        its ``**kwargs``, or does not know, are entries under their own names. Positional arguments
-        without a name (``*args``) are no entries; ``proceed()`` passes them on unchanged.
+        So ``name in call.arguments`` tells whether the caller passed an argument. A wrapper may
+        add, change and remove entries: ``proceed()`` passes on the result. Keywords that the symbol
+        takes by its ``**kwargs``, or does not know, are entries, too. Positional arguments without
+        a name (``*args``) are not; ``proceed()`` passes them on unchanged.
         """
         self._taken = True
         return self._bound()
@@ -96,8 +97,8 @@ class Call:
     def proceed(self) -> Any:
         """Call the symbol beneath this wrapper with the current ``arguments``.
 
-        What the caller passed by position goes by position, everything else by name. A wrapper may
-        call this never, once or more than once.
+        Arguments that the caller passed by position are passed by position, all others by name. A
+        wrapper may call ``proceed()`` any number of times, or not at all.
         """
         if not self._taken:
             return self._wrapped(*self._args, **self._kwargs)
@@ -121,7 +122,7 @@ class Call:
         if values is None:
             values = self._arguments = dict(zip(self._names(), self._args, strict=False))
             if self._kwargs:
-                if not values.keys().isdisjoint(self._kwargs):  # given twice: mostly an error
+                if not values.keys().isdisjoint(self._kwargs):  # passed twice: mostly an error
                     self._twice = {k: v for k, v in self._kwargs.items() if k in values}
                 values.update((k, v) for k, v in self._kwargs.items() if k not in self._twice)
         return values
@@ -136,22 +137,22 @@ class Call:
 def prepare(
     function: Callable[..., Any], target: str, raw: Any, in_class: bool, source: Symbol
 ) -> Binding:
-    """Bind the parameters that a wrapper names to those of the imported symbol.
+    """Match the parameters that a wrapper names to those of the imported symbol.
 
     Args:
         function: the wrapper.
         target: ``"module:attribute"`` of the symbol.
-        raw: the value in the symbol's namespace; in a class it may be a descriptor.
+        raw: the symbol's value in its namespace; in a class it may be a descriptor.
         in_class: whether that namespace is a class's.
-        source: the symbol as its source describes it, for the names that a decorator hides behind
-            ``*args, **kwargs``.
+        source: the symbol's description from its source, for parameters that a decorator hides
+            behind ``*args, **kwargs``.
 
     Raises:
         SeamError: the symbol lacks a parameter that the wrapper needs.
     """
     reads = reads_of(function)
     bound = in_class and not isinstance(raw, staticmethod) and hasattr(raw, "__get__")
-    # Read the function in a class's descriptor: a bound one lacks the instance parameter.
+    # Read the function within a class's descriptor: a bound method lacks the instance parameter.
     signature = _signature(getattr(raw, "__func__", raw) if in_class else raw)
     parameters = [given for given in signature or () if given.kind in _NAMED]
     positional = [
@@ -191,7 +192,7 @@ def _signature(function: Any) -> list[inspect.Parameter] | None:
 
 
 def through(function: Callable[..., Any], binding: Binding) -> Through:
-    """A wrapper in wrapt's form."""
+    """Return a wrapper in the form that wrapt takes."""
     wanted = binding.wanted
     if not wanted:
 
@@ -232,15 +233,16 @@ def around(
 ) -> Any:
     """Call a bound method through a wrapper, as a seam would.
 
-    For a mixin in front of a framework's class, where no symbol can be wrapped.
+    Meant for a mixin that precedes a framework's class in the bases, where there is no symbol to
+    wrap.
 
     Args:
         function: the wrapper.
         method: the method of the framework's class, bound.
         instance: the object that ``method`` is bound to.
-        args: what the caller passed.
+        args: what the caller passed by position.
         kwargs: what the caller passed by name.
-        positional: names of the method's first parameters, where a decorator hides them.
+        positional: names of the method's first parameters, where a decorator hides these.
     """
     name = f"{type(instance).__module__}:{type(instance).__qualname__}"
     source = Symbol(name, parameters=positional, positional=positional)

@@ -1,9 +1,9 @@
-"""Wait for imports, check all, then apply; roll back, raise in strict mode, report.
+"""The engine that patches the seams of adapters as their target modules are imported.
 
 For each adapter the engine waits until one of its target modules is imported. Then it checks all
 seams of the adapter from source (``_plan``). In each group of a feature it patches either all seams
-(``_sites``) or none; seams in modules that are not imported yet follow at their import. If an
-imported module then differs from what the check read, the engine rolls the whole group back.
+(``_sites``) or none; a seam whose module is not imported yet is patched at that import. If an
+imported module then differs from what the check read, the engine undoes the whole group.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Known:
 
 
 class Engine:
-    """Patches the seams of adapters, and takes them out again.
+    """Patches the seams of adapters, and undoes the patches.
 
     Thread-safe. It never raises from within an import; it passes every fault to ``on_fault``.
     """
@@ -58,8 +58,8 @@ class Engine:
         """Make an engine that has patched nothing yet.
 
         Args:
-            features: names of the features in force; seams of others stay untouched.
-            settings: handed to native probes; the engine does not look inside.
+            features: names of the features in force; seams of other features are not patched.
+            settings: passed to native probes; the engine itself does not read it.
             strict: whether a fault is raised where a feature would first take effect.
             on_fault: called with the framework's name and the error, once per refused group.
             describe: returns a framework's name and version, for messages.
@@ -82,7 +82,7 @@ class Engine:
     # -- adding ---------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
-        """Take on an adapter, once: patch its loaded modules and wait for the others."""
+        """Add an adapter, if it is new: patch its loaded modules and wait for the others."""
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
@@ -93,7 +93,7 @@ class Engine:
             self._sites.reach_copies()
 
     def fault(self, framework: str, error: PrecisionShimError, effects: Iterable[str]) -> None:
-        """Keep an error for a framework whose adapter could not even be loaded."""
+        """Record an error for a framework whose adapter could not be loaded."""
         with _lock:
             if not self._live:
                 return
@@ -104,10 +104,10 @@ class Engine:
             self._sites.reach_copies()
 
     def catch_up(self) -> None:
-        """Wait for target modules whose import is under way in other threads, and patch them.
+        """Wait for target modules that other threads are importing, and patch these modules.
 
-        Those imports began before the engine's watcher was in place. An import that a fork cut off
-        is not waited for. The caller must not hold a lock that a module's code may need.
+        Those imports began before the engine's watcher was in place. The engine does not wait for
+        an import that a fork cut off. The caller must hold no lock that a module's code may need.
         """
         with _lock:
             slow = [
@@ -143,7 +143,7 @@ class Engine:
                 self._sites.reach_copies()
 
     def _forget(self, module: str) -> None:
-        """A module's code has run, perhaps again: earlier patches in the module are gone."""
+        """Reset a module's seams after its code ran: a second run has overwritten the patches."""
         self._sites.forget(module)
         for known in self._known.values():
             for row in known.rows:
@@ -154,9 +154,10 @@ class Engine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # Trip-wires first: they are the innermost layers, and needed if patching fails here.
+            # The wrappers that raise faults come first, as innermost layers: they are needed if
+            # patching fails here.
             self._trip(module)
-            # Look again each time: a wrapper's module may import a framework and wake an adapter.
+            # Search again each time: a wrapper's module may import a framework and add an adapter.
             framework = next((name for name in self._known if name not in done), None)
             if framework is None:
                 return
@@ -173,8 +174,8 @@ class Engine:
             known.rows = list(plan.rows)
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)
-        # All pending seams, not only this module's: the watcher does not report an import that was
-        # already under way in another thread when the watcher started.
+        # Apply all pending seams, not only this module's: the watcher does not report an import
+        # that another thread had begun when the watcher started.
         for row in known.rows if known.checked else ():
             if (
                 self._live
@@ -185,7 +186,7 @@ class Engine:
                 self._apply(row, known.adapter)
 
     def _refuse(self, group: Group, problems: Iterable[str]) -> None:
-        """Take out a whole group, keep the reasons and report them."""
+        """Undo a whole group, and record and report the reasons."""
         if group in self._refused or not self._live:
             return
         self._refused.add(group)
@@ -217,7 +218,7 @@ class Engine:
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(row.group, [f"{seam.target}: {error}"])
             return
-        if not self._live:  # the child of a fork made in put(): all patches are out
+        if not self._live:  # in the child of a fork during put(): all patches were undone
             return
         unreached = self._sites.reach(site, seam.aliases)
         # A declared refusal is patched too, so that its wrapper can refuse; users see "refused".
@@ -236,7 +237,7 @@ class Engine:
                     continue
                 try:
                     site = self._sites.at(target)
-                except Exception:  # this version has no such place
+                except Exception:  # this version has no such symbol
                     continue
                 key = f"fault:{framework}"
                 if site.layer(key) is None:
@@ -257,11 +258,11 @@ class Engine:
     # -- undoing --------------------------------------------------------------------------
 
     def remove(self) -> list[str]:
-        """Undo everything, newest first.
+        """Undo all patches, the latest first.
 
         Returns:
             A message for each symbol that cannot be restored because another tool has wrapped it
-            since; our wrapper stays beneath that tool's and passes every call through.
+            since: our wrapper stays beneath that tool's wrapper and only passes calls on.
         """
         with _lock:
             self._live = False
@@ -276,7 +277,7 @@ class Engine:
     # -- reporting ------------------------------------------------------------------------
 
     def report(self, framework: str) -> tuple[SeamStatus, ...]:
-        """States of a framework's seams, in the order of its table."""
+        """Return the states of a framework's seams, in the order of its adapter's table."""
         with _lock:
             known = self._known.get(framework)
             if known is None:
@@ -284,12 +285,12 @@ class Engine:
             return tuple(row.status(known.adapter) for row in known.rows)
 
     def faults(self, framework: str) -> tuple[PrecisionShimError, ...]:
-        """What was refused for a framework, oldest first."""
+        """Return the errors of a framework's refused groups, oldest first."""
         with _lock:
             return tuple(self._faults.get(framework, ()))
 
     def is_refused(self, framework: str, feature: str, group: str) -> bool:
-        """Whether a group of a feature was refused whole for a framework."""
+        """Whether a group of a feature was refused for a framework."""
         with _lock:
             return (framework, feature, group) in self._refused
 
@@ -298,13 +299,13 @@ def _find_loaded(module: str) -> Any:
     loaded = sys.modules.get(module)
     if loaded is None:
         return None
-    # A module whose code still runs does not count: the watcher reports it when the code has run.
+    # A module whose code is still running does not count: the watcher reports it afterwards.
     spec = getattr(loaded, "__spec__", None)
     return None if getattr(spec, "_initializing", False) else loaded
 
 
 def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
-    """The function to put at a symbol: the wrapper, bound to the imported symbol's parameters."""
+    """Return the seam's wrapper in wrapt's form, matched to the imported symbol's parameters."""
     assert seam.wrapper is not None  # check() leaves no record of a native feature pending
     if seam.replaces:  # the symbol need not be callable: some frameworks build on objects
         return seam.wrapper

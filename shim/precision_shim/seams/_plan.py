@@ -1,6 +1,6 @@
-"""The check: make a plan from an adapter's records and the frameworks' source.
+"""Check an adapter's records against the frameworks' source, which gives a plan of what to patch.
 
-The check patches nothing, imports no framework and keeps no state. The engine carries a plan out;
+The check patches nothing, imports no framework and keeps no state. The engine executes a plan;
 the doctor shows one.
 """
 
@@ -15,7 +15,7 @@ from ._seam import Adapter, Seam, name_of
 from ._source import Symbol, look
 
 Group = tuple[str, str, str]
-"""Framework, feature and the group's name: its seams are patched together or not at all."""
+"""Framework, feature and name of a group, whose seams are patched together or not at all."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class Row:
     Attributes:
         group: the group that the seam is patched or refused with.
         seam: the record.
-        state: one of ``STATES``; ``pending``: to be patched.
+        state: one of ``STATES``; ``pending`` means that the seam is still to be patched.
         reason: why the seam has this state; may be empty.
-        symbol: the symbol as its source describes it; ``None`` before the check.
+        symbol: the symbol's description from its source; ``None`` before the check.
     """
 
     group: Group
@@ -37,7 +37,7 @@ class Row:
     symbol: Symbol | None = None
 
     def status(self, adapter: Adapter) -> SeamStatus:
-        """The row as ``status()`` shows it."""
+        """Return the row in the form that ``status()`` shows."""
         seam = self.seam
         return SeamStatus(
             seam.target,
@@ -60,7 +60,7 @@ class Plan:
     Attributes:
         adapter: the adapter.
         rows: one per seam of this version, in the order of the table.
-        refused: the groups that are refused whole, with the reasons.
+        refused: the refused groups, each with the reasons.
     """
 
     adapter: Adapter
@@ -68,7 +68,7 @@ class Plan:
     refused: Mapping[Group, tuple[str, ...]] = field(default_factory=dict)
 
     def foretold(self) -> tuple[SeamStatus, ...]:
-        """The states that the seams would end in."""
+        """Return the predicted states of the seams; ``pending`` ones would be patched."""
         return tuple(
             replace(row, state="refused", reason=row.seam.refusal).status(self.adapter)
             if row.state == "pending" and row.seam.refusal
@@ -78,9 +78,9 @@ class Plan:
 
 
 def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
-    """The rows of this version's seams before the check, each ``pending`` or ``off``.
+    """Return rows for the seams of the version here, unchecked: each is ``pending`` or ``off``.
 
-    Of the source it reads only what seams name in ``only_if`` and ``unless``.
+    Of the frameworks' source this reads only what seams name in ``only_if`` and ``unless``.
     """
     on, there = frozenset(features), cache(is_there)
     return tuple(
@@ -95,7 +95,7 @@ def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]
 
 
 def is_there(condition: str) -> bool:
-    """Whether the source has what a seam may name in ``only_if`` or ``unless``."""
+    """Whether the source meets a condition that a seam has in ``only_if`` or ``unless``."""
     target, _, name = condition.partition(" mentions ")
     symbol = look(target)
     if ":" not in target:
@@ -104,12 +104,12 @@ def is_there(condition: str) -> bool:
 
 
 Missed = Callable[[Adapter], Callable[[str], str]]
-"""Takes an adapter; returns a function from a target that is missing here to the version that had
-it, in words, or ``""`` where no such version is known."""
+"""Takes an adapter and returns a function. That function takes a target that is missing here and
+returns the version that had it, such as ``"verl 0.9.1"``, or ``""`` where none is known."""
 
 
 def nothing_missed(adapter: Adapter) -> Callable[[str], str]:
-    """The ``Missed`` of a caller that knows no other versions."""
+    """Serve as the ``Missed`` of a caller that has no record of other versions."""
     return lambda target: ""
 
 
@@ -119,13 +119,13 @@ def check(
     settings: object,
     missed: Missed = nothing_missed,
 ) -> Plan:
-    """Decide from source about an adapter's seams.
+    """Decide from source which of an adapter's seams to patch.
 
     Args:
         adapter: the adapter.
-        features: names of the features in force; seams of others are ``off``.
-        settings: handed to native probes; nothing else looks inside.
-        missed: asked about seams that are optional or conditional and whose symbol is not here.
+        features: names of the features in force; seams of other features are ``off``.
+        settings: passed to native probes; nothing else reads it.
+        missed: called for optional or conditional seams whose symbol does not exist here.
     """
     had = missed(adapter)
     rows = list_unchecked(adapter, features)
@@ -147,10 +147,10 @@ def check(
 def _find_moved(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
-    """Seams that ``only_if`` or ``unless`` leaves out while their symbol is gone from all places.
+    """Yield rows for seams that conditions leave out and whose symbol is at none of its places.
 
-    With ``only_if`` and ``unless`` an adapter gives a symbol's places in different versions. If the
-    symbol is at none of these places, its group must not lose the seam silently.
+    With ``only_if`` and ``unless`` an adapter declares where a symbol is in different versions. If
+    the symbol is at none of these places, its group must not lose the seam silently.
     """
     on = frozenset(features)
     stand = {id(row.seam) for row in rows}
@@ -165,17 +165,18 @@ def _find_moved(
 
 
 def _last(seam: Seam) -> str:
-    """The symbol's own name: a function may wrap several symbols, each with several places."""
+    """Return a symbol's last name: one function may wrap several symbols in several places."""
     return seam.attribute.rpartition(".")[2]
 
 
 def _refuse_halves(
     rows: Iterable[Row], problems: dict[Group, list[str]], had: Callable[[str], str]
 ) -> None:
-    """Note a problem where a module is gone and the rest of its group is still there.
+    """Add a problem for each group that has lost a module while its other seams still exist.
 
-    It is no problem if a version never had an optional module, or if upstream removed a whole path:
-    those seams are absent. A module that is gone alone would leave the group half patched.
+    It is no problem if a version never had an optional module, or if upstream removed all of a
+    group's symbols: those seams are absent. But if only some are gone, the group would be half
+    patched.
     """
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
     for row in rows:
@@ -190,7 +191,7 @@ def _refuse_halves(
 
 
 def _judge(row: Row, settings: object) -> str:
-    """Set a row's state from its symbol's source; returns why its group must be refused, if so."""
+    """Set a row's state from source; return why its group must be refused, or ``""``."""
     seam, symbol = row.seam, look(row.seam.target)
     row.symbol = symbol
     if not symbol.module_found and seam.optional:
@@ -216,7 +217,7 @@ def _judge(row: Row, settings: object) -> str:
 
 
 def missing(seam: Seam, symbol: Symbol) -> str:
-    """What a seam needs of its symbol and the source lacks, in words; ``""`` for nothing."""
+    """Return a message on what a seam needs and its symbol's source lacks; ``""`` for nothing."""
     if not seam.fits(symbol.kind):
         kind = symbol.kind or "plain function"
         return f"{seam.target} is a {kind}, and {seam.name} is written for what is none"
@@ -230,7 +231,7 @@ def missing(seam: Seam, symbol: Symbol) -> str:
 
 
 def refusal(seam: Seam, problems: Iterable[str]) -> str:
-    """Why a seam of a refused group is refused: its own problems, or the group's first one."""
+    """Return why a seam of a refused group is refused: its problems, or else the group's first."""
     problems = tuple(problems)
     own = [text for text in problems if seam.target in text]
     return "; ".join(own) or "refused whole, because: " + problems[0]

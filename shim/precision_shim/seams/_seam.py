@@ -1,8 +1,8 @@
-"""What an adapter declares: a seam, once, on the function that wraps the framework's symbol.
+"""How an adapter declares a seam: with a decorator on the function that wraps a symbol.
 
 ``seam(...)`` marks a function, as pluggy's ``hookimpl`` does; ``collect(...)`` makes an adapter's
-table from the marks. The symbol must have the parameters that the function names, so no list
-repeats them.
+table from the marks. The function's own parameters say which parameters the symbol must have, so
+the declaration does not list them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..process.framework import Checkpoints, Framework
 
 NativeProbe = Callable[[Symbol, Any], "str | None"]
-"""Looks at a seam's symbol and at the settings; returns why the framework does the feature
-itself, or ``None`` when it does not."""
+"""Takes a seam's symbol and the settings; returns a sentence on how the framework does the feature
+itself, or ``None`` where it does not."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Takes = ParamSpec("Takes")
@@ -56,41 +56,42 @@ class _Fields:
 
 @dataclass(frozen=True)
 class Seam(_Fields):
-    """One place of a framework where the shim enters, for one feature.
+    """A symbol of a framework that the shim patches for one feature, and how.
 
     Installer, uninstaller, status, documentation and tests all read these records. ``seam`` makes
-    them. An adapter writes a record out only where it has no function to mark: for what the
-    framework does itself, and for a function that wraps different symbols in different frameworks.
+    them. An adapter calls ``Seam`` itself in two cases only: where there is no function to mark,
+    because the framework does the feature itself, and for a function that wraps different symbols
+    in different frameworks.
 
     Attributes:
         target: ``"module:attribute"``, in the module that *defines* the symbol; names of a class
             body are joined with a dot (``"pkg.mod:Class.method"``).
         feature: the feature that needs the seam.
         wrapper: the function that wraps the symbol: ``function(call, ...)``, see ``Call``.
-            ``None``: a record of what the framework does itself.
-        why: why the shim enters here and not elsewhere.
+            ``None``: the record says that the framework does the feature itself.
+        why: why the shim patches this symbol and not another.
         upstream: link to the discussion upstream, where there is one.
         delete_when: when this record can be deleted.
         group: name shared by seams of one feature that are patched together or not at all.
-        relies_on: identifiers that the symbol's source (for a method: its class's) must contain,
-            because the wrapper relies on them.
+        relies_on: identifiers that the source of the symbol (for a method: of its class) must
+            contain, because the wrapper relies on them.
         aliases: ``"module:attribute"`` names that other modules bound by ``from ... import``; a
-            late install replaces them, as long as they still hold the original.
-        native: tells whether the framework does the feature itself here.
-        optional: an absent module makes the seam ``absent``, not ``refused``.
-        refusal: why the feature is impossible here. Such a seam's wrapper only says so (or raises,
-            in strict mode) when the framework calls the symbol.
-        replaces: ``wrapper`` gets the symbol's value and returns the value that replaces it until
-            the shim is taken out. For a symbol that callers do not call but build on, such as a
-            class that a decorator has turned into something else.
-        only_if: what the source must have for the seam to belong to this version: ``"module"``,
-            ``"module:attribute"``, or ``"module:attribute mentions name"`` for an identifier in
-            the symbol's source. Where one of these is missing, no status shows the seam, unless
-            its symbol is gone from all its places. Read when the framework is imported, never
-            earlier.
-        unless: the same for what the source must not have; one match leaves the seam out.
-        unbound: set it where the symbol is a classmethod or a staticmethod and ``wrapper`` reads
-            ``call.instance``, which is then the class or ``None``. Without it the check refuses
+            late install replaces those that still hold the original.
+        native: finds out whether the framework does the feature itself here.
+        optional: whether a missing module makes the seam ``absent`` instead of ``refused``.
+        refusal: why the feature is impossible here. The wrapper of such a seam only reports that
+            (in strict mode: raises an error) when the framework calls the symbol.
+        replaces: whether ``wrapper`` gets the symbol's value and returns a replacement, which is
+            in place until ``uninstall()``. For a symbol that is used without being called, such as
+            a class that a decorator has turned into another object.
+        only_if: conditions under which the seam belongs to the version here: the source must have
+            ``"module"``, ``"module:attribute"``, or, with ``"module:attribute mentions name"``, an
+            identifier in the symbol's source. Where one of these is missing, no status shows the
+            seam, unless its symbol is gone from all its places. Conditions are read when the
+            framework is imported, never earlier.
+        unless: conditions of the same form; a seam is left out where any of them is met.
+        unbound: set this where the symbol is a classmethod or a staticmethod and ``wrapper`` reads
+            ``call.instance``, which is then the class or ``None``. Otherwise the check refuses
             such a wrapper there, because upstream may have turned a method into one of these.
     """
 
@@ -127,7 +128,7 @@ class Seam(_Fields):
 
     @property
     def module(self) -> str:
-        """Dotted name of the defining module."""
+        """Dotted name of the module that defines the symbol."""
         return self.target.partition(":")[0]
 
     @property
@@ -148,8 +149,9 @@ class Seam(_Fields):
     def fits(self, kind: str) -> bool:
         """Whether the wrapper can wrap a symbol of this kind; see ``Symbol.kind``.
 
-        A plain wrapper would return before the body of a wrapped coroutine or generator runs; and
-        nobody would await, or iterate over, what one of these returns around a plain function.
+        A plain wrapper of a coroutine or generator would return before the wrapped body runs. And a
+        coroutine or generator around a plain function would return an object that no caller
+        awaits or iterates over.
         """
         if self.wrapper is None or self.replaces:
             return True
@@ -175,31 +177,32 @@ class Seam(_Fields):
 
 @dataclass(frozen=True)
 class Adapter:
-    """A framework, as the shim sees it.
+    """A framework's table of seams, and what else the shim must know about the framework.
 
     Attributes:
         framework: the name that users write, such as ``"verl"``.
-        distribution: the name of its distribution, for its version.
+        distribution: the name of its distribution, from which the version is read.
         packages: top-level packages whose import shows that the framework is in use.
         tested: versions that the test environments pin.
-        seams: the table of seams, as ``collect`` makes it; of several on one target the first is
-            the innermost wrapper.
+        seams: the table of seams that ``collect`` makes; of several seams on one target the first
+            is the innermost wrapper.
         effects: ``"module:attribute"`` targets where a feature first takes effect (an optimizer
             or a DDP is built). In strict mode a fault is raised there, and nowhere earlier.
-        paths: group to what users call the path that it serves, such as ``{"fsdp": "FSDP
-            engine"}``; a group without an entry is shown by its own name. A name that ends in
-            brackets, such as ``"FSDP engine (metrics)"``, is a path that only serves other paths:
-            ``str(status())`` shows it if it was refused or no other path is there, ``details()``
-            always.
+        paths: for a group, what users call the path through the framework that the group patches,
+            such as ``{"fsdp": "FSDP engine"}``; a group without an entry is shown by its own name.
+            A name that ends in brackets, such as ``"FSDP engine (metrics)"``, is a path that only
+            serves other paths: ``details()`` always shows it, ``str(status())`` only if it was
+            refused or no other path exists.
         probes: names of modules whose functions test whether the framework behaves as the rules
             assume; imported only to run these tests.
-        plan: ``"module:function"`` that reads the models of a job from its launch line, for
-            ``precision-shim plan``; empty where the adapter plans none.
+        plan: ``"module:function"`` that reads the models of a job from its launch command, for
+            ``precision-shim plan``; empty where the adapter has no such function.
         checkpoints: how the framework names its checkpoints and which functions predict a resume,
             for ``precision-shim checkpoint``.
-        audit_readers: top-level package of an optimizer's class to the ``"module:function"`` that
-            reads such optimizers for the audit, where torch's own reader does not fit.
-        checkpoint_readers: kind of a checkpoint's files to the ``"module:function"`` that sorts
+        audit_readers: for the top-level package of an optimizer's class, the
+            ``"module:function"`` that reads such optimizers for the audit, where the reader for
+            torch's own optimizers does not fit.
+        checkpoint_readers: for a kind of checkpoint files, the ``"module:function"`` that sorts
             their tensors.
     """
 
@@ -227,7 +230,7 @@ class Adapter:
         """Check that every seam of the table is for a known feature.
 
         Raises:
-            SeamError: a seam's feature is unknown; the message names its function.
+            SeamError: a seam's feature is unknown; the message names the seam's function.
         """
         allowed = tuple(features)
         for seam in self.seams:
@@ -240,7 +243,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class _Declaration(_Fields):
-    """The arguments of ``seam(...)``: type checkers and ``help(seam)`` read them here."""
+    """The arguments of ``seam(...)``, declared here for type checkers and ``help(seam)``."""
 
     target: str = ""
     feature: str | tuple[str, ...] = ()
@@ -273,9 +276,9 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
     The function's first parameter is the ``Call``. Each further parameter has the name of one of
     the symbol's parameters and gets the caller's argument, or the symbol's default. The symbol must
     have that parameter, unless the function gives it a default for versions without it. Several
-    ``@seam`` on one function declare several places; the function itself is unchanged.
+    ``@seam`` on one function declare several seams; the function itself is unchanged.
 
-    One declaration can cover several places that differ little::
+    One declaration can cover several symbols that differ little::
 
         @seam(
             feature="audit",
@@ -283,15 +286,15 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
             why="both step here",
         )
 
-    The order in a module is the order of the layers: of two functions on one target the one that is
-    defined first is the inner layer.
+    If two functions in a module wrap the same target, the one that is defined first is the inner
+    wrapper.
 
     Args:
         target: see ``Seam``.
         feature: the feature that needs the seam, or several features, which share one wrapper.
-        at: several places, in the order of their records: each a target, or a mapping from names
-            of these arguments to values for this place alone. Every place takes the arguments that
-            its mapping lacks from the declaration.
+        at: several symbols, in the order of their records. Each entry is a target, or a mapping of
+            arguments of ``seam`` for this symbol alone; arguments that the mapping lacks are taken
+            from the declaration.
         fields: see ``Seam``.
 
     Raises:
@@ -308,7 +311,7 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
             features = (features,) if isinstance(features, str) else features
             records += [Seam(feature=name, wrapper=function, **given) for name in features]
         marks: list[Seam] = vars(function).setdefault(_MARK, [])
-        marks[:0] = records  # Python applies decorators from the lowest up
+        marks[:0] = records  # Python applies the lowest decorator first
         return function
 
     return declare
@@ -333,7 +336,7 @@ _Source = ModuleType | Callable[..., Any] | Seam | Iterable[Any]
 
 
 def collect(*sources: _Source) -> tuple[Seam, ...]:
-    """Make a table of seams.
+    """Make an adapter's table of seams.
 
     Args:
         sources: modules (all functions marked in them, in the order of definition), functions,
@@ -375,7 +378,7 @@ def _mentions(code: CodeType, name: str) -> bool:
 
 
 def name_of(thing: Any) -> str:
-    """``"module:function"``, for messages."""
+    """Return ``"module:function"`` of a function, for messages."""
     if isinstance(thing, str):
         return thing
     module = getattr(thing, "__module__", "?")
@@ -383,7 +386,7 @@ def name_of(thing: Any) -> str:
 
 
 def reads_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters of a symbol that a wrapper names, each with its default or ``REQUIRED``.
+    """Return the symbol's parameters that a wrapper names, each with its default or ``REQUIRED``.
 
     Raises:
         SeamError: the wrapper has no parameter for the call, or one that cannot be passed by name.

@@ -1,4 +1,4 @@
-"""The patched symbols, the layers over each of them, and how to undo them."""
+"""Keep the patched symbols with the wrappers over each (its layers), and undo the patches."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ABSENT = object()
 
 @dataclass
 class Layer:
-    """One wrapper over a symbol, and the groups that need it; without groups it is dead.
+    """One wrapper over a symbol, and the groups that need it; without any it only passes calls on.
 
     Attributes:
-        key: tells the layers of one site apart: the wrapper, which several features may share.
+        key: identifies the layer within its site: the wrapper, which several features may share.
         function: the wrapper in wrapt's form; for a replacement, the function that makes it.
         owner: marks the wrapped symbol as ours and names the adapter.
         groups: the groups that need the layer.
         replaces: whether ``function`` makes a replacement for the symbol.
-        made: the replaced value and its replacement, which is made once.
+        made: the replaced value and its replacement, kept so that it is made only once.
     """
 
     key: object
@@ -35,7 +35,7 @@ class Layer:
     made: tuple[Any, Any] | None = None
 
     def is_live(self) -> bool:
-        """Whether a group needs the layer. Each call asks: someone may have kept a dead wrapper."""
+        """Whether a group needs the layer; asked at each call, as callers may keep old wrappers."""
         return bool(self.groups)
 
     def over(self, below: Any, target: str) -> Any:
@@ -51,7 +51,7 @@ class Layer:
 
 @dataclass
 class Site:
-    """One patched symbol: its original value, the layers (innermost first), and its value now."""
+    """A patched symbol: its original value, its layers (innermost first), and its current value."""
 
     target: str
     parent: Any
@@ -60,29 +60,29 @@ class Site:
     original: Any
     layers: list[Layer] = field(default_factory=list)
     top: Any = None
-    stale: bool = False  # the module's code ran again and put something new there
+    stale: bool = False  # the module's code ran again and assigned a new value to the symbol
     aliases: set[str] = field(default_factory=set)
 
     def holds(self) -> bool:
-        """Whether the symbol is still what the engine put there."""
+        """Whether the symbol still has the value that the engine assigned to it."""
         return vars(self.parent).get(self.name) is self.top
 
     def layer(self, key: object) -> Layer | None:
-        """The layer of that key, if there is one."""
+        """Return the layer with this key, or ``None``."""
         return next((one for one in self.layers if one.key == key), None)
 
 
 class Sites:
-    """All places that an engine has patched. The engine's lock guards them."""
+    """All symbols that an engine has patched. Callers must hold the engine's lock."""
 
     def __init__(self) -> None:
-        """Make a record in which nothing is patched."""
+        """Make a record without patched symbols."""
         self._sites: list[Site] = []
         self._displaced: dict[int, tuple[Any, Site]] = {}
         """Former values of sites, by id, each with its site."""
 
     def at(self, target: str) -> Site:
-        """The site of a target; a new site if another tool has wrapped our wrapper."""
+        """Return the site of a target; make a new one if another tool has wrapped our wrapper."""
         parent, name, raw = locate(target)
         for site in self._sites:
             if site.parent is parent and site.name == name and site.holds():
@@ -92,7 +92,7 @@ class Sites:
         return site
 
     def put(self, site: Site, new: Layer) -> None:
-        """Put a layer outermost on a site; if the site has the layer, only add the groups."""
+        """Add a layer to a site as the outermost; if the site has it, only add the groups."""
         layer = site.layer(new.key)
         if layer is not None:
             layer.groups |= new.groups
@@ -101,7 +101,7 @@ class Sites:
             self._rebuild(site)
 
     def take_out(self, group: Group) -> None:
-        """Take out the layers that no other group needs."""
+        """Remove a group's layers, except those that another group needs."""
         for site in list(self._sites):
             for layer in list(site.layers):
                 layer.groups.discard(group)
@@ -110,17 +110,17 @@ class Sites:
                     self._rebuild(site)
 
     def forget(self, module: str) -> None:
-        """A module's code has run, perhaps again: earlier patches in the module are gone."""
+        """Mark a module's sites as stale where a second run of its code overwrote our patches."""
         for site in self._sites:
             if site.target.partition(":")[0] == module and not site.holds():
                 site.stale = True
 
     def remove(self) -> list[str]:
-        """Undo everything, newest first.
+        """Undo all patches, the latest first.
 
         Returns:
             A message for each symbol that cannot be restored because another tool has wrapped it
-            since; our wrapper stays beneath that tool's and passes every call through.
+            since: our wrapper stays beneath that tool's wrapper and only passes calls on.
         """
         left = []
         for site in reversed(self._sites):
@@ -148,7 +148,7 @@ class Sites:
         before, top = site.top, site.raw
         for layer in site.layers:
             top = layer.over(top, site.target)
-        if site.top is not before:  # the child of a fork in the function that makes a replacement
+        if site.top is not before:  # changed in the child of a fork that layer.over() made
             return
         if top is not before:
             setattr(site.parent, site.name, top)
@@ -159,7 +159,7 @@ class Sites:
             self._sites.remove(site)
 
     def reach(self, site: Site, aliases: Iterable[str]) -> list[str]:
-        """Set declared aliases to the symbol's value; returns those that another tool changed."""
+        """Set declared aliases to the symbol's value; return those that another tool changed."""
         unreached = []
         for alias in aliases:
             site.aliases.add(alias)
@@ -175,10 +175,10 @@ class Sites:
         return unreached
 
     def reach_copies(self) -> None:
-        """Give modules that copied a symbol's old value (``from ... import``) the current value.
+        """Replace old values of symbols in modules that copied them (``from ... import``).
 
-        Call it once for all changed sites: it goes through every name of every module. It skips
-        old values that nobody holds any more.
+        Call this once for all changed sites: it goes through every name of every module. It skips
+        old values that nothing refers to any more.
         """
         gone = {key: self._displaced[key] for key in _find_held(self._displaced)}
         if gone:
@@ -192,7 +192,7 @@ class Sites:
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
-    """Find a target's parent, the last name, and the raw value there (descriptor and all)."""
+    """Return a target's parent object, its last name, and the raw value (a descriptor as is)."""
     module, _, attribute = target.partition(":")
     parent: Any = sys.modules[module]
     *path, name = attribute.split(".")
@@ -205,12 +205,12 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
-    """The ids of those objects that something besides these tuples holds.
+    """Return the ids of those objects that something besides these tuples refers to.
 
-    Nearly always there are none, and no search is needed.
+    Nearly always there are none, and no search through the modules is needed.
     """
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
-    # Only its tuple holds the first object, so its count is the one to compare with.
+    # Only its tuple refers to the first object: a higher count means a reference from elsewhere.
     alone, *counts = [sys.getrefcount(pair[0]) for pair in pairs]
     return [key for key, count in zip(displaced, counts, strict=True) if count > alone]
 
@@ -219,7 +219,7 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Replace former values by their successors in all modules that copied them."""
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # Of some 200,000 names hardly one is a hit; this test is 20 times faster than the loop.
+        # Of some 200,000 names hardly any matches; this test is 20 times faster than the loop.
         if gone.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):
@@ -228,13 +228,13 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
 
 
 def _resolve_alias(alias: str) -> tuple[dict[str, Any], str]:
-    """The namespace of an alias's module (empty if not imported), and the alias's own name."""
+    """Return the namespace of an alias's module (empty if not imported), and the alias's name."""
     module, _, name = alias.partition(":")
     return _contents(sys.modules.get(module)), name
 
 
 def _contents(module: Any) -> dict[str, Any]:
-    """A module's names; ``vars()`` and ``getattr`` would make a lazy module load itself."""
+    """Return a module's namespace; ``vars()`` and ``getattr`` would make a lazy module load."""
     try:
         names = object.__getattribute__(module, "__dict__")
     except AttributeError:

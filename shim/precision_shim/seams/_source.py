@@ -1,6 +1,6 @@
-"""Look at a symbol in its source file without importing the module or its parents.
+"""Describe a symbol from its source file, without importing its module or that module's parents.
 
-``look`` reads the installed packages, or within ``looking_at`` another ``Source``.
+``look`` reads the installed packages; inside ``with looking_at(...)`` it reads another ``Source``.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _NAMING = ("id", "attr", "arg", "name")
 """Fields of syntax nodes that hold an identifier."""
 
 _described: dict[str, tuple[int, Symbol]] = {}
-"""Target to the hash of its module's source and the symbol that was found in that source."""
+"""Cache by target: the hash of the module's source, and the symbol found in that source."""
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """What the source says of one symbol.
+    """The description of a symbol that was read from source.
 
     Attributes:
         target: ``"module:attribute"``.
         module_found: whether the module's file was found.
-        found: whether the symbol is defined there.
+        found: whether the symbol is defined in that file.
         parameters: names of its parameters; for a dataclass's generated ``__init__`` the fields,
             including those of bases in the same file.
         positional: those of a function's parameters that may be passed by position.
         defaults: a function's defaults that are written as literals.
-        names: identifiers and string constants in its source; for a method, in its class's.
-        problem: why nothing can be said, or ``""``.
-        kind: what it is where it is no plain function or method: ``class``, ``property``,
-            ``staticmethod``, ``classmethod``, ``context manager``, ``coroutine`` or ``generator``.
+        names: identifiers and string constants in its source; for a method, in its class's source.
+        problem: why the symbol cannot be described, or ``""``.
+        kind: ``class``, ``property``, ``staticmethod``, ``classmethod``, ``context manager``,
+            ``coroutine`` or ``generator``; ``""`` for a plain function or method.
     """
 
     target: str
@@ -55,12 +55,12 @@ class Symbol:
 
 
 class Source(Protocol):
-    """Where ``look`` reads source."""
+    """The modules whose source ``look`` reads."""
 
     def find(self, module: str) -> Callable[[], str | None] | None:
-        """A function that returns a module's source, or ``None`` if it has none.
+        """Return a function that returns a module's source; ``None`` where there is no such module.
 
-        ``None`` itself where there is no such module.
+        The returned function in turn returns ``None`` for a module without source.
         """
 
 
@@ -82,7 +82,7 @@ _source: ContextVar[Source] = ContextVar("precision_shim_source", default=_INSTA
 
 @contextmanager
 def looking_at(source: Source) -> Iterator[None]:
-    """Make every ``look`` within read from another source than the installed packages."""
+    """Context manager: within it ``look`` reads this source instead of the installed packages."""
     token = _source.set(source)
     try:
         yield
@@ -93,9 +93,9 @@ def looking_at(source: Source) -> Iterator[None]:
 def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
-    It does not ask our own finders: a lookup must not wake an adapter. Nor wrapt's, also where
-    another package carries its own wrapt: they find nothing themselves, import the parents, and
-    lose the hooks of a module that its parent imports.
+    Finders of ours are skipped, because a lookup must not load an adapter. Finders of wrapt are
+    skipped, too, also those of a copy of wrapt within another package: they find nothing
+    themselves, import the parents, and lose the hooks of a module that its parent imports.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
@@ -140,7 +140,7 @@ def _namespace(name: str, path: Sequence[str]) -> ModuleSpec | None:
 
 
 def look(target: str) -> Symbol:
-    """Describe ``"module:attribute"`` from source, importing nothing."""
+    """Describe the symbol ``"module:attribute"`` from source, importing nothing."""
     module, _, attribute = target.partition(":")
     try:
         read = _source.get().find(module)
@@ -165,7 +165,7 @@ class Definition(NamedTuple):
     """Where a symbol is defined.
 
     Attributes:
-        node: its syntax tree; for a dataclass's generated ``__init__`` the class's.
+        node: its syntax tree; for a dataclass's generated ``__init__`` the tree of the class.
         text: the source of the whole module.
     """
 
@@ -174,7 +174,7 @@ class Definition(NamedTuple):
 
 
 def definition(target: str) -> Definition | None:
-    """The syntax tree of what ``look`` finds; ``None`` where it finds nothing."""
+    """Return the definition of the symbol that ``look`` finds; ``None`` where it finds none."""
     if not look(target).found:
         return None
     module, _, attribute = target.partition(":")
@@ -258,7 +258,7 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
-    # The last definition wins at run time; those inside if and try at module level count too.
+    # At run time the last definition is in effect; those inside if, try and with count, too.
     member: ast.AST | None = None
     pending = list(getattr(scope, "body", ()))
     while pending:
@@ -284,7 +284,7 @@ def _is_dataclass(node: ast.AST) -> bool:
 
 
 def _fields(node: ast.AST, tree: ast.Module) -> tuple[str, ...]:
-    """A dataclass's fields, and before them those of its bases in the same file."""
+    """Return a dataclass's fields, preceded by those of its bases in the same file."""
     bases = (_member(tree, name.id) for name in getattr(node, "bases", ()) if _is_name(name))
     inherited = [name for base in bases if base not in (None, node) for name in _fields(base, tree)]
     own = [
@@ -299,7 +299,7 @@ def _is_name(node: ast.AST) -> bool:
     return isinstance(node, ast.Name)
 
 
-@lru_cache(maxsize=32)  # the seams of one class ask for the same
+@lru_cache(maxsize=32)  # all seams of one class need the names of that class
 def _names(node: ast.AST) -> frozenset[str]:
     names: set[str] = set()
     pending = [node]

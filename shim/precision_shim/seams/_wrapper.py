@@ -1,8 +1,8 @@
 """The object that replaces a wrapped symbol: wrapt's wrapper, picklable by reference and marked.
 
 Ray pickles functions and bound methods with cloudpickle, which cannot pickle wrapt's wrappers
-(``NotImplementedError``). Ours pickle as "the symbol of that name", so that the receiving process
-gets its own symbol, patched or not.
+(``NotImplementedError``). Our wrappers are pickled as a reference to the symbol's name, so the
+receiving process gets its own symbol, patched or not.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         plain = instance is None and isinstance(self.__wrapped__, FunctionType)
         if not (static or plain):
             return super().__get__(instance, owner)
-        # Return the same object at each access to ``Class.method``, as a plain function does: Ray
-        # takes it for a function when it lists an actor's methods, and cloudpickle pickles it by
-        # value, without our wrapper, unless it is the very object that its name leads to.
+        # Return the same object at each access to ``Class.method``, as for a plain function. Ray
+        # treats this object as a function when it lists an actor's methods, and cloudpickle pickles
+        # a function by value, without our wrapper, unless looking its name up gives that object.
         if self._self_unbound is None:
             self._self_unbound = super().__get__(None, self._definer(owner))
         return self._self_unbound
 
     def _definer(self, owner: Any) -> Any:
-        # wrapt treats the first argument as the instance only if it is an instance of the owner,
-        # and the first access may come from a sibling of the class whose instance comes next.
+        # wrapt treats the first argument as the instance only if it is an instance of the owner.
+        # The first access may be through one subclass, and the next instance be of another one.
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind
-        return owner  # beneath another wrapper, which has passed on the definer
+        return owner  # we are beneath another wrapper, which has passed the defining class
 
     def __copy__(self) -> SeamWrapper:
         return self  # copy.copy() returns a plain function itself, too

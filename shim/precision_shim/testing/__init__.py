@@ -1,11 +1,11 @@
 """Tools for testing precision without a GPU: for this project, its contributors and users.
 
-Frameworks, Megatron-core and the optimizers' arithmetic are real; only what needs a GPU is
-replaced, and the docstring of each replacement says what it stands for and what it does
+Frameworks and Megatron-core are real, and so is the optimizers' arithmetic. Only what needs a
+GPU is replaced, and the docstring of each replacement says what it reproduces and what it does
 not. A test that passes here has run the framework's own code, but no CUDA kernel.
 
-A tiny GPT under Megatron's own DDP and DistributedOptimizer, with the precision-aware
-optimizer, on any laptop with torch and megatron-core::
+This example trains a tiny GPT with Megatron's own DDP and DistributedOptimizer and the
+precision-aware optimizer, on any laptop with torch and megatron-core::
 
     from precision_shim.testing import (
         measure_bytes, megatron_on_cpu, model_parallel, stand_in_transformer_engine, tiny_gpt,
@@ -18,21 +18,21 @@ optimizer, on any laptop with torch and megatron-core::
         ...                                       # forward, backward, optimizer.step()
         print(measure_bytes(chunks, optimizer))   # bytes per parameter, from live tensors
 
-Enter the three context managers in this order. Each undoes its changes on exit; models and
-optimizers built inside keep working as plain torch objects but can be trained only inside
-:func:`megatron_on_cpu`.
+Enter the three context managers in this order. Each undoes its changes on exit. Models and
+optimizers that were built inside them still work as plain torch objects, but can be trained only
+inside :func:`megatron_on_cpu`.
 
-* :func:`stand_in_transformer_engine` lets Megatron find a ``FusedAdam`` of any
+* :func:`stand_in_transformer_engine` lets Megatron find a stand-in for the ``FusedAdam`` of any
   TransformerEngine version from 1.13 on, to test what each version allows.
-* :class:`FusedAdam` is that stand-in; it works as a plain optimizer as well.
+* :class:`FusedAdam` is that stand-in; it can also be used as a plain optimizer.
 * :func:`split_master` and :func:`join_master` convert between fp32 masters and bf16
   parameters with int16 remainders, bit for bit.
-* :func:`megatron_on_cpu`, :func:`cuda_means_cpu`, :func:`model_parallel`,
-  :func:`tiny_gpt`: the harness.
+* :func:`megatron_on_cpu`, :func:`cuda_means_cpu`, :func:`model_parallel` and
+  :func:`tiny_gpt` are the harness.
 * :func:`measure_bytes` counts the bytes that are really allocated.
 
-Importing this package imports neither torch nor Megatron; the names below load what they
-need when they are first used.
+Importing this package imports neither torch nor Megatron; the names below are loaded on
+first use.
 """
 
 from .. import _lazily

@@ -1,21 +1,21 @@
 """A pure-torch stand-in for TransformerEngine's ``FusedAdam``.
 
-What it stands for
-    The interface, the legality checks, the state layout and the rounding points of
+What it reproduces
+    The interface, the checks of arguments, the state layout and the rounding of
     ``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and the
-    RL frameworks above it can see them: which constructor arguments are legal in which
-    version, which dtype each state tensor has, what ``state_dict`` hands out and what
-    ``load_state_dict`` takes back, and the arithmetic of one step in fp32 between two
-    roundings to nearest.
+    RL frameworks on top of it can observe them: which constructor arguments are legal in which
+    version, which dtype each state tensor has, what ``state_dict`` returns and what
+    ``load_state_dict`` accepts, and the arithmetic of a step. A step computes in fp32, and rounds
+    the stored values to nearest.
 
-What it does not stand for
-    Speed and memory of the CUDA kernels (temporary fp32 tensors live here for one
+What it does not reproduce
+    Speed and memory of the CUDA kernels (temporary fp32 tensors exist here for one
     parameter at a time, in TransformerEngine for a whole parameter group); the last bit
     of an update (a GPU compiler may contract ``a * b + c``); CUDA graphs
-    (``capturable=True`` passes the real checks and is then refused); fp8 *parameters*
-    (``Float8Tensor`` and its relatives); DTensor states. fp8 *moments* are kept as one
-    byte per element plus one scale, where TransformerEngine has a ``Float8Tensor`` that
-    may hold a transposed copy as well.
+    (``capturable=True`` goes through the real checks and then raises an error); fp8 *parameters*
+    (``Float8Tensor`` and its relatives); DTensor states. fp8 *moments* are stored as one
+    byte per element plus one scale, whereas TransformerEngine has a ``Float8Tensor`` that
+    may also contain a transposed copy.
 
 Source of every rule: the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14, 2.18, 2.19 and
 2.20.2 (``pytorch/optimizers/fused_adam.py``) and ``common/multi_tensor/adam.cu`` up to 2.18, read
@@ -56,7 +56,7 @@ class FusedAdam(StoredStates):
     """Adam with configurable state dtypes, as in TransformerEngine 2.11, on any device.
 
     The module's docstring says what is the same as in TransformerEngine and what is not.
-    :func:`fused_adam_for` makes the class of another release.
+    :func:`fused_adam_for` returns the class for another release.
 
     State per parameter (``optimizer.state[param]``), each of the parameter's shape:
 
@@ -66,10 +66,10 @@ class FusedAdam(StoredStates):
     ``master_param``
         only with ``master_weights``: fp32; fp16 with a scale; or, with
         ``store_param_remainders`` and a bf16 parameter, int16 (see :func:`split_master`).
-        An fp32 parameter gets a master too; it is filled once and never updated.
+        An fp32 parameter also gets a master, which is filled once and never updated.
 
     Each parameter group has a step count (``group["step"]``), single parameters have none. A group
-    without parameters counts its steps from 2.19 on.
+    without parameters counts its steps in TransformerEngine 2.19 and later.
 
     Args:
         params: parameters or parameter groups.
@@ -81,18 +81,18 @@ class FusedAdam(StoredStates):
         amsgrad: never supported.
         bias_correction: divide the moments by ``1 - beta ** step``.
         adam_w_mode: decoupled weight decay.
-        capturable: checked as in TransformerEngine, then refused: there are no CUDA graphs here.
+        capturable: checked as in TransformerEngine; then an error, as there are no CUDA graphs.
         master_weights: keep a master copy of 16-bit parameters.
         master_weight_dtype: fp32 or fp16; ignored without ``master_weights``.
         exp_avg_dtype: fp32, bf16, fp16 or uint8 (fp8).
-        exp_avg_sq_dtype: the same.
-        use_decoupled_grad: read ``param.decoupled_grad`` and not ``param.grad``.
-        store_param_remainders: keep int16 remainders for bf16 parameters; without
-            effect unless ``master_weights`` and an fp32 master are asked for.
+        exp_avg_sq_dtype: fp32, bf16, fp16 or uint8 (fp8).
+        use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``.
+        store_param_remainders: keep int16 remainders for bf16 parameters; has no
+            effect unless ``master_weights`` is set and masters are fp32.
         set_grad_none: deprecated; use ``zero_grad(set_to_none=...)``.
 
     Raises:
-        RuntimeError: an argument or a dtype that this release does not take.
+        RuntimeError: this release does not accept an argument or a dtype.
         NotImplementedError: ``capturable=True`` with otherwise legal arguments.
     """
 
@@ -180,7 +180,7 @@ class FusedAdam(StoredStates):
         does not change.
 
         Args:
-            set_to_none: drop instead of zeroing; None means True.
+            set_to_none: drop gradients instead of zeroing them; None means True.
 
         Raises:
             ValueError: ``set_to_none`` contradicts the constructor's ``set_grad_none``.
@@ -207,17 +207,17 @@ class FusedAdam(StoredStates):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """One Adam step over all parameters that have a gradient.
+        """Take an Adam step for all parameters that have a gradient.
 
-        Gradients may be of any floating dtype. The step does not check for infinite and NaN
-        gradients: they reach parameters and states, as in TransformerEngine.
+        Gradients may have any floating dtype. The step does not check for infinite and NaN
+        gradients: as in TransformerEngine, they make parameters and states infinite or NaN.
 
         Args:
             closure: computes the loss again and returns it.
-            grad_scaler: ignored; TransformerEngine reads it only under ``capturable``.
+            grad_scaler: ignored; TransformerEngine reads it only with ``capturable``.
 
         Returns:
-            What ``closure`` returned, or None.
+            The result of ``closure``, or None.
 
         Raises:
             RuntimeError: sparse gradients; parameters that are not fp32, fp16 or bf16;
@@ -253,7 +253,7 @@ class FusedAdam(StoredStates):
                 )
             half_precisions.add(param.dtype)
             ready.append((param, grad))
-        # The kernels take one list of 16-bit parameters, of one dtype.
+        # The kernels take a single list of 16-bit parameters, all of the same dtype.
         if {torch.float16, torch.bfloat16} <= half_precisions:
             raise RuntimeError(
                 "FusedAdam (stand-in): fp16 and bf16 parameters cannot share a parameter group."
@@ -329,7 +329,7 @@ def _as_fp32(number: Any) -> float:
 
 
 class _FusedAdamWithoutRemainders(FusedAdam):
-    """TransformerEngine before 2.1: no remainders, gradients dropped by default."""
+    """``FusedAdam`` before TransformerEngine 2.1: no remainders, gradients dropped by default."""
 
     te_version = "2.0.0"
 
@@ -370,11 +370,11 @@ class _FusedAdamWithoutRemainders(FusedAdam):
         )
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        """Drop or zero the gradients, as ``set_grad_none`` said in the constructor."""
+        """Drop or zero the gradients, depending on the constructor's ``set_grad_none``."""
         super().zero_grad()
 
     def initialize_state(self, param: torch.Tensor) -> None:  # type: ignore[override]
-        """Make the states of ``param``: moments of zero, the master equal to the parameter.
+        """Create the states of ``param``: moments of zero, the master equal to the parameter.
 
         Args:
             param: a parameter of this optimizer.
@@ -386,12 +386,12 @@ class _FusedAdamWithoutRemainders(FusedAdam):
 
 
 def fused_adam_for(version: str) -> type[FusedAdam]:
-    """The stand-in for ``FusedAdam`` of TransformerEngine ``version``.
+    """Return the stand-in for ``FusedAdam`` of TransformerEngine ``version``.
 
-    Releases differ in these points: remainders exist from 2.1 (in older releases the constructor
-    does not know the argument, and ``initialize_state`` takes one argument); bf16 moments
-    are legal from 2.3; ``capturable`` takes two bf16 moments from 2.14; groups without
-    parameters count their steps from 2.19.
+    Releases differ in these points. 2.1 and later have remainders; in older releases the
+    constructor lacks that argument, and ``initialize_state`` takes one argument. 2.3 and later
+    accept bf16 moments. 2.14 and later accept two bf16 moments with ``capturable``. In 2.19 and
+    later, groups without parameters count their steps.
 
     Args:
         version: a TransformerEngine version, 1.13 or newer.
@@ -400,7 +400,7 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
         :class:`FusedAdam` for 2.11.0, a subclass named ``FusedAdam`` for any other.
 
     Raises:
-        ValueError: not a version, or one before 1.13.
+        ValueError: ``version`` is not a version, or older than 1.13.
     """
     release = release_of(version)
     if release < release_of(OLDEST_VERSION):
@@ -416,8 +416,8 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
 class FusedSGD(torch.optim.SGD):
     """torch's SGD under TransformerEngine's name.
 
-    It exists because Megatron-core imports ``FusedSGD`` beside ``FusedAdam``; it has nothing of
-    TransformerEngine's own SGD (master gradients, loss scale in the kernel).
+    It exists because Megatron-core imports ``FusedSGD`` together with ``FusedAdam``. It has none of
+    the features of TransformerEngine's SGD (master gradients, loss scale in the kernel).
     """
 
     __precision_shim_stand_in__ = True

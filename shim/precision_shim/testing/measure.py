@@ -1,8 +1,8 @@
-"""What a training process really holds, counted from its live tensors.
+"""Count the bytes that a training process really holds, from its live tensors.
 
 These are the figures of ``precision_shim.audit``, summed over all optimizers; none is computed from
 a config. A storage that two parts share is counted once, for the first part in the order of
-``COMPONENTS``, so that the total is what the allocator sees.
+``COMPONENTS``, so that the total is what the allocator has allocated.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ __all__ = ["MeasuredBytes", "Part", "measure_bytes"]
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of tensor on this rank.
+    """The size of one kind of tensor on this rank.
 
     Attributes:
         nbytes: bytes of the storages, padding included.
-        elements: numbers that belong to parameters, padding excluded.
+        elements: number of elements that belong to parameters, padding excluded.
         bytes_per_parameter: bytes of the elements, without padding, divided by a number of
-            parameters: for ``params``, ``frozen`` and ``grad_buckets`` the trainable parameters of
-            this rank's model, else those that this rank's optimizer owns. 0.0 without parameters.
-        dtypes: names of the dtypes, sorted: ``("bfloat16",)``.
-        sharded: whether each rank of the data-parallel group holds only a share.
+            parameters. For ``params``, ``frozen`` and ``grad_buckets`` that is the number of
+            trainable parameters of this rank's model, for other kinds the number that this rank's
+            optimizer owns. 0.0 without parameters.
+        dtypes: names of the dtypes, sorted, such as ``("bfloat16",)``.
+        sharded: whether each rank of the data-parallel group holds only a shard.
     """
 
     nbytes: int
@@ -41,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MeasuredBytes:
-    """What :func:`measure_bytes` found on this rank.
+    """The result of :func:`measure_bytes` on this rank.
 
     Attributes:
         params: trainable parameters of the model (replicated over data parallelism).
@@ -49,16 +50,16 @@ class MeasuredBytes:
         grad_buckets: gradient buckets of Megatron's DDP (replicated).
         grad_copies: gradients outside the buckets: the fp32 copies that an optimizer
             step makes of a 16-bit bucket, and ``.grad`` of the model
-            (sharded where the optimizer is). Measure between ``step()`` and
-            ``zero_grad()`` to see them.
+            (sharded if the optimizer is). To see them, measure between ``step()`` and
+            ``zero_grad()``.
         master: fp32 or fp16 master parameters, or int16 remainders (sharded).
         exp_avg: first moments (sharded).
         exp_avg_sq: second moments (sharded).
         other: scales, step counts, the model's buffers and other tensors of the optimizer.
         trainable: number of trainable parameters of this rank's model.
         owned: number of parameters whose states this rank's optimizer holds.
-        data_parallel_sizes: number of ranks that share the sharded parts, by the optimizer's
-            part: ``{"dense": 4, "experts": 2}``, or ``{"model": 4}``.
+        data_parallel_sizes: number of ranks over which the parts are sharded, for each part of the
+            optimizer: ``{"dense": 4, "experts": 2}``, or ``{"model": 4}``.
     """
 
     params: Part
@@ -75,7 +76,7 @@ class MeasuredBytes:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that share the sharded parts of the first optimizer."""
+        """Number of ranks over which the first optimizer's parts are sharded."""
         return next(iter(self.data_parallel_sizes.values()))
 
     @property
@@ -93,8 +94,8 @@ class MeasuredBytes:
         """Bytes per trainable parameter without data parallelism, padding excluded.
 
         Each part is divided by the number of parameters that it covers, so the figure does
-        not depend on the data-parallel size. ``frozen`` and ``other`` are left out: neither
-        grows with the trainable parameters.
+        not depend on the data-parallel size. ``frozen`` and ``other`` are left out: their sizes
+        do not depend on the number of trainable parameters.
         """
         return sum(self.parts[name].bytes_per_parameter for name in PER_PARAMETER)
 
@@ -119,13 +120,13 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     or a mixed-precision optimizer without sharding), as well as a plain module with a torch
     optimizer. Optimizer states exist only after the first step.
 
-    With megatron-core at data-parallel size 1 and a bf16 model this gives 18 bytes per
+    For a bf16 model on megatron-core with data-parallel size 1, the result is 18 bytes per
     parameter with Megatron's defaults; 10 with bf16 main gradients, moments and int16
     remainders; 12 without the remainders (measured with megatron-core 0.16.1, 2026-11).
 
     Args:
         model_chunks: a module or a list of modules, as ``get_megatron_optimizer`` takes them.
-        optimizer: the optimizer over them; None counts the model only.
+        optimizer: the optimizer of these modules; None to count the model only.
 
     Returns:
         :class:`MeasuredBytes` for this rank.

@@ -1,17 +1,17 @@
-"""Real Megatron-core training on a CPU, for tests and demonstrations.
+"""Train with the real Megatron-core on a CPU, for tests and demonstrations.
 
-Megatron-core asks for ``"cuda"`` by name in a hundred places but needs little of it: once
-these names mean the CPU, its real ``DistributedDataParallel`` and ``DistributedOptimizer``
-train a small GPT on a CPU, in one process or in several over gloo. Works with megatron-core
-0.15.3 to 0.19.0 (2026-11).
+Megatron-core names the device ``"cuda"`` in a hundred places but needs few of its features. If
+these names are mapped to the CPU, its real ``DistributedDataParallel`` and
+``DistributedOptimizer`` train a small GPT on a CPU, in one process or in several over gloo. This
+works with megatron-core 0.15.3 to 0.19.0 (2026-11).
 
 * :func:`megatron_on_cpu` is the whole harness, :func:`cuda_means_cpu` its torch-only part.
 * :func:`model_parallel` starts and stops the process group and Megatron's parallel state.
-* :func:`tiny_gpt` makes a model provider as ``verl.utils.megatron_utils.get_model`` and
-  Megatron's own helpers take it.
+* :func:`tiny_gpt` makes a model provider in the form that
+  ``verl.utils.megatron_utils.get_model`` and Megatron's own helpers take.
 
-What this is not: a way to learn about speed, memory, overlap of communication, CUDA
-kernels or their rounding. TransformerEngine's layers are absent; for its optimizer there is a
+The harness tells nothing about speed, memory, overlap of communication, CUDA kernels or
+their rounding. TransformerEngine's layers are absent; for its optimizer there is a
 stand-in (:mod:`precision_shim.testing.transformer_engine`).
 """
 
@@ -44,7 +44,7 @@ CPU_TRANSFORMER = {
     "gradient_accumulation_fusion": False,
     "persist_layer_norm": False,
 }
-"""Fields of Megatron's TransformerConfig that a CPU needs: no fused kernels."""
+"""Fields of Megatron's TransformerConfig that are needed on a CPU, which has no fused kernels."""
 
 _CPU = torch.device("cpu")
 
@@ -58,12 +58,12 @@ _CUDA_TYPE_NAMES = {
 def _names_cuda(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type == "cuda"
-    # "cpu:cpu" is what f"{name}:{torch.cpu.current_device()}" makes, as in verl's get_model.
+    # "cpu:cpu" is the result of f"{name}:{torch.cpu.current_device()}", as in verl's get_model.
     return isinstance(value, str) and (value.startswith("cuda") or value == "cpu:cpu")
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Runs every torch function as if ``"cuda"`` were another name of the CPU."""
+    """Runs every torch function as if ``"cuda"`` was another name for the CPU."""
 
     def __torch_function__(
         self,
@@ -79,7 +79,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             named = args[0] if args else kwargs.get("type", kwargs.get("device"))
             return _CPU if _names_cuda(named) else func(*args, **kwargs)
         device = kwargs.get("device")
-        # A bare number as a device is the number of a GPU.
+        # A device that is given as a bare number is the number of a GPU.
         if _names_cuda(device) or (isinstance(device, int) and not isinstance(device, bool)):
             kwargs["device"] = _CPU
         if kwargs.get("pin_memory"):
@@ -96,7 +96,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """Stands for ``torch.cuda.Stream`` and ``torch.cuda.Event``: a CPU does all work in order."""
+    """Replaces ``torch.cuda.Stream`` and ``torch.cuda.Event``: a CPU does all work in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream = 0
@@ -123,7 +123,7 @@ class _Stream:
 
 
 def _nothing() -> Callable[..., None]:
-    # A function of its own for every name: torch.compile's tables key on function objects.
+    # Make a new function for every name: tables of torch.compile are keyed by function objects.
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
@@ -159,15 +159,15 @@ def _torch_cuda_answers() -> dict[str, Any]:
 def cuda_means_cpu() -> Iterator[None]:
     """Map CUDA device names to the CPU in torch, in this thread, and undo it on exit.
 
-    Inside: a device called ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or by a bare
-    number means the CPU in every torch function and in ``Tensor.to``; ``Tensor.cuda()`` and
-    ``pin_memory()`` return the tensor itself; ``Tensor.type()`` spells floating types as
-    on a GPU, which is what Megatron's optimizers compare; streams, events,
-    ``synchronize`` and seeds of ``torch.cuda`` do nothing, ``torch.cuda.current_device()``
-    is 0. ``torch.cuda.is_available()`` is not touched. Can be nested.
+    Inside, a device given as ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a bare
+    number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.cuda()`` and
+    ``pin_memory()`` return the tensor itself. ``Tensor.type()`` names floating types as
+    on a GPU, because Megatron's optimizers compare these names. Streams, events,
+    ``synchronize`` and seeds of ``torch.cuda`` do nothing, and ``torch.cuda.current_device()``
+    is 0. ``torch.cuda.is_available()`` is unchanged. Can be nested.
 
     The device names are mapped in the calling thread only (a ``TorchFunctionMode``); the
-    names of ``torch.cuda`` are patched for the process.
+    functions of ``torch.cuda`` are patched in the whole process.
     """
     answers = _torch_cuda_answers()
     nvtx = {"range_push": _nothing(), "range_pop": _nothing()}
@@ -194,17 +194,17 @@ def _patch(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Everything that real Megatron-core needs to build and train a model on a CPU.
+    """Let the real Megatron-core build and train models on a CPU, and undo this on exit.
 
-    :func:`cuda_means_cpu`, plus: the CUDA random number tracker of Megatron records names
-    only and its ``fork`` is a null context (use ``use_cpu_initialization`` and no dropout,
-    as :func:`tiny_gpt` does), and compiled functions run uncompiled. Imports
-    ``megatron.core.models.gpt``. Undone on exit.
+    In addition to :func:`cuda_means_cpu`, Megatron's tracker of CUDA random numbers only
+    records names, and its ``fork`` is a null context (use ``use_cpu_initialization`` and no
+    dropout, as :func:`tiny_gpt` does). Compiled functions run uncompiled. Imports
+    ``megatron.core.models.gpt``.
 
     Raises:
         ImportError: megatron-core is not installed.
     """
-    # Import Megatron before the patches: it compiles functions, which must see the real torch.cuda.
+    # Import Megatron before patching: the functions that it compiles need the real torch.cuda.
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils
 
@@ -237,23 +237,23 @@ def model_parallel(
     seed: int = 1234,
     **parallel: Any,
 ) -> Iterator[None]:
-    """A gloo process group and Megatron's parallel state, taken down on exit.
+    """Set up a gloo process group and Megatron's parallel state, and destroy them on exit.
 
     Each of ``world_size`` processes enters with its own ``rank`` and the same
     ``init_file``, a path that does not exist yet. ``RANK``, ``WORLD_SIZE`` and
-    ``LOCAL_RANK`` are set for the time inside. Seeds torch.
+    ``LOCAL_RANK`` are set until the exit. Seeds torch.
 
     Args:
         world_size: number of processes.
         rank: rank of this process, from 0.
-        init_file: where the processes meet; may be None for one process.
+        init_file: the file of the processes' rendezvous; may be None for one process.
         seed: seed of torch's generator and Megatron's tracker.
         parallel: arguments of ``parallel_state.initialize_model_parallel``, for example
             ``tensor_model_parallel_size=2`` or ``expert_model_parallel_size=2``.
 
     Raises:
-        ValueError: several processes and no ``init_file``.
-        RuntimeError: a process group exists already.
+        ValueError: there are several processes, but no ``init_file``.
+        RuntimeError: a process group already exists.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -303,11 +303,11 @@ def tiny_gpt(
     num_moe_experts: int | None = None,
     **config: Any,
 ) -> Callable[..., Any]:
-    """A provider of small GPT models that run on a CPU.
+    """Return a provider of small GPT models that run on a CPU.
 
-    Local layer spec, initialized on the CPU, no dropout, no fused kernels, embeddings and
-    output not tied. The provider has the attribute ``config``, the ``TransformerConfig``
-    of its models: verl's ``get_model`` wants it as ``transformer_config``.
+    The models have the local layer spec, are initialized on the CPU, and have no dropout, no fused
+    kernels, and untied embeddings and output. The provider's attribute ``config`` is the
+    ``TransformerConfig`` of its models; verl's ``get_model`` takes it as ``transformer_config``.
 
     Args:
         dtype: dtype of the parameters: ``torch.bfloat16``, ``torch.float16`` or
@@ -328,7 +328,7 @@ def tiny_gpt(
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: another dtype.
+        ValueError: ``dtype`` is another dtype.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"tiny_gpt: dtype must be bf16, fp16 or fp32, got {dtype}")

@@ -1,6 +1,7 @@
-"""What each TransformerEngine release allows its ``FusedAdam``, as the stand-in needs it.
+"""Rules on the arguments of ``FusedAdam`` in each TransformerEngine release, for the stand-in.
 
-Functions of a version, without an optimizer. The docstring of ``fused_adam`` has their source.
+These functions take a version and need no optimizer. The docstring of ``fused_adam`` names the
+sources of the rules.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ DEFAULT_VERSION = "2.11.0"
 """The TransformerEngine release that ``FusedAdam`` itself behaves like."""
 
 OLDEST_VERSION = "1.13.0"
-"""The oldest release that ``fused_adam_for`` knows."""
+"""The oldest release that ``fused_adam_for`` supports."""
 
 PARAM_REMAINDERS_SINCE = (2, 1)
 EMPTY_GROUPS_COUNT_SINCE = (2, 19)
@@ -22,10 +23,10 @@ _CAPTURABLE_BF16_SINCE = (2, 14)
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Major and minor number of a version.
+    """Return the major and minor number of a version.
 
     Raises:
-        ValueError: not a version.
+        ValueError: the text is not a version.
     """
     match = re.match(r"v?(\d+)\.(\d+)", version)
     if match is None:
@@ -44,7 +45,7 @@ def check_state_dtypes(
     exp_avg: torch.dtype,
     exp_avg_sq: torch.dtype,
 ) -> None:
-    """Raise if this version does not take these dtypes for its states.
+    """Raise an error if a version does not accept these dtypes for its states.
 
     Args:
         version: a TransformerEngine version.
@@ -53,7 +54,7 @@ def check_state_dtypes(
         exp_avg_sq: dtype of the second moment.
 
     Raises:
-        RuntimeError: a dtype that this version does not take.
+        RuntimeError: the version does not accept them.
     """
     if master not in (None, torch.float32, torch.float16):
         raise RuntimeError(
@@ -79,7 +80,7 @@ def refuse_capturable(
     asked_remainders: bool,
     remainders: bool,
 ) -> None:
-    """Raise for ``capturable=True``: as this version does, or because there are no CUDA graphs.
+    """Raise the error for ``capturable=True``: that of the version, or one about CUDA graphs.
 
     Args:
         version: a TransformerEngine version.
@@ -87,11 +88,11 @@ def refuse_capturable(
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
         asked_remainders: whether ``store_param_remainders`` was passed.
-        remainders: whether it has an effect.
+        remainders: whether ``store_param_remainders`` has an effect.
 
     Raises:
-        RuntimeError: this version refuses the arguments.
-        NotImplementedError: the arguments are legal.
+        RuntimeError: the version does not accept the arguments.
+        NotImplementedError: the arguments are legal, but the stand-in has no CUDA graphs.
     """
     where = f"FusedAdam (stand-in {version}): capturable"
     if master not in (None, torch.float32):
@@ -104,7 +105,7 @@ def refuse_capturable(
         raise RuntimeError(
             f"{where} wants moments that are {allowed}, got {exp_avg} and {exp_avg_sq}."
         )
-    # Up to 2.13 the flag itself is refused, from 2.14 only a flag that has an effect.
+    # 2.13 and earlier refuse the flag itself, 2.14 and later only if the flag has an effect.
     if remainders if newer else asked_remainders:
         raise RuntimeError(f"{where} does not go with store_param_remainders.")
     raise NotImplementedError(

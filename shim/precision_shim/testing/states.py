@@ -1,6 +1,6 @@
 """How the stand-in for ``FusedAdam`` stores its states: dtypes, scales, remainders, state dicts.
 
-What it stands for, and the source of every rule, stand in ``fused_adam``.
+The docstring of ``fused_adam`` says what the stand-in reproduces, and names the sources.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST_SCALED = {
-    # Half of fp16's largest number; the largest finite number of e4m3.
+    # Half of fp16's largest number, and the largest finite number of e4m3.
     torch.float16: torch.finfo(torch.float16).max / 2.0,
     torch.uint8: torch.finfo(_FP8).max,
 }
 
 
 class StoredStates(torch.optim.Optimizer):
-    """The states of ``FusedAdam``, without its step.
+    """The part of ``FusedAdam`` that stores states; the subclass has the step.
 
     Attributes:
         master_weights: whether 16-bit parameters have masters.
@@ -45,10 +45,10 @@ class StoredStates(torch.optim.Optimizer):
         )
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """One state of ``param`` as fp32, with its scale applied.
+        """Return one state of ``param`` as fp32, with its scale applied.
 
-        Returns an fp32 state itself, not a copy. Returns a remainder as its int16 tensor,
-        **not** as the master, for which there is :func:`join_master`.
+        An fp32 state is returned itself, not as a copy. For a remainder the int16 tensor is
+        returned, **not** the master, which :func:`join_master` rebuilds.
 
         Args:
             param: a parameter of this optimizer.
@@ -59,7 +59,7 @@ class StoredStates(torch.optim.Optimizer):
 
         Raises:
             KeyError: the state does not exist.
-            AssertionError: the stored tensor has another dtype than the constructor asked for.
+            AssertionError: the stored tensor's dtype is not the one given to the constructor.
         """
         stored = self.state[param][state_name]
         dtype = self.name_to_dtype_map[state_name]
@@ -78,14 +78,14 @@ class StoredStates(torch.optim.Optimizer):
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
     ) -> None:
-        """Store one state of ``param``, scaled and rounded to the dtype of the state.
+        """Store a state of ``param``, scaled and rounded to the dtype of the state.
 
         As in TransformerEngine, storing an fp16 state scales ``unscaled_state`` **in place**.
 
         Args:
             param: a parameter of this optimizer.
             state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
-            unscaled_state: fp32, the parameter's shape; int16 where a remainder is kept.
+            unscaled_state: fp32, of the parameter's shape; int16 where a remainder is kept.
 
         Raises:
             AssertionError: ``unscaled_state`` has another dtype.
@@ -118,7 +118,8 @@ class StoredStates(torch.optim.Optimizer):
         unscaled_state = unscaled_state.to(scaled_state.device)
         lowest, highest = torch.aminmax(unscaled_state)
         scale.copy_(torch.maximum(-lowest, highest) / _LARGEST_SCALED[dtype])
-        # A tensor of zeros has the scale 0: TransformerEngine guards this division for fp16 only.
+        # For a tensor of zeros the scale is 0. TransformerEngine prevents the division by 0 only
+        # for fp16.
         inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
         if dtype == torch.float16:
             scaled_state.copy_(unscaled_state.mul_(inverse))
@@ -146,13 +147,13 @@ class StoredStates(torch.optim.Optimizer):
             )
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
-        """Make the states of ``param``: moments of zero, the master equal to the parameter.
+        """Create the states of ``param``: moments of zero, the master equal to the parameter.
 
-        Up to TransformerEngine 2.0 the method has no second argument.
+        In TransformerEngine 2.0 and earlier the method has no second argument.
 
         Args:
             param: a parameter of this optimizer.
-            store_param_remainders: keep a remainder in place of the master.
+            store_param_remainders: keep a remainder instead of the master.
         """
         self._initialize_state(param, "exp_avg", zero_buffer=True)
         self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
@@ -170,7 +171,7 @@ class StoredStates(torch.optim.Optimizer):
     # -- checkpoints ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state dict with every state as fp32, except int16 remainders.
+        """Return torch's state dict with every state as fp32, except int16 remainders.
 
         Returns:
             ``{"state": {index: {name: tensor}}, "param_groups": [...]}``. fp32 states are
@@ -192,14 +193,14 @@ class StoredStates(torch.optim.Optimizer):
         Each state that this optimizer does not keep as a remainder is first cast to fp32,
         **whatever its dtype**: an int16 remainder from another optimizer becomes a master of
         whole numbers, without an error. An fp32 master that this optimizer would keep as a
-        remainder raises an AssertionError. Both are as in TransformerEngine.
+        remainder raises an AssertionError. TransformerEngine does the same in both cases.
 
         Args:
-            state_dict: what :meth:`state_dict` returned.
+            state_dict: the result of :meth:`state_dict`.
 
         Raises:
             ValueError: the groups do not match.
-            AssertionError: this optimizer keeps a remainder, and the loaded state is not int16.
+            AssertionError: this optimizer keeps a remainder, but the loaded state is not int16.
         """
         super().load_state_dict(state_dict)
         by_index = self._params_by_index(state_dict)
@@ -207,7 +208,7 @@ class StoredStates(torch.optim.Optimizer):
             if index not in by_index:
                 continue
             param = by_index[index]
-            # torch has just cast the states to the parameter's dtype: discard those.
+            # torch has just cast the states to the parameter's dtype: discard these casts.
             self.state[param] = {}
             for name, value in state.items():
                 if value is None:

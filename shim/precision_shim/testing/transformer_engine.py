@@ -1,16 +1,16 @@
-"""TransformerEngine's optimizers on a machine without TransformerEngine or a GPU.
+"""Stand-ins for TransformerEngine's optimizers, for machines without TransformerEngine or a GPU.
 
-Megatron-core's precision-aware optimizer needs exactly one thing of TransformerEngine,
-the class ``FusedAdam``. :func:`stand_in_transformer_engine` provides that one thing and
-takes it away again. TransformerEngine's layers (``TELinear`` and so on) have **no** stand-in:
-``import transformer_engine`` keeps failing where it failed before, so that Megatron's
-layer specs, attention and fp8 code still find TransformerEngine missing.
+Megatron-core's precision-aware optimizer needs only the class ``FusedAdam`` of TransformerEngine.
+:func:`stand_in_transformer_engine` provides it and removes it again. There is **no** stand-in
+for TransformerEngine's layers (``TELinear`` and so on): ``import transformer_engine`` still fails
+where it failed before, so that Megatron's layer specs, attention and fp8 code still find
+TransformerEngine missing.
 
-How: only the leaf module ``transformer_engine.pytorch.optimizers`` is put into
+To do this, only the leaf module ``transformer_engine.pytorch.optimizers`` is put into
 ``sys.modules``. Python's ``from a.b.c import x`` looks for ``a.b.c`` there first and does
-not import its parents. Megatron modules that have imported the optimizer by value get the
-stand-in at once, modules imported later get it right after their import, and on exit all
-get their own values back.
+not import its parents. In Megatron modules that have imported the optimizer by value, it is
+replaced at once; in modules that are imported later, right after their import. On exit all
+these modules get their own values back.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class StandIn:
-    """What is in force inside :func:`stand_in_transformer_engine`.
+    """The stand-in that is in force inside :func:`stand_in_transformer_engine`.
 
     Attributes:
-        version: the TransformerEngine version that Megatron sees.
-        fused_adam: the class that stands for ``FusedAdam``.
-        checked_by: ``"stand-in"``, or ``"transformer_engine"`` where the constructor of the
-            real, installed ``FusedAdam`` decides what is legal.
+        version: the TransformerEngine version that Megatron finds.
+        fused_adam: the class that replaces ``FusedAdam``.
+        checked_by: ``"transformer_engine"`` if the constructor of the installed, real
+            ``FusedAdam`` checks the arguments, otherwise ``"stand-in"``.
     """
 
     version: str
@@ -55,17 +55,17 @@ class StandIn:
 
 
 def real_transformer_engine() -> tuple[str, type[Any]] | None:
-    """The installed TransformerEngine, if its optimizers can be imported.
+    """Return the installed TransformerEngine, if its optimizers can be imported.
 
     Returns:
-        ``(version, FusedAdam)``, or None where it is absent, does not import (built for
-        another torch, no CUDA libraries), or is a stand-in.
+        ``(version, FusedAdam)``, or None where TransformerEngine is absent, cannot be imported
+        (built for another torch, no CUDA libraries), or is a stand-in.
     """
     if not _quietly_findable("transformer_engine"):
         return None
     try:
         with warnings.catch_warnings():
-            # TransformerEngine warns about torch; here it matters only whether the import works.
+            # TransformerEngine warns about torch, but here only the import's success matters.
             warnings.simplefilter("ignore")
             import transformer_engine
             from transformer_engine.pytorch import optimizers
@@ -93,22 +93,22 @@ def _quietly_findable(name: str) -> bool:
 def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]:
     """Let Megatron-core's optimizers find a ``FusedAdam`` of TransformerEngine ``version``.
 
-    Inside, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD`` gives
-    the stand-ins; the module carries ``__precision_shim_stand_in__ = True`` and
-    ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` report
+    Inside, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD`` imports
+    the stand-ins; that module has the attributes ``__precision_shim_stand_in__ = True`` and
+    ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` return
     ``version``, whether ``megatron.core`` was imported before or is imported inside.
-    Everything is undone on exit, including in modules imported inside; optimizers built
-    inside go on working. The context manager cannot be nested in itself.
+    Everything is undone on exit, also in modules that were imported inside. Optimizers that were
+    built inside still work. The context manager cannot be nested in itself.
 
-    Where a real TransformerEngine is importable and ``version`` is None or equal to its
-    version, the real constructor judges the arguments (on a throw-away parameter, on the
+    Where a real TransformerEngine can be imported and ``version`` is None or the real
+    version, the real constructor checks the arguments (on a throw-away parameter, on the
     CPU), and the stand-in does the rest, because the real ``step()`` needs a GPU.
-    :attr:`StandIn.checked_by` says whose constructor judges. Megatron then finds the real
-    layers as well.
+    :attr:`StandIn.checked_by` says whose constructor checks them. Megatron then also finds
+    TransformerEngine's real layers.
 
     Args:
-        version: 1.13 or newer; the rules of that release hold, such as bf16 moments from 2.3
-            on. None: the installed version, else 2.11.0.
+        version: 1.13 or newer; the rules of that release apply, such as bf16 moments in 2.3
+            and later. None: the installed version, or else 2.11.0.
 
     Yields:
         A :class:`StandIn`.
@@ -157,7 +157,7 @@ def _leaf(stand_in: StandIn) -> types.ModuleType:
 
 
 def _check_with(real_adam: type[Any], version: str) -> type[FusedAdam]:
-    """The stand-in for ``version``, whose constructor calls the real constructor first."""
+    """Return the stand-in for ``version``, with a constructor that calls the real one first."""
     base = fused_adam_for(version)
     real_init: Callable[..., None] = real_adam.__init__
 
@@ -168,7 +168,7 @@ def _check_with(real_adam: type[Any], version: str) -> type[FusedAdam]:
             real_adam([torch.nn.Parameter(torch.zeros(1))], *args, **kwargs)
         base.__init__(self, params, *args, **kwargs)
 
-    # Megatron reads the signature to learn what the class can do.
+    # Megatron reads the signature to find out which arguments the class accepts.
     __init__.__signature__ = _signature(real_init)  # type: ignore[attr-defined]
     members = {"__init__": __init__, "te_version": version, "__doc__": base.__doc__}
     return type("FusedAdam", (base,), members)
@@ -186,11 +186,11 @@ _Patch = Callable[[types.ModuleType, "_Undo"], None]
 
 
 def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
-    """The patches of the Megatron modules that import TransformerEngine's names by value.
+    """Return the patches of Megatron modules that import TransformerEngine's names by value.
 
-    Read in megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names that a version lacks are
-    not added. Other Megatron modules either import TransformerEngine's optimizers when they
-    need them, or need kernels (``multi_tensor_*``), which have no stand-in.
+    The list was made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names
+    that a version lacks are not added. Other Megatron modules either import TransformerEngine's
+    optimizers when they need them, or need kernels (``multi_tensor_*``), which have no stand-in.
     """
     values: dict[str, dict[str, Any]] = {
         "megatron.core.optimizer": {
@@ -227,8 +227,8 @@ def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Patches a Megatron module right after its import.
 
-    The stand-in is hidden while such a module executes, so that the module first binds the
-    values that it has without a stand-in; undoing restores these values.
+    The stand-in is hidden while such a module executes, so that the module first has the
+    values that it would have without a stand-in; undoing the patch restores these values.
     """
 
     def __init__(self, patches: dict[str, _Patch], undo: _Undo, leaf: types.ModuleType) -> None:
@@ -244,7 +244,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        """The other finders' spec, with a loader that patches the module after executing it."""
+        """Return the other finders' spec, with a loader that patches the module afterwards."""
         if fullname not in self._patches or fullname in self._asking:
             return None
         self._asking.add(fullname)
@@ -284,7 +284,7 @@ class _PatchingLoader(importlib.abc.Loader):
         return self._inner.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        # inspect, pickle and resources read the loader later: they must see the real loader.
+        # Python's modules inspect, pickle and importlib.resources read __loader__ later.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
@@ -295,17 +295,17 @@ class _PatchingLoader(importlib.abc.Loader):
 
 
 class _Undo:
-    """A stack of changes to undo."""
+    """A stack of changes that ``everything`` undoes."""
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], None]] = []
 
     def call(self, step: Callable[[], None]) -> None:
-        """Have ``everything`` call ``step``."""
+        """Register a function that ``everything`` calls."""
         self._steps.append(step)
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
-        """``setattr`` that ``everything`` undoes, also for inherited and missing attributes."""
+        """Set an attribute, also an inherited or missing one; ``everything`` undoes that."""
         before = vars(owner).get(name, _MISSING)
 
         def back() -> None:
@@ -318,7 +318,7 @@ class _Undo:
         self._steps.append(back)
 
     def set_item(self, mapping: dict[str, Any], key: str, value: Any) -> None:
-        """``mapping[key] = value`` that ``everything`` undoes."""
+        """Set an item of a mapping; ``everything`` undoes that."""
         before = mapping.get(key, _MISSING)
 
         def back() -> None:
@@ -331,6 +331,6 @@ class _Undo:
         self._steps.append(back)
 
     def everything(self) -> None:
-        """Undo all changes, the newest first."""
+        """Undo all changes, the latest first."""
         while self._steps:
             self._steps.pop()()

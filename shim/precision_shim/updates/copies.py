@@ -1,4 +1,4 @@
-"""Which copies of a model's weights a rollout engine gets, and how each of them is rounded."""
+"""Find out which copies of a model's weights a rollout engine gets, and how each is rounded."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .merged import Merged
 from .meters import Rollout
 
 Chain = tuple[torch.dtype, ...]
-"""The dtypes that a number is rounded to, one after the other."""
+"""The dtypes that a number is rounded to, in order."""
 
 _KEPT = re.compile(r"(^|\.)((gate|router)\.[^.]+|e_score_correction_bias|A_log|dt_bias)$")
-"""Names of parameters that engines keep in fp32 for many models, whatever their own dtype is:
-routers, and a state-space layer's."""
+"""Names of parameters that engines keep in fp32 for many models, whatever the engine's dtype is:
+those of routers and of state-space layers."""
 
 
 @dataclass(frozen=True)
 class Copies:
-    """What the model says of the copies that rollout engines get.
+    """What the model tells about the copies that rollout engines get.
 
     Attributes:
-        own: for each parameter of each group, its own 16-bit dtype in the model; empty for an fp32
-            parameter, ``None`` for one that has no copy of a known dtype.
-        otherwise: the dtype of an fp32 parameter's copy where nobody named the rollout's.
+        own: for each parameter of each group, its 16-bit dtype in the model; empty for an fp32
+            parameter, ``None`` for a parameter that has no copy of a known dtype.
+        otherwise: the dtype of an fp32 parameter's copy where the rollout's dtype is not known.
         merged: samples the matrices that LoRA is merged into.
     """
 
@@ -38,7 +38,7 @@ class Copies:
     merged: Merged
 
     def chain(self, group: int, place: int, rollout: Rollout | None) -> Chain | None:
-        """The roundings of a parameter on its way to the engine; ``None`` without a copy."""
+        """Return the dtypes that a parameter's copy is rounded to; ``None`` without a copy."""
         try:
             own = self.own[group][place]
         except IndexError:  # a group or a parameter that was added after attach()
@@ -52,16 +52,16 @@ class Copies:
 
 
 def named(chain: Chain) -> str:
-    """A copy's dtype, and what it was rounded to before, such as ``"fp16 over bf16"``."""
+    """Return a copy's dtype and the earlier roundings, such as ``"fp16 over bf16"``."""
     return " over ".join(name_of(dtype) for dtype in reversed(chain))
 
 
 def copies_of(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> Copies:
-    """What a model says of the copies of the weights that an optimizer steps.
+    """Return what a model tells about the copies of the weights that an optimizer steps.
 
     Args:
         reading: the optimizer's reading.
-        stepper: the torch optimizer inside.
+        stepper: the torch optimizer within that optimizer.
         model: the model's modules, or ``None``.
     """
     by_tensor = {id(parameter.stepped): parameter for parameter in reading.owned}
@@ -94,7 +94,7 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 
 
 def _compute_dtype(model: Any) -> torch.dtype:
-    """FSDP's 16-bit compute dtype; where it has none, bf16, the default of rollout engines."""
+    """Return FSDP's 16-bit compute dtype, or else bf16, the default of rollout engines."""
     for module in (module for chunk in _chunks(model) for module in chunk.modules()):
         state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for it
         policy = getattr(state(), "_mp_policy", None) if callable(state) else None

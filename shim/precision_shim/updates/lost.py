@@ -1,6 +1,6 @@
-"""Lost updates, as plain data: shares over an optimizer, for metrics, for JSON and for people.
+"""Lost updates as plain data: shares per optimizer, as metrics, as JSON and as text.
 
-An update is lost if it was not zero and the stored number did not change.
+An update of an element is lost if it was not zero but the stored number did not change.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ METRICS = {
     "exp_avg_sq": "updates_lost_exp_avg_sq",
     "rollout": "updates_lost_rollout",
 }
-"""Each measured share, with its name among a framework's metrics."""
+"""For each measured share, its name among a framework's metrics."""
 
 _TITLES = {"weights": "stored weights", "exp_avg_sq": "second moment", "rollout": "rollout copies"}
-_SHOWN = 8  # parameter groups in a table; Megatron makes up to six
+_SHOWN = 8  # most parameter groups in a table; Megatron makes up to six
 
 
 @dataclass(frozen=True)
 class Count:
-    """How many of a group's updates in the sample were lost.
+    """How many of the sampled updates were lost.
 
     Attributes:
         dtype: how the numbers are stored, such as ``"bf16"`` or ``"bf16+int16"``.
         updates: number of elements whose update was not zero; for ``exp_avg_sq``, number of
-            elements that the update makes smaller.
+            elements that the update should make smaller.
         lost: number of these elements whose stored value did not change.
     """
 
@@ -59,7 +59,7 @@ class Group:
         lr: learning rate of the step.
         elements: number of elements that the optimizer steps on this rank.
         sampled: number of elements in the sample.
-        weights: counts for the stored weights: the master weights where there are any, else the
+        weights: counts for the stored weights: the master weights if there are any, otherwise the
             parameters.
         exp_avg_sq: counts for the second moment; ``None`` where the optimizer has none.
         rollout: counts for the copies that rollout engines get; ``None`` without copies.
@@ -92,7 +92,7 @@ class Figures:
     merged: Count | None = None
 
     def share(self, name: str) -> float | None:
-        """The share of lost updates over all groups, each group weighted by its elements.
+        """Return the share of lost updates over all groups, each weighted by its elements.
 
         Args:
             name: ``"weights"``, ``"exp_avg_sq"`` or ``"rollout"``.
@@ -100,7 +100,7 @@ class Figures:
         return share([self], name)
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures as dicts, lists, strings and numbers, ready for JSON."""
+        """Return the figures as dicts, lists, strings and numbers, which JSON can represent."""
         return {
             "step": self.step,
             "every": self.every,
@@ -111,7 +111,7 @@ class Figures:
 
 
 def share(figures: Iterable[Figures], name: str) -> float | None:
-    """The share of lost updates over several optimizers, each group weighted by its elements.
+    """Return the share of lost updates over several optimizers; groups count by their elements.
 
     Args:
         figures: the optimizers' figures.
@@ -120,7 +120,7 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
     updates = lost = 0.0
     for figure in figures:
         counts = [(group.elements / group.sampled, getattr(group, name)) for group in figure.groups]
-        if name == "rollout":  # groups have none of it where LoRA is merged
+        if name == "rollout":  # where LoRA is merged, the groups have no such count
             counts.append((1.0, figure.merged))
         for weight, count in counts:
             if count is not None:
@@ -130,7 +130,7 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
 
 
 def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
-    """The measured shares, by their names among a framework's metrics."""
+    """Return the measured shares, by their names among a framework's metrics."""
     shares = {name: share(figures, name) for name in METRICS}
     return {f"{prefix}{METRICS[name]}": one for name, one in shares.items() if one is not None}
 
@@ -139,7 +139,7 @@ def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
 
 
 def lines(updates: Mapping[str, Any]) -> Iterator[str]:
-    """The figures as lines of text, from the result of ``Figures.to_dict``."""
+    """Yield the figures as lines of text, from the result of ``Figures.to_dict``."""
     yield f"updates lost to rounding, step {updates['step']}:"
     groups = updates["groups"]
     for group in groups[:_SHOWN]:
@@ -157,7 +157,7 @@ def lines(updates: Mapping[str, Any]) -> Iterator[str]:
 
 
 def brief(figures: Figures) -> str:
-    """The shares over all groups, in one line."""
+    """Return the shares over all groups as one line of text."""
     shares = ", ".join(
         f"{title} {part:.1%}"
         for name, title in _TITLES.items()
@@ -173,11 +173,11 @@ def _percent(count: Mapping[str, Any]) -> str:
 def findings(
     updates: Mapping[str, Any], part: str, where: str
 ) -> Iterator[tuple[int, tuple[str, str | None, str | None, str, str, str]]]:
-    """The groups that lost most of their updates, with the fields of a note about each.
+    """Yield the groups that lost most of their updates, each with the fields of a note.
 
     Args:
         updates: the result of ``Figures.to_dict``.
-        part: the part's name.
+        part: the name of the part (optimizer) that the figures belong to.
         where: framework and version, for messages.
     """
     for group in updates["groups"]:

@@ -1,9 +1,9 @@
-"""Measures which of an optimizer's updates are rounded away, in hooks of its own step.
+"""Measure which of an optimizer's updates are rounded away, in hooks of the optimizer's step.
 
-Every so many steps the meter samples the stored numbers before and after the optimizer's step, and
-compares their change with what the optimizer's own formula gives in fp64. The counts go to the host
-by a copy that nothing waits for; the meter reads them at the beginning of a later step. The meter
-changes nothing that a step reads or writes, and draws nothing from torch's global generators.
+At every n-th step the meter samples the stored numbers before and after the optimizer's step, and
+compares their change with what the optimizer's own formula gives in fp64. The counts are copied to
+the host asynchronously; the meter reads them at the beginning of a later step. The meter changes
+nothing that a step reads or writes, and does not use torch's global random generators.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class _Before:
 
     Attributes:
         group: number of the group.
-        tensors: the parameters, each with its ``Taken``.
-        copy: roundings of the parameters' copies for rollout engines; ``None`` without copies.
-        updates: whether the update is not zero, for each element.
+        tensors: the parameters, each with the ``Taken`` that samples it.
+        copy: the dtypes that copies for rollout engines are rounded to; ``None`` without copies.
+        updates: for each element, whether the update is not zero.
         weights: the stored weights.
-        decays: whether the update makes the second moment smaller, for each element; ``None``
-            without a second moment.
+        decays: for each element, whether the update should make the second moment smaller;
+            ``None`` without a second moment.
         exp_avg_sq: the stored second moment; ``None`` without one.
         copies: the copies for rollout engines; ``None`` without copies.
         lr: the step's learning rate.
@@ -74,12 +74,12 @@ class _Counted:
 
 @dataclass(frozen=True)
 class _Pending:
-    """Counts on their way to the host.
+    """Counts that are being copied to the host.
 
     Attributes:
         step: number of the measured step.
-        arriving: for each device the tensor on the host, the event that the copy to it is
-            complete, and a description of each row.
+        arriving: for each device, the tensor on the host, the event that is recorded after the copy
+            to that tensor, and a description of each row.
     """
 
     step: int
@@ -87,24 +87,24 @@ class _Pending:
 
     @property
     def is_there(self) -> bool:
-        """Whether all counts have arrived; does not wait."""
+        """Whether all counts have been copied; does not wait."""
         return all(event is None or event.query() for _, event, _ in self.arriving)
 
 
 class Meter:
-    """Measures one torch optimizer's steps, in step hooks of that optimizer.
+    """Measures which updates one torch optimizer loses to rounding, in hooks around its steps.
 
     Args:
         stepper: the optimizer.
         every: number of steps from one measurement to the next.
         names: framework and version, and the part's name, for messages.
-        copies: what the model says of the copies for rollout engines.
+        copies: what the model tells about the copies for rollout engines.
         on_figures: called with the meter when there are new figures.
 
     Attributes:
-        every: as above.
-        names: as above.
-        figures: the newest figures; ``None`` before the first.
+        every: see the argument.
+        names: see the argument.
+        figures: the latest figures; ``None`` before the first measurement.
         unmeasured: why the meter does not measure; empty while it does.
     """
 
@@ -141,7 +141,7 @@ class Meter:
         return not self.unmeasured
 
     def remove(self) -> None:
-        """Take the hooks out. Never call it within a step: torch loops over the hooks there."""
+        """Remove the hooks. Never call this within a step, where torch iterates over the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -150,7 +150,7 @@ class Meter:
             meters.drop(stepper)
 
     def _give_up(self, reason: str) -> None:
-        # The hooks stay registered: removing one here would break torch's loop over the hooks.
+        # The hooks stay registered: torch is iterating over the hooks when this is called.
         self.unmeasured = reason
         self._before, self._pending, self._sample = [], None, None
         self._say(f"lost updates are not measured: {reason}")
@@ -170,7 +170,7 @@ class Meter:
             if self._step % self.every == 0 and self._pending is None and _plain(args, kwargs):
                 with torch.no_grad():
                     self._before = self._take(optimizer)
-        except Exception as error:  # a meter must not end a training
+        except Exception as error:  # a meter must not end the training run
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _take(self, optimizer: torch.optim.Optimizer) -> list[_Before]:
@@ -225,7 +225,7 @@ class Meter:
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # GradScaler: a fused step unscales
+        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler: a fused step unscales
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:
@@ -253,7 +253,7 @@ class Meter:
         copy: Chain | None,
         weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """The copies for rollout engines: of parameters of the first dtype, or of the weights."""
+        """Return rollout copies, made from parameters if these have the first dtype, or weights."""
         if copy is None:
             return None
         if all(parameter.dtype is copy[0] for parameter, _ in tensors):
@@ -262,7 +262,7 @@ class Meter:
             weights = weights.to(dtype)
         return weights
 
-    # -- after it ----------------------------------------------------------------------------------
+    # -- after the step ----------------------------------------------------------------------------
 
     def _look_after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._before:
@@ -271,7 +271,7 @@ class Meter:
         try:
             with torch.no_grad():
                 self._pending = self._compare(optimizer, before)
-        except Exception as error:  # a meter must not end a training
+        except Exception as error:  # a meter must not end the training run
             self._give_up(f"{type(error).__name__}: {error}")
 
     def _compare(self, optimizer: torch.optim.Optimizer, before: list[_Before]) -> _Pending:
@@ -316,7 +316,7 @@ class Meter:
             stale = (sample.updates & (copies == sample.copies)).sum()
         lost_ones = (sample.updates & (weights == sample.weights)).sum()
         counts = torch.stack([sample.updates.sum(), lost_ones, decays, stuck, stale]).double()
-        overflow = getattr(optimizer, "found_inf", None)  # a fused step skips by this flag
+        overflow = getattr(optimizer, "found_inf", None)  # a fused step does nothing if this is set
         if overflow is not None:
             counts = counts * (overflow == 0)
         return torch.cat([counts, counts.new_ones(1) * sample.lr])
@@ -333,7 +333,7 @@ class Meter:
             named(sample.copy) if sample.copy is not None else "",
         )
 
-    # -- a step later ------------------------------------------------------------------------------
+    # -- at a later step ---------------------------------------------------------------------------
 
     def _read(self) -> None:
         pending = self._pending
@@ -348,7 +348,7 @@ class Meter:
                 kind = merged if row.group is None else rows.setdefault(row.group, [])
                 kind.append((numbers, row))
         groups = [_group(number, sizes[number], some) for number, some in sorted(rows.items())]
-        # A skipped step updates nothing: keep the figures of the step before.
+        # A skipped step updates nothing: keep the earlier figures.
         moved = tuple(
             group
             for group in groups
@@ -370,13 +370,13 @@ class Meter:
 
 
 def _captures() -> bool:
-    """Whether a CUDA graph is being captured; querying an event would end the capture."""
+    """Whether a CUDA graph is being captured: then the meter must not query an event."""
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return begun and torch.cuda.is_current_stream_capturing()
 
 
 def _plain(args: Any, kwargs: Any) -> bool:
-    """Whether the step got no closure and no scaler: both change the gradients in the step."""
+    """Whether the step has no closure and no scaler, which change gradients within the step."""
     given = (*args[1:], *kwargs.values())  # the optimizer comes first
     return all(value is None for value in given)
 
@@ -402,7 +402,7 @@ def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counte
 
 
 def _count_copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
-    """The counts for the copies that rollout engines get."""
+    """Sum the counts for the copies that rollout engines get; ``None`` without copies."""
     copied = [(numbers, row) for numbers, row in rows if row.copy]
     if not copied:
         return None
@@ -411,7 +411,7 @@ def _count_copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
 
 
 def tell(text: str) -> None:
-    """Warn; where the user has turned warnings into errors, only print the text."""
+    """Warn the user; where a filter turns warnings into errors, only print the text."""
     try:
         _journal.warn(text, stacklevel=None)
     except PrecisionShimWarning:

@@ -1,9 +1,9 @@
-"""LoRA that is merged on its way to a rollout engine: how many changes of B@A the copies lost.
+"""Count lost updates where LoRA is merged into the weights that a rollout engine gets.
 
-The copy of a matrix W is W + scale * B@A, rounded. The meter takes random elements of each matrix,
-and reads the rows of B and the columns of A that they need, before and after the optimizer's step.
-That needs whole factors: where ranks share them, only a collective could bring them together, and
-nothing is measured.
+The copy of a matrix W is W + scale * B@A, rounded. The meter samples random elements of each
+matrix, and reads the rows of B and the columns of A that they depend on, before and after the
+optimizer's step. Each rank must have whole factors. If the factors are sharded over ranks, only a
+collective could assemble them, so nothing is measured.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Layer:
     """A linear layer with LoRA.
 
     Attributes:
-        base: the matrix beneath.
-        a: the factor that the input meets first.
-        b: the other factor.
-        scale: what their product is multiplied by.
+        base: the layer's weight matrix W.
+        a: the factor A, which is applied to the input first.
+        b: the factor B.
+        scale: what the product B@A is multiplied by.
         product: the dtype in which the framework computes the product.
     """
 
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Before:
-    """A layer before a step: its sample, the product there, and the copies."""
+    """A layer before a step: the positions of its sample, and product and copies there."""
 
     layer: Layer
     rows: torch.Tensor
@@ -72,13 +72,13 @@ class Merged:
         self._said = False
 
     def take(self, rollout: Rollout) -> str:
-        """Read the copies before a step, if LoRA is merged on the way to the rollout.
+        """Compute the copies before a step, if LoRA is merged when weights go to the rollout.
 
         Args:
             rollout: how the weights reach the rollout engine.
 
         Returns:
-            Why nothing is measured, the first time; else an empty string.
+            Why nothing is measured, at the first call; otherwise an empty string.
         """
         self._before, self._dtypes = [], rollout.dtypes
         if not (rollout.merged and rollout.dtypes):
@@ -96,11 +96,11 @@ class Merged:
         return reason
 
     def compare(self) -> Iterator[tuple[Any, torch.Tensor, torch.Tensor, int, Any]]:
-        """Read the copies after the step; counts on the device, layer by layer.
+        """Compute the copies after the step, and yield each layer's counts, still on the device.
 
         Yields:
-            Device, number of elements whose product changed, number of these whose copy did not,
-            number of elements, and the roundings.
+            Device, number of elements whose product changed, number of these whose copy did not
+            change, number of sampled elements, and the dtypes that the copy is rounded to.
         """
         before, self._before = self._before, []
         for sample in before:
@@ -144,7 +144,7 @@ class Merged:
 
 
 def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
-    """The layers with LoRA whose copies can be computed; why the others cannot.
+    """Return the LoRA layers whose copies can be computed, and why those of others cannot.
 
     Args:
         chunks: a model's modules.
@@ -164,7 +164,7 @@ def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
 
 
 def _of_peft(module: Any) -> Layer | str:
-    """A layer of peft's."""
+    """Return the ``Layer`` of a LoRA module of peft, or why its copy cannot be computed."""
     active = [name for name in module.active_adapters if name in module.lora_A]
     if len(active) != 1 or getattr(module, "merged_adapters", None):
         return "a layer has another number of active LoRA adapters than one, or a merged one"
@@ -182,7 +182,7 @@ def _of_peft(module: Any) -> Layer | str:
 
 
 def _of_automodel(module: Any) -> Layer | str:
-    """A layer of NeMo Automodel's, which computes the product in the dtype of the matrix."""
+    """Return the ``Layer`` of NeMo Automodel's LoRA, whose product has the dtype of the matrix."""
     base, scale = getattr(module, "weight", None), getattr(module, "scale", None)
     a, b = (getattr(adapter, "weight", None) for adapter in (module.lora_A, module.lora_B))
     known = isinstance(scale, (int, float)) and not getattr(module, "use_dora", False)

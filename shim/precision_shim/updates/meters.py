@@ -1,4 +1,4 @@
-"""The lost-update meters of this process, what they know of rollouts, and what they measured."""
+"""The lost-update meters of this process, and how optimizers' weights reach rollout engines."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Rollout:
     """How the weights that an optimizer steps reach the rollout engine.
 
     Attributes:
-        dtypes: what each weight is rounded to, in order: what carries it, then what the engine
-            keeps it in; empty where that is not known or is no dtype, such as fp8.
-        merged: whether LoRA's factors reach the engine only within the weights that they change.
+        dtypes: the dtypes that each weight is rounded to, in order: that of the transfer, then that
+            of the engine; empty where these are not known or are no torch dtype, such as fp8.
+        merged: whether LoRA's factors reach the engine only merged into the weights.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -30,56 +30,56 @@ class Rollout:
 
 
 _meters: weakref.WeakKeyDictionary[Any, Meter] = weakref.WeakKeyDictionary()
-"""The meters, by the torch optimizer that each one watches."""
+"""The meters, by the torch optimizer that each one measures."""
 
 _rollouts: weakref.WeakKeyDictionary[Any, Rollout] = weakref.WeakKeyDictionary()
-"""The rollouts of torch optimizers, whether or not a meter watches them."""
+"""``Rollout`` by torch optimizer, whether or not the optimizer has a meter."""
 
 
 def of(stepper: Any) -> Meter | None:
-    """The meter of a torch optimizer."""
+    """Return the meter of a torch optimizer, or ``None``."""
     return _meters.get(stepper)
 
 
 def add(stepper: Any, meter: Meter) -> None:
-    """Keep an optimizer's meter for as long as the optimizer lives."""
+    """Register an optimizer's meter, for as long as the optimizer exists."""
     _meters[stepper] = meter
 
 
 def drop(stepper: Any) -> None:
-    """Forget an optimizer's meter."""
+    """Remove an optimizer's meter from the register."""
     _meters.pop(stepper, None)
 
 
 def tell_rollout(optimizer: Any, rollout: Rollout) -> None:
-    """Note how an optimizer's weights reach the rollout engine; the newest word counts.
+    """Record how an optimizer's weights reach the rollout engine; a later call replaces this.
 
     Args:
         optimizer: see ``metrics``.
-        rollout: how they do.
+        rollout: how the weights reach the engine.
     """
     for stepper in _steppers(optimizer):
         _rollouts[stepper] = rollout
 
 
 def rollout_of(stepper: Any) -> Rollout | None:
-    """How a torch optimizer's weights reach the rollout engine; ``None`` if nobody said."""
+    """Return how a torch optimizer's weights reach the rollout engine; ``None`` if not recorded."""
     return _rollouts.get(stepper)
 
 
 def count() -> int:
-    """How many meters measure."""
+    """Return the number of meters that have not given up measuring."""
     return sum(meter.measures for meter in _meters.values())
 
 
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
-    """The newest shares of lost updates of an optimizer, for a framework's metrics.
+    """Return the latest shares of an optimizer's lost updates, for a framework's metrics.
 
-    Reads nothing from a device. Empty before the first figures, and for an unwatched optimizer.
+    Reads nothing from a device. Empty before the first figures, and without a meter.
 
     Args:
         optimizer: a framework's, Megatron's (chained or single) or torch's, or ``None``.
-        prefix: goes before the names.
+        prefix: what to put before the names of the metrics.
     """
     if not _meters:
         return {}

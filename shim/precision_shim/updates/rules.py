@@ -1,9 +1,9 @@
-"""What an optimizer would do to a sample of its parameters if nothing were rounded.
+"""Compute what an optimizer's step would do to a sample of parameters if nothing were rounded.
 
-A rule computes the optimizer's own formula in fp64, from what the optimizer reads at a step: the
+A rule evaluates the optimizer's own formula in fp64, from what the optimizer reads at a step: the
 stored weights, the stored states and the gradients. There are rules for Adam and AdamW (torch's,
-TransformerEngine's and Apex's) and for torch's SGD. A subclass that has its own ``step`` has no
-rule: the meter does not guess what it does.
+TransformerEngine's and Apex's) and for torch's SGD. There is no rule for a subclass with its own
+``step``, because its formula is not known.
 
 Nothing here waits for a device: hyperparameters that are tensors on a device stay tensors.
 """
@@ -22,11 +22,11 @@ from ..precision.dtypes import name_of
 from ..precision.remainders import join_master
 
 _SCALED = (torch.float16, torch.uint8)
-"""FusedAdam stores a state of these dtypes as multiples of a scale."""
+"""FusedAdam stores states of these dtypes divided by a scale."""
 
 
 class UnknownRuleError(Exception):
-    """There is no rule for an optimizer; the message says so in a sentence."""
+    """There is no rule for an optimizer; the message is a sentence for the user."""
 
 
 @dataclass
@@ -34,9 +34,9 @@ class Sampled:
     """A sample of one group's elements in fp64; all fields have the same length.
 
     Attributes:
-        weights: as stored.
-        gradient: as the optimizer reads it.
-        states: by name; zeros where the first step will make them.
+        weights: the stored weights.
+        gradient: the gradient that the optimizer reads.
+        states: the stored states by name; zeros for a state that the first step will create.
         steps: for each element, the number of the coming step.
     """
 
@@ -48,7 +48,7 @@ class Sampled:
 
 @dataclass
 class Ideal:
-    """What one step does without rounding.
+    """The changes that one step would make without rounding.
 
     Attributes:
         update: change of the weights.
@@ -114,7 +114,7 @@ class Rule:
         ideal = _adam if self._fused else known.get(place)
         self._scaled: Mapping[str, torch.dtype] = getattr(optimizer, "name_to_dtype_map", {})
         if self._fused and not self._scaled and getattr(optimizer, "master_weights", False):
-            ideal = None  # Apex's FusedAdam keeps its masters elsewhere
+            ideal = None  # Apex's FusedAdam, whose masters are not in its state
         if ideal is None:
             raise UnknownRuleError(
                 f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has a rule of its "
@@ -126,7 +126,7 @@ class Rule:
     def ideal(
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], sampled: Sampled
     ) -> Ideal:
-        """What the coming step does to a sample without rounding."""
+        """Return what the coming step would do to a sample without rounding."""
         return self._ideal(sampled, group, self._is_decoupled(optimizer, group))
 
     def _is_decoupled(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -137,13 +137,13 @@ class Rule:
     # -- what is stored ----------------------------------------------------------------------------
 
     def gradient(self, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The gradient that the coming step reads; ``None`` if there is none or it is sparse."""
+        """Return the gradient that the coming step reads; ``None`` if it is absent or sparse."""
         decoupled = self._fused and getattr(optimizer, "use_decoupled_grad", False)
         gradient = getattr(parameter, "decoupled_grad", None) if decoupled else parameter.grad
         return None if gradient is None or gradient.is_sparse else gradient
 
     def states(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the states that the rule reads."""
+        """Return the names of the states that the rule reads."""
         if self._ideal is _sgd:
             return ("momentum_buffer",) if group["momentum"] else ()
         more = ("max_exp_avg_sq",) if group.get("amsgrad") else ()
@@ -152,7 +152,7 @@ class Rule:
     def state(
         self, optimizer: Any, parameter: torch.Tensor, name: str, at: Taken
     ) -> torch.Tensor | None:
-        """A sample of a state; ``None`` where the first step will make it."""
+        """Return a sample of a state; ``None`` if the first step has not created it yet."""
         value = optimizer.state.get(parameter, {}).get(name)
         if value is None:
             return None
@@ -163,7 +163,7 @@ class Rule:
     def steps(
         self, optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor, at: Taken
     ) -> torch.Tensor:
-        """The number of the coming step, for each element of a sample."""
+        """Return the number of the coming step, for each element of a sample."""
         state = optimizer.state.get(parameter, {})
         if self._ideal is _sgd:  # SGD counts no steps; the rule needs only "first or later"
             made: Any = int(state.get("momentum_buffer") is not None)
@@ -175,7 +175,7 @@ class Rule:
         return counted
 
     def weights(self, optimizer: Any, parameter: torch.Tensor, at: Taken) -> torch.Tensor:
-        """A sample of the weights that training continues from, in fp64."""
+        """Return a sample, in fp64, of the weights that the optimizer updates (masters if any)."""
         kept = self._master(optimizer, parameter)
         master = optimizer.state.get(parameter, {}).get("master_param") if kept else None
         if master is None:
@@ -185,14 +185,14 @@ class Rule:
         return at(optimizer.get_unscaled_state(parameter, "master_param"))
 
     def stored(self, optimizer: Any, parameter: torch.Tensor) -> str:
-        """How a parameter's weights are stored, such as ``"bf16+int16"``."""
+        """Return how a parameter's weights are stored, such as ``"bf16+int16"``."""
         kept = self._master(optimizer, parameter)
         if kept == "remainder":
             return "bf16+int16"
         return name_of(optimizer.master_weight_dtype if kept else parameter.dtype)
 
     def _master(self, optimizer: Any, parameter: torch.Tensor) -> str:
-        # FusedAdam makes a master for an fp32 parameter too, but never updates that master.
+        # FusedAdam also makes a master for an fp32 parameter, but never updates that master.
         if not self._fused or parameter.dtype is torch.float32:
             return ""
         if not getattr(optimizer, "master_weights", False):
@@ -202,10 +202,10 @@ class Rule:
 
 
 class Taken:
-    """Takes the same elements of a parameter, its gradient and its states.
+    """Samples a parameter, its gradient and its states at the same positions.
 
     Args:
-        indices: positions of the elements in this rank's share; ``None`` for all elements.
+        indices: positions of the elements in this rank's shard; ``None`` for all elements.
         count: number of the elements.
     """
 
@@ -213,14 +213,14 @@ class Taken:
         self.indices, self.count = indices, count
 
     def raw(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of the elements in their stored dtype."""
+        """Return a copy of the elements in their stored dtype."""
         flat = local(tensor).detach().reshape(-1)
         return flat.clone() if self.indices is None else flat.index_select(0, self.indices)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements in fp64, which holds every number of a smaller dtype."""
+        """Return the elements in fp64, which represents all smaller dtypes exactly."""
         return self.raw(tensor).double()
 
     def ones(self, like: torch.Tensor) -> torch.Tensor:
-        """A one in fp64 for each element, on the device of ``like``."""
+        """Return as many ones in fp64 as there are elements, on the device of ``like``."""
         return torch.ones(self.count, dtype=torch.float64, device=local(like).device)

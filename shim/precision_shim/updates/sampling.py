@@ -1,4 +1,4 @@
-"""Chooses the elements of an optimizer that the meter measures, the same each time."""
+"""Choose the elements of an optimizer that the meter measures; every step uses the same ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MOST_ELEMENTS = 1 << 18
 """Maximum number of elements that are measured on a rank, over all its optimizers."""
 
 MOST_TENSORS = 512
-"""Maximum number of tensors measured of one optimizer: each costs some twenty small kernels."""
+"""Maximum number of tensors measured per optimizer: each costs about twenty small kernels."""
 
 
 def allot(sizes: Sequence[int], budget: int) -> list[int]:
-    """Divide a budget equally; what a small size cannot use goes to the larger sizes."""
+    """Divide a budget equally; what a small size cannot use is given to the larger sizes."""
     counts = [0] * len(sizes)
     smallest_first = sorted(range(len(sizes)), key=sizes.__getitem__)
     for place, which in enumerate(smallest_first):
@@ -30,18 +30,18 @@ def allot(sizes: Sequence[int], budget: int) -> list[int]:
 class Sample:
     """A fixed sample of an optimizer's elements on this rank.
 
-    Each group gives the same number of elements, or all that it has. A group's elements are divided
-    into stretches of equal length, and the sample has a random element of each. A generator made
-    here draws the numbers: the state of torch's global generator does not change.
+    Each group contributes the same number of elements, or all that it has. A group's elements are
+    divided into stretches of equal length, and the sample has a random element of each. The random
+    numbers are from a separate generator, so the state of torch's global one does not change.
 
     Args:
         groups: the optimizer's parameters, by group.
         budget: maximum number of elements in the sample.
 
     Attributes:
-        budget: as above.
+        budget: see the argument.
         sizes: number of elements of each group on this rank.
-        taken: for each group a ``Taken`` of each sampled parameter, by its number in the group.
+        taken: for each group, the ``Taken`` of each sampled parameter, by the parameter's number.
     """
 
     def __init__(self, groups: Sequence[Sequence[torch.Tensor]], budget: int) -> None:
@@ -63,20 +63,21 @@ class Sample:
         ]
 
     def fits(self, groups: Sequence[Sequence[torch.Tensor]], budget: int) -> bool:
-        """Whether budget, sizes and devices are those that the sample was drawn for."""
+        """Whether the sample was drawn for this budget and for these sizes and devices."""
         return budget == self.budget and self._shapes == _shapes(groups)
 
 
 def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """Some elements of a tensor at equal distances, as a view of this rank's share.
+    """Return elements of a tensor at equal distances, as a view of this rank's shard.
 
     Args:
         tensor: any tensor.
-        most: maximum number of elements of a contiguous tensor; of another, about as many.
+        most: maximum number of elements if the tensor is contiguous; otherwise approximate.
     """
     own = local(tensor).detach()
     if own.is_contiguous():
-        # An odd distance: an even one can be a multiple of a row, and take from one column alone.
+        # The distance is odd: an even one can be a multiple of the row length, so that all
+        # elements would be from one column.
         return own.view(-1)[:: own.numel() // most | 1]
     side = max(1, round(most ** (1 / own.ndim)))
     return own[tuple(slice(None, None, size // side | 1) for size in own.shape)].reshape(-1)
@@ -102,7 +103,7 @@ def _draw(
     total = sum(sizes)
     if count == total:
         return {p: Taken(None, size) for p, size in zip(places, sizes, strict=True) if size}
-    # On the host, whatever torch.set_default_device says.
+    # All tensors are made on the host, whatever torch.set_default_device says.
     generator = torch.Generator("cpu").manual_seed(seed)
     within = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
     stretches = torch.arange(count, dtype=torch.float64, device="cpu")

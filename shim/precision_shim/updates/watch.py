@@ -1,4 +1,4 @@
-"""``precision_shim.watch_updates``: gives each of a model's optimizers a meter for lost updates."""
+"""``precision_shim.watch_updates``: attach a lost-update meter to each of a model's optimizers."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class UpdateWatch:
         self._meters = tuple(watched)
 
     def figures(self) -> list[dict[str, Any]]:
-        """The newest figures of each optimizer that has some, ready for JSON."""
+        """Return the latest figures of each optimizer that has some, in a form for JSON."""
         return [meter.figures.to_dict() for meter in self._meters if meter.figures is not None]
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
-        """The shares of lost updates over all optimizers.
+        """Return the shares of lost updates over all optimizers.
 
         The names are ``updates_lost``, ``updates_lost_exp_avg_sq`` and ``updates_lost_rollout``.
 
         Args:
-            prefix: goes before the names.
+            prefix: what to put before these names.
         """
         return lost.metrics([meter.figures for meter in self._meters if meter.figures], prefix)
 
     def remove(self) -> None:
-        """Stop measuring: take the hooks out."""
+        """Stop measuring: remove the hooks from the optimizers."""
         for meter in self._meters:
             meter.remove()
 
@@ -52,24 +52,25 @@ def watch_updates(
 ) -> UpdateWatch:
     """Measure how many of an optimizer's updates are rounded away.
 
-    Every ``every`` steps, on a fixed sample of each parameter group (at most 2^18 elements on a
-    rank, over all optimizers), it counts the elements whose update was not zero and whose stored
-    value did not change: of the weights that training continues from, of ``exp_avg_sq`` where it
-    should have become smaller, and of the copies that rollout engines get. From the next
-    step on the figures are in the returned object, in ``audit(model, optimizer)`` and, where a
-    framework's adapter reports them, in the framework's metrics. It warns if a group loses more
-    than half of its updates. It changes no step's result, and the host waits for no device.
+    At every ``every``-th step, each meter uses a fixed sample of each parameter group (at most 2^18
+    elements on a rank, over all optimizers). It counts the elements whose update was not zero but
+    whose stored value did not change. It counts three kinds: the weights that the optimizer updates
+    (masters if any), ``exp_avg_sq`` where it should have become smaller, and the copies that
+    rollout engines get. From the next step on the figures are in the returned object, in
+    ``audit(model, optimizer)`` and, where a framework's adapter reports them, in the framework's
+    metrics. The meter warns if a group loses more than half of its updates. It changes no step's
+    result, and the host does not wait for a device.
 
-    ``precision_shim.uninstall()`` takes the hooks out, and so does the returned object's
-    ``remove()``. A second call for an optimizer only changes ``every``.
+    ``precision_shim.uninstall()`` and the returned object's ``remove()`` remove the hooks. A second
+    call for an optimizer only changes ``every``.
 
     Args:
-        model: as ``audit`` takes it; ``None`` to read the optimizer alone.
-        optimizer: as ``audit`` takes it.
+        model: the model, in any form that ``audit`` takes; ``None`` to read the optimizer alone.
+        optimizer: the optimizer, in any form that ``audit`` takes.
         every: number of steps from one measurement to the next.
-        rollout: the dtype that the rollout engine computes in, a ``torch.dtype`` or a name. Without
-            it, and where no framework's adapter knows it, the copies are taken to be in the model's
-            16-bit dtype, or the one that FSDP computes in.
+        rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name. If
+            it is ``None`` and no framework's adapter knows the dtype, the copies are assumed to be
+            in the model's 16-bit dtype, or in the one that FSDP computes in.
 
     Returns:
         An object with the figures and with ``remove()``.
@@ -109,14 +110,14 @@ def attach(
     subject: str = "",
     on_figures: Callable[[Meter], None] | None = None,
 ) -> Meter | None:
-    """Watch the updates of an optimizer that was read; ``None`` for one that steps nothing.
+    """Attach a meter to an optimizer; return ``None`` for one without a torch optimizer to step.
 
     Args:
         reading: the optimizer's reading.
         every: number of steps from one measurement to the next.
         model: the model's modules, for their compute dtype.
-        framework: as in ``looking.look``.
-        subject: which model, such as ``"actor"``.
+        framework: see ``looking.look``.
+        subject: which model it is, such as ``"actor"``.
         on_figures: called with the meter when there are new figures.
     """
     if not reading.steppers:
@@ -130,7 +131,7 @@ def attach(
     names = (f"{where}, {subject}" if subject else where, reading.name)
     meter = Meter(stepper, every, names, copies_of(reading, stepper, model), on_figures)
     meters.add(stepper, meter)
-    # A strong reference in this list would keep the optimizer's tensors alive until uninstall().
+    # A strong reference there would keep the optimizer's tensors alive until uninstall().
     weak = weakref.ref(meter)
     kept.at_clear(lambda: None if (watch := weak()) is None else watch.remove())
     return meter

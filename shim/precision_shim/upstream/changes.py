@@ -1,4 +1,4 @@
-"""The difference between two sources of a symbol, as lines for people."""
+"""Show the difference between two versions of a symbol's code as lines of a diff."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .digest import is_remark
 
 
 def changed_lines(old: Definition, new: Definition) -> list[str]:
-    """The removed (``-``) and added (``+``) lines of code, without comments and docstrings."""
+    """Return the removed (``-``) and added (``+``) lines, without comments and docstrings."""
     differences = difflib.unified_diff(_code(old), _code(new), lineterm="", n=0)
     return [line for line in differences if line[:3] not in ("---", "+++") and line[:2] != "@@"]
 
@@ -37,7 +37,7 @@ def _code(found: Definition) -> list[str]:
 def _code_lines(
     lines: list[str], numbers: range, left_out: set[int], inside: set[int], indent: int
 ) -> Iterator[str]:
-    """The lines except docstrings, empty lines and comments; lines inside a string are code."""
+    """Yield the lines that are no docstring, comment or empty; a string's lines count as code."""
     for number in numbers:
         line = lines[number - 1].rstrip()
         bare = line.lstrip()

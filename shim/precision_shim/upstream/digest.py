@@ -1,8 +1,8 @@
-"""A digest of a symbol's code, which comments and the Python version do not change.
+"""Compute a digest of a symbol's code that does not depend on comments or the Python version.
 
 ``ast.dump`` differs between Python versions, and positions, docstrings and annotations differ
-between releases that behave alike. So this module walks the tree itself: it writes down every node
-with its fields, and leaves out the fields that do not affect what the code does.
+between releases that behave alike. So this module walks the tree itself: it hashes every node with
+its fields, except those fields that do not affect what the code does.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from ..seams._source import definition
 
 _NOT_READ = {
-    "ctx",  # follows from where the node stands
-    "kind",  # u"" is ""
+    "ctx",  # follows from the node's position in the tree
+    "kind",  # distinguishes u"" from "", which are equal
     "annotation",
     "returns",
     "type_comment",
     "type_ignores",
-    "type_params",  # from 3.12; annotations again
+    "type_params",  # Python 3.12 and later; used in annotations only
 }
 _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def digest(target: str) -> str:
-    """SHA-256 of a symbol's code, in hexadecimal; ``""`` where ``look`` finds no symbol.
+    """Return the SHA-256 of a symbol's code, in hexadecimal; ``""`` where ``look`` finds none.
 
     A dataclass's generated ``__init__`` has the digest of the class.
     """
@@ -36,7 +36,7 @@ def digest(target: str) -> str:
 
 
 def digest_of(node: ast.AST) -> str:
-    """SHA-256 of a syntax tree's code, in hexadecimal."""
+    """Return the SHA-256 of a syntax tree, in hexadecimal."""
     hashed = hashlib.sha256()
     for word in _walk(node, isinstance(node, ast.ClassDef)):
         hashed.update(word.encode("utf-8", "surrogatepass"))
@@ -54,9 +54,9 @@ def is_remark(line: ast.AST) -> bool:
 
 
 def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
-    """The words of a node, in brackets, so that different trees never give the same words.
+    """Yield the words to hash for a node, in brackets: different trees must give different words.
 
-    A bare annotation makes a field in a class and does nothing elsewhere.
+    An annotation without a value is left out, except in a class, where it declares a field.
     """
     if isinstance(node, ast.AnnAssign) and not in_class:
         if node.value is None:
@@ -78,7 +78,7 @@ def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
 
 def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
     if value is None or value == []:
-        return  # later Pythons add fields, which are empty for code that older ones can parse
+        return  # later Pythons have more fields, which are empty for code that older ones can parse
     yield name
     if isinstance(value, ast.AST):
         yield from _walk(value, in_class)
@@ -88,7 +88,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
             if isinstance(one, ast.AST):
                 if not is_remark(one):
                     yield from _walk(one, in_class)
-            else:  # None among dict keys or keyword defaults; the names of a global statement
+            else:  # None in dict keys or keyword defaults, or a name in a global statement
                 yield repr(one)
         yield "]"
     else:
@@ -96,7 +96,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
 
 
 def _f_string(node: ast.JoinedStr, in_class: bool) -> Iterator[str]:
-    """The words of an f-string; Python versions split the text between values differently."""
+    """Yield the words of an f-string, whose text Python versions split into different constants."""
     text = ""
     for part in _parts(node.values):
         if isinstance(part, str):

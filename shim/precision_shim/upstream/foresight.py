@@ -1,4 +1,4 @@
-"""What the shim would do to a framework, read from its source, installed here or not."""
+"""Predict what the shim would do to a framework, from its source; it need not be installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["foresee", "inapplicable"]
 
 
 def inapplicable(name: str, seam: SeamStatus) -> str:
-    """The message on a refused seam: its path goes without the feature, other paths may have it."""
+    """Return the message on a refused seam: the feature is missing on that seam's path only."""
     where = f" ({seam.path})" if seam.path else ""
     return f"{name}: {seam.feature}{where} cannot be applied: {seam.reason}"
 
@@ -26,13 +26,13 @@ def foresee(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None],
 ) -> tuple[FrameworkStatus, list[str]]:
-    """What the shim would do to a framework in the current ``Source``, and the problems with it.
+    """Return what the shim would do to a framework in the current ``Source``, and the problems.
 
     Args:
         entry: the framework.
         settings: what the user asks for.
-        versions: returns a distribution's version in that source; ``versions.version_of`` does so
-            for the installed packages.
+        versions: returns a distribution's version in that source; for the installed packages it is
+            ``versions.version_of``.
     """
     name, version = entry.framework, versions(entry.distribution, entry.packages)
     asked_by_name = settings.frameworks is not None and asked_for(settings, name)
@@ -47,7 +47,7 @@ def foresee(
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = judge_version(adapter, version, versions, closely=True)
-    # A refusal that an adapter declares is no fault of this machine: the seam refuses when used.
+    # A refusal that an adapter declares is no problem of this machine: it matters only when used.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:

@@ -1,8 +1,8 @@
-"""Probes: tests of what a rule assumes of a framework's behaviour, run on the framework itself.
+"""Probes: tests of what a rule assumes about a framework's behaviour, run on the framework itself.
 
-A table of names shows that a symbol is gone. It does not show that an assertion was dropped while
+Comparing names shows that a symbol is gone. It does not show that an assertion was removed while
 its identifiers stayed in the source. A probe is a small function that runs the framework's code, on
-a CPU and in a moment, and reports what the framework did.
+a CPU and in a short time, and reports what the framework did.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Probe:
     """One assumption of a rule, and the function that tests it.
 
     Attributes:
-        name: what people call the probe.
+        name: the probe's name in the doctor's output.
         assumes: the assumption, as a sentence.
-        rule: ``"module:name"`` of the rule that rests on the assumption.
+        rule: ``"module:name"`` of the rule that relies on the assumption.
         needs: modules of the framework that the probe imports; it does not run without them.
         ask: the function; if it raises, the assumption fails.
     """
@@ -49,7 +49,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a probe ended.
+    """The result of running a probe.
 
     Attributes:
         name: the probe's name.
@@ -89,7 +89,7 @@ def probe(
 
 
 def probes_in(module: str) -> tuple[Probe, ...]:
-    """The probes that a module declares, in the order of its definitions.
+    """Return the probes that a module declares, in the order of their definition.
 
     Raises:
         SeamError: the module declares no probe.
@@ -105,7 +105,7 @@ def probes_in(module: str) -> tuple[Probe, ...]:
 
 
 def run(one: Probe) -> Outcome:
-    """Run a probe; an exception is an outcome, too."""
+    """Run a probe; an exception in it is returned as a failing outcome."""
     from ..seams._source import find_spec
 
     told = one.name, one.assumes, one.rule

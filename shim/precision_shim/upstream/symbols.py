@@ -1,8 +1,8 @@
-"""The record of digests: the versions in which each symbol's code was seen.
+"""The record of digests: in which versions a symbol had which code.
 
-The record is one machine-written file in the adapters' package: distribution, target and digest to
-the versions. No seam is refused because of it. Other modules compare version strings, which a fork
-keeps while it changes the code; this module compares the code itself.
+The record is one generated file in the adapters' package; it maps distribution, target and digest
+to versions. No seam is refused because a digest differs. Other modules compare version strings,
+which a fork may keep while it changes the code; this module compares the code itself.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..seams import Adapter
 from .digest import digest
 
 FILE = symbols_file()
-_NAMED = 3  # at most so many differing symbols are named; the others are counted
+_NAMED = 3  # how many differing symbols a message names; the others are only counted
 
 Record = dict[str, dict[str, dict[str, list[str]]]]
-"""Distribution to target to digest to versions."""
+"""Versions by distribution, target and digest."""
 
 
 def read_symbols(path: Path = FILE) -> Record:
-    """The record in a file; empty where there is no file.
+    """Read the record in a file; it is empty where there is no file.
 
     Raises:
-        ValueError: the file holds no JSON object.
+        ValueError: the file's content is no JSON object.
     """
     if not path.exists():
         return {}
@@ -57,13 +57,13 @@ def write(record: Record, path: Path) -> None:
 
 
 def add(record: Record, distribution: str, version: str, digests: Mapping[str, str]) -> None:
-    """Enter the symbols of one version, in place of earlier digests for that version.
+    """Add the symbols of one version to a record, replacing earlier digests of that version.
 
     Args:
         record: the record, which is changed in place.
         distribution: the distribution of the symbols.
         version: its version; a local part ("+" and more) is left out.
-        digests: target to digest, ``""`` for a symbol that this version lacks.
+        digests: digests by target, ``""`` for a symbol that this version lacks.
     """
     version = plain(version)
     known = record.setdefault(distribution, {})
@@ -82,7 +82,7 @@ def add(record: Record, distribution: str, version: str, digests: Mapping[str, s
 
 
 def find_versions(record: Record, distribution: str, target: str, found: str) -> list[str]:
-    """The versions in which a symbol has the digest ``found``, the oldest first."""
+    """Return the versions in which a symbol has the digest ``found``, the oldest first."""
     return list(record.get(distribution, {}).get(target, {}).get(found, ()))
 
 
@@ -107,7 +107,7 @@ def digests_of(record: Record, distribution: str, version: str) -> dict[str, str
 
 
 def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
-    """The symbols of an adapter's table, each once, by the distribution that they belong to."""
+    """Return the symbols of an adapter's table, each once, by the distribution they belong to."""
     targets: dict[str, list[str]] = {}
     for target in dict.fromkeys(seam.target for seam in adapter.seams):
         distribution = owner(target, adapter)
@@ -116,7 +116,7 @@ def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
 
 
 def owner(target: str, adapter: Adapter) -> str:
-    """The distribution that a symbol belongs to: a backend's, or else the framework's own."""
+    """Return the distribution that a symbol belongs to: a backend's, or else the framework's."""
     return next(
         (name for package, name in shared().items() if target.startswith(f"{package}.")),
         adapter.distribution,
@@ -125,10 +125,10 @@ def owner(target: str, adapter: Adapter) -> str:
 
 @dataclass(frozen=True)
 class Likeness:
-    """How the symbols here compare with those of one recorded version.
+    """Differences between the symbols here and those of one recorded version.
 
     Attributes:
-        version: that version; ``""`` where none is recorded.
+        version: the recorded version; ``""`` where there is none.
         count: how many of the symbols exist here.
         changed: symbols whose code differs.
         gone: symbols of that version that do not exist here.
@@ -165,14 +165,14 @@ class Likeness:
 def compare(
     record: Record, distribution: str, digests: Mapping[str, str], version: str = ""
 ) -> Likeness:
-    """Compare symbols with a recorded version.
+    """Compare the symbols here with those of a recorded version.
 
     Args:
         record: the record.
         distribution: the distribution of the symbols.
-        digests: target to digest; ``""`` for a symbol that does not exist here.
-        version: the version; ``""``: the most similar version, and of equally similar ones the
-            newest.
+        digests: digests by target; ``""`` for a symbol that does not exist here.
+        version: the recorded version; ``""`` for the most similar one, and the newest of several
+            that are equally similar.
     """
     here = {target: digest for target, digest in digests.items() if digest}
     best = Likeness("", len(here))
@@ -197,7 +197,9 @@ def compare(
 
 
 def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
-    """How the code of unrecorded versions compares, in sentences for ``status()`` and the doctor.
+    """Return sentences that compare the code of unrecorded versions with recorded versions.
+
+    ``status()`` and the doctor show them.
 
     Args:
         adapter: the adapter whose symbols are compared.
@@ -205,8 +207,9 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
         installed: the installed versions of the backends' distributions.
 
     Returns:
-        One sentence for the framework if its version is not recorded, and one per distribution of
-        a backend whose version is not; none for a distribution that has no recorded version.
+        One sentence for the framework if its version is not recorded, and one for each distribution
+        of a backend whose version is not recorded. There is no sentence for a distribution of which
+        no version is recorded at all.
     """
     told = []
     for distribution, targets in targets_by_distribution(adapter).items():
@@ -226,7 +229,7 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
 def describe_differences(
     adapter: Adapter, version: str, installed: Mapping[str, str | None]
 ) -> list[str]:
-    """Sentences on recorded versions whose code here differs from the record, as in a fork."""
+    """Return sentences on versions that are recorded with other code than here, as in a fork."""
     told = []
     for distribution, targets in targets_by_distribution(adapter).items():
         here = version if distribution == adapter.distribution else installed.get(distribution)
@@ -239,14 +242,14 @@ def describe_differences(
 
 
 def same_as(adapter: Adapter, distribution: str) -> str:
-    """The recorded version whose symbols equal all those here; ``""`` if there is none."""
+    """Return the recorded version whose symbols all equal those here; ``""`` if there is none."""
     targets = targets_by_distribution(adapter).get(distribution, ())
     alike = compare(shipped(), distribution, _digests_here(distribution, targets))
     return alike.version if alike.same else ""
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
-    """The digests here of recorded targets; a third party's targets may all be unrecorded."""
+    """Return the digests that recorded targets have here; third parties' may be unrecorded."""
     known = shipped().get(distribution, {})
     return {target: digest(target) for target in targets if target in known}
 
@@ -254,12 +257,12 @@ def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
 def missed(
     adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
 ) -> Callable[[str], str]:
-    """Make a function that names the recorded version which had a symbol; ``""`` for none.
+    """Return a function from a target to the recorded version that had it; ``""`` for none.
 
-    That function consults one recorded version: the newest that is not newer than the installed
-    one. So it does not miss a symbol that came later, or that upstream removed before. Where the
-    installed version is unknown, it consults the recorded version with the same symbols; without
-    such a version it misses nothing.
+    That function reads one recorded version: the newest that is not newer than the installed one.
+    So it does not report a symbol as missing that was added later, or that upstream had removed
+    before. Where the installed version is unknown, the function reads the recorded version with the
+    same symbols; if there is none, it reports nothing as missing.
 
     Args:
         adapter: the adapter whose symbols may be missing.
@@ -286,12 +289,12 @@ def missed(
 
 
 def plain(version: str) -> str:
-    """A version without its local part, such as ``+cu128``."""
+    """Return a version without its local part, such as ``+cu128``."""
     return version.partition("+")[0]
 
 
 def in_order(versions: Iterable[str]) -> list[str]:
-    """Versions, each once, the oldest first."""
+    """Sort versions, the oldest first, and drop duplicates."""
     from packaging.version import InvalidVersion, Version
 
     def key(version: str) -> tuple[int, Version, str]:

@@ -1,7 +1,7 @@
-"""Sources other than the installed packages: a wheel, not unpacked, or a folder. None is executed.
+"""Read source from a wheel (without unpacking it) or a folder, and execute none of it.
 
-``open_tree`` opens a path as a ``Tree``, which is a ``_source.Source``; ``over`` puts a tree in
-front of the installed packages.
+``open_tree`` opens a path as a ``Tree``, which is a ``_source.Source``. ``over`` makes a source
+that reads a tree first, and then the installed packages.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..errors import SourceError
 from ..seams._source import Installed, Source
 
 _BENEATH = ("", "src", "python", "lib/python3*/site-packages", "Lib/site-packages")
-"""Where packages may lie in a folder: at its top, as in a checkout, as in a virtual environment."""
+"""Subfolders that may contain packages: of a plain folder, a checkout, a virtual environment."""
 _VERSION_FILES = ("__init__.py", "_version.py", "version.py", "package_info.py")
 _PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
 
 class _Files(Protocol):
-    """Files beneath one root, by their paths with slashes."""
+    """The files below one root; paths are relative to it and have slashes."""
 
     def is_file(self, path: str) -> bool: ...
 
@@ -91,9 +91,9 @@ class Tree:
     """The packages of a wheel or a folder, as a ``Source``.
 
     Attributes:
-        path: what was opened.
-        complete: whether it is a whole environment (a site-packages): a module that it lacks then
-            counts as not found, even if it is installed here.
+        path: the path that was opened.
+        complete: whether the tree is a whole environment (a site-packages). A module that such a
+            tree lacks counts as not found, even if it is installed here.
     """
 
     def __init__(self, path: Path, files: _Files) -> None:
@@ -112,11 +112,11 @@ class Tree:
         return lambda: decode_source(self._files.read(place)) if place else None
 
     def has(self, package: str) -> bool:
-        """Whether a package is there, with an ``__init__.py``."""
+        """Whether the tree has a package, with an ``__init__.py``."""
         return bool(self._place(package))
 
     def owns(self, module: str) -> bool:
-        """Whether the tree alone decides about a module, because it has the module's package.
+        """Whether a module is looked up in the tree alone, because the tree has its package.
 
         A folder without an ``__init__.py`` does not count: several distributions may share it.
         """
@@ -124,12 +124,12 @@ class Tree:
         return any(self._place(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
 
     def version_of(self, distribution: str, package: str) -> str:
-        """A distribution's version from its metadata, else its source, else ``"unknown"``."""
+        """Return a distribution's version from its metadata, else source, else ``"unknown"``."""
         known = self._metadata.get(_normal(distribution))
         return known or next(_find_written(self._files, distribution, package), None) or "unknown"
 
     def _place(self, module: str) -> str | None:
-        """Path of a module's file; ``""`` for a package without a file, ``None`` for no module."""
+        """Return a module's file; ``""`` for a package without one, ``None`` without a module."""
         parts = module.split(".")
         for depth in range(1, len(parts) + 1):
             path = "/".join(parts[:depth])
@@ -138,7 +138,7 @@ class Tree:
             elif self._files.is_file(f"{path}.py"):
                 place = f"{path}.py"
                 if depth < len(parts):
-                    return None  # a module has no modules
+                    return None  # a module that is no package contains no modules
             elif self._files.is_folder(path):
                 place = ""
             else:
@@ -169,7 +169,7 @@ class _Over:
 
 
 def over(tree: Tree) -> Source:
-    """A source that reads a tree, and the installed packages where the tree does not decide."""
+    """Return a source that reads a tree, and the installed packages for what it does not own."""
     return _Over(tree, Installed())
 
 
@@ -179,10 +179,11 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
     Args:
         path: a wheel, a checkout, a folder with packages, a package's own folder, or a virtual
             environment.
-        packages: packages of which the path must hold at least one.
+        packages: packages of which the path must contain at least one.
 
     Raises:
-        SourceError: the path holds none of the packages or cannot be read; the message names them.
+        SourceError: the path contains none of the packages, which the message names, or cannot be
+            read.
     """
     looked_for = f"Looked for: {', '.join(packages)}."
     if not path.exists():
@@ -194,7 +195,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
         raise SourceError(f"{path} holds no framework. {looked_for}")
     inner = [place for part in _BENEATH for place in sorted(path.glob(part) if part else [path])]
     roots = [folder for folder in inner if folder.is_dir()]
-    # If the path is a package's own folder, the root is the folder above.
+    # If the path is a package's own folder, the root is its parent folder.
     roots += [above for above in (path.resolve().parent,) if (path / "__init__.py").is_file()]
     for root in roots:
         tree = Tree(path, _Folder(root))
@@ -207,7 +208,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
 
 
 def stated_version(distribution: str, package: str, folder: Path) -> str | None:
-    """The version that a package's source states, or ``None``; executes nothing.
+    """Return the version that a package's source states, or ``None``; execute nothing.
 
     Args:
         distribution: the package's distribution.
@@ -239,7 +240,7 @@ def _find_written(files: _Files, distribution: str, package: str) -> Iterator[st
 
 
 def _find_declared(text: str, distribution: str, files: _Files, folder: str) -> Iterator[str]:
-    """The version in a distribution's own ``pyproject.toml``, or in the file that it names."""
+    """Yield the version in a distribution's ``pyproject.toml``, or in the file that this names."""
 
     def written(section: str, key: str) -> str:
         pattern = rf"^\[{section}\]\s*$(.*?)(^\[|\Z)"
@@ -258,7 +259,7 @@ def _find_declared(text: str, distribution: str, files: _Files, folder: str) -> 
 
 
 def _find_assigned(tree: ast.Module) -> Iterator[str]:
-    """The version that a module assigns, as a string or as numbers (NVIDIA's ``MAJOR``, ...)."""
+    """Yield the version that a module assigns, as a string or numbers (NVIDIA's ``MAJOR``, ...)."""
     values = {
         target.id: line.value.value
         for line in tree.body

@@ -31,7 +31,7 @@ def read(config: Any) -> Wishes:
 
 @seam(f"{TRAINER}:Trainer.build", BUILDING, group=GROUP, why="makes the bucket and the optimizer")
 def build(call: Call) -> None:
-    """Say that a model is being built, and how to read its config."""
+    """Record that a model is being built, and how to read its config."""
     config = call.instance.config
     with megatron.building("tinytron", lambda: read(config)):
         call.proceed()
@@ -39,7 +39,7 @@ def build(call: Call) -> None:
 
 @seam(f"{TRAINER}:optimizer_config", SETTLING, group=GROUP, why="makes every OptimizerConfig")
 def configure(call: Call, config: Any) -> Any:
-    """Put what was settled into the config; what the user wrote is part of it."""
+    """Put the settled fields into the config; what the user wrote is among them."""
     around = megatron.current_build("tinytron") or megatron.Build("tinytron", lambda: read(config))
     settled = megatron.settle(around)
     call.arguments["config"] = replace(config, optimizer=settled.fields)
@@ -50,7 +50,7 @@ def configure(call: Call, config: Any) -> Any:
 
 @seam(f"{TRAINER}:make_optimizer", ALIGNMENT, group=GROUP, why="has config and buckets in hand")
 def check(call: Call, config: Any, model: Any) -> Any:
-    """Hold the config against the live model before the optimizer is made."""
+    """Compare the config with the live model before the optimizer is made."""
     megatron.check("tinytron", config, model)
     return call.proceed()
 

@@ -1,10 +1,9 @@
-"""Models that no adapter announces: what the adapter ``megatron`` does beyond the other seams.
+"""Further seams of the adapter ``megatron``, for models that no other adapter announces.
 
-Only the adapter ``megatron`` has these seams, and within another adapter's ``building`` they do
-nothing. Every path to Megatron's own optimizers calls one function with config and DDPs in hand,
-before it makes the inner optimizer.
+Within another adapter's ``building`` they do nothing. Every path to Megatron's own optimizers calls
+one function, which gets the config and the DDPs and makes the inner optimizer.
 
-Delete when: Megatron's first loss scale is one that a model can train with, its DDP's check lets
+Delete when: Megatron's initial loss scale is one that a model can train with, its DDP's check lets
 the loss scaler skip, and its OptimizerConfig refuses fields that are set later.
 """
 
@@ -34,10 +33,10 @@ _MAKE = "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups"
     optional=True,
 )
 def start_lower(call: Call, initial_scale: float, min_scale: float, growth_interval: float) -> Any:
-    """Begin at a scale that does not cost 25 skips; a scale that the config sets stays.
+    """Lower Megatron's initial loss scale, which costs 25 skips; keep one that the config sets.
 
-    Megatron's default is 2**32. Its hysteresis of 2 lets the first overflow pass, and every
-    further one halves the scale: 25 skips in a row reach 2**8.
+    Megatron's default is 2**32. With its hysteresis of 2 the first overflow does not change the
+    scale, and every further overflow halves it: 25 skips in a row reach 2**8.
     """
     if current_build() is not None:
         return call.proceed()
@@ -61,7 +60,7 @@ def start_lower(call: Call, initial_scale: float, min_scale: float, growth_inter
     optional=True,
 )
 def check_config(call: Call, config: Any) -> Any:
-    """Check a config again: names become dtypes, and derived fields fit what was set later."""
+    """Validate a config again: names become dtypes, and derived fields are computed anew."""
     if current_build() is None:
         check_again(config)
     return call.proceed()
@@ -104,7 +103,7 @@ def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
 
 
 def _stop_checking(chunk: Any) -> bool:
-    """Give the bucket groups, which check the gradients, a config that says not to."""
+    """Give the bucket groups, which check the gradients, a config with the check off."""
     kinds = ("bucket_groups", "expert_parallel_bucket_groups")
     groups = [group for kind in kinds for group in getattr(chunk, kind, ())]
     checking = [one for one in groups if one.ddp_config.check_for_nan_in_grad]

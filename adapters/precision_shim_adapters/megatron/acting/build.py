@@ -1,8 +1,9 @@
-"""Which model is being built: what the backend's seams know of the framework around them.
+"""The record of the model being built, from which the backend's seams know the framework.
 
-The shim decides the bucket's dtype before the OptimizerConfig exists, in another function. So an
-adapter says, around DDP and optimizer, that a model is being built and how to read its wishes. The
-backend reads the wishes once, for the DDP, and makes bucket and OptimizerConfig from one plan.
+The shim decides the bucket's dtype in another function, before the OptimizerConfig exists. So an
+adapter wraps the code that makes DDP and optimizer in ``building``, with a function that reads the
+wishes. The backend reads them once, for the DDP, and makes bucket and OptimizerConfig from one
+plan.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Build:
         Args:
             framework: the framework's name.
             read: reads the framework's config; called once, at the first use of ``wishes``. That
-                is the seam at the DDP; frameworks complete their configs before it.
+                use is in the seam at the DDP; frameworks complete their configs before.
         """
         self.framework = framework
         self._read = read
@@ -83,7 +84,8 @@ _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=No
 
 _references: dict[int, tuple[weakref.ref[Any], Build]] = {}
 """Maps the ``id`` of a DDP config to the build of its reference model: written by
-``expect_reference``, read by ``build_around``. Two workers' configs may be equal, so by ``id``."""
+``expect_reference``, read by ``build_around``. The key is an ``id`` because two workers' configs
+may be equal."""
 
 
 def current_build(framework: str | None = None) -> Build | None:
@@ -94,7 +96,7 @@ def current_build(framework: str | None = None) -> Build | None:
 
 @contextmanager
 def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
-    """Say that a framework builds a model; an outer build of the same call wins.
+    """Record that a framework is building a model; where two are nested, the outer one is kept.
 
     Put it around the function that builds DDP and optimizer, or around each of the two. The
     backend's seams that act while a model is built do nothing outside it.

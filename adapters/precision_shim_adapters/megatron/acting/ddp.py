@@ -4,7 +4,7 @@ Every path to a gradient bucket calls ``DistributedDataParallel.__init__`` (a fr
 ``get_model``, mbridge, Megatron-Bridge), with the parameters that really go into the bucket. The
 seam patches a method of the class, so modules that import the class by name get it as well.
 
-The seams leave a DDP alone that is built outside a supported framework.
+The seams do not change a DDP that is built outside a supported framework.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ compared with it: written by ``build_ddp``, read by ``optimizer.check``."""
 
 
 def find_noted_dtype(chunk: Any) -> torch.dtype | None:
-    """The main grads dtype that ``build_ddp`` compared with a bucket dtype of the user's."""
+    """The main grads dtype that ``build_ddp`` compared with the user's bucket dtype."""
     return _told.get(chunk)
 
 
@@ -81,8 +81,8 @@ def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any =
     if changed != ddp_config:
         call.arguments["ddp_config"] = changed
     realigned = changed.grad_reduce_in_fp32 != ddp_config.grad_reduce_in_fp32
-    # From 0.18 the caller may pass a layout computed for the caller's bucket dtype; without a
-    # layout the DDP computes its own.
+    # In Megatron 0.18 and later the caller may pass a layout computed for the caller's bucket
+    # dtype; without a layout the DDP computes its own.
     if realigned and full_param_layout is not None:
         call.arguments["full_param_layout"] = None
     result = call.proceed()
@@ -163,7 +163,7 @@ def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> Bu
     optional=True,
 )
 def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
-    """Let overflows pass Megatron-FSDP's check too; leave the dtype of its buckets alone."""
+    """Turn Megatron-FSDP's check of gradients off as well; do not change its buckets' dtype."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()

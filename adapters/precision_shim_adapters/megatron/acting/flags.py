@@ -1,9 +1,10 @@
 """Wishes of a trainer that keeps Megatron's own flags in one flat argparse namespace.
 
-Its ``OptimizerConfig`` is made inline, from every attribute of the namespace that has a field's
-name. So the adapter enters ``OptimizerConfig.__init__`` while the trainer builds a model.
+Such a trainer makes its ``OptimizerConfig`` inline, from every attribute of the namespace that has
+a field's name. So the adapter changes the arguments of ``OptimizerConfig.__init__`` while the
+trainer builds a model.
 
-Delete when: such trainers hand only what the user wrote to Megatron's OptimizerConfig.
+Delete when: such trainers pass only what the user wrote to Megatron's OptimizerConfig.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from .build import current_build
 from .optimizer import settle
 
 CONFIG_INIT = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__init__"
-"""Where an adapter enters whose trainer makes the config inline."""
+"""The function that an adapter patches where its trainer makes the config inline."""
 
 _OF_THE_MODEL = ("fp16", "bf16", "params_dtype")
-"""What the trainer itself sets, by the model."""
+"""Fields that the trainer itself sets from the model's dtype."""
 
 
 def wishes_of_flags(
@@ -36,8 +37,8 @@ def wishes_of_flags(
 ) -> Wishes:
     """Read the wishes of one model from a flat namespace of Megatron's flags.
 
-    Asked is what differs from the defaults of Megatron's OptimizerConfig: nobody can tell a flag
-    that was given from its default.
+    A flag is a wish if it differs from the default of Megatron's OptimizerConfig: a flag that was
+    given with its default value looks like one that was left out.
 
     Args:
         args: the namespace, after Megatron's ``validate_args``.
@@ -52,7 +53,7 @@ def wishes_of_flags(
         value = getattr(args, field.name, field.default)
         if field.name not in _OF_THE_MODEL and _meant(value) != field.default:
             asked[field.name] = value
-    # Both flags are switches, so that a user writes no other value than these.
+    # Both flags are switches: a user can only turn them on.
     bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
     if getattr(args, "grad_reduce_in_bf16", False):
         bucket = False
@@ -74,7 +75,7 @@ def _meant(value: Any) -> Any:
 
 
 def fill_inline(call: Call, framework: str) -> Any:
-    """Put what was settled into an OptimizerConfig that is being made within a build.
+    """Put the settled fields into an OptimizerConfig that is being made within a build.
 
     For a seam at ``CONFIG_INIT``; outside the framework's build it does nothing.
 
@@ -93,9 +94,9 @@ def fill_inline(call: Call, framework: str) -> Any:
 
 
 def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:
-    """The backend's seams for a trainer whose package's name other projects have too.
+    """The backend's seams for a trainer whose package name other projects use as well.
 
-    They stand only where the trainer's own module is installed.
+    The seams apply only where the trainer's own module is installed.
 
     Args:
         seams: ``megatron.SEAMS``.

@@ -1,4 +1,4 @@
-"""Master weights after a framework loaded weights without the optimizer's states.
+"""Reload master weights after a framework loaded weights without the optimizer's states.
 
 Megatron's optimizers step master weights and copy them over the parameters. So after a load of
 weights alone the next step puts the former weights back, unless the framework calls

@@ -5,7 +5,7 @@ and that function lists the moments by name. A precision-aware optimizer keeps i
 weights beside the moments, as ``master_param``. A list without ``master_param`` leaves 4 bytes per
 parameter on the GPU.
 
-Delete when: each framework's list has ``master_param`` (verl's has from 0.9).
+Delete when: each framework's list has ``master_param`` (in verl 0.9 and later it does).
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def settle(build: Build, *, native: bool = False) -> Settled:
     """Choose the OptimizerConfig's fields for a model whose DDP is built, and report the decision.
 
     An adapter calls it where its framework makes the config, with a seam there for
-    ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``: each acts if it is in force.
+    ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``: each feature acts if it is in force.
 
     Args:
         build: the build around the call, or a build made from a direct caller's wishes.
@@ -226,7 +226,7 @@ def check_again(config: Any) -> None:
 
     It turns dtype names into dtypes, and derives fields from others anew, as Megatron does.
     """
-    # From 0.5 Megatron-Bridge validates, and computes derived fields, in ``finalize``.
+    # Megatron-Bridge 0.5 and later validates and computes derived fields in ``finalize``.
     (getattr(config, "finalize", None) or config.__post_init__)()
 
 

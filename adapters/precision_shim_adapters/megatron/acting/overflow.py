@@ -1,23 +1,24 @@
 """fp16 on Megatron-core: an overflow skips the step in every framework.
 
 Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
-the step and saves its scaler's state. Four things are missing: frameworks take the
-``(False, None, None)`` of a skipped step for a failure, no one counts the skipped steps, the loss
-scales of the chained optimizers of a mixture of experts drift apart, and a trainer that calls
-``prepare_grads`` before ``step``, which calls it again, unscales twice.
+the step and saves its scaler's state. Four things go wrong. Frameworks take the
+``(False, None, None)`` of a skipped step for a failure. Nothing counts the skipped steps. The loss
+scales of a mixture of experts' chained optimizers drift apart. A trainer that calls
+``prepare_grads`` before ``step`` unscales twice, since ``step`` calls it again.
 
 Why these seams. Every framework's step ends in ``ChainedOptimizer.step`` or, unchained, in
 ``MixedPrecisionOptimizer.step``. The shim changes their return value there, and only for an
 optimizer whose adapter called ``skipping`` or ``answer_skips``.
-Some trainers skip by themselves and leave ``step`` out, so the steps are counted where all of them
-ask for an overflow: in ``prepare_grads``. That of a chain runs after all scalers of a step checked
-for an overflow and before any optimizer steps. ``DynamicGradScaler.__init__`` takes the two factors
-that no config has a field for. (The DDP's check of gradients would end the job before Megatron
-skips: see ``ddp``.)
+Some trainers skip by themselves and do not call ``step``, so the shim counts steps in
+``prepare_grads``, where all trainers check for an overflow. When ``prepare_grads`` of a chain
+returns, all scalers of a step have checked and no optimizer has stepped.
+``DynamicGradScaler.__init__`` takes the two factors that no config has a field for. (The DDP's
+check of gradients would end the job before Megatron skips: see ``ddp``.)
 
-Deliberately not patched: ``ConstantGradScaler`` (the user chose a static ``loss_scale``, and where
-it overflows the framework raises its own error), and 0.18's threshold on the gradient norm, which
-is no overflow. Megatron saves the scaler itself; the counts are not in its checkpoint.
+Deliberately not patched: ``ConstantGradScaler`` and 0.18's threshold on the gradient norm. With the
+former the user chose a static ``loss_scale``, and at an overflow the framework raises its own
+error. A norm above the threshold is no overflow. Megatron saves the scaler itself; the counts are
+not in its checkpoint.
 
 Delete when: frameworks accept a skipped step, and chained optimizers share a scaler.
 """
@@ -53,8 +54,8 @@ SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 def dynamic_scalers(optimizer: Any) -> list[Any]:
     """The dynamic scalers of an optimizer and of the optimizers chained in it.
 
-    Megatron multiplies the loss with the scale of the first. Empty where the loss is not scaled, or
-    by a constant.
+    Megatron multiplies the loss with the scale of the first. The list is empty where the loss is
+    not scaled, or is scaled by a constant.
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
@@ -113,7 +114,7 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 
 def _account(optimizer: Any) -> Account | None:
-    """An optimizer's account; for a chain that has none, that of the first optimizer in it."""
+    """An optimizer's account; for a chain without one, that of the first optimizer that has one."""
     known = (_accounts.get(one) for one in (optimizer, *_unchain(optimizer)))
     return next((one for one in known if one is not None), None)
 
@@ -155,7 +156,7 @@ def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
     optional=True,
 )
 def answer_a_skip(call: Call) -> Any:
-    """Return for a skipped step what the framework can handle.
+    """For a skipped step, return values that the framework can handle.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -213,9 +214,10 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
     process.
 
     Args:
-        optimizer: the framework's; ``None`` if it has none.
-        prefix: goes before the names.
-        from_start: whether to report before the first step too, the step most likely skipped.
+        optimizer: the framework's optimizer; ``None`` without one.
+        prefix: is put before the names.
+        from_start: whether to report before the first step as well, which is the step most likely
+            skipped.
     """
     account = _account(optimizer) if optimizer is not None else None
     if account is None or math.isnan(account.scale):
@@ -245,7 +247,8 @@ def keep_one_scale(call: Call) -> Any:
     """Make all chained scalers count an overflow that one of them found.
 
     Megatron multiplies the loss with the first scaler's scale, and each optimizer divides by its
-    own. In a mixture of experts an overflow of the experts alone would lower their scale alone.
+    own. In a mixture of experts an overflow in the experts' gradients would lower only the experts'
+    scale.
     """
     scalers = dynamic_scalers(call.instance)
     if len(scalers) < 2:
@@ -282,7 +285,7 @@ class _Answer:
     """Whether an optimizer found an overflow in the gradients that it has prepared.
 
     Attributes:
-        found: whether it did.
+        found: whether it found an overflow.
         parts: the answers of the optimizers in a chain; empty for a single optimizer.
     """
 
@@ -295,7 +298,7 @@ _answers: weakref.WeakKeyDictionary[Any, _Answer] = weakref.WeakKeyDictionary()
 ``prepare_once``, deleted by ``_forget``."""
 
 _in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=False)
-"""Whether a chain prepares its optimizers: the chain counts the step, not each of them."""
+"""Whether a chain is preparing its optimizers: then only the chain counts the step."""
 
 
 def _parts(optimizer: Any) -> list[_Answer | None]:
@@ -327,7 +330,7 @@ def _forget(optimizer: Any) -> None:
 def prepare_once(call: Call) -> Any:
     """Prepare the gradients of a step once, and count the step.
 
-    Without a dynamic scaler every call goes through: some trainers prepare an optimizer several
+    Without a dynamic scaler every call reaches Megatron: some trainers prepare an optimizer several
     times without ``zero_grad``.
 
     Raises:
@@ -371,7 +374,7 @@ def prepare_once(call: Call) -> Any:
     optional=True,
 )
 def forget_answer(call: Call) -> Any:
-    """Prepare the next gradients anew."""
+    """Forget the answer, so that the next gradients are prepared."""
     _forget(call.instance)
     return call.proceed()
 

@@ -1,9 +1,9 @@
-"""Whether a loss was scaled once: Megatron divides fp16 gradients by the scale in any case.
+"""Check that a loss is scaled once: Megatron always divides fp16 gradients by the scale.
 
 A trainer scales its loss through ``grad_scale_func`` of the model's config, through ``scale_loss``
-or with ``get_loss_scale``. All three ask for the scale in ``get_loss_scale``. One that uses none of
-them trains with gradients that are too small by the scale, one that uses two of them with gradients
-that are too large, and neither sees it: the loss that it reports is right.
+or with ``get_loss_scale``. All three call ``get_loss_scale``. A trainer that uses none of them
+trains with gradients that are too small by the factor of the scale; one that uses two of them, with
+gradients that are too large. Neither error shows in the reported loss.
 
 Delete when: Megatron's ``prepare_grads`` knows whether the loss was scaled.
 """
@@ -26,7 +26,7 @@ _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _WAYS = "grad_scale_func of the model's config, scale_loss() nor get_loss_scale()"
 
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The optimizers whose scale was asked for since their last step: written by ``note_asked``, read
+"""The optimizers whose scale was read since their last step: written by ``note_asked``, read
 and emptied by ``tell_unscaled``."""
 
 
@@ -39,18 +39,19 @@ and emptied by ``tell_unscaled``."""
     optional=True,
 )
 def note_asked(call: Call) -> Any:
-    """Note that somebody asked for the scale."""
+    """Note that this optimizer's scale was read."""
     _asked.add(call.instance)
     return call.proceed()
 
 
 def tell_unscaled(optimizers: Iterable[Any]) -> None:
-    """Warn where nobody asked for the scale of these optimizers since their last step."""
+    """Warn if the scale of none of these optimizers was read since their last step."""
     from megatron.core import parallel_state
 
     asked = [one for one in optimizers if one in _asked]
     _asked.difference_update(asked)
-    # Only the last stage of a pipeline has a loss. Without Megatron's groups no one can tell.
+    # Only the last stage of a pipeline has a loss. Without Megatron's groups the stage is not
+    # known.
     if asked or not (
         parallel_state.model_parallel_is_initialized()
         and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -74,10 +75,10 @@ def tell_unscaled(optimizers: Iterable[Any]) -> None:
     optional=True,
 )
 def refuse_scaled_twice(call: Call, loss: Any) -> Any:
-    """Warn of a loss that the trainer has multiplied with the scale, and raise under strict.
+    """Warn of a loss that the trainer has already multiplied by the scale; raise in strict mode.
 
     Raises:
-        InconsistentPrecisionError: strict, and it has.
+        InconsistentPrecisionError: in strict mode, for such a loss.
     """
     if _is_scaled(loss, call.instance.get_loss_scale()):
         message = (

@@ -22,7 +22,7 @@ class BucketChoice:
         grad_reduce_in_fp32: the chosen value.
         changed: whether it differs from the config's value.
         because: the reason, in words.
-        problem: an inconsistency that the shim leaves, or ``""``.
+        problem: an inconsistency that the shim does not correct, or ``""``.
     """
 
     grad_reduce_in_fp32: bool

@@ -120,7 +120,7 @@ NEED_PRECISION_AWARE = (
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 )
-"""Fields that Megatron takes at fp32 only, unless the optimizer is precision-aware."""
+"""Fields that Megatron accepts only as fp32, unless the optimizer is precision-aware."""
 
 
 def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:

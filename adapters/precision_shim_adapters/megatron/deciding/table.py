@@ -108,7 +108,7 @@ class OptimizerPlan:
         chosen: the choice in words.
         because: its reason in words.
         warnings: warnings for the user.
-        bucket_warning: a warning about the bucket, given where the bucket is built too.
+        bucket_warning: a warning about the bucket, which is also given where the bucket is built.
     """
 
     adds: Mapping[str, Any]
@@ -129,9 +129,8 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     optimizer Megatron ends a resume with a KeyError. With it a resume goes on silently, with step
     counts or masters that are not the checkpoint's (docs/megatron.md has the measurements). The
     shim corrects these while it is on, but a user may resume the job with the shim off: then a
-    silent error would replace the KeyError. The memory that this reason costs, in bytes per
-    parameter as the audit finds them (with a fake GPU, all offloaded; DP is the data-parallel
-    size):
+    silent error would replace the KeyError. The memory cost of this reason, in bytes per parameter
+    as the audit finds them (with a fake GPU, all offloaded; DP is the data-parallel size):
 
     ========================== ================================== =======
     bf16 parameters            GPU                                host
@@ -141,7 +140,7 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     precision-aware, bf16 main 2 + 2 (bucket)                     16/DP
     ========================== ================================== =======
 
-    The first two take the same steps, bit for bit.
+    The first two rows take the same steps, bit for bit.
     """
     reasons = []
     if request.optimizer != "adam":

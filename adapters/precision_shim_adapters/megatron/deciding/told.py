@@ -1,4 +1,4 @@
-"""The audit's problems that the pair check has already reported: one fault, one warning."""
+"""Problems of the audit that ``optimizer.check`` already reported, so that each is told once."""
 
 from __future__ import annotations
 

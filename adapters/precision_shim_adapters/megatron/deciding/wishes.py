@@ -38,7 +38,7 @@ GROUP = "megatron"
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
 AUDIT = "audit"
 BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
-"""The features that need to know which model is being built; a seam with ``building`` has them."""
+"""The features that need to know which model is being built: those of a ``building`` seam."""
 
 PRECISION_AWARE = "use_precision_aware_optimizer"
 FUSED_ADAM_ARGUMENTS = (
@@ -64,7 +64,7 @@ class Wishes:
             trainable parameters have several dtypes or are not known.
         auto: what ``PRECISION_SHIM_OPTIMIZER_STATES=auto`` means here: ``"as-configured"`` where
             the config has fields for the states' dtypes, else ``"guarded"``.
-        native: by the model's dtype, the fields that the framework sets by itself; ``asked``
+        native: maps the model's dtype to the fields that the framework sets by itself; ``asked``
             overrides them.
         opt_in: the framework's own fields for low-precision states of a bf16 model, by Megatron's
             names.
@@ -76,7 +76,7 @@ class Wishes:
         nan_check_written: whether the user wrote ``check_for_nan_in_grad``.
         scaler: loss scaler settings from the framework's config, by the shim's names.
         scaler_where: the key of these settings, for messages.
-        unchecked: fields that the pair check skips, because the framework's own files set them
+        unchecked: fields that ``optimizer.check`` skips, because the framework's own files set them
             to the same value for every model.
         trains: whether the model gets an optimizer.
     """
@@ -115,7 +115,8 @@ class InForce:
         coerces: whether dtype names become dtypes.
         dispatches: whether the OptimizerConfig follows the model's dtype.
         aligns: whether the gradient bucket follows the main grads.
-        over_user: whether it does so where the user wrote another dtype (``GRAD_BUCKET=align``).
+        over_user: whether the bucket does so even where the user wrote another dtype
+            (``GRAD_BUCKET=align``).
         whole_masters: whether checkpoints hold whole fp32 masters.
         support: the FusedAdam that Megatron would use.
     """
@@ -161,7 +162,7 @@ def what_is_in_force(
     Args:
         settings: the shim's.
         holds: tells whether a feature is in force for a group.
-        support: the FusedAdam that Megatron would use; ``None`` to look at the installed one.
+        support: the FusedAdam that Megatron would use; ``None`` to inspect the installed one.
     """
     return InForce(
         states=str(settings["optimizer_states"]),
@@ -187,7 +188,7 @@ def plan_wishes(
     """
     asked = coerce_written(wishes.asked, wishes.where, now)
     if asked.get("fp16") and asked.get("bf16"):
-        asked["bf16"] = False  # fp16 wins where both are set
+        asked["bf16"] = False  # fp16 is kept where both are set
     dtype = model.single or wishes.declared
     policy = wishes.auto if now.states == "auto" else now.states
     if not now.dispatches:
@@ -242,7 +243,7 @@ def coerce_written(
     Args:
         written: fields of Megatron's OptimizerConfig.
         where: framework and key, for messages.
-        now: what is in force; ``None`` to look at this process.
+        now: what is in force; ``None`` for what is in force in this process.
 
     Raises:
         DtypeError: a name is unknown, or the dtype is not legal for its field.
@@ -255,7 +256,7 @@ def coerce_written(
 
 
 def fused_adam_support() -> FusedAdamSupport:
-    """Look at the FusedAdam that Megatron's precision-aware optimizer would use."""
+    """Inspect the FusedAdam that Megatron's precision-aware optimizer would use."""
     try:
         # Megatron's own check imports the same name.
         from transformer_engine.pytorch.optimizers import FusedAdam

@@ -1,1 +1,1 @@
-"""Compute the memory of a job on Megatron, and whether it is legal, from its config alone."""
+"""Compute a job's memory on Megatron, and whether the job is legal, from its config alone."""

@@ -1,7 +1,7 @@
-"""Cheaper precision settings for a model on Megatron, those that lose least first.
+"""Settings that need less memory for a model on Megatron, those that give up least first.
 
-Each step is planned as if the user wrote its settings, so the rules of the worker decide which
-steps are legal.
+Each entry of ``_STEPS`` is planned as if the user wrote its settings, so the worker's rules decide
+which entries are legal.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 def variants(
     asked: _Model, settings: Settings, support: FusedAdamSupport, holds: Holds
 ) -> list[tuple[str, tuple[str, ...], _Model]]:
-    """The same model with cheaper settings, for each step that is legal here.
+    """The same model with cheaper settings, once for each entry of ``_STEPS`` that is legal.
 
     Returns:
         For each step what it gives up, the config lines to write, and the changed model.

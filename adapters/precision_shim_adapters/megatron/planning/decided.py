@@ -1,8 +1,8 @@
 """The settings of one model of a planned job on Megatron, and the shim's decisions about it.
 
 The decisions come from the functions that the worker uses: ``plan_wishes`` decides the optimizer's
-config, ``deciding.bucket`` the gradient bucket, and ``reader.wanted`` tells which dtypes Megatron
-then keeps.
+config, ``deciding.bucket`` the gradient bucket, and ``reader.read_wanted`` tells which dtypes
+Megatron then keeps.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Asked:
         sizes: the sizes of the parallel groups.
         dtype: the parameters' dtype.
         bucket_in_fp32: the framework's own value of ``grad_reduce_in_fp32``.
-        frozen: whether a parameter is frozen, by its name.
+        frozen: tells by a parameter's name whether it is frozen.
         value_head: whether the output layer is a value head with one output.
         key: the config's key of an optimizer field, for messages; ``{}`` is the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line.
-        parked: the config's keys to the components that they move to the host between phases.
+        parked: maps keys of the config to the components that they move to the host between phases.
         place: models with the same place share their GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
@@ -191,7 +191,7 @@ def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:
 def _find_unpacked(
     moments: Mapping[str, torch.dtype], support: FusedAdamSupport
 ) -> tuple[str, ...]:
-    """Moments that FusedAdam casts to fp32 for its kernel, all parameters of a group at once."""
+    """Moments that FusedAdam casts to fp32 for its kernel, a whole parameter group at once."""
     if set(moments.values()) == {torch.bfloat16}:
         version = support.version
         if version is None or version >= CAPTURABLE_BF16_SINCE:

@@ -315,7 +315,7 @@ _VOCABULARY = (
 )
 _EMBEDDINGS = _VOCABULARY[:6]
 _LAST = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "score")
-"""Modules after the last layer, in the last stage; the output layer comes there, too."""
+"""Modules after the last layer; they are in the last stage, as is the output layer."""
 
 
 def rank_numel(weight: Weight, sizes: Sizes) -> int:
@@ -373,7 +373,7 @@ def count(
     Args:
         model: names and shapes.
         sizes: the sizes of the parallel groups, which must be legal.
-        frozen: whether a parameter is frozen, by its name.
+        frozen: tells by a parameter's name whether it is frozen.
         value_head: whether the output layer is a value head with one output.
     """
     if not model.config:
@@ -436,7 +436,7 @@ def _stage_outside(name: str, last: int) -> int:
 
 
 def unknown(model: Model) -> list[str]:
-    """Matrices of the text model that no rule here names; ``count`` takes them as not split."""
+    """Matrices of the text model that no rule here names; ``count`` treats them as not split."""
     names = []
     for weight in model.weights:
         word = _word(weight.name)

@@ -92,7 +92,7 @@ class MegatronModel(Asked):
 
 
 def _unknown(asked: Asked) -> list[Problem]:
-    """Keys that the framework passes to Megatron's configs, but these configs lack."""
+    """Keys that the framework passes to Megatron's configs, and that these configs lack."""
     subject = asked.wishes.subject
     keys = unknown_keys(
         asked.wishes.asked, fields_of(CONFIG), subject, asked.key, "Megatron's OptimizerConfig"
@@ -105,7 +105,7 @@ def _unknown(asked: Asked) -> list[Problem]:
 
 
 def _no_names(asked: Asked) -> list[Problem]:
-    """Values that are no names where Megatron takes a dtype: YAML reads ``16`` as a number."""
+    """Values of dtype fields that are neither names nor dtypes: YAML reads ``16`` as a number."""
     return [
         Problem(
             "dtype",

@@ -1,7 +1,8 @@
 """The seams that audit Megatron's optimizers without a call by the user.
 
 ``get_megatron_optimizer`` is no place for a seam: frameworks have copies of it, which make no
-chained optimizer. Every optimizer is one of these three classes in megatron-core 0.13 to 0.19.
+chained optimizer. In megatron-core 0.13 to 0.19 every optimizer is of one of the three classes
+patched here.
 
 Delete when: Megatron reports which precision its optimizers really have.
 """

@@ -104,7 +104,7 @@ def accepted() -> Answer:
     needs=(_CONFIG,),
 )
 def states_need_it() -> Answer:
-    """The shim turns the precision-aware optimizer off where the user asks for none of these."""
+    """The shim turns the precision-aware optimizer off where the user asks for no such dtype."""
     wanted = {
         "main_grads_dtype": torch.bfloat16,
         "main_params_dtype": torch.float16,
@@ -198,7 +198,7 @@ def overflow() -> Answer:
     needs=("megatron.core.optimizer.grad_scaler",),
 )
 def dynamic_scaler() -> Answer:
-    """The shim reads the scale from the device only where the tensor is a new one."""
+    """The shim reads the scale from the device only if its tensor is a new object."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
     from precision_shim.testing.megatron_cpu import cuda_means_cpu

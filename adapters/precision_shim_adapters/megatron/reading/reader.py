@@ -72,7 +72,7 @@ def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]
 
 
 def is_expert(parameter: Any) -> bool:
-    """Whether a parameter is an expert's, which has its own data-parallel group."""
+    """Whether a parameter belongs to an expert; experts have a data-parallel group of their own."""
     return not getattr(parameter, "allreduce", True)
 
 
@@ -175,7 +175,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         read_inner(reading, one)
     told = reading.foretold
     if beneath and told.exp_avg is not None and told.exp_avg_sq is not None:
-        # The inner optimizers make states like the copies; callers ask by the original tensor.
+        # The inner optimizers make states for the copies; callers pass the original tensor.
         first, second = told.exp_avg, told.exp_avg_sq
         reading.foretold = replace(
             told,
@@ -235,8 +235,8 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
     Args:
         field: reads a field of the config; returns ``None`` for a field that it lacks.
 
-    Megatron derives some settings once, when it makes a config. A field set later changes only the
-    settings that Megatron reads directly, which an audit is to find.
+    Megatron derives some settings once, when it makes a config. A field that is set later changes
+    only the settings that Megatron reads directly; the audit is meant to find such a difference.
     """
 
     def get(name: str, default: Any) -> Any:

@@ -15,7 +15,8 @@ bf16, and remainders that an unpatched Megatron has already written as numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
 https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete when both are
-closed, Megatron stores remainders under a name of their own, and no key has the bucket's dtype.
+closed, Megatron stores remainders under a name of their own, and no key contains the bucket's
+dtype.
 """
 
 from __future__ import annotations
@@ -83,16 +84,16 @@ _ADDED = "_precision_shim_added"
 field; ``copy`` and ``pickle`` keep it."""
 
 _OWN = ("adam_eps", "sgd_momentum")
-"""Fields of such a config whose floats the shim replaces by new objects. ``dataclasses.replace``
-drops the attribute but keeps these objects, so the shim recognizes the new config by their
-``id``."""
+"""Fields of a config with ``_ADDED``; the shim replaces their floats by new, equal objects.
+``dataclasses.replace`` drops the attribute but keeps these objects, so the shim recognizes the new
+config by their ``id``."""
 
 _own_floats: dict[int, float] = {}
 """The floats of ``_OWN`` by ``id``: written by ``note_precision_aware``, read by
-``added_by_shim``."""
+``is_added_by_shim``."""
 
 as_they_are: ContextVar[bool] = ContextVar("precision_shim_remainders_as_they_are", default=False)
-"""Whether a save keeps remainders, since the same job without the shim would save remainders."""
+"""Whether a save keeps remainders unchanged, as the same job without the shim would save them."""
 
 into_place: ContextVar[bool] = ContextVar("precision_shim_into_place", default=False)
 """Whether a load reads into the tensors that ``join_states`` returns."""
@@ -138,9 +139,9 @@ def refuse_torchs_adam(
     """Warn at the save that Megatron cannot load the states of torch's Adam, and refuse the load.
 
     Where neither TransformerEngine nor Apex is installed, Megatron steps with torch's Adam.
-    Megatron's load asserts that a fresh optimizer has one step count, but it has none. An optimizer
-    that already has states does not get the loaded step count in two of the three sharding types,
-    and keeps its old step count in the third.
+    Megatron's load asserts that a new optimizer has one step count, and torch's Adam has none then.
+    An optimizer that already has states does not get the loaded step count in two of the three
+    sharding types, and keeps its old step count in the third.
 
     Raises:
         CheckpointLayoutError: at a load, and in strict mode at a save.
@@ -174,7 +175,7 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
 
 
 def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """A function from parameter dtype to the bucket's dtype without the shim.
+    """Make a function from a parameter's dtype to its bucket's dtype without the shim.
 
     Returns ``None`` if the shim changed the bucket of no chunk.
     """
@@ -352,8 +353,8 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
     """The dtypes of a checkpoint's tensors, by their keys, read without unpickling.
 
-    Where the metadata is no plain file, such as on remote storage, Megatron's own reader reads it,
-    which does unpickle.
+    Where the metadata is no plain file, such as on remote storage, the shim uses Megatron's own
+    reader, which does unpickle.
     """
     path = Path(directory, METADATA)
     if not path.is_file():

@@ -45,13 +45,13 @@ from . import offloaded
 from .checkpoint import KEYS, STATES
 
 _TAKES_PADDING = (0, 17)
-"""The megatron-core whose ``_set_main_param_and_optimizer_states`` first ignores entries that are
-no tensors."""
+"""The first megatron-core release whose ``_set_main_param_and_optimizer_states`` ignores entries
+that are no tensors."""
 
 _OFFLOAD, _SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
 
 _STEPPED = ".master_param"
-"""The end of the keys that ``dp_reshardable`` has for the copies that an offloading optimizer
+"""The suffix of the keys in ``dp_reshardable`` for the copies that an optimizer for CPU offload
 steps, if that optimizer is not precision-aware."""
 
 BUCKET = "grad_reduce_in_fp32"
@@ -84,7 +84,7 @@ class Live:
 
 
 def assume_fields(part: Part, here: Here) -> dict[str, Any]:
-    """The fields of the job's own config, or, without a config, those that the file implies."""
+    """The fields of the job's own config; without a config, those that the checkpoint implies."""
     fields = dict(here.config or {})
     if here.config is None and part.masters in (REMAINDERS, NUMBERS):
         fields[PRECISION_AWARE] = True
@@ -98,7 +98,7 @@ def assume_fields(part: Part, here: Here) -> dict[str, Any]:
 
 
 def assume_wishes(part: Part, here: Here, where: str, subject: str) -> Wishes:
-    """What the job asks for, of a framework whose config has Megatron's own names.
+    """Assume a job's wishes, for a framework whose config has Megatron's own field names.
 
     Args:
         part: the checkpoint.
@@ -119,7 +119,7 @@ def assume_wishes(part: Part, here: Here, where: str, subject: str) -> Wishes:
 
 
 def find_params_dtype(part: Part) -> torch.dtype:
-    """The parameters' dtype; bf16 where the file does not show it."""
+    """The parameters' dtype; bf16 where the checkpoint does not show it."""
     return parse_dtype(part.params_dtype or "") or torch.bfloat16
 
 
@@ -192,7 +192,7 @@ def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
 
 
 def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
-    """Outcomes with CPU offload where the load fails or no step count is stored."""
+    """The outcome where a load with CPU offload fails or finds no step count; else ``None``."""
     written = OFFLOADED in part.facts
     uncounted = written and not part.facts["counted"]
     plain = live.on_host is not None and not live.asked_aware
@@ -212,7 +212,7 @@ def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcom
 
 
 def _judge_left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
-    """Loaded states that do not reach the inner optimizers without the seams of ``offloaded``."""
+    """The outcome where, without ``offloaded``, states miss the inner optimizers; else ``None``."""
     sharding = part.facts.get("sharding")
     if live.on_host is None:
         return None

@@ -8,12 +8,12 @@ the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
 
 - ``dp_reshardable``, which 0.15 cannot save: AdamW's step counts stay at 1, from the dummy step.
 - ``dp_zero_gather_scatter``: the copies keep the values of the dummy step.
-- Each sharding type: the loaded groups have the step count, and every step copies the groups over
-  those of the inner optimizers. FusedAdam keeps its count in its groups, and so takes each step as
-  the first after the checkpoint.
+- Every sharding type: the loaded groups have the step count, and every step copies the groups over
+  those of the inner optimizers. FusedAdam keeps its count in its groups, so it counts each step as
+  the first one after the checkpoint.
 - Where nothing is on the host, Megatron saves no step count: FusedAdam counts from 1 again.
 
-SkyRL itself patches the first, in its own process.
+SkyRL itself patches the first of these, in its own process.
 
 Delete when: Megatron's own resume is exact; tests/audit/test_offload_resume.py fails then.
 """
@@ -31,7 +31,7 @@ from ...megatron_checkpoints import OFFLOADED
 from ..deciding.wishes import DISPATCH, SCALING
 
 FEATURES = (DISPATCH, SCALING)
-"""The seams act if one of the two is on; neither resumes exactly without them."""
+"""The seams act if one of the two is on; neither feature resumes exactly without the seams."""
 
 GROUP = "megatron offloaded states"
 PATHS = {GROUP: "Megatron (resume of an offloaded optimizer)"}
@@ -97,8 +97,9 @@ def hand_count_over(call: Call) -> Any:
 def save_count(call: Call) -> Any:
     """Save the step count of FusedAdam's groups where nothing is on the host.
 
-    Not for an optimizer that is not precision-aware: there a count in the checkpoint would make
-    Megatron's load end in a KeyError, even in SkyRL, whose patches make that load work.
+    An optimizer that is not precision-aware gets none: a count in its checkpoint would make
+    Megatron's load end in a KeyError. That holds even in SkyRL, whose patches make that load work
+    otherwise.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config
@@ -144,7 +145,8 @@ def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
     inner = call.instance.optimizer
     if not _offloads(inner):
         return result
-    # A checkpoint without a count comes from another optimizer, saved before its first step.
+    # A checkpoint without a count comes from another kind of optimizer, saved before its first
+    # step.
     count = float(next(iter(counts), 0))
     for state in inner.state.values():
         if isinstance(state.get("step"), torch.Tensor):

@@ -1,8 +1,8 @@
 """One parameter's states in Megatron's optimizer checkpoints: saved and loaded.
 
 For every sharding type, ``DistributedOptimizer`` reads and writes a parameter's master weights and
-moments through one pair of methods; ``checkpoint`` says how the shim converts them and why. Three
-properties of Megatron and TransformerEngine prevent an exact resume:
+moments through one pair of methods. ``checkpoint`` explains how the shim converts them and why.
+Three properties of Megatron and TransformerEngine prevent an exact resume:
 
 - FusedAdam keeps int16 remainders under the name ``master_param``.
 - FusedAdam fills the master weights of an fp32 parameter once and never updates them.
@@ -117,7 +117,7 @@ def join_states(call: Call, model_param: Any) -> Any:
     "_get_model_param_range_map",
 )
 def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
-    """Split fp32 master weights again; refuse states that cannot continue exactly.
+    """Split loaded fp32 master weights again; refuse states that cannot continue exactly.
 
     Raises:
         CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
@@ -174,7 +174,7 @@ def _tell_rounded(optimizer: Any, shard: Any, value: torch.Tensor) -> None:
 
 
 def _own_master(live: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """An fp32 parameter's master weights: the parameter itself. Warn if the checkpoint differs."""
+    """Return an fp32 parameter itself as its master weights; warn if the checkpoint differs."""
     if not torch.equal(value.to(live), live):
         warn(
             f"{megatron_label()}: the optimizer checkpoint's masters of fp32 parameters are not "
@@ -206,7 +206,8 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
         return model_shard(optimizer, model_param)
 
     def as_numbers() -> bool:
-        # An fp32 parameter has no remainders; a norm's initial ones may look like remainders.
+        # An fp32 parameter has no remainders; the ones that a norm starts with may look like
+        # remainders.
         return model_param.dtype is not torch.float32 and looks_like_remainders(value, live)
 
     lost = master_is_lost(

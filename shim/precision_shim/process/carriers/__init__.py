@@ -1,8 +1,8 @@
 """Carriers bring the shim's variables into processes that do not inherit them.
 
-Each carrier is one module with the name of its package and two functions: ``enter()`` patches the
-package, now if it is imported or else at its import, and ``leave()`` undoes that. Neither imports
-the package, and a second call does nothing.
+Each carrier is a module named after the package that it patches, with two functions: ``enter()``
+patches the package, at once if it is imported and otherwise when it is, and ``leave()`` undoes
+that. Neither function imports the package, and a second call does nothing.
 """
 
 import sys
@@ -36,7 +36,7 @@ def leave() -> None:
 def variables(
     environ: "Mapping[str, str]", leave_out: "Mapping[str, str] | None" = None
 ) -> "dict[str, str]":
-    """The shim's variables in an environment, without those in ``leave_out``."""
+    """Return the shim's variables in an environment, without those in ``leave_out``."""
     return {
         name: value
         for name, value in environ.items()

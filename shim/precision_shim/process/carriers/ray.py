@@ -1,15 +1,15 @@
-"""Ray: the shim's variables travel with the job, so that workers on every node have the same ones.
+"""Pass the shim's variables to a Ray job's workers, so that all nodes have the same ones.
 
 A raylet keeps the environment that it inherited at its start, so a variable that was set later,
-or on another node, does not reach its workers. So this module wraps ``ray.init`` and merges the
-variables into the job's ``runtime_env["env_vars"]``, except those that the runtime_env of the
-caller or of ``ray job submit`` has: Ray fails on a key that is in both, even with equal values. A
-setup hook would not do: a worker environment without this package would fail on it, and a second
-hook beside the user's is an error.
+or on another node, does not reach its workers. Therefore this module wraps ``ray.init`` and merges
+the variables into the job's ``runtime_env["env_vars"]``. It leaves out variables that the
+runtime_env of the caller or of ``ray job submit`` has: Ray fails on a key that is in both, even
+with equal values. A setup hook is no alternative: it fails in a worker environment without this
+package, and Ray allows no second hook next to the user's.
 
 The module does not use the seam engine: Ray's agents and every worker import
-``ray._private.worker``, where importing wrapt and parsing 4,000 lines of source would cost each
-process 200 ms. The wrapper is a plain function, which pickles by reference.
+``ray._private.worker``, and importing wrapt and parsing 4,000 lines of source there would cost each
+process 200 ms. The wrapper is a plain function, which is pickled by reference.
 """
 
 import functools
@@ -46,7 +46,7 @@ def enter() -> None:
 
 
 def leave() -> None:
-    """Put Ray's own ``init`` back. A wrapper of ours that another tool wrapped passes calls on."""
+    """Restore Ray's ``init``; where another tool wrapped our wrapper, ours only passes calls on."""
     global _watcher, _original, _ours
     if _watcher is not None:
         _watcher.remove()
@@ -82,7 +82,7 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
         given = kwargs.get("runtime_env")
         in_job = json.loads(os.environ.get(_JOB) or "{}").get("runtime_env") or {}
         if not given and not in_job:
-            # Ray ignores a JobConfig's runtime_env once init() gets one: start from JobConfig's.
+            # Ray ignores a JobConfig's runtime_env if init() is given one: start from JobConfig's.
             given = getattr(kwargs.get("job_config"), "runtime_env", None)
         given = dict(given or {})
         carried = {**(in_job.get("env_vars") or {}), **(given.get("env_vars") or {})}
@@ -91,7 +91,7 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
             return kwargs
         given["env_vars"] = {**(given.get("env_vars") or {}), **ours}
         return {**kwargs, "runtime_env": given}
-    except Exception as error:  # a job must start even where its workers come up without the shim
+    except Exception as error:  # a job must start even if its workers start without the shim
         from ...reporting import journal as _journal
 
         _journal.say(
