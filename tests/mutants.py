@@ -751,8 +751,13 @@ def _bound(seam: Seam, symbol: Symbol, node: Any, in_class: bool) -> End:
     async def awaiting(call: Any, **values: Any) -> Any:
         return await standing(call, **values)
 
+    def yielding(call: Any, **values: Any) -> Any:
+        yield from standing(call, **values)
+
     awaits = inspect.iscoroutinefunction(seam.wrapper)
-    standing_there = through(awaiting if awaits else standing, binding)
+    yields = inspect.isgeneratorfunction(seam.wrapper)
+    stands = awaiting if awaits else yielding if yields else standing
+    standing_there = through(stands, binding)
     wrapped, whom = _held(raw, owner)
     parameters = list(inspect.signature(found).parameters.values())
     own = parameters if whom is None else parameters[1:]
@@ -778,6 +783,8 @@ def _bound(seam: Seam, symbol: Symbol, node: Any, in_class: bool) -> End:
         result = standing_there(wrapped, whom, tuple(args), kwargs)
         if awaits:
             result = asyncio.run(result)
+        if yields:
+            result = next(result)
         if inspect.iscoroutine(result):
             result.close()
             return End("survives", "a coroutine, and the wrapper awaits nothing")
