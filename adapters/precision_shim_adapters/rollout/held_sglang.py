@@ -1,12 +1,13 @@
 """Asks an SGLang engine by its public calls what it holds, for the audit.
 
 In the process of its ``TokenizerManager`` the manager is asked; elsewhere the engine's HTTP server.
-Both tell the arguments that the scheduler works with. The manager also has the model's config as
-SGLang resolved it, so it alone knows what ``auto`` became.
+Both return the arguments that the scheduler works with. Only the manager also has the model's
+config as SGLang resolved it, and with it the dtype that SGLang chose for ``auto``.
 
-Of the weights SGLang tells the values, as fp32 and thus without a dtype, and only of some models;
-asked for another model's it writes an error into its log. It turns a whole parameter into Python
-numbers before it cuts it, so only two small ones are asked for.
+For some models SGLang returns the values of a weight by its name, converted to fp32, so that the
+weight's own dtype is not known. For other models it writes an error into its log. It converts the
+whole parameter to Python numbers before it shortens the answer, so the shim asks for two small
+parameters only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .held import TIMEOUT_S, Whose, dtype_name, is_due, reason_of
 from .in_engine import count_exact
 
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "GraniteForCausalLM")
-"""Whose weights SGLang tells by these names."""
+"""The models whose weights SGLang returns by the names in ``NAMES``."""
 
 NAMES = tuple(f"model.layers.0.self_attn.{one}_proj.weight" for one in "kv")
 ROWS = 16
@@ -113,7 +114,7 @@ def unasked(whose: Whose, sync: int, error: Exception) -> Held:
 
 
 def _nothing(whose: Whose, sync: int, engine: str) -> Held:
-    """A record before the engine has said anything."""
+    """Make a record of an engine that has not answered yet."""
     return Held(
         framework=whose.framework,
         subject=whose.subject,
@@ -140,7 +141,7 @@ def _of_arguments(known: Held, state: Mapping[str, Any]) -> Held:
 
 
 def _why_no_weights(known: Held, state: Mapping[str, Any], models: Sequence[str] | None) -> str:
-    """Why the engine is not asked for weights; empty if it is."""
+    """Return why the engine is not asked for weights; empty if it is asked."""
     model = ", ".join(models or ()) or "a model without a name"
     if known.quantization:
         return "SGLang tells the values of quantised weights without their scales"
@@ -152,7 +153,7 @@ def _why_no_weights(known: Held, state: Mapping[str, Any], models: Sequence[str]
 
 
 def _with(known: Held, answers: Sequence[Any]) -> Held:
-    """A record with the values of some weights, which may be those of several replicas."""
+    """Add the share that bf16 represents exactly; the values may come from several replicas."""
     if None in answers or [] in answers:
         return replace(known, not_answered=f"SGLang has not found {', '.join(NAMES)}")
     counts = [count_exact(torch.tensor(one)) for one in answers]

@@ -195,7 +195,7 @@ async def _ask(server: Any, sync: int = 0) -> None:
     f"{_SGLANG}.launch_server",
     FEATURE,
     group=HELD_SGLANG,
-    only_if=(_IF_SGLANG,),  # before 0.7 a server is told of no sync
+    only_if=(_IF_SGLANG,),  # before 0.7 nothing tells a server that a sync has ended
     why="has made SGLang's processes when it ends",
     delete_when=_DELETE,
     relies_on=("node_rank", "tokenizer_manager"),
