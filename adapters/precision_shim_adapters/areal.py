@@ -102,21 +102,7 @@ def build(call: Call) -> None:
 )
 def settle(call: Call, config: Any, model_chunks: Any) -> Any:
     """Put the settled fields into the config, and validate it so that derived fields fit them."""
-    around = megatron.current_build("areal")
-    if around is None:
-        return call.proceed()
-    settled = megatron.settle(around)
-    # Without the shim the stale derived field makes Megatron keep whole master weights: write
-    # checkpoints in the layout that such a job reads.
-    keeps = bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
-    made = megatron.with_fields(config, settled.fields)
-    if made is config:
-        made = copy.copy(config)
-        megatron.check_again(made)
-    dataclasses.replace(settled, by_user=settled.by_user and keeps).keep_layout(made)
-    megatron.check("areal", made, model_chunks)
-    call.arguments["config"] = made
-    return call.proceed()
+    return megatron.settle_made(call, "areal", config, model_chunks, stale=True)
 
 
 @seam(

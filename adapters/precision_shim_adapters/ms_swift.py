@@ -91,15 +91,7 @@ def build(call: Call, args: Any) -> None:
 )
 def settle(call: Call, config: Any, model_chunks: Any) -> Any:
     """Put the settled fields, which include the user's, into the config."""
-    around = megatron.current_build("ms-swift")
-    if around is None:
-        return call.proceed()
-    settled = megatron.settle(around)
-    made = megatron.with_fields(config, settled.fields)
-    settled.keep_layout(made)
-    megatron.check("ms-swift", made, model_chunks)
-    call.arguments["config"] = made
-    return call.proceed()
+    return megatron.settle_made(call, "ms-swift", config, model_chunks)
 
 
 @seam(

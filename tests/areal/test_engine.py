@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ import precision_shim
 from precision_shim.checkpoints.foretelling import Here
 from precision_shim.checkpoints.report import examine
 from precision_shim.testing import measure_bytes
+from precision_shim_adapters import areal
 
+from ..taken_out import leaves_nothing_behind, refused_whole
 from ..testing.tiny_training import load, save
 from .cpu import OVERFLOW, config, engine, parameters, scalers, train
 
@@ -185,33 +186,8 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
 # -- beside others, in and out -------------------------------------------------------------------
 
 
-def places() -> list[dict[str, int]]:
-    """The touched namespaces. By identity: wrapt's wrappers are equal to what they wrap."""
-    from areal.engine import megatron_engine
-    from megatron.core import optimizer as package
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import distrib_optimizer, grad_scaler, optimizer, optimizer_config
-
-    touched = [
-        megatron_engine,
-        megatron_engine.MegatronEngine,
-        package,
-        DistributedDataParallel,
-        distrib_optimizer.DistributedOptimizer,
-        grad_scaler.DynamicGradScaler,
-        optimizer.MixedPrecisionOptimizer,
-        optimizer.ChainedOptimizer,
-        optimizer_config.OptimizerConfig,
-    ]
-    return [{name: id(value) for name, value in vars(place).items()} for place in touched]
-
-
 def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
-    before = places()
-    assert on().frameworks["areal"].state == "wrapped"
-    assert all(now != was for now, was in zip(places(), before, strict=True))
-    precision_shim.uninstall()
-    assert places() == before
+    leaves_nothing_behind(on, areal.ADAPTER)
 
 
 def test_beside_any_megatron_each_decision_is_said_once(on: On, on_cpu: Any) -> None:
@@ -227,10 +203,4 @@ def test_beside_any_megatron_each_decision_is_said_once(on: On, on_cpu: Any) -> 
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from precision_shim_adapters import areal
-
-    seams = areal.ADAPTER.seams
-    gone = [replace(one, target=one.target.replace("optimizer_step", "gone")) for one in seams]
-    monkeypatch.setattr(areal, "ADAPTER", replace(areal.ADAPTER, seams=gone))
-    with pytest.raises(precision_shim.SeamError, match=r"areal.*fp16-scaling.*gone"):
-        on()
+    refused_whole(on, monkeypatch, areal, "optimizer_step")

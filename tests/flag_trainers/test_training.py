@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from precision_shim.testing import measure_bytes
 from precision_shim_adapters import miles, slime
 
 from ..checkpoint_doctor import verdict
+from ..taken_out import leaves_nothing_behind, refused_whole
 from ..testing.tiny_training import load, save
 from .driving import OVERFLOW, SCALE, Trainer, skipped
 
@@ -187,35 +186,11 @@ def test_miles_without_an_optimizer(on: On, name: str) -> None:
 # -- it comes and goes -------------------------------------------------------------------------
 
 
-def places(name: str) -> list[dict[str, int]]:
-    from megatron.core import optimizer as package
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import optimizer, optimizer_config
-
-    own = sys.modules[f"{name}.backends.megatron_utils.model"]
-    touched = [own, package, DistributedDataParallel, optimizer.ChainedOptimizer]
-    touched.append(optimizer_config.OptimizerConfig)
-    return [{key: id(value) for key, value in vars(place).items()} for place in touched]
-
-
 def test_taken_out_it_leaves_nothing_behind(on: On, name: str) -> None:
-    before = places(name)
-    status = on()
-    assert status.frameworks[name].state == "wrapped"
-    assert status.frameworks[name].tested
-    assert all(now != was for now, was in zip(places(name), before, strict=True))
-    precision_shim.uninstall()
-    assert places(name) == before
+    leaves_nothing_behind(on, ADAPTERS[name].ADAPTER)
 
 
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = ADAPTERS[name]
-    gone = [
-        replace(one, target=one.target.replace("train_one_step", "gone"))
-        for one in module.ADAPTER.seams
-    ]
-    monkeypatch.setattr(module, "ADAPTER", replace(module.ADAPTER, seams=gone))
-    with pytest.raises(precision_shim.SeamError, match=r"fp16-scaling.*gone"):
-        on()
+    refused_whole(on, monkeypatch, ADAPTERS[name], "train_one_step")

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import precision_shim
+from precision_shim_adapters import megatron_alone
 
 from ..audit import builds
+from ..taken_out import leaves_nothing_behind, namespaces, refused_whole
 from ..testing.tiny_training import load, save
 from .training import OVERFLOW, SCALE, Trainer, fp16
 
@@ -147,56 +149,26 @@ def test_a_loss_scaled_twice_is_refused(on: On, one_process: Any) -> None:
 # -- it comes by its name only, and goes -------------------------------------------------------
 
 
-def places() -> list[dict[str, int]]:
-    """The touched namespaces. By identity: wrapt's wrappers are equal to what they wrap."""
-    from megatron.core import optimizer as package
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import distrib_optimizer, grad_scaler, optimizer, optimizer_config
-
-    touched = [
-        package,
-        DistributedDataParallel,
-        distrib_optimizer.DistributedOptimizer,
-        grad_scaler.DynamicGradScaler,
-        optimizer.MegatronOptimizer,
-        optimizer.MixedPrecisionOptimizer,
-        optimizer.Float16OptimizerWithFloat16Params,
-        optimizer.ChainedOptimizer,
-        optimizer_config.OptimizerConfig,
-    ]
-    return [{name: id(value) for name, value in vars(place).items()} for place in touched]
-
-
 def test_without_the_name_nothing_is_patched(
     shim: Callable[..., Any], one_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("verl", "skyrl", "nemo_rl", "torchtitan"):  # as in a process of ms-swift
         monkeypatch.delitem(sys.modules, name, raising=False)
-    before = places()
+    before = namespaces(megatron_alone.ADAPTER)
     status = shim(export=False)
     assert "megatron" not in status.frameworks
     assert not precision_shim.process.session.in_force("megatron", "fp16-scaling", "megatron")
-    assert places() == before
+    assert namespaces(megatron_alone.ADAPTER) == before
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, one_process: Any) -> None:
-    before = places()
-    assert on().frameworks["megatron"].state == "wrapped"
-    assert all(now != was for now, was in zip(places(), before, strict=True))
-    precision_shim.uninstall()
-    assert places() == before
+    leaves_nothing_behind(on, megatron_alone.ADAPTER)
 
 
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, one_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from precision_shim_adapters import megatron_alone
-
-    seams = megatron_alone.ADAPTER.seams
-    gone = [replace(one, target=one.target.replace("prepare_grads", "gone")) for one in seams]
-    monkeypatch.setattr(megatron_alone, "ADAPTER", replace(megatron_alone.ADAPTER, seams=gone))
-    with pytest.raises(precision_shim.SeamError, match=r"fp16-scaling.*gone"):
-        on()
+    refused_whole(on, monkeypatch, megatron_alone, "prepare_grads")
 
 
 # -- one model like another --------------------------------------------------------------------

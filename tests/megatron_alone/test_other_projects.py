@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import precision_shim
+from precision_shim_adapters import megatron_alone
 
-from .test_alone import places
+from ..taken_out import namespaces
 from .training import Trainer, fp16
 
 
@@ -39,7 +40,7 @@ def test_another_projects_package_is_left_alone(
     monkeypatch.syspath_prepend(str(tmp_path))
     for one in ("verl", "skyrl", "nemo_rl", "torchtitan"):
         monkeypatch.delitem(sys.modules, one, raising=False)
-    before = places()
+    before = namespaces(megatron_alone.ADAPTER)
     shim(strict=strict, export=False)
     importlib.import_module(name)
     try:
@@ -48,7 +49,7 @@ def test_another_projects_package_is_left_alone(
         del sys.modules[name]
     assert status.frameworks[framework].state == "absent"
     if not strict:  # strict mode has guards where optimizers are built, which pass a call through
-        assert places() == before
+        assert namespaces(megatron_alone.ADAPTER) == before
     assert [float(one.scale) for one in Trainer.of(fp16(scale=None)).scalers] == [2.0**32]
     assert precision_shim.status().decisions == ()
     assert capfd.readouterr().err == ""

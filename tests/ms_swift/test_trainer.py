@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ import torch
 
 import precision_shim
 from precision_shim.testing import measure_bytes
+from precision_shim_adapters import ms_swift
 
 from ..checkpoint_doctor import verdict
+from ..taken_out import leaves_nothing_behind, namespaces, refused_whole
 from .cpu import OVERFLOW, arguments, parameters, scalers, train, trainer
 
 On = Callable[..., Any]
@@ -151,43 +152,18 @@ def test_a_training_that_was_stopped_goes_on_bit_for_bit(
 # -- beside others, in and out -------------------------------------------------------------------
 
 
-def places() -> list[dict[str, int]]:
-    """The touched namespaces. By identity: wrapt's wrappers are equal to what they wrap."""
-    from megatron.core import optimizer as package
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import distrib_optimizer, grad_scaler, optimizer, optimizer_config
-    from swift.megatron.trainers import base
-
-    touched = [
-        base,
-        base.BaseMegatronTrainer,
-        package,
-        DistributedDataParallel,
-        distrib_optimizer.DistributedOptimizer,
-        grad_scaler.DynamicGradScaler,
-        optimizer.MixedPrecisionOptimizer,
-        optimizer.ChainedOptimizer,
-        optimizer_config.OptimizerConfig,
-    ]
-    return [{name: id(value) for name, value in vars(place).items()} for place in touched]
-
-
 def test_without_the_name_or_the_shim_nothing_is_patched(
     shim: Callable[..., Any], on_cpu: Any
 ) -> None:
-    before = places()
+    before = namespaces(ms_swift.ADAPTER)
     shim(frameworks="verl,torchtitan", export=False)
-    assert places() == before
+    assert namespaces(ms_swift.ADAPTER) == before
     trainer(on_cpu, arguments(bf16=True))
     assert not precision_shim.status().decisions
 
 
 def test_taken_out_it_leaves_nothing_behind(on: On, on_cpu: Any) -> None:
-    before = places()
-    assert on().frameworks["ms-swift"].state == "wrapped"
-    assert all(now != was for now, was in zip(places(), before, strict=True))
-    precision_shim.uninstall()
-    assert places() == before
+    leaves_nothing_behind(on, ms_swift.ADAPTER)
 
 
 def test_with_verl_and_megatron_named_each_decision_is_said_once(on: On, on_cpu: Any) -> None:
@@ -203,10 +179,4 @@ def test_with_verl_and_megatron_named_each_decision_is_said_once(on: On, on_cpu:
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, on_cpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from precision_shim_adapters import ms_swift
-
-    seams = ms_swift.ADAPTER.seams
-    gone = [replace(one, target=one.target.replace("train_step", "gone")) for one in seams]
-    monkeypatch.setattr(ms_swift, "ADAPTER", replace(ms_swift.ADAPTER, seams=gone))
-    with pytest.raises(precision_shim.SeamError, match=r"ms-swift.*fp16-scaling.*gone"):
-        on()
+    refused_whole(on, monkeypatch, ms_swift, "train_step")

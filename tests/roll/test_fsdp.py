@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import precision_shim
 from precision_shim.scaling import FILE_NAME, LossScaler
+from precision_shim_adapters import roll
 
 from ..checkpoint_doctor import ask
+from ..taken_out import refused_whole
 from .driving import OVERFLOW
-from .sharded import MODULE, Trainer
+from .sharded import Trainer
 
 On = Callable[..., Any]
 FIRST = 65536.0
@@ -191,15 +191,4 @@ def test_taken_out_the_scaler_is_rolls_own(on: On, tmp_path: Path) -> None:
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from precision_shim_adapters import roll
-
-    gone = [
-        replace(one, target=one.target.replace(name, "gone")) if MODULE in one.target else one
-        for one in roll.ADAPTER.seams
-    ]
-    monkeypatch.setattr(roll, "ADAPTER", replace(roll.ADAPTER, seams=gone))
-    strategies = sys.modules[MODULE]
-    before = {key: id(value) for key, value in vars(strategies.FSDP2TrainStrategy).items()}
-    with pytest.raises(precision_shim.SeamError, match=r"fp16-scaling.*gone"):
-        on()
-    assert {key: id(value) for key, value in vars(strategies.FSDP2TrainStrategy).items()} == before
+    refused_whole(on, monkeypatch, roll, name)

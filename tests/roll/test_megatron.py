@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ import torch
 
 import precision_shim
 from precision_shim.testing import measure_bytes
+from precision_shim_adapters import roll
 
 from ..checkpoint_doctor import ask
+from ..taken_out import leaves_nothing_behind, refused_whole
 from .driving import OVERFLOW, Trainer, skipped
 
 On = Callable[..., Any]
@@ -202,37 +203,11 @@ def test_the_doctor_knows_its_checkpoint(
 # -- it comes and goes -------------------------------------------------------------------------
 
 
-def places() -> list[dict[str, int]]:
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import optimizer, optimizer_config
-
-    strategies = sys.modules["roll.distributed.strategy.megatron_strategy"]
-    sharded = sys.modules["roll.distributed.strategy.fsdp2_strategy"]
-    touched = [strategies, strategies.MegatronTrainStrategy, DistributedDataParallel]
-    touched += [optimizer.MixedPrecisionOptimizer, optimizer_config.OptimizerConfig]
-    touched += [sharded.FSDP2TrainStrategy, sharded.FSDP2StrategyBase]
-    return [{key: id(value) for key, value in vars(place).items()} for place in touched]
-
-
 def test_taken_out_it_leaves_nothing_behind(on: On) -> None:
-    before = places()
-    status = on()
-    assert status.frameworks["roll"].state == "wrapped"
-    assert status.frameworks["roll"].tested
-    assert all(now != was for now, was in zip(places(), before, strict=True))
-    precision_shim.uninstall()
-    assert places() == before
+    leaves_nothing_behind(on, roll.ADAPTER)
 
 
 def test_a_version_without_a_symbol_is_refused_whole(
     on: On, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from precision_shim_adapters import roll
-
-    gone = [
-        replace(one, target=one.target.replace("MegatronTrainStrategy.train_step", "gone"))
-        for one in roll.ADAPTER.seams
-    ]
-    monkeypatch.setattr(roll, "ADAPTER", replace(roll.ADAPTER, seams=gone))
-    with pytest.raises(precision_shim.SeamError, match=r"fp16-scaling.*gone"):
-        on()
+    refused_whole(on, monkeypatch, roll, "MegatronTrainStrategy.train_step")

@@ -24,7 +24,7 @@ from .acting import ddp, masters, optimizer, overflow, scaled
 from .acting.build import Build, building, current_build, expect_reference
 from .acting.flags import CONFIG_INIT, fill_inline, where_present, wishes_of_flags
 from .acting.masters import reload_masters
-from .acting.optimizer import Settled, check, check_again, settle, with_fields
+from .acting.optimizer import Settled, check, settle, settle_made, with_fields
 from .acting.overflow import answer_skips, answer_step, dynamic_scalers, metrics, skipping
 from .deciding.wishes import ALIGNMENT, BUILDING, DISPATCH, GROUP, PRECISION_AWARE, SCALING, Wishes
 from .reading import audit
@@ -58,7 +58,6 @@ __all__ = [
     "answer_step",
     "building",
     "check",
-    "check_again",
     "current_build",
     "dynamic_scalers",
     "expect_reference",
@@ -66,6 +65,7 @@ __all__ = [
     "metrics",
     "reload_masters",
     "settle",
+    "settle_made",
     "skipping",
     "where_present",
     "wishes_of_flags",

@@ -230,6 +230,38 @@ def check_again(config: Any) -> None:
     (getattr(config, "finalize", None) or config.__post_init__)()
 
 
+def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: bool = False) -> Any:
+    """Put the settled fields into a config that the framework made, before its optimizer is made.
+
+    For a seam at a function with the parameter ``config``; outside the framework's build it does
+    nothing.
+
+    Args:
+        call: the call of the function that makes the optimizer.
+        framework: the framework's name.
+        config: the framework's OptimizerConfig, which is copied and not changed.
+        model: the DDPs of the model; compared with the config.
+        stale: whether the framework sets fields after the config is validated. Then the fields that
+            Megatron derives are computed anew. Without the shim they make Megatron keep whole fp32
+            master weights, and checkpoints are written in the layout that such a job reads.
+    """
+    build = current_build(framework)
+    if build is None:
+        return call.proceed()
+    settled = settle(build)
+    made = with_fields(config, settled.fields)
+    if stale:
+        keeps = bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+        settled = dataclasses.replace(settled, by_user=settled.by_user and keeps)
+        if made is config:
+            made = copy.copy(config)
+            check_again(made)
+    settled.keep_layout(made)
+    check(framework, made, model)
+    call.arguments["config"] = made
+    return call.proceed()
+
+
 # -- config, parameters and buckets compared ---------------------------------------------------
 
 

@@ -1,0 +1,68 @@
+"""What holds for any adapter: taken out it leaves nothing behind, and it is refused whole."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import precision_shim
+
+
+def namespaces(adapter: Any) -> dict[str, dict[str, int]]:
+    """The modules and classes that an adapter's seams patch, where they are imported.
+
+    Returns the identity of each object by its name: wrapt's wrappers are equal to what they wrap.
+    """
+    owners = {
+        target.rpartition("." if "." in target.partition(":")[2] else ":")[0]
+        for seam in adapter.seams
+        for target in (seam.target, *seam.aliases)
+        if target.partition(":")[0] in sys.modules
+    }
+    found = {}
+    for owner in owners:
+        try:
+            place = pkgutil.resolve_name(owner)
+        except AttributeError:  # an optional seam: this version lacks its class
+            continue
+        found[owner] = {name: id(value) for name, value in vars(place).items()}
+    return found
+
+
+def leaves_nothing_behind(on: Callable[..., Any], adapter: Any) -> None:
+    """Put the shim in and take it out: each place that it patched is as it was."""
+    before = namespaces(adapter)
+    framework = on().frameworks[adapter.framework]
+    assert framework.state == "wrapped"
+    assert framework.tested
+    now = namespaces(adapter)
+    for seam in framework.seams:
+        if seam.state == "wrapped":
+            owner, _, name = seam.target.replace(":", ".").rpartition(".")
+            (place,) = (key for key in now if key.replace(":", ".") == owner)
+            assert now[place][name] != before[place].get(name), seam.target
+    assert now != before
+    precision_shim.uninstall()
+    assert namespaces(adapter) == before
+
+
+def refused_whole(
+    on: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, module: ModuleType, symbol: str
+) -> None:
+    """Under strict, a symbol that is gone is an error, and its group of seams is refused whole."""
+    adapter = module.ADAPTER  # type: ignore[attr-defined]
+    seams = [replace(one, target=one.target.replace(symbol, "gone")) for one in adapter.seams]
+    monkeypatch.setattr(module, "ADAPTER", replace(adapter, seams=seams))
+    with pytest.raises(precision_shim.SeamError, match=rf"{adapter.framework}.*fp16-scaling.*gone"):
+        on()
+    found = precision_shim.status().frameworks[adapter.framework].seams
+    (group,) = {one.group for one in found if "gone" in one.target}
+    scaling = [one for one in found if (one.feature, one.group) == ("fp16-scaling", group)]
+    assert len(scaling) > 1
+    assert {one.state for one in scaling} == {"refused"}
