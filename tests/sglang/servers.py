@@ -1,7 +1,7 @@
 """The server of ``test_verl.py``: verl's real ``SGLangHttpServer`` and the real SGLang.
 
-verl makes it a Ray actor of its own; here it is an object in a fork. A weight sync is SGLang's own
-call with verl's payload, and the call that verl's worker ends it with.
+verl makes it a Ray actor of its own, as ``ray_driver.py`` does; here it is an object in a fork. A
+weight sync is SGLang's own call with verl's payload, and the call that verl's worker ends it with.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ from . import cpu
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def server_of(model: str, dtype: str, engine_kwargs: Mapping[str, Any] = NOTHING) -> Any:
-    """verl's server for a model, not started."""
+def configs_of(model: str, dtype: str, engine_kwargs: Mapping[str, Any] = NOTHING) -> Any:
+    """verl's configs of a rollout and of its model."""
     from verl.workers.config import HFModelConfig, RolloutConfig
-    from verl.workers.rollout.replica import RolloutMode
-    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
-    config = RolloutConfig(
+    rollout = RolloutConfig(
         name="sglang",
         dtype=dtype,
         tensor_model_parallel_size=1,
@@ -47,9 +45,18 @@ def server_of(model: str, dtype: str, engine_kwargs: Mapping[str, Any] = NOTHING
         load_format="auto",
         engine_kwargs={"sglang": {**cpu.ARGUMENTS, **engine_kwargs}},
     )
+    return rollout, HFModelConfig(path=model)
+
+
+def server_of(model: str, dtype: str, engine_kwargs: Mapping[str, Any] = NOTHING) -> Any:
+    """verl's server for a model, not started."""
+    from verl.workers.rollout.replica import RolloutMode
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+    rollout, model_config = configs_of(model, dtype, engine_kwargs)
     return SGLangHttpServer(
-        config=config,
-        model_config=HFModelConfig(path=model),
+        config=rollout,
+        model_config=model_config,
         rollout_mode=RolloutMode.STANDALONE,
         workers=[],
         replica_rank=0,

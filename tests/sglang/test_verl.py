@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from precision_shim.auditing import halves
 from precision_shim.auditing.contradictions import contradictions
 from precision_shim.auditing.halves import BASE, ROLLOUT, Held, Sent, Weights
 from precision_shim_adapters.rollout.held_sglang import NAMES, ROWS, SAMPLE
 from precision_shim_adapters.rollout.in_engine import count_exact
 
 from ..rank_server import Ranks, rank_server
+from ..ray_cluster import drive
 from ..tiny_models import VOCABULARY, make_checkpoint
 
 KEY = "actor_rollout_ref.rollout.dtype"
@@ -162,3 +164,27 @@ def test_over_http_sglang_does_not_tell_what_auto_became(
     assert (one.weights.exact, one.weights.sampled) == share_of(llama, became)
     assert (nobody.computes, nobody.weights) == ("", None)
     assert nobody.not_answered.startswith("URLError: ")
+
+
+@pytest.mark.timeout(700)
+def test_verls_replica_starts_the_engine_in_a_ray_actor_where_the_shim_asks_it(
+    tmp_path_factory: pytest.TempPathFactory, llama: Path, tmp_path: Path, start_up_file: None
+) -> None:
+    with rank_server("tests.verl.ray_processes", tmp_path_factory.mktemp("driver")) as drivers:
+        done = drive(
+            drivers,
+            Path(__file__).with_name("ray_driver.py"),
+            llama,
+            "float16",
+            timeout=600,
+            PRECISION_SHIM="1",
+            PRECISION_SHIM_AUDIT_DIR=str(tmp_path),
+        )
+    assert done["tokens"] > 0
+    assert done["actor"]["process"] != done["process"]
+    assert set(done["actor"]["seams"].values()) == {"wrapped"}
+    (found,) = [one for _, one in halves.read(tmp_path)]
+    assert (found.framework, found.subject, found.name) == ("verl", ROLLOUT, "sglang_server_0_0")
+    assert (found.engine, found.computes, found.sync) == ("sglang 0.5.12", "fp16", 2)
+    assert found.weights is not None
+    assert (found.weights.exact, found.weights.sampled) == share_of(llama, torch.float16)

@@ -1,0 +1,75 @@
+"""A verl driver: verl's own replica starts the real SGLang in a real Ray actor; prints its answers.
+
+Run as a script, because a driver's environment is what its workers get. Nothing here installs the
+shim. Arguments: a folder with a model, the rollout's dtype. The trainer's worker is an actor that
+has only what verl asks it for: its node and its devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+
+def setup() -> None:
+    """Run by Ray in each worker as it starts."""
+    from tests.sglang import cpu
+
+    cpu.use_cpu()
+
+
+def main(model: str, dtype: str) -> dict[str, Any]:
+    """Launch a server as verl does, generate, and end two weight syncs as verl's worker does."""
+    import ray
+
+    from tests.ray_cluster import start
+    from tests.sglang import cpu
+    from tests.sglang.servers import configs_of
+
+    cpu.use_cpu()
+    start(2, runtime_env={"worker_process_setup_hook": "tests.sglang.ray_driver.setup"})
+    from verl.workers.rollout.replica import RolloutMode
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangReplica
+
+    @ray.remote(num_cpus=0)
+    class Trainer:
+        """The worker beside which verl puts the server."""
+
+    rollout, model_config = configs_of(model, dtype)
+    replica = SGLangReplica(0, rollout, model_config, gpus_per_node=1)
+    replica.rollout_mode = RolloutMode.HYBRID
+    replica.workers = [
+        Trainer.options(runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": "0"}}).remote()
+    ]
+
+    async def drive() -> int:
+        await replica.launch_servers()
+        (server,) = replica.servers
+        output = await server.generate.remote([3, 4, 5], {}, "one")
+        for step in (1, 2):
+            await server.set_global_steps.remote(step)
+        return len(output.token_ids)
+
+    def in_actor(server: Any) -> dict[str, Any]:
+        import precision_shim
+
+        seams = precision_shim.status().frameworks["verl"].seams
+        return {
+            "process": os.getpid(),
+            "seams": {one.target: one.state for one in seams if "SGLangHttpServer" in one.target},
+        }
+
+    tokens = asyncio.run(drive())
+    (server,) = replica.servers
+    return {
+        "tokens": tokens,
+        "process": os.getpid(),
+        "actor": ray.get(server.__ray_call__.remote(in_actor)),
+    }
+
+
+if __name__ == "__main__":
+    print("FOUND", json.dumps(main(*sys.argv[1:])), flush=True)
