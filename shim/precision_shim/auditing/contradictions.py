@@ -23,7 +23,7 @@ class Contradiction:
 
     Attributes:
         code: kind of contradiction, such as ``"bf16-wire"``; docs/audit.md lists all codes.
-        who: the trainer's rank, or the name of the engine, with the contradiction.
+        who: rank of the trainer's process, or name of the engine, that has the contradiction.
         message: text with the expectation, the finding and a remedy.
     """
 
@@ -65,7 +65,7 @@ def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
 
 
 def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
-    due = CANONICAL.get(ask.asked)  # None for "auto" and for NeMo-RL's "fp8"
+    due = CANONICAL.get(ask.asked)  # due is None for "auto" and for NeMo-RL's "fp8"
     if due is not None and engine.computes and engine.computes != due:
         yield Contradiction(
             "engine-dtype",
@@ -125,7 +125,7 @@ def _rounded(before: Weights, after: Weights) -> bool:
 
 
 def _received(one: Sent, engine: Held) -> Iterator[Contradiction]:
-    """Yield a contradiction if a weight sync rounds to bf16 between sender and engine."""
+    """Yield a contradiction if a weight sync rounds weights to bf16 between sender and engine."""
     same = engine.sync == one.sync and engine.computes in ("fp16", "fp32")
     weights = one.sent.get(BASE)
     if not same or engine.quantization or weights is None or engine.weights is None:
@@ -177,7 +177,7 @@ def _sent_in_8_bits(one: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _left_out(engine: Held) -> Iterator[Contradiction]:
-    """Yield contradictions for 16-bit layers of a quantised engine that its ignore list lacks."""
+    """Yield contradictions for a quantised engine's 16-bit layers outside its ignore list."""
     if not engine.quantization or not engine.quantised or engine.ignored is None:
         return
     plain = [one for one in engine.plain if kind_of(one) in ("attention", "mlp", "experts")]

@@ -70,7 +70,7 @@ def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
 
 
 def number(path: Path, audit: Audit) -> str:
-    """Return the number that ``kept.name`` appended to a file's stem; empty if it added none."""
+    """Return the number that ``kept.name`` appended to a file's stem; empty without a number."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
     return name.removeprefix(stem(audit)).removeprefix("-")
 

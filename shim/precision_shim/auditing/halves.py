@@ -67,8 +67,8 @@ class Sent:
         sync: number of the weight sync, counted from 1.
         sent: statistics of the sent tensors, by group (``BASE`` or ``ADAPTERS``).
         own: statistics of the trainer's own parameters, by group; empty if they are not known.
-        then: the dtype to which the framework rounds the tensors after the audit saw them; empty
-            if the framework does not round them.
+        then: the dtype to which the framework rounds the tensors after the audit; empty if the
+            framework does not round the tensors.
         quantised: names of the layers that were sent in 8 bits.
         not_asked: why the framework's engines cannot report their weights; empty if they can.
     """
@@ -117,7 +117,7 @@ class Held:
         model: path or name of the engine's model.
         computes: canonical name of the engine's compute dtype.
         quantization: name of the engine's quantisation; empty if there is none.
-        ignored: the layers that the quantisation's config excludes; ``None`` if it lists none.
+        ignored: the layers that the quantisation's config excludes; ``None`` without such a list.
         kv_cache: the configured dtype of the KV cache; ``"auto"`` for the engine's default.
         head: compute dtype of the output head; empty if the engine does not report it.
         sync: number of weight syncs before the report; 0 for a report at the engine's start.

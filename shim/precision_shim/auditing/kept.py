@@ -1,4 +1,4 @@
-"""Store each optimizer's latest audit for ``status()``, and whether that audit was written.
+"""Store each optimizer's latest audit for ``status()``, and whether it was written to a file.
 
 The module also stores weak references to the audited models, which ``sending`` reads.
 """
@@ -70,7 +70,7 @@ def at_clear(undo: Callable[[], object]) -> None:
 
 
 def audits() -> list[Audit]:
-    """Return the latest audit of each optimizer, in the order of the first audits."""
+    """Return each optimizer's latest audit, in the order in which optimizers were first audited."""
     return list(_audits.values())
 
 

@@ -37,7 +37,7 @@ def kind_of(name: str) -> str:
 
 
 def joined(layer: str) -> str:
-    """Return an engine's name for a layer: without prefix, and fused layers and experts as one."""
+    """Return an engine's name for a layer: no prefix, and one name for fused layers or experts."""
     _, numbered, rest = layer.rpartition("layers.")
     whole, _, last = f"{numbered}{rest}".rpartition(".")
     last = next((one for one, parts in _JOINED.items() if last in parts), last)

@@ -29,9 +29,9 @@ def audit(
 ) -> Audit:
     """Read from a live model and optimizer which dtypes are really in use.
 
-    The audit works in any job on Megatron or torch (FSDP2, DTensor), even with the shim off. It
-    changes nothing, accesses no device, and communicates only over ``group``. Before the first step
-    most optimizers have no states. An audit made before that step lists the dtypes that the
+    The audit works in any job on Megatron or torch (FSDP2, DTensor), even with the shim off. The
+    audit changes nothing, accesses no device, and communicates only over ``group``. Most optimizers
+    have no states before their first step. An audit before the first step lists the dtypes that the
     optimizer declares for its states, if any, and is not ``complete``.
 
     Args:

@@ -17,7 +17,7 @@ class Pair:
 
     Attributes:
         whose: the framework.
-        job: the job's name; empty where jobs cannot be distinguished.
+        job: the job's name; empty if jobs cannot be distinguished.
         sent: the latest ``Sent`` record of each rank of the trainer.
         held: the ``Held`` record of each engine.
         found: the job's contradictions.

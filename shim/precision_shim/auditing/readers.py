@@ -37,7 +37,7 @@ def read_optimizers(
     """
     chunks = _chunks(model)
     optimizers = unique(_each(optimizer))
-    if scaler is not None and not hasattr(scaler, "__dict__"):  # such as a number
+    if scaler is not None and not hasattr(scaler, "__dict__"):  # such as a bare number
         raise AuditError(
             f"audit(scaler=...): {_kind(scaler)} is no loss scaler; allowed: an object such as "
             "torch.amp.GradScaler(), or None."

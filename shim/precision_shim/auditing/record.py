@@ -36,7 +36,7 @@ class AuditComponent:
 
     Attributes:
         dtypes: sorted names: canonical (``"bf16"``), or torch's (``"int16"`` for remainders). In
-            the state ``"later"`` they are the dtypes that the optimizer declares.
+            the state ``"later"`` the names are the dtypes that the optimizer declares.
         bytes: size of the elements, without padding.
         allocated: size of the storages, padding included; each storage is counted once.
         bytes_per_parameter: ``bytes`` divided by the part's ``parameters`` for the components in
@@ -112,11 +112,11 @@ class Audit:
         subject: name of the model, such as ``"actor"``; empty if user code calls ``audit``.
         rank: rank of this process.
         world_size: number of ranks of the job.
-        parts: one per optimizer.
+        parts: an ``AuditPart`` for each optimizer.
         totals: sums of ``bytes``, ``allocated`` and ``host`` (allocated bytes in the host's memory)
             over all parts; and ``cuda_allocated``, the bytes that all tensors of this process
             occupy on its GPU.
-        problems: contradictions to the optimizer's config, to ``expected`` or to other ranks.
+        problems: contradictions with the optimizer's config, with ``expected`` or with other ranks.
         notes: findings that contradict no config, such as a second moment that cannot decay.
         ranks: the number of ranks ``compared``, and the ranks that ``differ`` from the group's
             first rank; ``None`` if no ranks were compared.
@@ -139,7 +139,7 @@ class Audit:
 
     @property
     def complete(self) -> bool:
-        """Whether all tensors exist: none is in the state ``"later"``, as before the first step."""
+        """Whether all tensors exist; before the first step some may be in the state ``"later"``."""
         return not any(
             one.state == "later" for part in self.parts for one in part.components.values()
         )

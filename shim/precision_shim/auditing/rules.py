@@ -1,4 +1,4 @@
-"""Find problems in a ``Reading`` (contradictions to the config), and notes (other risks)."""
+"""Find problems (contradictions between a ``Reading`` and the config) and notes (other risks)."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _params(reading: Reading) -> _Told:
     if wanted is None or wanted.params is None:
         return
     found = {one.dtype for one in reading.trainable if one.dtype.is_floating_point}
-    # A model may keep some parameters in fp32, such as those of a router.
+    # A model may keep some parameters in fp32, such as a router's weights.
     wrong = found - {wanted.params, torch.float32}
     if wanted.params is not torch.float32 and found == {torch.float32}:
         wrong = found

@@ -2,8 +2,8 @@
 
 An adapter wraps the framework's stream of weights in ``observe``. The consumer of the stream
 receives the same tensors in the same order, at the same time. At the weight syncs in ``AT``,
-sampled elements are compared with their rounding to bf16 on the device. After such a sync the host
-reads two numbers for each group of tensors. The audit of sent weights adds no collective.
+sampled elements are compared with their rounding to bf16 on the device. After an audited sync the
+host reads two numbers for each group of tensors. The audit of sent weights adds no collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .torch_reader import shards_by_gathered
 AT = (1, 2, 8, 64, 512, 4096)
 """The weight syncs that are audited, counted from 1."""
 
-_LEAST = 2.0**-14  # fp16's smallest normal number; most subnormal ones are exact in bf16
+_LEAST = 2.0**-14  # fp16's smallest normal number; most subnormal numbers are exact in bf16
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -85,9 +85,9 @@ def observe(
     then: torch.dtype | None = None,
     pairs: Callable[[T], Named] | None = None,
 ) -> Iterable[T]:
-    """Return a stream of weights with the same content, and audit it at the weight syncs in ``AT``.
+    """Return a stream with the same weights, and audit the weights at the weight syncs in ``AT``.
 
-    Without ``PRECISION_SHIM_AUDIT_DIR``, or at other weight syncs, return the stream itself.
+    Without ``PRECISION_SHIM_AUDIT_DIR``, or at other weight syncs, return ``items`` itself.
 
     Args:
         items: the stream.

@@ -37,11 +37,11 @@ def watch(
 ) -> None:
     """Audit an optimizer now and after its first step.
 
-    ``status()`` shows the audits, and ``PRECISION_SHIM_AUDIT_DIR`` receives them as files. A
-    problem causes a warning. In strict mode a problem raises an error, unless ``by_user`` returns
-    true for the problem. A failure of the audit itself causes only a warning. A second call for the
-    same optimizer does nothing. With ``PRECISION_SHIM_WATCH_UPDATES`` a lost-update meter is also
-    attached to the optimizer.
+    ``status()`` shows the audits, which are also written into ``PRECISION_SHIM_AUDIT_DIR``. Each
+    problem in an audit causes a warning. In strict mode a problem raises an error, unless
+    ``by_user`` returns true for the problem. A failure of the audit itself causes only a warning. A
+    second call for the same optimizer does nothing. With ``PRECISION_SHIM_WATCH_UPDATES`` a
+    lost-update meter is also attached to the optimizer.
 
     Args:
         framework: the framework's name; empty if it is not known.

@@ -44,7 +44,7 @@ class File:
 
     Attributes:
         path: the file.
-        size: its size in bytes.
+        size: the file's size in bytes.
         held: the spans of bytes with a correct checksum.
         unread: the spans of bytes for which no checksum was computed.
         ours: whether the doctor reads files of this kind.

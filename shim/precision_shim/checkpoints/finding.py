@@ -104,7 +104,7 @@ def _steps(path: Path) -> dict[Path, int]:
 
 @contextmanager
 def saying_how_to_go_on(path: Path) -> Iterator[None]:
-    """Context manager: append a remedy to an error's message about a damaged checkpoint.
+    """Context manager: append a remedy to the message of an error about a damaged checkpoint.
 
     Raises:
         CheckpointUnreadableError: a damaged or foreign file caused an error of any type.

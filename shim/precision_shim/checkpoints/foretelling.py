@@ -79,7 +79,7 @@ class Here:
         return self.on and self._foreseen.in_force(framework, feature, group)
 
     def only_framework(self, kind: str) -> str:
-        """Return the only installed framework that resumes a kind of files; empty if not one."""
+        """Return the only installed framework that resumes such files; empty if not exactly one."""
         known = records()
         installed = [
             name
@@ -126,7 +126,7 @@ def foretell(part: Part, here: Here) -> Outcome:
 
 
 def remedy(part: Part, here: Here) -> str:
-    """Predict the resume with various settings; return the first exact one, or an empty string."""
+    """Return the first setting with which the predicted resume is exact; empty if there is none."""
     for text, other in _others(part, here):
         if foretell(part, other).exact:
             return text

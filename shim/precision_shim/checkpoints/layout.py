@@ -58,7 +58,7 @@ class Part:
         held: the model's tensors, by component.
         facts: further results by name, such as ``sharding``, ``params`` and ``bucket`` (dtypes),
             ``adam_beta2``, and facts that a backend's reader stores for its prediction.
-        scalers: the framework's own scaler records, as a backend's reader found them, unchecked.
+        scalers: the framework's own scaler records from a backend's reader, not yet validated.
         masters: form of the masters: ``WHOLE``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN``, ``NONE``.
         moments: for each moment, the narrower dtypes that represent every sampled value exactly.
         scaler: the loss scaler's record.

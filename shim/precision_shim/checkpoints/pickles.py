@@ -6,7 +6,7 @@ in the pickle would create.
 
 ``pickle.Unpickler`` is not safe here, even with a strict ``find_class``: it hashes every key and
 makes every copy in a file. A few hundred bytes can make ``pickle.Unpickler`` run for ever, fill the
-memory or overflow the stack. This module limits the size of keys and the number of copies. It
+memory or overflow the stack. This module limits the size of keys and the number of copies, and
 records each call, even if the pickle discards the call's result.
 """
 
@@ -234,7 +234,7 @@ class _Machine:
         self.stack.append(Made(by, tuple(arguments)))
 
     def _call(self, by: Any, arguments: Any) -> None:
-        if not isinstance(arguments, tuple):  # pickle accepts nothing else
+        if not isinstance(arguments, tuple):  # pickle accepts only tuples
             raise ValueError("it would call something with arguments that are none")
         if isinstance(by, Name):
             self.called.add(by.path)

@@ -1,7 +1,7 @@
 """Read the content of a checkpoint, model by model.
 
-If torch is installed, a sample of the masters' and moments' values is read too. Only values show
-whether fp32 masters are really remainders, and whether fp32 moments were in bf16 before.
+If torch is installed, a sample of the masters' and moments' values is read too. Only the values
+show whether fp32 masters are really remainders, and whether fp32 moments were in bf16 before.
 """
 
 from __future__ import annotations

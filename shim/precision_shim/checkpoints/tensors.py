@@ -1,4 +1,4 @@
-"""Tensors in files: name, dtype, size, and how to read their bytes. Needs no torch."""
+"""Describe the tensors in files (name, dtype, size), and read their bytes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Archive:
             ) from None
 
     def tensors(self, tree: Any = None) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-        """Yield the tensors in ``tree`` (default: the archive's tree), each after its keys."""
+        """Yield (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
         seen: set[int] = set()
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
         inside: set[int] = set()  # ids of values inside objects, which get the object's keys

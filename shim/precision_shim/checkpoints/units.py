@@ -315,7 +315,7 @@ def _read_safetensors(unit: Unit) -> None:
     wanted = _read_index(unit.path / "model.safetensors.index.json")
     for name in there:
         match = _OF_SEVERAL.fullmatch(name)
-        if match and "shard-" not in match["before"]:  # ranks number "shard-" files independently
+        if match and "shard-" not in match["before"]:  # each rank writes "shard-" files of its own
             count = int(match["count"])
             wanted |= {
                 f"{match['before']}{number:05}-of-{count:05}.safetensors"

@@ -143,7 +143,7 @@ class Report:
 
     Attributes:
         framework: the framework's name.
-        holds: version of each distribution in the path that the framework is in or builds on.
+        holds: versions of the path's distributions: the framework's own and its backends'.
         against: for each distribution, a text that names the version it was compared with.
         there: the status that the framework would have with the path's packages.
         here: the status of the installed framework; ``None`` if the framework is not installed.
@@ -311,7 +311,7 @@ def _sight(target: str) -> _Sight:
 def _change(
     distribution: str, target: str, basis: str, old: _Sight, new: _Sight
 ) -> SymbolChange | None:
-    """Compare a symbol with the digest ``basis``; return ``None`` if neither version has it."""
+    """Compare a symbol with the digest ``basis``; ``None`` if neither version has the symbol."""
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
     there = digest_of(new.found.node)
@@ -350,7 +350,7 @@ def _package(distribution: str, entry: Framework) -> str:
 
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     seams_there = [seam for seam in seams if (seam.feature, seam.path) == (feature, path)]
-    # Prefer a refused seam's reason, which is the cause: native seams have reasons, too.
+    # Prefer the reason of a refused seam: a native seam has a reason, too, but is not the cause.
     refused = [there for there in seams_there if there.state == "refused"]
     reasons = [there.reason for there in refused or seams_there]
     own = [reason for reason in reasons if reason and not reason.startswith("refused whole")]

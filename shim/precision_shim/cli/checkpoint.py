@@ -166,7 +166,7 @@ def _check(text: str, name: str) -> None:
         field
         for config in configs
         for field in look(config.place).parameters
-        or config.fields  # no parameters if not installed
+        or config.fields  # look() finds no parameters if the backend is not installed
     ]
     if name in (*fields, *beside):
         return

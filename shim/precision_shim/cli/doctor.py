@@ -167,7 +167,7 @@ def _switch() -> str:
     try:
         return _settings.switch()
     except SettingsError:
-        return "invalid"  # _resolve reports it
+        return "invalid"  # _resolve reports the error
 
 
 def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:

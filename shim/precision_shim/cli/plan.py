@@ -1,4 +1,4 @@
-"""``precision-shim plan -- COMMAND``: show a job's memory per GPU and illegal values."""
+"""``precision-shim plan -- COMMAND``: show a job's memory per GPU and illegal config values."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def run(asked: argparse.Namespace) -> int:
     sys.stderr.flush()
     try:
         os.execvp(command[0], command)
-    except OSError as error:  # return the exit statuses of a shell
+    except OSError as error:  # exit statuses as a shell returns them
         print(f"precision-shim run: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
 

@@ -50,7 +50,7 @@ class Part:
         name: ``"model"``, or ``"dense"`` and ``"experts"``.
         optimizer: the optimizer's name; empty for a model without an optimizer.
         data_parallel_size: number of ranks in the group.
-        groups: number of data-parallel groups in the pipeline stage, with different parameters.
+        groups: number of the pipeline stage's data-parallel groups, each with other parameters.
         parameters: number of trainable parameters of a rank's model.
         owned: mean number of parameters whose states a rank stores.
         components: the sizes of the components, by the names in ``COMPONENTS``.
@@ -111,7 +111,7 @@ def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
 
 @dataclass(frozen=True)
 class Decided:
-    """A choice that the shim would make in the job, and why."""
+    """A choice that the shim would make in the job, and the reason."""
 
     feature: str
     chosen: str
@@ -127,7 +127,7 @@ class Problem:
         subject: name of the model with the problem; empty for the whole job.
         key: the config key.
         message: the value in the config, and the allowed values.
-        remedy: what to write instead.
+        remedy: the config line or value to write instead.
     """
 
     code: str
@@ -149,7 +149,7 @@ def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
 
 
 def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
-    """Return a list with a problem if tensor parallelism cannot split the attention heads."""
+    """Return a list, with a problem if tensor parallelism cannot split the attention heads."""
     what = f"{name} of {heads} cannot be split {ways} ways"
     remedy = f"Take a divisor of {heads}."
     return [Problem("heads", subject, key, what, remedy)] if heads % ways else []

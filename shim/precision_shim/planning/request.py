@@ -50,7 +50,7 @@ class Plannable(Protocol):
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """Return variants of the model in cheaper precisions, sorted by the loss of precision."""
+        """Return variants of the model in cheaper precisions, the least loss of precision first."""
 
     def on(self, world: int) -> Plannable:
         """Return the same model on another number of GPUs."""

@@ -52,7 +52,7 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
 
 
 def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
-    """Return the whole number under the last word of ``key``, or the default if it is missing.
+    """Return the number under the last word of ``key``, or the default if the key is missing.
 
     Raises:
         PlanError: the value is no whole number.

@@ -1,6 +1,6 @@
 """Decide whether two engines of an RL job compute in the same dtype, by the dtypes' names.
 
-An RL loss contains the ratio of the trainer's to the rollout engine's probabilities. The KL term
+An RL loss contains the ratio of the trainer's to the rollout engine's probabilities. Its KL term
 contains the ratio of the trainer's to the reference model's probabilities. Two engines that round
 differently compute different probabilities for every token. If one engine uses fp16 and the other
 bf16, the ratio has the error that fp16 in both engines would remove. docs/both-sides.md has
@@ -62,7 +62,7 @@ class Verdict:
         engine: the other engine.
         agrees: whether both engines compute in the same dtype.
         lost: whether the user has to change the config. Either the other engine computes (or may
-            compute) in bf16, so that the trainer's fp16 is useless, or it refuses the model.
+            compute) in bf16, so that the trainer's fp16 has no benefit, or it refuses the model.
         chosen: both dtypes, in words.
         because: the reason, in words.
         remedy: the config line with which both engines agree; empty if no key makes them agree.

@@ -2,7 +2,7 @@
 
 A fingerprint depends on a file's content alone (no times, no inode, no path), so that a copy on
 another file system has the same fingerprint. The module unpickles nothing, and reads only parts of
-a file larger than 256 KiB. It needs no torch.
+a file larger than 256 KiB. Needs no torch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
-    """Return another save's files: those that differ from the record or that it does not name.
+    """Return another save's files: files whose fingerprints are not in the record, or differ.
 
     Missing files are not returned, because users copy weights without states, or delete states.
 

@@ -79,7 +79,7 @@ def coerce_dtypes(config: Mapping[str, Any] | None, *, where: str = "") -> dict[
         where: framework and version, for messages.
 
     Returns:
-        A new dict. Values that are no strings, and values of other keys, are unchanged.
+        A new dict. Values that are no strings, and values under other keys, are unchanged.
 
     Raises:
         DtypeError: a ``*_dtype`` string names no dtype.

@@ -51,7 +51,7 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
         fp32, the same shape.
 
     Raises:
-        TypeError: an argument has another dtype.
+        TypeError: an argument has a wrong dtype.
     """
     if param.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
         raise TypeError(

@@ -240,7 +240,7 @@ def _files(value: object) -> bool:
 
 
 def state_of(record: object) -> str:
-    """Return a digest of a record without its ``files``, which is equal on all ranks of a save.
+    """Return a digest of a record without ``files``; the digest is equal on all ranks of a save.
 
     The complete digests differ, because each rank's record names only that rank's files.
     """
