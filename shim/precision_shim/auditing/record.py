@@ -113,9 +113,9 @@ class Audit:
         rank: rank of this process.
         world_size: number of ranks of the job.
         parts: an ``AuditPart`` for each optimizer.
-        totals: sums of ``bytes``, ``allocated`` and ``host`` (allocated bytes in the host's memory)
-            over all parts; and ``cuda_allocated``, the bytes that all tensors of this process
-            occupy on its GPU.
+        totals: ``bytes``, ``allocated`` and ``host`` (allocated bytes in the host's memory), summed
+            over all parts. ``cuda_allocated`` is the number of bytes that all tensors of this
+            process occupy on its GPU.
         problems: contradictions with the optimizer's config, with ``expected`` or with other ranks.
         notes: findings that contradict no config, such as a second moment that cannot decay.
         ranks: the number of ranks ``compared``, and the ranks that ``differ`` from the group's

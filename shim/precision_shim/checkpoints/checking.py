@@ -1,8 +1,8 @@
 """Compare the bytes of a checkpoint's files with the checksums in these files.
 
 ``torch.save`` writes a checksum for each of its records, but torch never compares the checksums
-with the bytes. Changes in bytes without a checksum may go unnoticed: the metadata of a distributed
-checkpoint, safetensors files, and the bytes of the zip format between records.
+with the bytes. A distributed checkpoint's metadata, safetensors files, and the zip format's bytes
+between records have no checksum. Changes in bytes without a checksum may go unnoticed.
 """
 
 from __future__ import annotations

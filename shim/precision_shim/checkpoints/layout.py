@@ -123,10 +123,10 @@ class Outcome:
     """The predicted result of resuming one model.
 
     Attributes:
-        verdict: ``"exact"``; ``"refused"`` (the shim raises an error before training goes on);
-            ``"misread"`` (the framework loads wrong values without an error); ``"fails"`` (the
-            framework raises an error); ``"starts anew"`` (the loss scale or the optimizer states
-            are reset); or ``"not here"`` (this environment cannot resume the model).
+        verdict: ``"exact"`` or one of the following. ``"refused"``: the shim raises an error before
+            training goes on. ``"misread"``: the framework loads wrong values without an error.
+            ``"fails"``: the framework raises an error. ``"starts anew"``: the loss scale or the
+            optimizer states are reset. ``"not here"``: this environment cannot resume the model.
         because: the reason, in one sentence.
     """
 

@@ -66,9 +66,9 @@ class Tensor:
         name: the tensor's key.
         dtype: canonical name of the tensor's dtype.
         elements: number of elements.
-        parts: for each piece of the tensor, a function with a parameter ``most`` that returns at
-            most that number of bytes from the beginning of the piece. The tuple is empty if the
-            bytes cannot be read without torch.
+        parts: a function for each piece of the tensor; ``parts[0](n)`` returns at most ``n`` bytes
+            from the beginning of the first piece. ``parts`` is empty if the bytes cannot be read
+            without torch.
     """
 
     name: str

@@ -257,7 +257,7 @@ class Plan:
         return told
 
     def peak(self, side: str = "after") -> int:
-        """Return the most bytes on a GPU: one model's step, plus ``stays`` of all other models."""
+        """Return the most bytes on a GPU: one model's step, plus ``stays`` of its other models."""
         most = 0
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))

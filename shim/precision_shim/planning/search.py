@@ -22,8 +22,8 @@ class Found:
         gives_up: the precision that the settings give up; empty if the job fits unchanged.
         lines: the settings, as lines to paste.
         plan: the plan with these settings; ``None`` if the job does not fit, whatever the settings.
-        fewest: the smallest number of GPUs that fits the job with these settings, or with the last
-            legal settings if ``plan`` is ``None``; ``None`` if the search found no number.
+        fewest: the smallest number of GPUs that fits the job with these settings (if ``plan`` is
+            ``None``, with the last legal settings). ``None`` if the search found no number.
     """
 
     gives_up: str

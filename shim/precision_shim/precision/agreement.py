@@ -61,8 +61,8 @@ class Verdict:
     Attributes:
         engine: the other engine.
         agrees: whether both engines compute in the same dtype.
-        lost: whether the user has to change the config. Either the other engine computes (or may
-            compute) in bf16, so that the trainer's fp16 has no benefit, or it refuses the model.
+        lost: whether the user has to change the config. Either the other engine refuses the model,
+            or it computes (or may compute) in bf16, so that the trainer's fp16 has no benefit.
         chosen: both dtypes, in words.
         because: the reason, in words.
         remedy: the config line with which both engines agree; empty if no key makes them agree.

@@ -1,8 +1,8 @@
 """Check by fingerprints whether a loss scaler's record and a checkpoint's files are from one save.
 
-A fingerprint depends on a file's content alone (no times, no inode, no path), so that a copy on
-another file system has the same fingerprint. The module unpickles nothing, and reads only parts of
-a file larger than 256 KiB. Needs no torch.
+A fingerprint depends only on a file's content, not on times, inode or path. A copy on another file
+system therefore has the same fingerprint. The module unpickles nothing, and reads only parts of a
+file larger than 256 KiB. Needs no torch.
 """
 
 from __future__ import annotations
