@@ -29,7 +29,7 @@ _INNER = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """The dtypes that an optimizer's config sets; ``None`` for a dtype that it does not set.
+    """The dtypes that an optimizer's config sets; ``None`` for a dtype that the config does not set.
 
     Attributes:
         source: name of the config, for messages.
@@ -130,7 +130,7 @@ class Reading:
         name: ``"model"``, ``"dense"`` or ``"experts"``.
         optimizer: name of the optimizer's class.
         trainable: trainable parameters of the model.
-        frozen: the model's other parameters.
+        frozen: frozen parameters of the model.
         buckets: gradient buckets, padding included.
         bucket_views: views into the buckets, one for each parameter's gradient.
         owned: the parameters that the optimizer updates on this rank.

@@ -66,7 +66,7 @@ class Here:
         return cls(on, _settings.resolve(known_frameworks=entries()), config)
 
     def but(self, **changes: Any) -> Here:
-        """Return a copy with other settings, or another ``on``, ``config`` or ``instead``."""
+        """Return a copy in which the given settings and fields are replaced."""
         settings = {k: changes.pop(k) for k in list(changes) if k in _settings.TABLE}
         if settings:
             values = {**self.settings.values, **settings}

@@ -27,7 +27,7 @@ class Variant:
     Attributes:
         gives_up: the precision that the settings give up, in words.
         lines: the settings as lines to paste (config keys or environment variables).
-        model: the model with these settings.
+        model: the model with the variant's settings.
     """
 
     gives_up: str

@@ -21,9 +21,9 @@ class Found:
     Attributes:
         gives_up: the precision that the settings give up; empty if the job fits unchanged.
         lines: the settings, as lines to paste.
-        plan: the plan with these settings; ``None`` if the job does not fit, whatever the settings.
-        fewest: the smallest number of GPUs that fits the job with these settings (if ``plan`` is
-            ``None``, with the last legal settings). ``None`` if the search found no number.
+        plan: the plan with the found settings; ``None`` if the job fits with no legal settings.
+        fewest: the smallest number of GPUs that fits the job with the found settings (if ``plan``
+            is ``None``, with the last legal settings). ``None`` if the search found no number.
     """
 
     gives_up: str

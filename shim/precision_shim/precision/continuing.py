@@ -1,7 +1,7 @@
 """Decide whether an optimizer continues from a checkpoint's states exactly. Needs no torch.
 
-Seams apply the rules here to a checkpoint's tensors while the checkpoint is loaded. The checkpoint
-doctor applies the same rules to files before a load. dtypes have this project's names
+Seams apply this module's rules to a checkpoint's tensors while the checkpoint is loaded. The
+checkpoint doctor applies the same rules to files before a load. dtypes have this project's names
 (``precision.names``).
 """
 
