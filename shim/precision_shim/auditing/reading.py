@@ -29,7 +29,7 @@ _INNER = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """The dtypes that an optimizer's config sets; ``None`` for a dtype that the config does not set.
+    """The dtypes in an optimizer's config; ``None`` for dtypes that the config does not set.
 
     Attributes:
         source: name of the config, for messages.

@@ -21,7 +21,7 @@ class Found:
     Attributes:
         gives_up: the precision that the settings give up; empty if the job fits unchanged.
         lines: the settings, as lines to paste.
-        plan: the plan with the found settings; ``None`` if the job fits with no legal settings.
+        plan: the plan with the found settings; ``None`` if no legal settings make the job fit.
         fewest: the smallest number of GPUs that fits the job with the found settings (if ``plan``
             is ``None``, with the last legal settings). ``None`` if the search found no number.
     """
