@@ -1,8 +1,8 @@
-"""The audit: find out from live objects which precision is really in force.
+"""The audit: read from a live model and optimizer which dtypes are really in use.
 
-``readers`` and ``reading`` read an optimizer and its model, ``counting`` counts their bytes,
-``rules`` finds contradictions, and ``record`` has the audit's dataclasses. ``watching`` audits the
-optimizers that a framework builds, ``files`` writes audits, ``ranks`` compares those of many ranks.
-``sending``, ``halves`` and ``pairing`` audit the weights that rollout engines get. ``record``,
-``files`` and ``ranks`` work without torch.
+``readers`` and ``reading`` read a model and its optimizer, and ``counting`` counts the bytes of
+both. ``rules`` compares dtypes with the config, and ``record`` defines the audit's dataclasses.
+``watching`` audits the optimizers that a framework builds, ``files`` writes audits to files, and
+``ranks`` compares the audits of many ranks. ``sending``, ``halves`` and ``pairing`` audit the
+weights sent to rollout engines. ``record``, ``files`` and ``ranks`` work without torch.
 """

@@ -1,4 +1,4 @@
-"""Compare the weights sent to a rollout with those its engines hold; pure functions, no torch."""
+"""Compare the weights that a trainer sent with the weights in the rollout engines; no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LEAST_SAMPLE = 256
 
 @dataclass(frozen=True)
 class Contradiction:
-    """A disagreement between what was asked for, what was sent and what an engine holds.
+    """A difference between the configured dtype, the sent weights and an engine's weights.
 
     Attributes:
-        code: such as ``"bf16-wire"``; docs/audit.md lists all codes.
-        who: the trainer's rank or the engine where it was found.
-        message: what was expected, what was found, and what the user can do.
+        code: kind of contradiction, such as ``"bf16-wire"``; docs/audit.md lists all codes.
+        who: rank of the trainer's process, or name of the engine, that has the contradiction.
+        message: text with the expectation, the finding and a remedy.
     """
 
     code: str
@@ -36,8 +36,8 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
     """Yield the contradictions in one job of one framework.
 
     Args:
-        sent: what the ranks of the trainer sent.
-        held: what the engines hold, also the engines of other models than the trained policy.
+        sent: a record of the sent weights for each rank of the trainer.
+        held: a record for each engine, including engines of models other than the trained policy.
     """
     rollouts = [one for one in held if one.subject == ROLLOUT]
     for engine in rollouts:
@@ -48,7 +48,7 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
         for engine in rollouts:
             yield from _received(one, engine)
             yield from _sent_in_8_bits(one, engine)
-    for engine in held:  # contradictions within one engine, whichever model it has
+    for engine in held:  # both checks need no sent weights, so the engine may have any model
         yield from _held_dtype(engine)
         yield from _left_out(engine)
 
@@ -58,14 +58,14 @@ def _once(sent: Sequence[Sent]) -> Iterable[Sent]:
 
 
 def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
-    """Return the dtypes that the rollout's engines report to compute in, or else the asked one."""
+    """Return the compute dtypes of the rollout engines; without engines, the configured dtype."""
     if rollouts:
         return {one.computes for one in rollouts}
     return {CANONICAL[sent.asked]} if sent.asked in CANONICAL else set()
 
 
 def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
-    due = CANONICAL.get(ask.asked)  # not "auto", and not NeMo-RL's "fp8"
+    due = CANONICAL.get(ask.asked)  # due is None for "auto" and for NeMo-RL's "fp8"
     if due is not None and engine.computes and engine.computes != due:
         yield Contradiction(
             "engine-dtype",
@@ -80,7 +80,7 @@ def _engine_dtype(ask: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _of_wire(one: Sent, rollouts: Sequence[Held]) -> Iterator[Contradiction]:
-    """Yield weights that are rounded to bf16 in transfer, although no engine computes in bf16."""
+    """Yield a contradiction if sent weights are rounded to bf16 but no engine computes in bf16."""
     engines = computes(one, rollouts)
     if not engines or not engines <= {"fp16", "fp32"}:
         return
@@ -116,7 +116,7 @@ def _mostly_bf16(weights: Weights, then: str = "") -> bool:
 
 
 def _rounded(before: Weights, after: Weights) -> bool:
-    """Whether weights were rounded to bf16 on the way, judged by the shares exact in bf16."""
+    """Whether bf16 represents nearly all weights exactly after a transfer, but not before it."""
     if before.exact is None or after.exact is None:
         return False
     if min(before.sampled, after.sampled) < LEAST_SAMPLE:
@@ -125,12 +125,12 @@ def _rounded(before: Weights, after: Weights) -> bool:
 
 
 def _received(one: Sent, engine: Held) -> Iterator[Contradiction]:
-    """Yield weights rounded to bf16 between sender and engine, compared at the same weight sync."""
+    """Yield a contradiction if a weight sync rounds weights to bf16 between sender and engine."""
     same = engine.sync == one.sync and engine.computes in ("fp16", "fp32")
     weights = one.sent.get(BASE)
     if not same or engine.quantization or weights is None or engine.weights is None:
         return
-    if engine.sample:  # a trainer may leave just these as they are
+    if engine.sample:  # a few parameters may be exact in bf16 without any rounding
         return
     if one.then != "bf16" and not one.quantised and _rounded(weights, engine.weights):
         yield Contradiction(
@@ -142,11 +142,11 @@ def _received(one: Sent, engine: Held) -> Iterator[Contradiction]:
         )
 
 
-# -- what an engine holds --------------------------------------------------------------------------
+# -- checks of an engine's weights -----------------------------------------------------------------
 
 
 def _held_dtype(engine: Held) -> Iterator[Contradiction]:
-    """Yield kinds of layers that an engine holds in another 16-bit dtype than it computes in."""
+    """Yield a contradiction if an fp16 engine has bf16 weights, or a bf16 engine fp16 weights."""
     if engine.quantization or engine.computes not in ("fp16", "bf16"):
         return
     other = {"fp16": "bf16", "bf16": "fp16"}[engine.computes]
@@ -162,7 +162,7 @@ def _held_dtype(engine: Held) -> Iterator[Contradiction]:
 
 
 def _sent_in_8_bits(one: Sent, engine: Held) -> Iterator[Contradiction]:
-    """Yield layers that were sent quantised, but that the engine holds without quantisation."""
+    """Yield a contradiction for layers sent in 8 bits that the engine stores unquantised."""
     plain = {joined(name): name for name in engine.plain}
     quantised = {joined(name) for name in engine.quantised}
     names = {joined(name) for name in one.quantised}
@@ -177,7 +177,7 @@ def _sent_in_8_bits(one: Sent, engine: Held) -> Iterator[Contradiction]:
 
 
 def _left_out(engine: Held) -> Iterator[Contradiction]:
-    """Yield layers that a quantised engine keeps in 16 bits, though its ignore list lacks them."""
+    """Yield contradictions for a quantised engine's 16-bit layers outside its ignore list."""
     if not engine.quantization or not engine.quantised or engine.ignored is None:
         return
     plain = [one for one in engine.plain if kind_of(one) in ("attention", "mlp", "experts")]

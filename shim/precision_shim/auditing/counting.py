@@ -1,4 +1,4 @@
-"""Count the bytes of the tensors in readings, each storage once."""
+"""Count the bytes of the tensors in ``Reading`` objects, each storage once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .record import COMPONENTS, OF_MODEL, AuditComponent
 
 
 class Counter:
-    """Counts every storage once, for the first component that has it."""
+    """Counts each storage once, for the first component that has a tensor in the storage."""
 
     def __init__(self) -> None:
         self._counted: set[int] = set()
@@ -24,7 +24,7 @@ class Counter:
         self.host = 0
 
     def next_component(self) -> None:
-        """Begin a new component: it does not count storages that were counted so far."""
+        """Begin a new component, which does not count the storages of earlier components."""
         self._before = set(self._counted)
 
     def _storages(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
@@ -35,7 +35,7 @@ class Counter:
 
         Args:
             tensors: tensors whose elements and storages are counted.
-            more: tensors of which only the storages are counted, padding included.
+            more: further tensors; only their storages are counted, padding included.
         """
         found = Measured()
         for tensor in unique(tensors):
@@ -45,7 +45,7 @@ class Counter:
                     "through the model first."
                 )
             numel = local(tensor).numel()
-            if not numel and tensor.numel():  # a DTensor whose elements are all on other ranks
+            if not numel and tensor.numel():  # all elements of this DTensor are on other ranks
                 found.dtypes.add(tensor.dtype)
             storages = self._storages(tensor) if numel else []
             if not storages or any(storage._cdata in self._before for _, storage in storages):
@@ -54,7 +54,7 @@ class Counter:
             for one, storage in storages:
                 found.dtypes.add(one.dtype)
                 found.devices.add(one.device.type)
-                if storage.nbytes():  # frameworks empty storages while they offload
+                if storage.nbytes():  # frameworks resize storages of offloaded tensors to 0
                     found.bytes += one.numel() * one.element_size()
                 self._add(one, storage, found)
         for tensor in more:
@@ -73,14 +73,14 @@ class Counter:
 
 @dataclass
 class Measured:
-    """The measured size of a component.
+    """The measured size of one component, such as ``exp_avg``.
 
     Attributes:
         bytes: size of the elements, without padding.
         allocated: size of the storages.
         elements: number of elements.
         dtypes: dtypes of the tensors.
-        devices: kinds of device that hold them.
+        devices: device types of the tensors.
     """
 
     bytes: int = 0
@@ -91,14 +91,14 @@ class Measured:
 
 
 def measure(readings: Sequence[Reading]) -> tuple[list[dict[str, Measured]], int]:
-    """Count the tensors of readings, each storage once over all readings.
+    """Count the tensors of all readings; a storage that several readings share counts once.
 
     Returns:
-        Each reading's components, and how many of all allocated bytes are in the host's memory.
+        Each reading's components, and the number of allocated bytes in the host's memory.
     """
     counter = Counter()
     found: list[dict[str, Measured]] = [{} for _ in readings]
-    # Component by component, so that a shared storage is counted for the earlier component.
+    # The outer loop is over components, so that a shared storage counts for the earlier component.
     for component in COMPONENTS:
         counter.next_component()
         for reading, counts in zip(readings, found, strict=True):
@@ -129,10 +129,10 @@ def component_of(reading: Reading, name: str, found: Measured, covered: int) -> 
     """Make the ``AuditComponent`` for a component of a reading.
 
     Args:
-        reading: the reading that has the component.
+        reading: the reading of the model and its optimizer.
         name: the component's name.
-        found: what ``measure`` counted for the component.
-        covered: number of parameters that the component covers.
+        found: the component's size, from ``measure``.
+        covered: number of parameters by which the bytes are divided for ``bytes_per_parameter``.
     """
     later = reading.later(name) if name in ("master", "exp_avg", "exp_avg_sq") else set()
     copies = (
@@ -160,7 +160,7 @@ def component_of(reading: Reading, name: str, found: Measured, covered: int) -> 
 
 
 def is_sharded(reading: Reading, name: str) -> bool:
-    """Whether each rank of the data-parallel group holds only a shard of a component."""
+    """Whether a component is sharded over the ranks of the data-parallel group."""
     if name in OF_MODEL:
         return reading.params_sharded and name != "grad_buckets"
     return reading.sharded

@@ -1,4 +1,4 @@
-"""Write and read audits as JSON files, one per rank and optimizer; writing is atomic."""
+"""Write and read audits as JSON files, one file for each rank and optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUFFIX = ".audit.json"
 
 
 def stem(audit: Audit) -> str:
-    """Return the beginning of an audit's file name: framework, subject and parts."""
+    """Return the beginning of an audit's file name: framework, model and optimizer parts."""
     names = "+".join(part.name for part in audit.parts)
     words = (audit.framework, audit.subject or "optimizer", names)
     return ".".join(re.sub(r"[^\w+-]+", "-", word) for word in words)
@@ -28,8 +28,8 @@ def write(directory: str | os.PathLike[str], stem: str, audit: Audit) -> Path:
     """Write an audit into a file; the file is replaced atomically.
 
     Args:
-        directory: where to write; created if it does not exist.
-        stem: the beginning of the file's name; the rank is added.
+        directory: the file's directory; created if it does not exist.
+        stem: the beginning of the file's name; ``write`` appends the rank.
         audit: the audit.
 
     Raises:
@@ -59,8 +59,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
-    """Return the warning that an audit was not written, equal for all optimizers and steps."""
-    # Not str(error): that contains the temporary file's name, which differs each time.
+    """Return the warning that an audit was not written; all optimizers and steps share one text."""
+    # str(error) would contain the temporary file's name, which differs each time.
     problem = (
         f"PRECISION_SHIM_AUDIT_DIR={directory}: the audit was not written: "
         f"{error.strerror or error}. Set PRECISION_SHIM_AUDIT_DIR to a directory that every rank "
@@ -70,7 +70,7 @@ def not_written(directory: str | os.PathLike[str], error: OSError) -> str:
 
 
 def number(path: Path, audit: Audit) -> str:
-    """Return the number that ``kept.name`` added to a file's stem; empty for the first audit."""
+    """Return the number that ``kept.name`` appended to a file's stem; empty without a number."""
     name = path.name.removesuffix(f".rank{audit.rank}{SUFFIX}")
     return name.removeprefix(stem(audit)).removeprefix("-")
 
@@ -83,12 +83,12 @@ def read_audits(directory: str | os.PathLike[str]) -> Iterator[tuple[Path, Audit
 def read_files(
     directory: str | os.PathLike[str], suffix: str, make: Callable[[Any], T]
 ) -> Iterator[tuple[Path, T | str]]:
-    """Read the JSON files in a directory, by file name; for an invalid file, yield the reason.
+    """Read a directory's JSON files in the order of their names; yield an error for invalid ones.
 
     Args:
         directory: the directory of the files.
         suffix: the end of the files' names.
-        make: makes a record from the values in a file.
+        make: function that converts a file's parsed JSON into a record.
 
     Raises:
         OSError: the directory cannot be read.

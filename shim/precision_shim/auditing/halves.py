@@ -1,8 +1,8 @@
-"""The other half of an audit, as plain data: the weights sent to the rollout, and those it holds.
+"""Records of the weights that a trainer sends to a rollout, and of the rollout engines' weights.
 
-``Sent`` describes the weights that a trainer's process sent to the rollout. ``Held`` describes what
-an engine answered when it was asked. ``sending`` makes a ``Sent`` from a stream of weights, and the
-adapters' backend ``rollout`` makes a ``Held``; ``contradictions`` compares them.
+``Sent`` describes the weights that a trainer's process sent to the rollout. ``Held`` describes the
+dtypes and weights that a rollout engine reports. ``sending`` makes a ``Sent`` from a stream of
+weights, and the adapters' backend ``rollout`` makes a ``Held``. ``contradictions`` compares both.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Weights:
     """Statistics of a group of tensors.
 
     Attributes:
-        dtypes: number of elements by the dtype's canonical name, or torch's name for other dtypes.
+        dtypes: number of elements of each dtype, by canonical name, or torch's for other dtypes.
         exact: share of the sampled elements that bf16 represents exactly; ``None`` without a
-            sample. Elements below fp16's least normal number are left out: after a rounding to
-            fp16, bf16 represents most of these exactly.
+            sample. Elements below fp16's smallest normal number are not counted, because bf16
+            represents most of fp16's subnormal numbers exactly.
         sampled: number of sampled elements.
     """
 
@@ -58,20 +58,19 @@ class Sent:
 
     Attributes:
         framework: the framework's name.
-        subject: the trained policy, such as ``"actor"``.
+        subject: name of the trained policy, such as ``"actor"``.
         rank: rank of the process.
         world_size: number of ranks of the trainer.
-        job: a name that all processes of the job have in common; empty where there is none.
-        asked: the dtype name that the config asks the rollout for; empty where it is not known.
-        key: the config key of that dtype.
-        sync: number of the weight sync, from 1.
-        sent: the tensors that were sent, by group.
-        own: the trainer's own parameters at that sync, by group; empty where they are not known.
-        then: the dtype that the framework's sender rounds the sent tensors to afterwards; empty if
-            it does not.
+        job: a name that all processes of a Ray job share; empty without Ray.
+        asked: the config's dtype name for the rollout; empty if it is not known.
+        key: the config key of ``asked``.
+        sync: number of the weight sync, counted from 1.
+        sent: statistics of the sent tensors, by group (``BASE`` or ``ADAPTERS``).
+        own: statistics of the trainer's own parameters, by group; empty if they are not known.
+        then: the dtype to which the framework rounds the tensors after the audit; empty if the
+            framework does not round the tensors.
         quantised: names of the layers that were sent in 8 bits.
-        not_asked: why no engine of the framework can be asked what it holds; empty where engines
-            are asked.
+        not_asked: why the framework's engines cannot report their weights; empty if they can.
     """
 
     framework: str
@@ -95,7 +94,7 @@ class Sent:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Sent:
-        """Make a ``Sent`` from a file's values."""
+        """Make a ``Sent`` from the values in a JSON file."""
         groups = {
             side: {str(name): Weights.of(one) for name, one in values[side].items()}
             for side in ("sent", "own")
@@ -107,29 +106,28 @@ class Sent:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rollout engine reports about itself.
+    """A rollout engine's report on its own dtypes and weights.
 
     Attributes:
         framework: the framework's name.
-        subject: ``ROLLOUT``, or the other model that the engine runs, such as a teacher.
-        name: which of the job's engines this is, such as ``"replica 0"``.
+        subject: ``ROLLOUT`` for the trained policy, or another model's name, such as a teacher's.
+        name: the engine's name within the job, such as ``"replica 0"``.
         job: see ``Sent``.
         engine: the engine's name and version, such as ``"vllm 0.30.0"``.
-        model: the model's path or name that the engine was given.
-        computes: canonical name of the dtype that the engine computes in.
+        model: path or name of the engine's model.
+        computes: canonical name of the engine's compute dtype.
         quantization: name of the engine's quantisation; empty if there is none.
-        ignored: the layers that the quantisation's config leaves out; ``None`` where the config
-            does not say.
-        kv_cache: the dtype that the KV cache was asked for; ``"auto"`` for the engine's default.
-        head: the dtype in which the output head computes; empty where the engine does not say.
-        sync: number of weight syncs before the engine was asked; 0 if it was asked at its start.
+        ignored: the layers that the quantisation's config excludes; ``None`` without such a list.
+        kv_cache: the configured dtype of the KV cache; ``"auto"`` for the engine's default.
+        head: compute dtype of the output head; empty if the engine does not report it.
+        sync: number of weight syncs before the report; 0 for a report at the engine's start.
         kinds: number of elements of the engine's parameters, by kind of layer and dtype.
         kv_held: dtypes of the KV cache's tensors.
         quantised: names of the engine's quantised layers.
         plain: names of the engine's linear layers and experts that are not quantised.
-        weights: the engine's parameters that are not quantised; ``None`` where it did not answer.
-        sample: which of these parameters ``weights`` is of; empty if it is of all.
-        not_answered: why the engine did not answer; empty if it did.
+        weights: statistics of the engine's unquantised parameters; ``None`` without a report.
+        sample: description of the parameters that ``weights`` covers; empty if it covers all.
+        not_answered: why the engine did not report its weights; empty if it did.
     """
 
     framework: str
@@ -159,7 +157,7 @@ class Held:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Held:
-        """Make a ``Held`` from a file's values."""
+        """Make a ``Held`` from the values in a JSON file."""
         several = {
             name: tuple(map(str, values[name])) for name in ("kv_held", "quantised", "plain")
         }
@@ -184,7 +182,7 @@ _HALVES: dict[str, type[Sent] | type[Held]] = {"sent": Sent, "held": Held}
 
 
 def write(directory: str, half: Half) -> None:
-    """Write a half into a file; the file is replaced atomically.
+    """Write a ``Sent`` or a ``Held`` into a file; the file is replaced atomically.
 
     Raises:
         OSError: the file cannot be written.
@@ -196,5 +194,5 @@ def write(directory: str, half: Half) -> None:
 
 
 def read(directory: str) -> Iterator[tuple[Path, Half | str]]:
-    """Read the halves in a directory; see ``read_files``."""
+    """Read the ``Sent`` and ``Held`` records in a directory; see ``read_files``."""
     return read_files(directory, SUFFIX, lambda values: _HALVES[values.pop("half")].of(values))

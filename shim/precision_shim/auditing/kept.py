@@ -1,7 +1,6 @@
-"""Keep each optimizer's latest audit for ``status()``, and whether the audit was written.
+"""Store each optimizer's latest audit for ``status()``, and whether it was written to a file.
 
-The module also keeps references to the models of these optimizers; the audit of the weights that
-are sent to a rollout needs them.
+The module also stores weak references to the audited models, which ``sending`` reads.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _numbers = itertools.count()
 
 
 def number() -> int:
-    """Return a new number, to identify an optimizer."""
+    """Return a new number that identifies an optimizer."""
     return next(_numbers)
 
 
 def name(stem: str) -> str:
-    """Return a stem, with a number added if another optimizer of this process has the stem."""
+    """Return a file name's stem, with a number appended if this process has used the stem."""
     _names[stem] += 1
     return stem if _names[stem] == 1 else f"{stem}-{_names[stem]}"
 
@@ -50,18 +49,18 @@ def written(of: int, problem: str = "") -> None:
 
 
 def problems() -> list[str]:
-    """Return why audits were not written to ``PRECISION_SHIM_AUDIT_DIR``, each reason once."""
+    """Return each reason, once, why audits were not written to ``PRECISION_SHIM_AUDIT_DIR``."""
     return list(dict.fromkeys(filter(None, _not_written.values())))
 
 
 def put_model(framework: str, subject: str, model: Sequence[weakref.ref[Any]]) -> None:
-    """Store the modules of a model; they replace an older model of the same name."""
+    """Store weak references to a model's modules, in place of an older model of the same name."""
     if model:
         _models[framework, subject] = list(model)
 
 
 def model_of(framework: str, subject: str) -> list[Any]:
-    """Return those modules of a model that still exist."""
+    """Return the modules of a model that were not garbage-collected."""
     return [one for ref in _models.get((framework, subject), ()) if (one := ref()) is not None]
 
 
@@ -71,12 +70,12 @@ def at_clear(undo: Callable[[], object]) -> None:
 
 
 def audits() -> list[Audit]:
-    """Return the audits, in the order of their optimizers."""
+    """Return each optimizer's latest audit, in the order in which optimizers were first audited."""
     return list(_audits.values())
 
 
 def clear() -> None:
-    """Drop all audits, and stop watching the optimizers."""
+    """Delete all audits and references, and call the functions registered with ``at_clear``."""
     while _undo:
         _undo.pop()()
     _audits.clear()

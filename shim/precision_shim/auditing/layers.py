@@ -1,4 +1,4 @@
-"""Kinds and names of a model's layers in trainers and rollout engines; pure functions."""
+"""Find the kinds of layers, and compare layer names of trainers and rollout engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EXPERT = re.compile(r"\.experts\..*$")
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of layer that a tensor or a module belongs to, by its name."""
+    """Return the kind of layer, such as ``"mlp"``, that the name of a tensor or module shows."""
     for kind, pattern in _KINDS:
         if re.search(pattern, name):
             return kind
@@ -37,7 +37,7 @@ def kind_of(name: str) -> str:
 
 
 def joined(layer: str) -> str:
-    """Return a layer's name in engines: from its number on, that of the fused layer if fused."""
+    """Return an engine's name for a layer: no prefix, and one name for fused layers or experts."""
     _, numbered, rest = layer.rpartition("layers.")
     whole, _, last = f"{numbered}{rest}".rpartition(".")
     last = next((one for one, parts in _JOINED.items() if last in parts), last)
@@ -45,7 +45,7 @@ def joined(layer: str) -> str:
 
 
 def _spellings(layer: str) -> Iterator[str]:
-    """Yield a layer's name, and the names of the layers that it was fused from."""
+    """Yield a layer's name, and for a fused layer also the names of its original layers."""
     yield layer
     whole, _, last = layer.rpartition(".")
     for part in _JOINED.get(last, ()):
@@ -53,12 +53,12 @@ def _spellings(layer: str) -> Iterator[str]:
 
 
 def is_named(layer: str, ignored: Sequence[str]) -> bool:
-    """Whether a list names a layer, a layer fused into it, or a module that contains it.
+    """Whether an ignore list names a layer, a part of a fused layer, or the layer's parent module.
 
     Args:
         layer: the layer's name.
-        ignored: the list's entries: names, or parts of names between dots; patterns with ``*``;
-            regular expressions that begin with ``re:``.
+        ignored: the list's entries. An entry is a name, a part of a name between dots, a pattern
+            with ``*``, or a regular expression that begins with ``re:``.
     """
     return any(_names(one, name) for one in ignored for name in _spellings(layer))
 
@@ -70,14 +70,14 @@ def _names(entry: str, name: str) -> bool:
         return fnmatch.fnmatch(name, entry) or fnmatch.fnmatch(name, f"*.{entry}")
     if f".{entry}." in f".{name}.":
         return True
-    # The entry may name the layer with another prefix, such as "language_model.model.layers.0".
+    # The entry may have a prefix that the layer lacks, as in "language_model.model.layers.0".
     both = (one.rpartition("layers.")[1:] for one in (entry, name))
     one, other = ("".join(parts) for parts in both)
     return one.startswith("layers.") and f"{other}.".startswith(f"{one}.")
 
 
 def holds_a_word_of(layer: str, ignored: Sequence[str]) -> str:
-    """Return the first entry of a list that is a substring of a layer's name; empty for none."""
+    """Return the first list entry that is a substring of a layer's name; empty if none is."""
     for one in ignored:
         if not one.startswith("re:") and any(one in name for name in _spellings(layer)):
             return one

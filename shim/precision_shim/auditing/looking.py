@@ -27,28 +27,28 @@ def audit(
     expected: Mapping[str, Any] | None = None,
     group: Any = None,
 ) -> Audit:
-    """Find out from live objects which precision is really in force.
+    """Read from a live model and optimizer which dtypes are really in use.
 
-    Works in any job on Megatron or torch (FSDP2, DTensor), also with the shim off. It changes
-    nothing, starts nothing on a device and reads nothing from one, and communicates over ``group``
-    alone. Before the first step most optimizers have no states. The audit then has the dtypes that
-    the optimizer declares for its states, if it declares any, and is not ``complete``.
+    The audit works in any job on Megatron or torch (FSDP2, DTensor), even with the shim off. The
+    audit changes nothing, accesses no device, and communicates only over ``group``. Most optimizers
+    have no states before their first step. An audit before the first step lists the dtypes that the
+    optimizer declares for its states, if any, and is not ``complete``.
 
     Args:
         model: a module, Megatron's model chunks, or ``None`` to read the optimizer alone.
-        optimizer: an optimizer of Megatron (chained or single) or torch, or a list of optimizers.
-        scaler: the loss scaler of torch's optimizers; Megatron's optimizers have their own.
-        expected: dtype names by component, such as ``{"exp_avg": "bf16"}``; for these components
-            they replace what the optimizer's config says.
+        optimizer: a Megatron optimizer (chained or single), a torch optimizer, or a list of them.
+        scaler: the loss scaler of torch optimizers; a Megatron optimizer has its own loss scaler.
+        expected: dtype names by component, such as ``{"exp_avg": "bf16"}``; each name overrides
+            the dtype in the optimizer's config.
         group: a process group whose ranks are compared; all its ranks must call ``audit``.
 
     Returns:
         The audit of this rank.
 
     Raises:
-        AuditError: model or optimizer cannot be read, ``expected`` names an unknown component,
+        AuditError: the model or optimizer cannot be read, ``expected`` has an unknown component,
             or this rank is not in ``group``.
-        DtypeError: ``expected`` has a name that is no dtype.
+        DtypeError: ``expected`` has an unknown dtype name.
     """
     return look(model, optimizer, scaler=scaler, expected=expected, group=group)
 
@@ -64,7 +64,7 @@ def look(
     subject: str = "",
     whole: bool = True,
 ) -> Audit:
-    """Make the audit that ``audit`` returns, with framework and subject filled in.
+    """Make the audit that ``audit`` returns, with the framework's and the model's names set.
 
     Args:
         model: see ``audit``.
@@ -73,7 +73,7 @@ def look(
         expected: see ``audit``.
         group: see ``audit``.
         framework: the framework's name; empty to use the name of the optimizer's package.
-        subject: which model it is, such as ``"actor"``.
+        subject: name of the model, such as ``"actor"``.
         whole: whether ``optimizer`` includes all of the model's optimizers.
     """
     if group is not None and torch.distributed.get_rank(group) < 0:
@@ -152,7 +152,7 @@ def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, 
 
 @functools.cache  # versions are read from files
 def where_of(framework: str, package: str) -> str:
-    """Return framework and package with their versions, for messages."""
+    """Return the names and versions of a framework and a package, for messages."""
     names = [name for name in dict.fromkeys((framework, package)) if name]
     return ", ".join(f"{name} {_version(name)}".strip() for name in names)
 

@@ -1,4 +1,4 @@
-"""Group the halves in a directory by framework and job, and show their contradictions."""
+"""Group ``Sent`` and ``Held`` records by framework and job, and show their contradictions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .ranks import numbers
 
 @dataclass(frozen=True)
 class Pair:
-    """What the trainer of one job sent, and what the job's engines hold.
+    """The weights sent in one job, the engines' weights, and the contradictions between them.
 
     Attributes:
         whose: the framework.
-        job: the job's name; empty where jobs cannot be distinguished.
-        sent: the latest ``Sent`` of each of the trainer's ranks.
-        held: the ``Held`` of each engine.
-        found: the contradictions between these.
+        job: the job's name; empty if jobs cannot be distinguished.
+        sent: the latest ``Sent`` record of each rank of the trainer.
+        held: the ``Held`` record of each engine.
+        found: the job's contradictions.
     """
 
     whose: str
@@ -35,7 +35,7 @@ class Pair:
         return not self.found
 
     def lines(self) -> list[str]:
-        """Return the pair as lines of text."""
+        """Return the records and contradictions as lines of text."""
         lines = [f"{self.whose}, trainer and rollout" + (f", job {self.job}" if self.job else "")]
         by_text: dict[str, list[int]] = {}
         for one in self.sent:
@@ -58,14 +58,14 @@ class Pair:
         return lines
 
     def problems(self) -> Mapping[tuple[str, str], list[int | str]]:
-        """Return, for each contradiction's code and message, the ranks and engines that have it."""
+        """Return the ranks and engines that have each contradiction, by code and message."""
         by_text: dict[tuple[str, str], list[int | str]] = {}
         for one in self.found:
             by_text.setdefault((one.code, one.message), []).append(one.who)
         return {key: list(dict.fromkeys(who)) for key, who in by_text.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a summary of the pair that JSON can represent."""
+        """Return a summary of records and contradictions in a form for JSON."""
         return {
             "framework": self.whose,
             "job": self.job,
@@ -80,7 +80,7 @@ class Pair:
 
 
 def pair(halves: Iterable[Half]) -> list[Pair]:
-    """Group halves by framework and job, and compare those of each group."""
+    """Group records by framework and job, and compare the records of each group."""
     groups: dict[tuple[str, str], list[Half]] = {}
     for one in halves:
         groups.setdefault((one.framework, one.job), []).append(one)

@@ -14,9 +14,9 @@ _PASSING = ("grad_copies", "other")
 
 
 def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str, Any]:
-    """Return what should be equal on all ranks: dtypes, scaler and problems, in a form for JSON.
+    """Return the values that should be equal on all ranks (dtypes, scaler, problems), for JSON.
 
-    A rank that owns no parameters of a part has no states there; its signature leaves states out.
+    A rank that owns no parameters of a part has no states of that part in its signature.
     """
     codes: dict[str, set[str]] = {part.name: set() for part in parts}
     for finding in found:
@@ -33,7 +33,7 @@ def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str,
 
 
 def unlike(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the keys that two signatures share but whose values differ, with both values."""
+    """Return each key whose values differ between two signatures, with both values."""
     return {
         key: (value, other[key])
         for key, value in first.items()
@@ -58,10 +58,10 @@ class Comparison:
         world_size: number of ranks of the job.
         alike: ranks that agree with the majority.
         example: the audit of a rank in ``alike``.
-        differ: the other ranks, each with the keys that differ, and for each key the value of the
-            majority and that of the rank.
+        differ: for each rank that disagrees with the majority, the differing keys; for each key
+            the majority's value and the rank's value.
         missing: ranks without an audit.
-        problems: the text of each problem, with the ranks that have this problem.
+        problems: the ranks with each problem, by the problem's text.
         before_step: ranks whose audit was made before the first step.
     """
 
@@ -77,7 +77,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether no rank is missing, differs or has a problem."""
+        """Whether all ranks have an audit, agree, and have no problem."""
         return not (self.differ or self.missing or self.problems)
 
     def lines(self) -> list[str]:
@@ -105,7 +105,7 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     """Group audits by model and optimizer, and compare the ranks of each group.
 
     Args:
-        audits: the audits, each preceded by the number in its file's name (``files.number``).
+        audits: pairs of the number in an audit file's name (``files.number``) and the audit.
     """
     groups: dict[tuple[str, str], dict[int, Audit]] = {}
     worlds: dict[str, int] = {}
@@ -123,8 +123,8 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
             part,
             found,
             worlds[whose],
-            # A rank that has another optimizer of the model, but not this optimizer, is a
-            # pipeline stage without such layers.
+            # A rank with an audit of another optimizer of the model is not missing: its
+            # pipeline stage may have no layers for this optimizer.
             tuple(sorted(set(range(worlds[whose])) - present[whose])),
         )
         for (whose, part), found in sorted(groups.items())
@@ -145,7 +145,7 @@ def _compare(
     }
     most = _majority(said)
     if all(unlike(most, one) for one in said.values()):
-        # No rank agrees with the majority in everything: compare with the rank nearest to it.
+        # If no rank agrees with the majority on all keys, compare with the rank that differs least.
         most = min(said.values(), key=lambda one: len(unlike(most, one)))
     differ = {rank: what for rank in ranks if (what := unlike(most, said[rank]))}
     alike = tuple(rank for rank in ranks if rank not in differ)

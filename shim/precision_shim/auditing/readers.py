@@ -1,7 +1,7 @@
-"""Choose a reader for each optimizer that ``audit`` is given, and read optimizers and model.
+"""Choose a reader function for each optimizer of an audit, and read the optimizers and the model.
 
-``registry.audit_readers`` maps the top-level package of an optimizer's class to a reader, which is
-imported when such an optimizer is audited. ``torch_reader`` reads torch's own optimizers.
+``registry.audit_readers`` maps the top-level package of an optimizer's class to a reader. The
+reader is imported at the first audit that needs it. ``torch_reader`` reads torch's own optimizers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_optimizers(
     Args:
         model: a module, a list of modules, or ``None``.
         optimizer: an optimizer, a list of optimizers, or ``None`` to read the model alone.
-        scaler: loss scaler of torch's optimizers.
+        scaler: loss scaler of the torch optimizers.
         whole: whether ``optimizer`` includes all of the model's optimizers.
 
     Raises:
@@ -37,7 +37,7 @@ def read_optimizers(
     """
     chunks = _chunks(model)
     optimizers = unique(_each(optimizer))
-    if scaler is not None and not hasattr(scaler, "__dict__"):  # a number, such as the scale
+    if scaler is not None and not hasattr(scaler, "__dict__"):  # such as a bare number
         raise AuditError(
             f"audit(scaler=...): {_kind(scaler)} is no loss scaler; allowed: an object such as "
             "torch.amp.GradScaler(), or None."
@@ -58,7 +58,7 @@ def read_optimizers(
             readings += read_torch(chunks, several, scaler)
     if not readings:
         readings = [Reading("torch", "model", "none")]
-    if whole or readings[0].name != "experts":  # the dense optimizer's audit has the rest
+    if whole or readings[0].name != "experts":  # the dense optimizer's audit adds other tensors
         _give_the_rest(chunks, readings, whole)
     seen: dict[str, int] = {}
     for reading in readings:
@@ -82,7 +82,7 @@ def _chunks(model: Any) -> list[torch.nn.Module]:
 
 
 def _each(optimizer: Any) -> Iterator[Any]:
-    """Yield the single optimizers in a list, in a chain or in a container."""
+    """Yield the single optimizers in a list, a chain or a container of optimizers."""
     if optimizer is None:
         return
     if isinstance(optimizer, (list, tuple)):
@@ -104,11 +104,11 @@ def _each(optimizer: Any) -> Iterator[Any]:
 
 
 def _reader(optimizer: Any) -> str:
-    """Return ``"module:function"`` of an optimizer's reader; empty for torch's own optimizers."""
+    """Return an optimizer's reader as ``"module:function"``; empty for torch's own optimizers."""
     packages = [kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__]
     if isinstance(optimizer, torch.optim.Optimizer):
-        return ""  # even if the class is from a package that has a reader
-    for third_party in (False, True):  # load third parties' adapters only if no reader of ours fits
+        return ""  # torch's reader, even for a class in a package with a reader of its own
+    for third_party in (False, True):  # load third parties' adapters only if no own reader fits
         known = audit_readers(third_party=third_party)
         for one in packages:
             if one in known:
@@ -123,9 +123,9 @@ def _kind(thing: Any) -> str:
 def _give_the_rest(
     chunks: Sequence[torch.nn.Module], readings: Sequence[Reading], whole: bool
 ) -> None:
-    """Add the model's parameters and tensors that no reading has to the first reading.
+    """Add to the first reading the model's parameters and tensors that no reading contains.
 
-    Without ``whole`` trainable parameters are left out: another optimizer may train them.
+    If ``whole`` is false, trainable parameters are left out: another optimizer may train them.
     """
     taken = {id(one) for each in readings for one in (*each.trainable, *each.frozen)}
     gathered = shards_by_gathered(chunks)
@@ -133,7 +133,7 @@ def _give_the_rest(
     for parameter in unique(p for chunk in chunks for p in chunk.parameters()):
         if id(parameter) in taken:
             continue
-        if id(parameter) in gathered:  # FSDP's temporary copy; the shard is the real parameter
+        if id(parameter) in gathered:  # a temporary copy that FSDP gathered from shards
             first.also_params.append(parameter)
             continue
         if not parameter.requires_grad:

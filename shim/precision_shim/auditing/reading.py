@@ -1,8 +1,8 @@
-"""Records that readers make of optimizers, and helpers that find tensors in objects.
+"""Dataclasses for the tensors and config of an optimizer, and helpers that find tensors.
 
-A reader turns optimizers into ``Reading`` objects. ``readers`` chooses the reader.
+A reader function converts optimizers into ``Reading`` objects. ``readers`` chooses the reader.
 
-Nothing here starts an operation on a tensor: only sizes, dtypes, devices and storages are read.
+This module reads only sizes, dtypes, devices and storages; it starts no operation on a tensor.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ _INNER = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """The dtypes that an optimizer's config asks for; ``None`` where the config does not say.
+    """The dtypes in an optimizer's config; ``None`` for dtypes that the config does not set.
 
     Attributes:
         source: name of the config, for messages.
         params: dtype of the trainable parameters.
         main_grads: dtype of the gradient bucket of 16-bit parameters.
-        masters: dtype of the master for each 16-bit parameter dtype; empty where the config does
-            not say.
+        masters: dtype of the masters by 16-bit parameter dtype; empty if the config sets none.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
-        remedies: the end of a problem's message, by the problem's code. ``{wanted}`` stands for
-            the expected dtype, ``{source}`` for ``source``, ``{component}`` and ``{optimizer}``
-            for a moment and its optimizer, ``{params}`` for the dtypes of parameters without
-            masters. A key ``"CODE DTYPE"`` takes precedence over ``"CODE"``.
+        remedies: the end of a problem's message, by the problem's code. Placeholders in the text
+            are ``{wanted}`` (the expected dtype), ``{source}``, ``{component}`` (the moment),
+            ``{optimizer}`` (its class) and ``{params}`` (dtypes of parameters without masters).
+            A key ``"CODE DTYPE"`` takes precedence over ``"CODE"``.
     """
 
     source: str
@@ -54,7 +53,7 @@ class Wanted:
     remedies: Mapping[str, str] = field(default_factory=dict)
 
     def remedy(self, code: str, wanted: str, **words: str) -> str:
-        """Return what the user can do about a problem."""
+        """Return the remedy for a problem, for the end of the problem's message."""
         known = self.remedies
         text = known.get(f"{code} {wanted}") or known.get(code) or "correct the {source}"
         return text.format(wanted=wanted, source=self.source, **words)
@@ -62,15 +61,15 @@ class Wanted:
 
 @dataclass
 class Owned:
-    """A parameter, or this rank's shard of it, with the states that its optimizer keeps.
+    """A parameter, or this rank's shard of a parameter, with its optimizer states.
 
     Attributes:
         dtype: dtype of the parameter in the model.
-        stepped: the tensor that the optimizer steps: the parameter's shard, or its master.
-        masters: tensors with bits that the model's parameter lacks: a master or a remainder.
+        stepped: the tensor that the optimizer updates: the parameter's shard or master.
+        masters: tensors with the bits that the parameter lacks: a master or a remainder.
         exp_avg: first moment.
         exp_avg_sq: second moment.
-        other: the other tensors of the parameter's state.
+        other: state tensors other than masters and moments.
         parameter: the model's parameter.
     """
 
@@ -88,7 +87,7 @@ class Owned:
         return self.exp_avg is not None or self.exp_avg_sq is not None or bool(self.other)
 
     def take(self, state: Mapping[Any, Any]) -> None:
-        """Put the tensors of an optimizer's state for this parameter into the fields."""
+        """Assign the tensors in this parameter's optimizer state to the fields."""
         other = list(self.other)
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -110,10 +109,10 @@ class Foretold:
     """The dtypes that an optimizer declares for states that its first step will create.
 
     Attributes:
-        exp_avg: takes the tensor that the optimizer steps, and returns the dtype of its first
-            moment; ``None`` where the optimizer does not declare it.
+        exp_avg: function from the tensor that the optimizer updates to the dtype of its first
+            moment; ``None`` if the optimizer declares no dtype.
         exp_avg_sq: a function of the same form, for the second moment.
-        master: takes a parameter's dtype, and returns the dtype of its master; ``None`` where the
+        master: function from a parameter's dtype to the dtype of its master; ``None`` if the
             optimizer makes no masters.
     """
 
@@ -131,24 +130,24 @@ class Reading:
         name: ``"model"``, ``"dense"`` or ``"experts"``.
         optimizer: name of the optimizer's class.
         trainable: trainable parameters of the model.
-        frozen: the model's other parameters.
+        frozen: frozen parameters of the model.
         buckets: gradient buckets, padding included.
         bucket_views: views into the buckets, one for each parameter's gradient.
-        owned: the parameters that the optimizer steps on this rank.
-        gradients: ``grad`` and ``decoupled_grad`` of tensors, in a bucket or not, and host copies.
+        owned: the parameters that the optimizer updates on this rank.
+        gradients: gradients from ``grad`` and ``decoupled_grad``, and their copies on the host.
         other: tensors that belong to no parameter: scales, the model's buffers, the scaler's
             tensors.
-        also_params: further storages of parameters, such as an offloaded copy.
+        also_params: further copies of parameters, such as an offloaded copy.
         data_parallel_size: number of ranks in the data-parallel group.
-        sharded: whether each of these ranks holds only a shard of the states.
-        params_sharded: whether each of these ranks holds only a shard of the model's parameters.
+        sharded: whether each data-parallel rank stores only a shard of the states.
+        params_sharded: whether each data-parallel rank stores only a shard of the parameters.
         scaler: the loss scaler.
-        betas: the different ``betas`` of the optimizer's parameter groups.
-        foretold: what the optimizer declares about states that it has not created yet.
+        betas: the distinct ``betas`` of the optimizer's parameter groups.
+        foretold: the dtypes that the optimizer declares for states that it has not created yet.
         copies_later: whether a step makes copies of the gradients.
         stateless: whether the optimizer keeps no states at all.
-        wanted: what the optimizer's config asks for; ``None`` for an optimizer without a config.
-        steppers: the torch optimizers within the optimizer; the step of the first of them is the
+        wanted: the dtypes that the optimizer's config sets; ``None`` without a config.
+        steppers: the torch optimizers within the optimizer; the first one's step counts as the
             optimizer's step.
     """
 
@@ -176,7 +175,7 @@ class Reading:
 
     @property
     def states_unknown(self) -> bool:
-        """Whether there are no states yet and the optimizer does not declare their dtypes."""
+        """Whether the states are missing and the optimizer does not declare their dtypes."""
         told = self.foretold.exp_avg is not None or self.stateless
         return bool(self.owned) and not told and not any(one.has_state for one in self.owned)
 
@@ -187,19 +186,19 @@ class Reading:
 
     @property
     def owned_parameters(self) -> int:
-        """Number of trainable parameters that the optimizer steps on this rank."""
+        """Number of trainable parameters that the optimizer updates on this rank."""
         return sum(local(one.stepped).numel() for one in self.owned)
 
     @property
     def scaler_name(self) -> str | None:
-        """Class name of the loss scaler; ``None`` without a scaler, or if it is disabled."""
+        """Class name of the loss scaler; ``None`` without a scaler or for a disabled scaler."""
         enabled = getattr(self.scaler, "is_enabled", None)
         if self.scaler is None or (callable(enabled) and not enabled()):
             return None
         return type(self.scaler).__name__
 
     def later(self, component: str) -> set[torch.dtype]:
-        """Return the dtypes in which the first step will create a component's missing states."""
+        """Return the dtypes of a component's missing states, which the first step will create."""
         waiting = [one for one in self.owned if not one.has_state]
         if component == "master":
             tell = self.foretold.master
@@ -230,12 +229,12 @@ def gradients_of(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor; any other tensor is returned as it is."""
+    """Return this rank's shard of a DTensor, or any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a tensor's bytes: the tensor itself, or those that it wraps."""
+    """Yield the tensors that store a tensor's bytes: the tensor, or the tensors that it wraps."""
     tensor = local(tensor)
     kind = type(tensor)
     if kind is torch.Tensor or kind is torch.nn.Parameter:

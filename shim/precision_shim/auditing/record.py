@@ -32,19 +32,18 @@ _INDENT = "  "
 
 @dataclass(frozen=True)
 class AuditComponent:
-    """All tensors of one kind that one optimizer has on this rank.
+    """All tensors of one kind, such as ``exp_avg``, of one optimizer on this rank.
 
     Attributes:
-        dtypes: canonical names (``"bf16"``), ``"int16"`` for remainders, torch's names for other
-            dtypes; sorted. In the state ``"later"``, the dtypes that the optimizer declares.
+        dtypes: sorted names: canonical (``"bf16"``), or torch's (``"int16"`` for remainders). In
+            the state ``"later"`` the names are the dtypes that the optimizer declares.
         bytes: size of the elements, without padding.
         allocated: size of the storages, padding included; each storage is counted once.
-        bytes_per_parameter: ``bytes`` divided by the part's ``parameters`` for ``params``,
-            ``frozen`` and ``grad_buckets``, by its ``owned`` for other components; 0.0 where that
-            number is 0.
-        sharded: whether each rank of the data-parallel group holds only a shard.
-        device: kinds of device, such as ``"cuda"`` or ``"cpu+cuda"``; empty without tensors.
-        state: ``"live"``; ``"later"``, if the first step will create the tensors; or ``"none"``.
+        bytes_per_parameter: ``bytes`` divided by the part's ``parameters`` for the components in
+            ``OF_MODEL``, and by the part's ``owned`` for other components; 0.0 if the divisor is 0.
+        sharded: whether each data-parallel rank stores only a shard of the component.
+        device: device types, such as ``"cuda"`` or ``"cpu+cuda"``; empty without tensors.
+        state: ``"live"``, ``"later"`` (the first step will create the tensors) or ``"none"``.
     """
 
     dtypes: tuple[str, ...] = ()
@@ -61,16 +60,16 @@ class AuditPart:
     """One optimizer and the parameters that it trains.
 
     Attributes:
-        name: ``"model"``, or ``"dense"`` and ``"experts"``, whose data-parallel groups differ; a
-            second part with the same name is called ``"model 2"``.
+        name: ``"model"``; or ``"dense"`` or ``"experts"``, which have different data-parallel
+            groups. A second part with the same name gets a number, as in ``"model 2"``.
         optimizer: name of the optimizer's class.
         data_parallel_size: number of ranks in the part's data-parallel group.
-        parameters: number of trainable parameters of the model that the optimizer trains.
-        owned: number of these parameters whose states this rank holds.
+        parameters: number of the model's parameters that the optimizer trains.
+        owned: number of trained parameters whose states this rank stores.
         scaler: class name of the loss scaler, or ``None``.
-        components: the components, by the names in ``COMPONENTS``.
-        updates: the figures on lost updates, as ``lost.Figures.to_dict`` returns them; ``None``
-            without a lost-update meter, and before its first figures.
+        components: an ``AuditComponent`` for each name in ``COMPONENTS``.
+        updates: figures on lost updates, from ``lost.Figures.to_dict``; ``None`` without a
+            lost-update meter, and before the meter's first figures.
     """
 
     name: str
@@ -88,12 +87,12 @@ class Finding:
     """A problem or a note.
 
     Attributes:
-        code: such as ``"main-grads-dtype"``; docs/audit.md lists all codes.
+        code: kind of finding, such as ``"main-grads-dtype"``; docs/audit.md lists all codes.
         part: name of the part, or ``None`` if the finding concerns all parts.
         component: name of the component, or ``None``.
-        expected: what was expected, such as ``"fp32"``.
-        found: what was found.
-        message: a sentence with ``expected``, ``found`` and what the user can do.
+        expected: the expected value, such as ``"fp32"``.
+        found: the value found.
+        message: a sentence with ``expected``, ``found`` and a remedy.
     """
 
     code: str
@@ -106,21 +105,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """What ``precision_shim.audit`` found on this rank; ``str()`` is a table.
+    """The result of ``precision_shim.audit`` on this rank; ``str()`` formats it as a table.
 
     Attributes:
-        framework: the framework's name; in a direct call, the optimizer's package.
-        subject: which model it is, such as ``"actor"``; empty in a direct call.
+        framework: the framework's name; if user code calls ``audit``, the optimizer's package.
+        subject: name of the model, such as ``"actor"``; empty if user code calls ``audit``.
         rank: rank of this process.
         world_size: number of ranks of the job.
-        parts: one per optimizer.
-        totals: ``bytes`` and ``allocated`` over all parts; ``host``, the bytes of ``allocated``
-            in the host's memory; ``cuda_allocated``, all bytes that torch's allocator has allocated
-            on this process's GPU.
-        problems: differences from the optimizer's config, or from what the caller expects.
-        notes: what contradicts no config but the user should know.
-        ranks: ``None``, or the number ``compared`` and the ranks that ``differ`` from the first of
-            the group.
+        parts: an ``AuditPart`` for each optimizer.
+        totals: ``bytes``, ``allocated`` and ``host`` (allocated bytes in the host's memory), summed
+            over all parts. ``cuda_allocated`` is the number of bytes that all tensors of this
+            process occupy on its GPU.
+        problems: contradictions with the optimizer's config, with ``expected`` or with other ranks.
+        notes: findings that contradict no config, such as a second moment that cannot decay.
+        ranks: the number of ranks ``compared``, and the ranks that ``differ`` from the group's
+            first rank; ``None`` if no ranks were compared.
     """
 
     framework: str
@@ -140,7 +139,7 @@ class Audit:
 
     @property
     def complete(self) -> bool:
-        """Whether no component is in the state ``"later"``, as before the first step."""
+        """Whether all tensors exist; before the first step some may be in the state ``"later"``."""
         return not any(
             one.state == "later" for part in self.parts for one in part.components.values()
         )
@@ -211,7 +210,7 @@ class Audit:
         return f"{who}, rank {self.rank} of {self.world_size}: {verdict}{looked}"
 
     def brief(self) -> str:
-        """Return the dtypes in force and the codes of problems and notes, in one line."""
+        """Return the dtypes in use and the codes of problems and notes, in one line."""
         parts = []
         for part in self.parts:
             held = {name: "+".join(one.dtypes) for name, one in part.components.items()}

@@ -1,4 +1,4 @@
-"""Find problems in readings (what contradicts the config), and notes."""
+"""Find problems (contradictions between a ``Reading`` and the config) and notes (other risks)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def parse_expected(expected: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the dtypes that a caller expects, by component, as canonical names.
 
     Raises:
-        AuditError: there is no such component.
-        DtypeError: there is no such dtype.
+        AuditError: a component is unknown.
+        DtypeError: a dtype name is unknown.
     """
     found = {}
     for component, dtype in (expected or {}).items():
@@ -59,12 +59,12 @@ def _canonical(dtype: object) -> str | None:
 def problems(
     reading: Reading, part: AuditPart, expected: Mapping[str, str], where: str
 ) -> Iterator[Finding]:
-    """Yield what in a part contradicts the optimizer's config or the caller's expectation.
+    """Yield the contradictions between a part and the optimizer's config or ``expected``.
 
     Args:
         reading: the reading.
         part: the ``AuditPart`` that was made from the reading.
-        expected: the dtypes that the caller expects; they replace the config's, by component.
+        expected: dtypes that the caller expects, by component; they override the config's dtypes.
         where: framework and version, for messages.
     """
     tell = _teller(part.name, where)
@@ -201,7 +201,7 @@ def _params(reading: Reading) -> _Told:
     if wanted is None or wanted.params is None:
         return
     found = {one.dtype for one in reading.trainable if one.dtype.is_floating_point}
-    # A model may keep some parameters in fp32, such as those of a router.
+    # A model may keep some parameters in fp32, such as a router's weights.
     wrong = found - {wanted.params, torch.float32}
     if wanted.params is not torch.float32 and found == {torch.float32}:
         wrong = found
@@ -219,7 +219,7 @@ def _params(reading: Reading) -> _Told:
 
 
 def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
-    """Yield what contradicts no config but the user should know."""
+    """Yield findings that contradict no config but put the training's precision at risk."""
     tell = _teller(part.name, where)
     bare = [one for one in reading.owned if one.dtype in SIXTEEN_BIT and not one.masters]
     told = reading.foretold.master

@@ -1,9 +1,9 @@
-"""Audit the weights that are sent to the rollout: dtypes, and the share bf16 represents exactly.
+"""Audit the weights sent to the rollout: their dtypes, and the share that bf16 represents exactly.
 
-An adapter passes the stream of weights through ``observe`` where its framework sends them. The
-stream's consumer gets the same tensors in the same order, at the same time. At a few of the weight
-syncs, sampled elements are compared with their rounding to bf16 on the device. At the end the host
-reads two numbers for each group of tensors. No collective is added.
+An adapter wraps the framework's stream of weights in ``observe``. The consumer of the stream
+receives the same tensors in the same order, at the same time. At the weight syncs in ``AT``,
+sampled elements are compared with their rounding to bf16 on the device. After an audited sync the
+host reads two numbers for each group of tensors. The audit of sent weights adds no collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .torch_reader import shards_by_gathered
 AT = (1, 2, 8, 64, 512, 4096)
 """The weight syncs that are audited, counted from 1."""
 
-_LEAST = 2.0**-14  # fp16's least normal; below it fp16 has fewer bits, so most are exact in bf16
+_LEAST = 2.0**-14  # fp16's smallest normal number; most subnormal numbers are exact in bf16
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -41,7 +41,7 @@ Named = Iterable[tuple[str, Any]]
 
 @dataclass
 class _Asked:
-    """What is known about a framework's rollout, and how often weights were sent to it."""
+    """The configured dtype of a framework's rollout, and the number of weight syncs so far."""
 
     name: str = ""
     key: str = ""
@@ -59,13 +59,13 @@ def _rollout(framework: str) -> _Asked:
 
 
 def tell_asked(framework: str, name: str, key: str, not_asked: str = "") -> None:
-    """Record the dtype that this job's config asks the framework's rollout for.
+    """Record the dtype that this job's config sets for the framework's rollout.
 
     Args:
         framework: the framework's name.
-        name: the value of the rollout's dtype key that the engine gets; empty where not known.
-        key: the config key of that dtype.
-        not_asked: why no engine can be asked what it holds; empty where engines are asked.
+        name: the dtype name that the engine receives; empty if it is not known.
+        key: the config key of the rollout's dtype.
+        not_asked: why engines cannot report their weights; empty if they can.
     """
     known = _rollout(framework)
     known.name, known.key, known.not_asked = name, key, not_asked
@@ -85,19 +85,19 @@ def observe(
     then: torch.dtype | None = None,
     pairs: Callable[[T], Named] | None = None,
 ) -> Iterable[T]:
-    """Pass on a stream of weights, and audit it at some of the weight syncs.
+    """Return a stream with the same weights, and audit the weights at the weight syncs in ``AT``.
 
-    Without ``PRECISION_SHIM_AUDIT_DIR``, and at the other syncs, the stream itself is returned.
+    Without ``PRECISION_SHIM_AUDIT_DIR``, or at other weight syncs, return ``items`` itself.
 
     Args:
         items: the stream.
         framework: the framework's name.
-        subject: the model, such as ``"actor"``.
-        model: the trainer's modules; ``None`` for those whose optimizer is audited as ``subject``.
-        then: the dtype that the framework rounds the stream's tensors to afterwards; ``None`` if
-            it does not.
-        pairs: returns the pairs of name and tensor in an item; ``None`` if each item is such a
-            pair.
+        subject: name of the model, such as ``"actor"``.
+        model: the trainer's modules; ``None`` to use the modules that ``watch`` stored.
+        then: the dtype to which the framework rounds the stream's tensors afterwards; ``None`` if
+            the framework does not round them.
+        pairs: function that returns the (name, tensor) pairs in an item; ``None`` if each item is
+            one such pair.
     """
     if not is_wanted():
         return items
@@ -126,7 +126,7 @@ def _observed(
                 del tensor
             del named
             yield item
-            del item  # otherwise this frame keeps the item while the stream makes the next one
+            del item  # otherwise the item stays in memory while the stream makes the next one
     finally:
         close = getattr(source, "close", None)
         if close is not None:
@@ -140,7 +140,7 @@ def _several(model: Any) -> list[torch.nn.Module]:
 
 @dataclass
 class _Group:
-    """Counts of a group of tensors."""
+    """Element counts of a group of tensors."""
 
     elements: dict[str, int] = field(default_factory=dict)
     counts: list[torch.Tensor] = field(default_factory=list)
@@ -185,7 +185,7 @@ class _Looker:
         self._guard(self._look_at_own)
 
     def see(self, name: str, tensor: Any) -> None:
-        """Count a tensor of the stream."""
+        """Add a tensor of the stream to the counts."""
         if isinstance(tensor, torch.Tensor):
             self._guard(lambda: self._look_at(name, tensor))
 
@@ -263,7 +263,7 @@ class _Looker:
 
 
 def write(half: halves.Half) -> None:
-    """Write a half into ``PRECISION_SHIM_AUDIT_DIR``; if that fails, only warn."""
+    """Write a ``Sent`` or ``Held`` into ``PRECISION_SHIM_AUDIT_DIR``; if writing fails, warn."""
     directory = current_settings()["audit_dir"]
     try:
         halves.write(directory, half)
@@ -272,7 +272,7 @@ def write(half: halves.Half) -> None:
 
 
 def job() -> str:
-    """Return a name that all processes of a job on Ray have in common; empty without Ray."""
+    """Return a name that all processes of a Ray job share; empty without Ray."""
     ray = sys.modules.get("ray")
     try:
         if ray is None or not ray.is_initialized():
@@ -294,7 +294,7 @@ def _can_be_sampled(tensor: torch.Tensor) -> bool:
 
 
 def _counts(values: torch.Tensor, then: torch.dtype | None = None) -> torch.Tensor:
-    """Return how many values bf16 represents exactly, and the number of values that count."""
+    """Count the fp16-normal values that bf16 represents exactly, and all fp16-normal values."""
     wide = (values if then is None else values.to(then)).float()
     normal = wide.abs() >= _LEAST
     exact = normal & (wide == wide.bfloat16().float())

@@ -1,6 +1,6 @@
 """Read torch's optimizers, DTensors and FSDP for the audit.
 
-Nothing here starts an operation on a tensor: only sizes, dtypes, devices and storages are read.
+This module reads only sizes, dtypes, devices and storages; it starts no operation on a tensor.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def read_torch(
         params = unique(p for group in optimizer.param_groups for p in group["params"])
         reading = Reading("torch", "model", type(optimizer).__name__, scaler=scaler)
         for p in params:
-            # A tensor that the optimizer steps but that is not in the model is a master.
+            # A tensor in the optimizer but not in the model is a master.
             is_master = bool(chunks) and id(p) not in in_model
             used = p.grad is not None or optimizer.state.get(p)
             if not (p.requires_grad or is_master or used):
-                # A frozen parameter that was passed to the optimizer, as verl does with LoRA.
+                # verl also passes frozen parameters to the optimizer if it trains with LoRA.
                 reading.frozen.append(p)
                 continue
             owned = Owned(p.dtype, p, (p,) if is_master else (), parameter=p)
@@ -90,8 +90,8 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
 def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
     """Return the dtypes of the states that an optimizer's first step will create.
 
-    TransformerEngine's FusedAdam has these dtypes as attributes; torch's Adam creates its states in
-    the dtypes of the parameters.
+    TransformerEngine's FusedAdam has its states' dtypes as attributes. torch's Adam creates states
+    in the dtypes of the parameters.
     """
     kinds = vars(optimizer)
     if isinstance(kinds.get("exp_avg_dtype"), torch.dtype):
@@ -130,9 +130,9 @@ def _data_parallel_size(
 def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Tensor]:
     """Map the ``id`` of each gathered FSDP2 parameter to this rank's shard of that parameter.
 
-    After a forward pass without a backward pass the root module keeps its parameters gathered, and
-    its ``parameters()`` are the gathered ones. torch has no public name for the shards: if torch
-    changes the private names, the result is empty.
+    After a forward pass without a backward pass the root module still has gathered parameters, and
+    ``parameters()`` returns them. torch has no public name for the shards: if torch changes the
+    private names, the result is empty.
     """
     found: dict[int, torch.Tensor] = {}
     if "torch.distributed.fsdp" not in sys.modules:

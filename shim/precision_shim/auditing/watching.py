@@ -37,25 +37,25 @@ def watch(
 ) -> None:
     """Audit an optimizer now and after its first step.
 
-    ``status()`` shows the audits, and they are written as files into ``PRECISION_SHIM_AUDIT_DIR``.
-    For a problem the user is warned. Under strict a problem raises an error, unless the user asked
-    for what it is about. If the audit itself fails, the user is only warned that there is none. A
-    second call for an optimizer does nothing. With ``PRECISION_SHIM_WATCH_UPDATES`` the optimizer
-    also gets a lost-update meter.
+    ``status()`` shows the audits, which are also written into ``PRECISION_SHIM_AUDIT_DIR``. Each
+    problem in an audit causes a warning. In strict mode a problem raises an error, unless
+    ``by_user`` returns true for the problem. A failure of the audit itself causes only a warning. A
+    second call for the same optimizer does nothing. With ``PRECISION_SHIM_WATCH_UPDATES`` a
+    lost-update meter is also attached to the optimizer.
 
     Args:
-        framework: the framework's name; empty where it is not known.
-        subject: which model it is, such as ``"actor"``.
-        optimizer: the optimizer, in any form that ``audit`` takes.
-        inner: the torch optimizer within ``optimizer``, whose step is hooked; ``None`` if that is
+        framework: the framework's name; empty if it is not known.
+        subject: name of the model, such as ``"actor"``.
+        optimizer: the optimizer, in any form that ``audit`` accepts.
+        inner: the torch optimizer within ``optimizer``, which gets the step hook; ``None`` to hook
             ``optimizer`` itself.
-        model: the model, in any form that ``audit`` takes; kept by a weak reference.
-        scaler: returns the loss scaler of a torch optimizer.
-        by_user: returns whether the user asked for what a problem is about.
-        told: returns whether the user has already been warned of a problem.
+        model: the model, in any form that ``audit`` accepts; stored as a weak reference.
+        scaler: function that returns the loss scaler of a torch optimizer.
+        by_user: function that returns whether the user's own config caused a problem.
+        told: function that returns whether the user has already been warned of a problem.
 
     Raises:
-        InconsistentPrecisionError: a problem, under strict.
+        InconsistentPrecisionError: the audit found a problem in strict mode.
     """
     stepped = optimizer if inner is None else inner
     if isinstance(stepped, torch.optim.Optimizer):
@@ -64,7 +64,7 @@ def watch(
         _watched.add(stepped)
         kept.at_clear(_watched.clear)
     else:
-        stepped = None  # a placeholder, which a frozen model has instead of an optimizer
+        stepped = None  # a frozen model has a placeholder instead of an optimizer
     watcher = _Watcher(
         (framework, subject), optimizer, model=model, scaler=scaler, by_user=by_user, told=told
     )
@@ -76,7 +76,7 @@ def watch(
     done = False
 
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        # The hook stays registered: torch is iterating over the hooks when it is called.
+        # Do not remove the hook here: torch is iterating over the hooks while it calls this one.
         nonlocal done
         if not done:
             done = True
@@ -92,7 +92,7 @@ def watch(
 
 
 class _Watcher:
-    """Audits one optimizer; refers to optimizer and model by weak references."""
+    """Audits one optimizer; has only weak references to the optimizer and the model."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Watcher:
         self._said_figures = False
 
     def look(self, last: bool = False) -> Audit | None:
-        """Make, store, write and report an audit; return ``None`` where the audit failed."""
+        """Make, store, write and report an audit; return ``None`` if the audit failed."""
         optimizer = self._optimizer()
         if optimizer is None:
             return None
@@ -145,7 +145,7 @@ class _Watcher:
         return audit
 
     def watch_updates(self, every: int) -> None:
-        """Attach the lost-update meter; if that fails, only warn that updates are not measured."""
+        """Attach the lost-update meter; on failure, warn that lost updates are not measured."""
         framework, subject = self._names
         model = [one for ref in self._model if (one := ref()) is not None] or None
         try:
@@ -162,7 +162,7 @@ class _Watcher:
             self._tell(f"{framework} {subject}: lost updates are not measured: {error!r}")
 
     def take_figures(self, meter: Meter) -> None:
-        """Put new figures into the stored audit, and announce the first figures."""
+        """Put new lost-update figures into the stored audit, and print the first figures."""
         figures, audit = meter.figures, kept.of(self._number)
         if figures is None or audit is None:
             return

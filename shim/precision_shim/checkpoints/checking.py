@@ -1,8 +1,8 @@
 """Compare the bytes of a checkpoint's files with the checksums in these files.
 
-``torch.save`` writes a checksum for each of its records, but torch never compares them; this module
-does. The metadata of a distributed checkpoint, safetensors files, and the bytes of the zip format
-between the records have no checksum, so a change there may go unnoticed.
+``torch.save`` writes a checksum for each of its records, but torch never compares the checksums
+with the bytes. A distributed checkpoint's metadata, safetensors files, and the zip format's bytes
+between records have no checksum. Changes in bytes without a checksum may go unnoticed.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class File:
 
     Attributes:
         path: the file.
-        size: its size in bytes.
-        held: the spans of bytes whose checksum is correct.
-        unread: the spans of bytes whose checksum was not computed.
-        ours: whether the file is of a kind that the doctor reads.
+        size: the file's size in bytes.
+        held: the spans of bytes with a correct checksum.
+        unread: the spans of bytes for which no checksum was computed.
+        ours: whether the doctor reads files of this kind.
     """
 
     path: Path
@@ -57,7 +57,7 @@ class File:
     ours: bool = True
 
     def bytes(self, state: str) -> int:
-        """Return the number of bytes in a state: ``checked`` or a key of ``_SAID``."""
+        """Return the number of bytes in a state (``"checked"`` or a key of ``_SAID``)."""
         held, unread = (sum(b - a for a, b in spans) for spans in (self.held, self.unread))
         if not self.ours:
             return self.size if state == "not_looked_at" else 0
@@ -83,7 +83,7 @@ _MEANS = {
 
 @dataclass(frozen=True)
 class Checked:
-    """The files of a model's checkpoint, with the states of their bytes.
+    """The files of a model's checkpoint, and which of their bytes were checked.
 
     Attributes:
         top: the model's directory.
@@ -99,7 +99,7 @@ class Checked:
         return sum(file.size for file in self.files)
 
     def bytes(self, state: str) -> int:
-        """Return the number of bytes of all files that are in a state."""
+        """Return the number of bytes in a state, summed over all files."""
         return sum(file.bytes(state) for file in self.files)
 
     def share(self, state: str) -> float:
@@ -115,7 +115,7 @@ class Checked:
         return sorted(files, key=lambda file: (-file.bytes(state), file.path))
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the text, each a label and a sentence."""
+        """Yield the report's rows on checked bytes, each a label and a sentence."""
         held = self.bytes("checked")
         yield (
             "checked",
@@ -134,7 +134,7 @@ class Checked:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return, in a form for JSON, how many bytes are in each state, and in which files."""
+        """Return the number of bytes in each state, in total and by file, in a form for JSON."""
         told: dict[str, Any] = {"count": len(self.files), "bytes": self.size}
         for state in ("checked", *_SAID):
             told[state] = {
@@ -153,7 +153,7 @@ def check(part: Part, most: int | None = MOST) -> Checked:
         most: maximum number of bytes whose checksums are computed; ``None`` for all.
 
     Raises:
-        CheckpointUnreadableError: files are damaged; the message names the first of them.
+        CheckpointUnreadableError: a file is damaged; the message names the first damaged file.
     """
     archives: dict[Path, list[tuple[int, int | None]]] = {}
     units = [*part.units, *part.weights]
@@ -192,7 +192,7 @@ def check(part: Part, most: int | None = MOST) -> Checked:
 
 
 def _paths(part: Part) -> list[Path]:
-    """Return all files in the directories of a model and of its units, which may be links."""
+    """Return all files of a model and its units; a unit's directory may be a symbolic link."""
     tops = [part.path, *(unit.path for unit in (*part.units, *part.weights))]
     paths = {
         Path(folder, name) for top in tops for folder, _, names in os.walk(top) for name in names
@@ -201,7 +201,7 @@ def _paths(part: Part) -> list[Path]:
 
 
 def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Merge overlapping spans: the directory of a damaged zip file may name bytes twice."""
+    """Merge overlapping spans: a damaged zip directory may list the same bytes twice."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -217,7 +217,7 @@ def _files(files: Iterable[File]) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share as text, in which only 1 is ``"100.0%"`` and only 0 is ``"0.0%"``."""
+    """Return a share as text; only exactly 1 is ``"100.0%"`` and only exactly 0 is ``"0.0%"``."""
     text = f"{100 * share:.1f}%"
     if 0 < share < 1 and text in ("0.0%", "100.0%"):
         return "under 0.1%" if text == "0.0%" else "over 99.9%"

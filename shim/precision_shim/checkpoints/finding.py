@@ -1,4 +1,4 @@
-"""Find the checkpoints in a path, their framework and their models. Needs no torch."""
+"""Find the checkpoints in a directory, with their framework and models. Needs no torch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
 
 
 def find(path: Path, framework: str | None = None) -> list[Part]:
-    """Find a checkpoint's models and read their files; for a run's directory, of its last step.
+    """Find a checkpoint's models and read their files; in a run's directory, use the last step.
 
     Args:
         path: the directory of a run, of a step, of a model, or of the files themselves.
-        framework: the framework that wrote the checkpoint; ``None`` to infer it from the names of
-            the directories.
+        framework: the framework that wrote the checkpoint; ``None`` to infer the framework from
+            the directories' names.
 
     Raises:
-        CheckpointUnreadableError: there is no checkpoint, or it is incomplete; the message says
-            what to do.
+        CheckpointUnreadableError: the checkpoint is missing or incomplete; the message has a
+            remedy.
     """
     if not path.exists():
         raise CheckpointUnreadableError(f"{path}: there is no such directory. {_GIVE}")
@@ -86,13 +86,13 @@ def _units_in(path: Path, depth: int, seen: set[Path]) -> list[tuple[Path, str]]
 
 
 def _last_step(path: Path) -> Path | None:
-    """Return the last step in a run's directory, from which the run would resume; or ``None``."""
+    """Return the directory of a run's last step, or ``None`` if ``path`` has no step directory."""
     steps = _steps(path)
     return max(steps, key=lambda step: steps[step], default=None)
 
 
 def _steps(path: Path) -> dict[Path, int]:
-    """Return the step directories in a run's directory, with the numbers of the steps."""
+    """Return the step directories in a run's directory, each with its step number."""
     steps = {}
     for row in checkpoints().values():
         for entry in path.iterdir():
@@ -104,10 +104,10 @@ def _steps(path: Path) -> dict[Path, int]:
 
 @contextmanager
 def saying_how_to_go_on(path: Path) -> Iterator[None]:
-    """Context manager: add what the user can do to an error about a damaged checkpoint.
+    """Context manager: append a remedy to the message of an error about a damaged checkpoint.
 
     Raises:
-        CheckpointUnreadableError: for any error that a damaged or foreign file causes.
+        CheckpointUnreadableError: a damaged or foreign file caused an error of any type.
     """
     try:
         yield
@@ -149,7 +149,7 @@ def _instead(path: Path) -> str:
 
 
 def _framework_of(path: Path) -> str:
-    """Return the framework whose names match the directories; empty if none or several do."""
+    """Return the framework whose directory names match; empty if none or several match."""
     fits = {}
     whole = path.absolute()
     for name, row in checkpoints().items():

@@ -1,7 +1,7 @@
-"""Predict how a resume in this environment ends, and find the setting that makes it exact.
+"""Predict how a resume in this environment ends, and find a setting that makes the resume exact.
 
-The rules are those of the load seams: the adapter whose seams load a kind of checkpoint also
-predicts its resume (``registry.checkpoints``).
+The adapter whose seams load a kind of checkpoint also predicts the resume, by the same rules
+(``registry.checkpoints``).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Here:
     Attributes:
         on: whether the shim is on.
         settings: the shim's settings.
-        config: the fields that the job's config sets: those of the optimizer, and those named in
-            ``Config.beside``; ``None`` where the job's config is not known.
-        instead: fields that replace those of ``config``, even if ``config`` is ``None``.
+        config: the optimizer's fields and the fields in ``Config.beside`` that the job's config
+            sets; ``None`` if the job's config is not known.
+        instead: fields that override fields of ``config``, even if ``config`` is ``None``.
     """
 
     on: bool
@@ -55,7 +55,7 @@ class Here:
 
     @classmethod
     def now(cls, config: Mapping[str, Any] | None = None) -> Here:
-        """Return this process's environment; before ``install()``, that of a child process.
+        """Return this process's environment; before ``install()``, a child process's environment.
 
         Raises:
             SettingsError: a variable has an invalid value.
@@ -66,7 +66,7 @@ class Here:
         return cls(on, _settings.resolve(known_frameworks=entries()), config)
 
     def but(self, **changes: Any) -> Here:
-        """Return a copy with other settings, or another ``on``, ``config`` or ``instead``."""
+        """Return a copy in which the given settings and fields are replaced."""
         settings = {k: changes.pop(k) for k in list(changes) if k in _settings.TABLE}
         if settings:
             values = {**self.settings.values, **settings}
@@ -75,11 +75,11 @@ class Here:
         return dataclasses.replace(self, **changes)
 
     def in_force(self, framework: str, feature: str, group: str) -> bool:
-        """Whether a feature would be in force for a framework, within a group of seams."""
+        """Whether a feature would be in force for a framework's group of seams."""
         return self.on and self._foreseen.in_force(framework, feature, group)
 
     def only_framework(self, kind: str) -> str:
-        """Return the one installed framework that resumes such files; empty if none or several."""
+        """Return the only installed framework that resumes ``kind``; empty if not exactly one."""
         known = records()
         installed = [
             name
@@ -102,7 +102,7 @@ class Here:
 
 
 def foretell(part: Part, here: Here) -> Outcome:
-    """Predict how a resume from a model's checkpoint ends here."""
+    """Predict how a resume from a model's checkpoint ends in the environment ``here``."""
     row = checkpoints().get(part.framework)
     if row is None:
         return Outcome(
@@ -120,16 +120,13 @@ def foretell(part: Part, here: Here) -> Outcome:
     module, _, name = place.partition(":")
     try:
         outcome: Outcome = getattr(importlib.import_module(module), name)(part, here)
-    except PrecisionShimError as error:  # the config asks for something impossible here
+    except PrecisionShimError as error:  # the config has a value that is impossible here
         return Outcome(FAILS, str(error).rstrip("."))
     return outcome
 
 
 def remedy(part: Part, here: Here) -> str:
-    """Return the setting with which a resume is exact; empty where there is none.
-
-    Predicts the resume with each setting in turn.
-    """
+    """Return the first setting with which the predicted resume is exact; empty if there is none."""
     for text, other in _others(part, here):
         if foretell(part, other).exact:
             return text

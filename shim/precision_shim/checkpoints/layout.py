@@ -1,4 +1,4 @@
-"""Records of one model in a checkpoint, and of how its resume ends. Needs no torch."""
+"""Dataclasses for one model of a checkpoint and the result of its resume. Needs no torch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Scaler:
     """The loss scaler's record in a checkpoint.
 
     Attributes:
-        state: ``"whole"``, ``"damaged"``, ``"of another save"`` (another save wrote the files next
-            to it) or ``"none"``.
+        state: ``"whole"``, ``"damaged"``, ``"none"``, or ``"of another save"`` (the files beside
+            the record are from another save).
         where: the file, and the record's key in the file.
-        text: the scaler's values, or what is wrong with the record.
-        saved: the validated record, if the shim wrote it.
+        text: the scaler's values, or the error in the record.
+        saved: the validated record, if the shim wrote the record.
     """
 
     state: str
@@ -47,19 +47,19 @@ class Part:
     """One model of a checkpoint, with its optimizer.
 
     Attributes:
-        framework: the framework that wrote it; empty where the directories' names do not tell.
-        subject: which model it is, such as ``"actor"``; empty where there is only one.
+        framework: the framework that wrote the checkpoint; empty if no directory's name shows it.
+        subject: name of the model, such as ``"actor"``; empty if no directory's name shows it.
         path: the model's directory.
         units: the directories with files of ``kind``.
-        kind: the kind of files that hold the optimizer's states, by its name in ``units.py``.
+        kind: kind of the files with the optimizer states, such as ``"dcp"``; see ``units.py``.
         beside: the directories with files of other kinds (exports for inference, or the weights),
             each with its kind.
-        weights: the directories of ``beside`` that were read for the parameters.
+        weights: the directories in ``beside`` from which parameters were read.
         held: the model's tensors, by component.
-        facts: what else the readers found: ``sharding``, ``params`` and ``bucket`` (dtypes),
-            ``adam_beta2``, and facts that a backend's reader records for its prediction.
-        scalers: the framework's own scaler records that a backend's reader found, unchecked.
-        masters: the form of the masters: one of the constants above.
+        facts: further results by name, such as ``sharding``, ``params`` and ``bucket`` (dtypes),
+            ``adam_beta2``, and facts that a backend's reader stores for its prediction.
+        scalers: the framework's own scaler records from a backend's reader, not yet validated.
+        masters: form of the masters: ``WHOLE``, ``REMAINDERS``, ``NUMBERS``, ``UNKNOWN``, ``NONE``.
         moments: for each moment, the narrower dtypes that represent every sampled value exactly.
         scaler: the loss scaler's record.
         notes: further lines for the report.
@@ -102,7 +102,7 @@ class Part:
 
     @property
     def params_dtype(self) -> str | None:
-        """The dtype of the parameters; ``None`` where the files do not have exactly one."""
+        """The dtype of the parameters; ``None`` if the parameters have no dtype or several."""
         floating = [dtype for dtype in self.dtypes(PARAMS) if dtype[:2] in ("fp", "bf")]
         known = self.facts.get("params")
         return known or (floating[0] if len(floating) == 1 else None)
@@ -120,13 +120,13 @@ EXACT, REFUSED, MISREAD, FAILS, FRESH, NOT_HERE = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a resume of a part ends.
+    """The predicted result of resuming one model.
 
     Attributes:
-        verdict: ``"exact"``; ``"refused"``: the shim raises an error before training goes on;
-            ``"misread"``: the framework loads wrong values without an error; ``"fails"``: the
-            framework raises an error itself; ``"starts anew"``: the loss scale or the optimizer
-            starts in its initial state; ``"not here"``: this environment cannot resume the part.
+        verdict: ``"exact"`` or one of the following. ``"refused"``: the shim raises an error before
+            training goes on. ``"misread"``: the framework loads wrong values without an error.
+            ``"fails"``: the framework raises an error. ``"starts anew"``: the loss scale or the
+            optimizer states are reset. ``"not here"``: this environment cannot resume the model.
         because: the reason, in one sentence.
     """
 
@@ -135,7 +135,7 @@ class Outcome:
 
     @property
     def exact(self) -> bool:
-        """Whether training goes on as if it had not been stopped."""
+        """Whether the resumed training equals a training without interruption."""
         return self.verdict == EXACT
 
 

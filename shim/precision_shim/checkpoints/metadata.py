@@ -1,7 +1,7 @@
 """Read ``.metadata``, which lists the tensors of torch's distributed checkpoints, as plain data.
 
-Seams use this to read a checkpoint before the framework loads it. torch's own reader unpickles the
-file; this reader imports and calls nothing that the file names. Needs no torch.
+Seams use this module to read a checkpoint before the framework loads it. torch's own reader
+unpickles the file; this module imports and calls nothing that the file names. Needs no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 
 @dataclass(frozen=True)
 class Stored:
-    """The entry of a checkpoint under one key.
+    """The entry of one key in a checkpoint.
 
     Attributes:
         dtype: canonical name of a tensor's dtype; ``None`` for an object that is no tensor.
@@ -35,14 +35,14 @@ class Stored:
 
 
 def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
-    """Read the entry of a checkpoint under each of its keys.
+    """Read the entries of all keys in a checkpoint.
 
     Args:
         source: the content of the checkpoint's ``.metadata``, or the open file.
         where: the file, for messages.
 
     Raises:
-        CheckpointUnreadableError: the file is not such metadata, or is incomplete.
+        CheckpointUnreadableError: the file is incomplete or no distributed checkpoint's metadata.
     """
     metadata = read_pickle(source, where)
     if not isinstance(metadata, Made) or metadata.kind != f"{_METADATA}.Metadata":

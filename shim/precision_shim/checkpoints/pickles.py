@@ -1,13 +1,13 @@
 """Read a pickle as plain data, without importing or calling anything that the pickle names.
 
 ``pickletools`` parses the operations of a pickle; ``_Machine`` executes them on plain data. A
-global that the pickle names becomes a ``Name``, and an object that it would make by a call becomes
-a ``Made``.
+``Name`` represents a global that the pickle names, and a ``Made`` represents an object that a call
+in the pickle would create.
 
-``pickle.Unpickler`` is not safe here, whatever its ``find_class`` returns: it hashes every key and
-makes every copy that a file asks for. A few hundred bytes can make it run for ever, fill the memory
-or overflow the stack. This reader limits keys and copies, and records each call, even if the pickle
-drops the result.
+``pickle.Unpickler`` is not safe here, even with a strict ``find_class``: it hashes every key and
+makes every copy in a file. A few hundred bytes can make ``pickle.Unpickler`` run for ever, fill the
+memory or overflow the stack. This module limits the size of keys and the number of copies, and
+records each call, even if the pickle discards the call's result.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Persistent:
 
 @dataclass(eq=False, repr=False)
 class Made:
-    """An object that a pickle would make.
+    """An object that a call in a pickle would create.
 
     Attributes:
         by: the callable that the pickle would call.
         arguments: the arguments of the call.
-        state: the state that the pickle would then set, such as a dict of the object's fields.
+        state: the state that the pickle would set, such as a dict of the object's fields.
         items: the items that the pickle would set by key.
         members: the values that the pickle would append.
     """
@@ -56,7 +56,7 @@ class Made:
 
     @property
     def kind(self) -> str:
-        """The path of the callable ``by``; empty where ``by`` is no ``Name``."""
+        """The path of the callable ``by``; empty if ``by`` is no ``Name``."""
         return self.by.path if isinstance(self.by, Name) else ""
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -99,7 +99,7 @@ _PLAIN = {
     "collections.OrderedDict": dict,
     **{
         f"{module}.{kind.__name__}": kind
-        for module in ("builtins", "__builtin__")  # the second name is used up to protocol 2
+        for module in ("builtins", "__builtin__")  # protocols up to 2 use "__builtin__"
         for kind in (set, frozenset, tuple, list, bytes, bytearray)
     },
 }
@@ -118,8 +118,8 @@ def read_pickle(source: bytes | IO[bytes], where: str, called: set[str] | None =
     Args:
         source: the file's bytes, or the open file.
         where: the file, for messages.
-        called: receives the name of everything that the pickle would call, even if the pickle
-            drops the result.
+        called: a set; this function adds the names of all callables that the pickle would call,
+            even if the pickle discards a call's result.
 
     Raises:
         CheckpointUnreadableError: there is no complete pickle.
@@ -234,7 +234,7 @@ class _Machine:
         self.stack.append(Made(by, tuple(arguments)))
 
     def _call(self, by: Any, arguments: Any) -> None:
-        if not isinstance(arguments, tuple):  # pickle accepts nothing else
+        if not isinstance(arguments, tuple):  # pickle accepts only tuples
             raise ValueError("it would call something with arguments that are none")
         if isinstance(by, Name):
             self.called.add(by.path)
@@ -244,7 +244,7 @@ class _Machine:
         given = arguments[0] if arguments else ()
         if path == "_codecs.encode" and isinstance(given, str) and arguments[1:] == ("latin1",):
             self._copy(given)
-            return given.encode("latin1")  # how pickle writes bytes up to protocol 2
+            return given.encode("latin1")  # protocols up to 2 write bytes in this form
         make: Any = _PLAIN.get(path)
         if make is None or len(arguments) > 1:
             return Made(by, arguments)
@@ -355,10 +355,10 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 
 
 def _key(value: Any) -> Any:
-    """Check a value that is about to be hashed, and return it.
+    """Check that a value can be hashed in a short time, and return the value.
 
     Raises:
-        ValueError: it is too large or nested too deeply for a key: hashing would not end.
+        ValueError: the value is too large or too deeply nested for a key.
     """
     if isinstance(value, (tuple, frozenset, Persistent)) and not is_small(value, _KEY):
         raise ValueError("it has a key that is too large")
@@ -368,11 +368,11 @@ def _key(value: Any) -> Any:
 def dicts_in(
     tree: Any, leave: Callable[[dict[Any, Any]], bool] = lambda _: False
 ) -> Iterator[dict[Any, Any]]:
-    """Yield all dicts within the content of a pickle, at any depth, each once.
+    """Yield each dict within the content of a pickle once, at any depth.
 
     Args:
         tree: the content, from ``read_pickle``.
-        leave: returns whether to skip the values within a dict.
+        leave: function that returns whether to skip the values within a dict.
     """
     waiting, seen = [tree], set()
     while waiting:

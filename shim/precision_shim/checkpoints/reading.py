@@ -1,7 +1,7 @@
-"""Read what a checkpoint contains of each model.
+"""Read the content of a checkpoint, model by model.
 
-Where torch is installed, this includes a sample of the values of masters and moments. Only the
-values show that remainders were stored as fp32 numbers, or that moments were in bf16.
+If torch is installed, a sample of the masters' and moments' values is read too. Only the values
+show whether fp32 masters are really remainders, and whether fp32 moments were in bf16 before.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _OPTIMIZERS = ("optim", "optimizer", "optimizers")
 
 
 def _take(unit: Unit, part: Part) -> None:
-    """Sort tensors into components as torch's optimizers name them: by the end of the keys."""
+    """Sort tensors into components by the words in their keys, as torch's optimizers name them."""
     for key, tensor in unit.tensors.items():
         words = key.split(".")
         if words[-1] == _RECORD_KEY:
@@ -145,7 +145,7 @@ def _judge_file(file: Path) -> Scaler:
 
 
 def _check_save(judged: Scaler, files: Mapping[str, str | Path]) -> Scaler:
-    """Check by fingerprints that a valid record is from the save that wrote the files."""
+    """Check by fingerprints that a valid record and the files beside it are from the same save."""
     if judged.saved is None or judged.saved.files is None:
         return judged
     others = foreign(judged.saved.files, fingerprints(files))
@@ -184,7 +184,7 @@ def _judge_all(records: list[tuple[Archive, dict[str, Any]]]) -> Scaler:
     if len({state_of(record) for _, record in records}) > 1:
         return Scaler("damaged", judged[0].where, "the ranks' files hold different states")
     for (archive, _), verdict in zip(records, judged, strict=True):
-        # Compare each record with the files of the record's rank that it names and that exist.
+        # Compare each record with the existing files among the files that the record names.
         beside = files_beneath(archive.path.parent)
         named = verdict.saved.files or {}
         held = _check_save(verdict, {name: beside[name] for name in named if name in beside})
@@ -206,7 +206,7 @@ _NATIVE = ("scale", "growth_tracker", "hysteresis_tracker")
 
 
 def _judge_native(part: Part) -> Scaler:
-    """Check the framework's own scaler records, one for each of its chained optimizers."""
+    """Check the framework's own scaler records, one for each chained optimizer."""
     if not part.scalers:
         return Scaler("none")
     where = str(part.path)

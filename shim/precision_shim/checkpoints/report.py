@@ -36,14 +36,14 @@ _LABELS = {PARAMS: "parameters", MASTER: "masters"}
 
 @dataclass(frozen=True)
 class Examined:
-    """One model of a checkpoint, and how its resume ends.
+    """One model of a checkpoint, and the predicted result of its resume.
 
     Attributes:
         part: the content of the model's files.
-        outcome: how a resume here ends.
-        checked: which bytes of the model's files have a correct checksum.
-        remedy: the setting that makes an inexact resume exact; empty if there is none, and where
-            this environment cannot resume the checkpoint at all.
+        outcome: predicted result of a resume in this environment.
+        checked: the model's files, and which of their bytes have a correct checksum.
+        remedy: the setting that makes an inexact resume exact; empty if the resume is exact or no
+            setting makes it exact.
     """
 
     part: Part
@@ -132,14 +132,13 @@ class Examined:
 def examine(
     path: str | Path, here: Here, framework: str | None = None, *, most: int | None = MOST
 ) -> list[Examined]:
-    """Read a checkpoint, check it, and predict how its resume ends.
+    """Read and check a checkpoint, and predict how its resume ends.
 
     Args:
         path: the directory of a run, of a step, of a model, or of the files themselves.
         here: the environment of the resume.
-        framework: the framework that wrote the checkpoint; ``None`` to infer it from the
-            directories' names, or if that fails, to take the only installed framework that reads
-            such files.
+        framework: the framework that wrote the checkpoint. ``None`` infers the framework from
+            directory names, or else uses the only installed framework that reads such files.
         most: maximum number of bytes that are compared with their checksums; ``None`` for all.
 
     Raises:

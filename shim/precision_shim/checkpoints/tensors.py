@@ -1,4 +1,4 @@
-"""Tensors in files: name, dtype, size, and how to read their bytes. Needs no torch."""
+"""Describe the tensors in files (name, dtype, size), and read their bytes. Needs no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dtype_name(path: str) -> str:
 
 
 def count_of(shape: Any) -> int:
-    """Return the number of elements of a tensor with a shape.
+    """Return the number of elements of a tensor with the given shape.
 
     Raises:
         ValueError: no tensor can have this shape.
@@ -51,7 +51,7 @@ def count_of(shape: Any) -> int:
 
 
 def item_size(dtype: str) -> int:
-    """Return the bytes of one element; for an unknown dtype, from the bits in its name."""
+    """Return an element's size in bytes; an unknown dtype's size is computed from its name."""
     if dtype in SIZES:
         return SIZES[dtype]
     bits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
@@ -60,15 +60,15 @@ def item_size(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint, over all ranks.
+    """One tensor of a checkpoint, with the shards of all ranks.
 
     Attributes:
         name: the tensor's key.
         dtype: canonical name of the tensor's dtype.
         elements: number of elements.
-        parts: functions that read the bytes, one for each piece of the tensor. Each takes a number
-            and returns at most that many bytes from the beginning of its piece. Empty where the
-            bytes cannot be read without torch.
+        parts: a function for each piece of the tensor; ``parts[0](n)`` returns at most ``n`` bytes
+            from the beginning of the first piece. ``parts`` is empty if the bytes cannot be read
+            without torch.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Archive:
         length: size of the archive; ``None`` for the rest of the file.
 
     Raises:
-        CheckpointUnreadableError: there is no such archive, or it is damaged.
+        CheckpointUnreadableError: the archive is missing or damaged.
     """
 
     def __init__(self, path: Path, offset: int = 0, length: int | None = None) -> None:
@@ -184,7 +184,7 @@ class Archive:
             with archive:
                 if not _has_checksums(archive):
                     for info in archive.infolist():
-                        del info.CRC  # without it, zipfile compares no checksum
+                        del info.CRC  # without CRC, zipfile compares no checksum
                 yield archive
 
     def _member(self, archive: zipfile.ZipFile, name: str, start: int = 0, most: int = -1) -> bytes:
@@ -203,10 +203,10 @@ class Archive:
             ) from None
 
     def tensors(self, tree: Any = None) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-        """Yield the tensors in ``tree`` (default: the archive's), each with the keys to find it."""
+        """Yield (keys, tensor) for each tensor in ``tree`` (default: the archive's tree)."""
         seen: set[int] = set()
         waiting: list[tuple[tuple[Any, ...], Any]] = [((), self.tree if tree is None else tree)]
-        inside: set[int] = set()  # ids of values inside objects: they get the object's keys
+        inside: set[int] = set()  # ids of values inside objects, which get the object's keys
         while waiting:
             keys, node = waiting.pop()
             if isinstance(node, Made):
@@ -261,7 +261,7 @@ class Archive:
         return Tensor(".".join(map(str, keys)), dtype, elements, parts)
 
     def content(self, key: str, start: int, count: int) -> bytes:
-        """Read ``count`` bytes of one of the archive's storages, from ``start`` on."""
+        """Read ``count`` bytes of one of the archive's storages, beginning at byte ``start``."""
         with self._open() as archive:
             return self._member(archive, f"{self._root}data/{key}", start, count)
 
@@ -291,15 +291,15 @@ def check_archive(path: Path, offset: int = 0, length: int | None = None) -> lis
     torch compares no checksum: it loads a changed record without an error.
 
     Returns:
-        The spans of the file whose checksums are correct. The bytes of the zip format between the
-        records have no checksums. Empty where the archive was written without checksums.
+        The spans of the file's bytes with a correct checksum. The bytes of the zip format between
+        the records have no checksums. An archive that was written without checksums has no spans.
 
     Raises:
         CheckpointUnreadableError: a record or the archive is damaged.
     """
     held = []
     archive = Archive(path, offset, length)
-    for _ in archive.tensors():  # raises where a tensor's record is missing
+    for _ in archive.tensors():  # raises an error if a tensor's record is missing
         pass
     with archive._open() as file:
         if not _has_checksums(file):
@@ -324,9 +324,9 @@ def check_archive(path: Path, offset: int = 0, length: int | None = None) -> lis
 
 
 def _has_checksums(archive: zipfile.ZipFile) -> bool:
-    """Whether torch wrote checksums: after ``set_crc32_options(False)`` all of them are 0.
+    """Whether torch wrote checksums; after ``set_crc32_options(False)`` torch writes only zeros.
 
-    In an archive with checksums a damaged record may have 0, but then the other records do not.
+    Damage may set a record's checksum to 0, but then the other records' checksums are not 0.
     """
     return any(getattr(info, "CRC", 0) for info in archive.infolist())
 

@@ -1,8 +1,8 @@
-"""Read the kinds of files that contain a checkpoint's tensors, all without torch.
+"""Read the files that contain a checkpoint's tensors, without torch.
 
-- torch's distributed checkpoints, Megatron's among them: ``.metadata`` and ``*.distcp``.
-- The files of each rank by ``torch.save``: ``model_world_size_N_rank_I.pt`` and the like.
-- ``*.safetensors``, of which only the headers are read.
+- torch's distributed checkpoints, including Megatron's, have ``.metadata`` and ``*.distcp`` files.
+- Each rank may have files of ``torch.save``, such as ``model_world_size_N_rank_I.pt``.
+- Of ``*.safetensors`` files only the headers are read.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Unit:
     """A directory of files that were written together.
 
     Attributes:
-        kind: one of the kinds above.
+        kind: ``MEGATRON``, ``DCP``, ``SHARDS`` or ``SAFETENSORS``.
         path: the directory.
-        tensors: the tensors, by key; a tensor in ranks' files includes the shards of all ranks.
-        objects: for each object that is no tensor, by key, a function that reads it as plain data
-            (``pickles``).
-        common: what Megatron stores in addition to tensors (``common.pt``; with megatron-core 0.19
-            and later an object in the ``.distcp`` files), or each rank's extra state.
-        world_size: number of ranks, where each rank wrote its own files; ``None`` for other files.
-        archives: the archives of ``torch.save`` in the files: file, offset and length; a length of
-            ``None`` means the rest of the file.
-        lacking: those of the kinds of ranks' files in ``_TOGETHER`` that are missing.
+        tensors: the tensors, by key; in ``SHARDS`` a tensor includes the shards of all ranks.
+        objects: for each object that is no tensor, a function that reads the object as plain data
+            (``pickles``), by key.
+        common: Megatron's data other than tensors (``common.pt``; with megatron-core 0.19 and
+            later an object in the ``.distcp`` files), or each rank's extra state.
+        world_size: number of ranks if each rank wrote files of its own; otherwise ``None``.
+        archives: file, offset and length of each archive of ``torch.save``; a length of ``None``
+            means the rest of the file.
+        lacking: the kinds of files in ``_TOGETHER`` that are missing.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Unit:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the kind of files in a directory, by their names; ``None`` without such files.
+    """Return the kind of a directory's files, by their names; ``None`` if no known kind matches.
 
     Raises:
         CheckpointUnreadableError: the directory cannot be read, or its checkpoint is incomplete.
@@ -233,7 +233,7 @@ def _take(unit: Unit, metadata: Made) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """The position of a tensor's piece, or of an object: an archive within a file."""
+    """The position of an archive within a file; the archive has a tensor's piece or an object."""
 
     path: Path
     offset: int
@@ -315,7 +315,7 @@ def _read_safetensors(unit: Unit) -> None:
     wanted = _read_index(unit.path / "model.safetensors.index.json")
     for name in there:
         match = _OF_SEVERAL.fullmatch(name)
-        if match and "shard-" not in match["before"]:  # each rank writes its own shards
+        if match and "shard-" not in match["before"]:  # each rank writes "shard-" files of its own
             count = int(match["count"])
             wanted |= {
                 f"{match['before']}{number:05}-of-{count:05}.safetensors"

@@ -28,14 +28,14 @@ stores the padding between parameters, as smaller pieces, which contain no param
 
 
 def samples(tensors: Sequence[Tensor], most: int) -> Iterator[tuple[Tensor, int, torch.Tensor]]:
-    """Yield the first values of each piece of some tensors; all values where there are few.
+    """Yield the first values of at most ``_PIECES`` pieces of the tensors.
 
     Args:
         tensors: the tensors; small pieces, and dtypes other than fp32, bf16 and fp16, are skipped.
         most: maximum number of bytes that are read, over all tensors.
 
     Yields:
-        The tensor, the number of the piece, and its first values.
+        The tensor, the piece's number, and the piece's first values.
     """
     full = any(tensor.elements >= _ALIGNED for tensor in tensors)
     pieces = [
@@ -65,10 +65,7 @@ def narrower(tensors: Sequence[Tensor], most: int) -> tuple[str, ...]:
 
 
 def are_numbers(part: Part, most: int) -> bool | None:
-    """Whether a checkpoint's masters are really remainders that were stored as fp32 numbers.
-
-    ``None`` where no value can be read.
-    """
+    """Whether fp32 masters are really int16 remainders; ``None`` if no value can be read."""
     weights = {tensor.name.removeprefix("model."): tensor for tensor in part.held.get(PARAMS, ())}
     seen = False
     for tensor, number, value in samples(part.held[MASTER], most):
@@ -84,7 +81,7 @@ def are_numbers(part: Part, most: int) -> bool | None:
 def _param_of(
     weights: dict[str, Tensor], tensor: Tensor, number: int, value: torch.Tensor
 ) -> torch.Tensor:
-    """Return the values of a master's parameter, or a substitute where the checkpoint has none."""
+    """Return the values of a master's parameter, or a substitute if the checkpoint lacks them."""
     weight = weights.get(tensor.name.partition("param.")[2])
     if weight is not None and len(weight.parts) == len(tensor.parts):
         dtype, size = parse_dtype(weight.dtype), value.numel() * item_size(weight.dtype)

@@ -1,11 +1,11 @@
 """The command line: ``precision-shim`` and ``python -m precision_shim``.
 
-Each sub-command is a module of this package. Its function ``register(commands)`` adds a parser and
-sets ``command``, a function that takes the parsed arguments and returns the exit status. Importing
-such a module is fast: torch, frameworks and matplotlib are imported only when the command runs.
+Each sub-command is a module of this package. The module's function ``register(commands)`` adds a
+parser and sets ``command``, a function from the parsed arguments to the exit status. torch,
+frameworks and matplotlib are imported only when a command runs.
 
-The commands need only the packages of the base install, except ``demo``, which runs from a clone
-and needs the packages of an extra.
+``demo`` runs only from a clone, and needs the packages of an extra. All other commands need only
+the packages of the base install.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     """Build the parser of the command line.
 
     Args:
-        commands: the commands to register; their modules are imported.
+        commands: names of the commands to register; each command's module is imported.
     """
     import precision_shim
 
@@ -56,9 +56,9 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that takes the word after an option as its value, even if it begins with a dash.
+    """A parser that accepts option values that begin with a dash.
 
-    For example, ``--features -fp16-scaling`` means all features but one.
+    For example, ``--features -fp16-scaling`` selects all features except ``fp16-scaling``.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -79,15 +79,15 @@ class _Parser(argparse.ArgumentParser):
 def add_command(
     commands: Commands, name: str, command: Any, *, help: str, more: str = "", usage: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command; return the command's parser, to which options can be added.
+    """Add a command, and return the command's parser so that options can be added.
 
     Args:
         commands: the argument of ``register``.
         name: the command's name.
-        command: takes the parsed arguments and returns the exit status.
+        command: function from the parsed arguments to the exit status.
         help: one sentence, for the list of commands and for the command's own help.
         more: paragraphs for the command's own help only.
-        usage: the usage line, where the one that argparse makes would mislead.
+        usage: the usage line, if argparse's own usage line would mislead.
     """
     parser = commands.add_parser(
         name,
@@ -102,10 +102,10 @@ def add_command(
 
 
 def settings_of(texts: Sequence[str]) -> dict[str, object]:
-    """Turn ``--set NAME=VALUE`` options into the dict that ``install(settings=...)`` takes.
+    """Convert ``--set NAME=VALUE`` options to the dict for ``install(settings=...)``.
 
     Raises:
-        SettingsError: a text is not NAME=VALUE; names and values are checked by ``resolve``.
+        SettingsError: a text is not NAME=VALUE. ``resolve`` checks names and values later.
     """
     from ..errors import SettingsError
     from ..process.settings import TABLE
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command ``precision-shim``; raise ``SystemExit`` with the exit status.
 
     Args:
-        arguments: the words after the program's name; ``None`` for those of this process.
+        arguments: the words after the program's name; ``None`` for ``sys.argv[1:]``.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     # Import only the module of the given command: `run` starts jobs and must be fast.

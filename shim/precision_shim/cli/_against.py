@@ -1,7 +1,7 @@
-"""``precision-shim doctor --against PATH`` (checks a release before installing) and ``--record``.
+"""``precision-shim doctor``: check a release before its installation, or record digests.
 
-With ``--against`` the doctor reads a wheel or a folder instead of the installed packages, and
-applies the same checks. It imports and executes nothing of the path.
+With ``--against PATH`` the doctor reads a wheel or a folder instead of the installed packages, and
+applies the same checks. The doctor imports and executes no code of the wheel or folder.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int] | None:
-    """Return the function to run instead of the doctor's usual report; ``None`` to run that."""
+    """Return the function to run in place of the usual report; ``None`` for the usual report."""
     if asked.framework is not None and asked.against is None and not asked.probe:
         asked.parser.error("--framework needs --against PATH or --probe")
     if (asked.against is not None) + (asked.record is not None) + asked.probe > 1:
@@ -102,9 +102,9 @@ def _record(asked: argparse.Namespace) -> int:
 
 
 def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, str]]]:
-    """Yield each installed distribution of an adapter, its version and its symbols' digests.
+    """Yield name, version and symbols' digests of each installed distribution of an adapter.
 
-    A distribution of unknown version cannot be recorded and is left out.
+    A distribution of unknown version is left out, because it cannot be recorded.
     """
     packages = {name: (package,) for package, name in _registry.shared().items()}
     for name, targets in _symbols.targets_by_distribution(adapter).items():
@@ -118,14 +118,14 @@ def installed_digests(adapter: Adapter) -> Iterable[tuple[str, str, dict[str, st
 
 @dataclass(frozen=True)
 class SymbolChange:
-    """A symbol in the path, compared with the installed or recorded one.
+    """A symbol in the checked path, compared with the installed or recorded symbol.
 
     Attributes:
         target: ``"module:attribute"``.
         state: ``same``, ``changed``, ``gone`` or ``new``.
-        as_in: the recorded versions that have the same code.
+        as_in: the recorded versions in which the symbol has the same code.
         gained: parameters that the symbol has only in the path.
-        lost: parameters that the symbol no longer has in the path.
+        lost: parameters that the symbol lacks in the path.
         lines: the removed and added lines of code.
     """
 
@@ -143,13 +143,12 @@ class Report:
 
     Attributes:
         framework: the framework's name.
-        holds: the distributions in the path that the framework consists of or builds on, with
-            their versions.
-        against: for each of these distributions, what it was compared with, in words.
+        holds: versions of the path's distributions: the framework's own and its backends'.
+        against: for each distribution, a text that names the version it was compared with.
         there: the status that the framework would have with the path's packages.
-        here: the status of the installed framework; ``None`` where it is not installed.
-        symbols: the symbols that the path has, and those that are missing there.
-        problems: what could not be applied, and why.
+        here: the status of the installed framework; ``None`` if the framework is not installed.
+        symbols: the compared symbols, including symbols that are missing in the path.
+        problems: sentences on the seams that could not be applied, with the reasons.
     """
 
     framework: str
@@ -161,11 +160,11 @@ class Report:
     problems: tuple[str, ...]
 
     def lost(self) -> list[dict[str, str]]:
-        """Return the features, by path, that only the installed packages have (or would have)."""
+        """Return the features, by training path, that work only with the installed packages."""
         return self._find_moves(self.here, self.there)
 
     def won(self) -> list[dict[str, str]]:
-        """Return the features, by path, that only the packages in the checked path would have."""
+        """Return the features, by training path, that work only with the checked packages."""
         return self._find_moves(self.there, self.here)
 
     def _find_moves(
@@ -182,7 +181,7 @@ class Report:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as dicts, lists, strings and numbers, in a form for JSON."""
+        """Return the report as dicts, lists, strings and numbers, for JSON."""
         return {
             "framework": self.framework,
             "version": self.there.version,
@@ -204,7 +203,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     """Check a path, and return a report for each framework whose packages or backend it contains.
 
     Args:
-        path: a wheel, a checkout, a folder with packages, a site-packages.
+        path: a wheel, a checkout, a folder with packages, or a site-packages folder.
         framework: the only framework to check; ``None`` for all.
 
     Raises:
@@ -219,7 +218,7 @@ def report(path: Path, framework: str | None = None) -> list[Report]:
     packages = [package for entry in asked for package in entry.packages]
     tree = open_tree(path, (*packages, *_registry.shared()))
     held = [entry for entry in asked if any(tree.has(name) for name in entry.packages)]
-    if not held:  # only a backend: check the installed frameworks, or the one asked for
+    if not held:  # the path has only a backend: check the named or the installed frameworks
         held = [
             entry
             for entry in asked
@@ -241,7 +240,7 @@ def _judge(entry: Framework, tree: Tree) -> Report:
     known = _registry.entries()
     settings = _settings.resolve(frameworks=(name,), known_frameworks=known)
     source, versions = over(tree), _versions(tree)
-    # Load adapters within looking_at(), too: an adapter may read source while it is loaded.
+    # Load the adapter within looking_at(), because an adapter may read source while it is loaded.
     with looking_at(source):
         there, problems = foresee(entry, settings, versions)
         if there.version is None:  # the path has only a backend of the framework
@@ -288,7 +287,7 @@ def _here(entry: Framework, settings: Settings) -> FrameworkStatus | None:
 
 
 def _targets(adapter: Adapter) -> dict[str, list[str]]:
-    """Return an adapter's symbols, and those of the framework's newest recorded version."""
+    """Return an adapter's symbols, and the symbols of the framework's newest recorded version."""
     targets = _symbols.targets_by_distribution(adapter)
     record, own = _symbols.shipped(), adapter.distribution
     newest = _symbols.versions_of(record, own)[-1:]
@@ -312,7 +311,7 @@ def _sight(target: str) -> _Sight:
 def _change(
     distribution: str, target: str, basis: str, old: _Sight, new: _Sight
 ) -> SymbolChange | None:
-    """Return how a symbol differs from the digest ``basis``; ``None`` if neither side has it."""
+    """Compare a symbol with the digest ``basis``; ``None`` if neither version has the symbol."""
     if new.found is None:
         return SymbolChange(target, "gone", []) if basis else None
     there = digest_of(new.found.node)
@@ -351,7 +350,7 @@ def _package(distribution: str, entry: Framework) -> str:
 
 def _because(seams: Iterable[SeamStatus], feature: str, path: str) -> str:
     seams_there = [seam for seam in seams if (seam.feature, seam.path) == (feature, path)]
-    # Prefer a refused seam, which is the cause: a native seam of the feature has a reason, too.
+    # Prefer the reason of a refused seam: a native seam has a reason, too, but is not the cause.
     refused = [there for there in seams_there if there.state == "refused"]
     reasons = [there.reason for there in refused or seams_there]
     own = [reason for reason in reasons if reason and not reason.startswith("refused whole")]

@@ -1,4 +1,4 @@
-"""Print a command's text: with colours on a terminal if rich is installed, otherwise plain."""
+"""Print a command's text, on a terminal in colours if rich is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STYLES = {
 
 
 def show(text: str) -> None:
-    """Print a text: with colours on a terminal if rich is installed, otherwise plain."""
+    """Print a text, on a terminal in colours if rich is installed."""
     if sys.stdout.isatty():
         try:
             from rich.console import Console
@@ -27,7 +27,7 @@ def show(text: str) -> None:
             shown = Text(text)
             for pattern, style in _STYLES.items():
                 shown.highlight_regex(re.compile(pattern, re.MULTILINE), style)
-            # soft_wrap: if rich wrapped lines, it would break the columns on a narrow terminal.
+            # soft_wrap=True, because wrapping by rich would break columns on a narrow terminal.
             Console(highlight=False).print(shown, soft_wrap=True)
             return
     print(text)

@@ -1,6 +1,6 @@
 """``precision-shim doctor --probe``: test whether the rules' assumptions on frameworks still hold.
 
-The framework is imported, in a child process in which the shim is off.
+The framework is imported in a child process, in which the shim is off.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _WORDS = {
     "absent": "concern what is not installed",
     "unasked": "could not be asked",
 }
-_PATIENCE = 300  # seconds for a framework's imports and all probes
+_PATIENCE = 300  # timeout in seconds for a framework's imports and all probes
 _HERE = "import sys; from precision_shim.cli._probing import answer; answer(sys.argv[1:])"
 
 
 def answer(modules: Iterable[str]) -> None:
-    """Run the probes of these modules (in the child process) and print the outcomes as JSON."""
+    """Run the probes of modules in this child process, and print the outcomes as JSON."""
     _startup.stop()
     output, sys.stdout = sys.stdout, sys.stderr  # frameworks print while they are imported
     outcomes = [asdict(run(one)) for module in modules for one in probes_in(module)]
@@ -45,10 +45,10 @@ def answer(modules: Iterable[str]) -> None:
 
 
 def ask(modules: Iterable[str]) -> list[dict[str, Any]]:
-    """Run the probes of these modules in a child process.
+    """Run the probes of modules in a child process.
 
     Raises:
-        RuntimeError: the process ended without a result; the message has its last lines.
+        RuntimeError: the process ended without a result; the message has stderr's last lines.
     """
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _HERE, *modules],
@@ -67,7 +67,7 @@ def ask(modules: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def probing(asked: argparse.Namespace) -> int:
-    """Run all probes and print the outcomes; return 1 where an assumption no longer holds."""
+    """Run all probes and print the outcomes; return 1 if an assumption no longer holds."""
     _startup.stop()
     told: dict[str, dict[str, Any]] = {}
     for name, entry in _registry.entries().items():

@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(texts: list[str]) -> dict[str, Any] | None:
-    """Return the fields that ``--config`` sets; ``None`` where it was not used.
+    """Return the fields that ``--config`` sets; ``None`` without that option.
 
     Raises:
         SettingsError: a text is not FIELD=VALUE, a field is unknown, or a value is no number.
@@ -126,7 +126,7 @@ def _config(texts: list[str]) -> dict[str, Any] | None:
 
 
 def _check_values(values: dict[str, Any]) -> None:
-    """Check the values of all fields, even of those that no prediction reads.
+    """Check the values of all fields, including fields that no prediction reads.
 
     Raises:
         DtypeError: a dtype name is unknown.
@@ -139,7 +139,7 @@ def _check_values(values: dict[str, Any]) -> None:
             word = values.get(name, allowed[0])
             if word not in allowed:
                 raise SettingsError(f"--config {name}={word!r}: allowed: {', '.join(allowed)}.")
-    if find_spec("torch") is None:  # dtypes cannot be parsed, and nothing can be resumed
+    if find_spec("torch") is None:  # without torch no dtype can be parsed and no job resumed
         return
     from ..precision.dtypes import coerce_dtype, coerce_dtypes
 
@@ -148,10 +148,10 @@ def _check_values(values: dict[str, Any]) -> None:
 
 
 def _check(text: str, name: str) -> None:
-    """Raise an error for an unknown field: if the field was ignored, the verdict could be wrong.
+    """Raise an error for an unknown field, because ignoring a field could make the verdict wrong.
 
     Raises:
-        SettingsError: there is no such field.
+        SettingsError: the field is unknown.
     """
     from ..errors import SettingsError
     from ..seams import look
@@ -166,7 +166,7 @@ def _check(text: str, name: str) -> None:
         field
         for config in configs
         for field in look(config.place).parameters
-        or config.fields  # no parameters if not installed
+        or config.fields  # look() finds no parameters if the backend is not installed
     ]
     if name in (*fields, *beside):
         return

@@ -27,8 +27,8 @@ def register(commands: Commands) -> None:
         "verl's own functions; measured from the tensors. Exit status 0: the effect is what was "
         "promised; 1: it is not; 2: the demo cannot run here.",
     )
-    # `precision-shim --help` must not run code from the current directory. So the clone's code is
-    # imported only if demo is the given command; then no other command is registered.
+    # `precision-shim --help` must not run code from the current directory. The clone's code is
+    # imported only for `precision-shim demo`, which registers no other command.
     root = None if len(commands.choices or ()) > 1 else _clone()
     if root is None:
         parser.set_defaults(any_options=True)
@@ -41,7 +41,7 @@ def register(commands: Commands) -> None:
 
 
 def _clone() -> Path | None:
-    """Return the clone that contains this package or the current directory, or ``None``."""
+    """Return the root of a clone around this package or the current directory, or ``None``."""
     places = [*Path(__file__).parents]
     with contextlib.suppress(FileNotFoundError):  # the current directory was deleted
         places += [Path.cwd(), *Path.cwd().parents]

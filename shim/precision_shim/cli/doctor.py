@@ -1,8 +1,8 @@
-"""``precision-shim doctor``: show what is installed, what would be patched here, and why not.
+"""``precision-shim doctor``: show installed packages, seams to patch, and reasons for refusals.
 
-The doctor reads metadata and source, and imports no framework. Some checks need an import: the
-start-up file, wrapt's C extension, and TransformerEngine, whose import fails without its CUDA
-libraries. They run in a child process, so that a crash there does not end the doctor.
+The doctor reads metadata and source, and imports no framework. Three checks run in a child process,
+so that a crash does not end the doctor. The checks concern the start-up file, wrapt's C extension,
+and the import of TransformerEngine, which fails without CUDA libraries.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ PACKAGES = (
     ("megatron-bridge", ("megatron.bridge",)),
     ("ray", ("ray",)),
 )
-_SHOWN = {"pending": "to wrap"}  # status() shows this state as waiting for the import
+_SHOWN = {"pending": "to wrap"}  # status() shows "pending" as waiting for the import
 _COLUMN = 16
 _NO_SETTINGS = "would not be patched, because a setting is not valid"
 _LONG = 5  # maximum number of lines for one problem; --verbose shows all
-_PATIENCE = 120  # seconds for an import in a child process; that of TransformerEngine is slow
+_PATIENCE = 120  # timeout in seconds for a child process; TransformerEngine's import is slow
 
 _START_UP = """
 import json
@@ -92,7 +92,7 @@ def register(commands: Commands) -> None:
 
 
 def doctor(asked: argparse.Namespace) -> int:
-    """Print the doctor's report; return the exit status, 1 where there is a problem."""
+    """Print the doctor's report, and return the exit status: 1 if there is a problem."""
     other = _against.command(asked)
     if other is not None:
         return other(asked)
@@ -105,13 +105,13 @@ def doctor(asked: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Return everything that the doctor found out, in a form for JSON."""
+    """Return all results of the doctor, in a form for JSON."""
     return _look()[0]
 
 
 def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
-    """Return the result of ``examine``, and the frameworks in the form that ``status()`` has."""
-    _startup.stop()  # what the doctor imports must not install the shim in this process
+    """Return the result of ``examine``, and each framework's status as in ``status()``."""
+    _startup.stop()  # the doctor's imports must not install the shim in this process
     problems: list[str] = []
     settings = _resolve(problems)
     frameworks: dict[str, FrameworkStatus] = {}
@@ -147,7 +147,7 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
             "nothing to patch here: none of these frameworks is installed or asked for: "
             + ", ".join(told["frameworks"])
         )
-    # With the kill switch no feature is asked for, so no feature can be missing.
+    # With PRECISION_SHIM=0 no feature is requested, so no feature can be missing.
     told["problems"] = problems
     told["limits"] = limits
     told["ok"] = not problems or switch == "off"
@@ -155,7 +155,7 @@ def _look() -> tuple[dict[str, Any], dict[str, FrameworkStatus]]:
 
 
 def _resolve(problems: list[str]) -> Settings | None:
-    """Return the variables' settings; ``None`` if one is invalid, as then nothing is patched."""
+    """Return the settings in environment variables; ``None`` if a variable is invalid."""
     try:
         return _settings.resolve(known_frameworks=_registry.entries())
     except SettingsError as error:
@@ -167,7 +167,7 @@ def _switch() -> str:
     try:
         return _settings.switch()
     except SettingsError:
-        return "invalid"  # _resolve reports it
+        return "invalid"  # _resolve reports the error
 
 
 def _start_up(switch: str, problems: list[str]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _framework(
 def _limits(
     transformer_engine: Mapping[str, Any], frameworks: Mapping[str, FrameworkStatus]
 ) -> list[str]:
-    """Return what the installed TransformerEngine rules out for the frameworks' backends."""
+    """Return sentences on features that the installed TransformerEngine makes impossible."""
     version, error = transformer_engine["version"], transformer_engine.get("import_error")
     limits = []
     for backend in _registry.backends():
@@ -258,7 +258,7 @@ def _in_child(code: str, environment: Mapping[str, str] | None = None) -> Any:
 
 
 def _flags() -> list[str]:
-    """Return this interpreter's flags that decide which files a process reads at its start."""
+    """Return this interpreter's flags that change which files Python reads at its start."""
     names = {"isolated": "-I", "ignore_environment": "-E", "no_user_site": "-s", "no_site": "-S"}
     return [flag for name, flag in names.items() if getattr(sys.flags, name)]
 
@@ -332,7 +332,7 @@ def _framework_text(
 
 
 def _problems(problems: list[str], frameworks: Mapping[str, FrameworkStatus]) -> list[str]:
-    """Return the problems, with all seams that were refused for one reason as one problem."""
+    """Return the problems; all seams that were refused for the same reason are one problem."""
     refused = {
         inapplicable(f"{name} {status.version}", seam)
         for name, status in frameworks.items()
@@ -352,7 +352,7 @@ def _package_text(name: str, package: Mapping[str, Any]) -> str:
 
 
 def _row(label: str, text: str) -> list[str]:
-    # break_words: many paths are longer than a line.
+    # break_words=True, because many paths are longer than a line.
     return fold(f"{label:<{_COLUMN - 3}} {text}", 2, _COLUMN, break_words=True) if text else []
 
 

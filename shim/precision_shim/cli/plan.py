@@ -1,4 +1,4 @@
-"""``precision-shim plan -- COMMAND``: show a job's memory per GPU and what is illegal in it."""
+"""``precision-shim plan -- COMMAND``: show a job's memory per GPU and illegal config values."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def _fault(error: Exception) -> str:
-    """Return sentences about an unexpected error: of a file, or of the plan's own code."""
+    """Return a message for an unexpected error, in a file or in the plan's own code."""
     text = " ".join(str(error).split())[:300]
     if isinstance(error, OSError) and error.filename is not None:
         return (
@@ -139,7 +139,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
         )
         job = command.read_launch_line(words, planned, settings, options)
     entry = entries[job.framework]
-    if not entry.plan:  # a third party's record, which has only what the entry point says
+    if not entry.plan:  # a third party declares the plan only in its adapter
         entry = entry.as_said()
     if not entry.plan:
         raise PlanError(

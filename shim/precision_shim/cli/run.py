@@ -1,8 +1,8 @@
-"""``precision-shim run -- COMMAND``: run a job with the shim on in it and in all its children.
+"""``precision-shim run -- COMMAND``: run a job with the shim on, also in all child processes.
 
-``run`` sets the variables and replaces itself with the command (``exec``), which therefore has the
-same process id, signals and exit status. The shim is on in processes that read the start-up file,
-and in the workers of Ray jobs.
+``run`` sets environment variables and replaces itself with the command (``exec``). The command
+therefore has the same process id, signals and exit status. The shim is on in processes that read
+the start-up file, and in the workers of Ray jobs.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def register(commands: Commands) -> None:
         help="a setting, such as optimizer_states=follow-model; may be repeated; names: "
         f"{', '.join(TABLE)}",
     )
-    # REMAINDER takes all words from the first one on that is no option of ours.
+    # REMAINDER takes all words from the first word that is no option of `precision-shim run`.
     parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Set the variables and execute the command in this process."""
+    """Set the environment variables and execute the command in this process."""
     command = asked.job[1:] if asked.job[:1] == ["--"] else asked.job
     if not command:
         asked.parser.error("COMMAND is missing: what is to be run?")
@@ -76,7 +76,7 @@ def run(asked: argparse.Namespace) -> int:
         print(f"precision-shim run: {error}", file=sys.stderr)
         return 2
     if off:
-        # The operator's kill switch takes precedence over options, as over install().
+        # PRECISION_SHIM=0, the operator's kill switch, takes precedence over all options.
         print(
             f"precision-shim run: {PREFIX}={os.environ[PREFIX]} is set: the command runs without "
             "the shim",
@@ -88,7 +88,7 @@ def run(asked: argparse.Namespace) -> int:
     sys.stderr.flush()
     try:
         os.execvp(command[0], command)
-    except OSError as error:  # exit statuses as in a shell
+    except OSError as error:  # exit statuses as a shell returns them
         print(f"precision-shim run: {command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
 

@@ -43,10 +43,10 @@ class Options:
 
     Attributes:
         model: a model's directory, used instead of the model in the job's config.
-        parameters: the model's size, where there is no directory.
-        transformer_engine: the TransformerEngine version whose rules apply; ``None``: the
+        parameters: the model's size, such as ``"7.6B"``, used instead of a directory.
+        transformer_engine: the TransformerEngine version whose rules apply; ``None`` for the
             installed version.
-        megatron_core: the Megatron-core version whose rules apply; ``None``: the installed version.
+        megatron_core: the Megatron-core version whose rules apply; ``None`` for the installed one.
     """
 
     model: str | None = None
@@ -57,12 +57,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """A job's launch command, as far as it can be read without the job's framework.
+    """A job's launch command, read without importing the job's framework.
 
     Attributes:
         framework: name of the framework.
         target: the module after ``-m``, or the script.
-        source: the target's file; ``None`` where it is not on this machine.
+        source: the target's file; ``None`` if the file is not on this machine.
         launcher: the words before the target.
         arguments: the words after the target.
         environ: the variables that the command sets.
@@ -80,11 +80,11 @@ class Job:
     options: Options = field(default_factory=Options)
 
     def model(self, name: object, overrides: Mapping[str, Any] | None = None) -> Model:
-        """Return the names and shapes of a model that the job's config names.
+        """Return the parameters' names and shapes of a model in the job's config.
 
         Args:
             name: a directory, or the name of a Hugging Face hub model that is in the local cache.
-            overrides: values that replace those of the model's config.
+            overrides: values that override the model's config.
 
         Raises:
             PlanError: the model is not on this machine, or cannot be read.
@@ -95,7 +95,7 @@ class Job:
         return shapes.read_model(directory, overrides)
 
     def in_force(self, feature: str, group: str) -> bool:
-        """Whether a feature would be in force in the job, within a group of seams."""
+        """Whether a feature would be in force in the job for a group of seams."""
         return self._foreseen.in_force(self.framework, feature, group)
 
     @cached_property
@@ -170,7 +170,7 @@ def read_launch_line(
 
 
 def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
-    """Return the module or script at a position, its file, and where its arguments begin."""
+    """Return the module or script at a position, its file, and the position of its arguments."""
     word = words[place]
     if word in ("-m", "--module") and place + 1 < len(words):
         module = words[place + 1]
@@ -182,7 +182,7 @@ def _target(words: Sequence[str], place: int) -> tuple[str, Path | None, int]:
 
 
 def _console_script(word: str, by_package: Mapping[str, str]) -> str:
-    """Return the module that an installed command of a framework runs; empty for other words."""
+    """Return the module behind an installed command of a framework; empty for any other word."""
     if not _COMMAND.fullmatch(word):
         return ""
     for one in importlib.metadata.entry_points(group="console_scripts", name=word):
@@ -239,10 +239,10 @@ def find_imported(source: Path) -> list[str]:
 
 
 def directory_of(name: object) -> Path:
-    """Return a model's directory: the path itself, or in the Hugging Face cache; fetch nothing.
+    """Return a model's directory, on disk or in the Hugging Face cache, without a download.
 
     Raises:
-        PlanError: the model is in neither place.
+        PlanError: the model is neither on disk nor in the cache.
     """
     text = os.path.expanduser(str(name))
     path = Path(text)
@@ -266,6 +266,6 @@ def _find_in_cache(name: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(name, "config.json")
-    except Exception:  # not installed, or not the name of a repository
+    except Exception:  # huggingface_hub is missing, or the name is no repository's name
         return None
     return Path(cached).parent if isinstance(cached, str) else None

@@ -13,7 +13,7 @@ SIZES = names.SIZES
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a model and its optimizer, by canonical names; ``""`` where there is no tensor.
+    """The canonical dtype names of a model and its optimizer; ``""`` if there are no tensors.
 
     Attributes:
         params: dtype of the parameters.
@@ -21,11 +21,11 @@ class Precision:
         master: dtype of the masters.
         exp_avg: dtype of the first moment.
         exp_avg_sq: dtype of the second moment.
-        buckets: whether the gradients are in the model's buckets, which are not sharded.
+        buckets: whether the gradients are in the model's unsharded buckets.
         copies: whether the step makes fp32 copies of the owned gradients.
         unpacks: the moments that the step converts to fp32, a whole parameter group at a time.
-        offloaded: share of the states that is in the host's memory.
-        offload_keeps_master: whether the GPU keeps the masters even of offloaded states.
+        offloaded: share of the optimizer states in the host's memory, from 0 to 1.
+        offload_keeps_master: whether masters of offloaded states are also on the GPU.
     """
 
     params: str
@@ -42,15 +42,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class Share:
-    """The parameters of one rank's model, and the data-parallel group that may shard them.
+    """Numbers of one rank's parameters, and the data-parallel group that may shard parameters.
 
     Attributes:
         trainable: number of trainable parameters before sharding.
         frozen: number of frozen parameters before sharding.
         group: number of ranks in the data-parallel group.
-        groups: number of such groups in the pipeline stage.
-        params_sharded: whether each rank of the group holds only a shard of the parameters.
-        states_sharded: whether each rank holds only a shard of gradient copies, masters, moments.
+        groups: number of data-parallel groups in the pipeline stage.
+        params_sharded: whether the parameters are sharded over the group.
+        states_sharded: whether gradient copies, masters and moments are sharded over the group.
     """
 
     trainable: int
@@ -126,10 +126,10 @@ def _at_step(share: Share, precision: Precision) -> dict[str, Held]:
 
 
 def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[str, Held]:
-    """Count a share of the states in the host's memory, and copies of their gradients with them.
+    """Move a share of the states to the host's memory, and add host copies of their gradients.
 
-    Megatron's HybridDeviceOptimizer steps fp32 copies of parameters and gradients on the host: 16
-    bytes for each parameter. States that are not offloaded are unchanged.
+    For each offloaded parameter, Megatron's HybridDeviceOptimizer stores an fp32 master, gradient
+    and two moments on the host (16 bytes). States that are not offloaded are unchanged.
     """
     gone = round(share.trainable * precision.offloaded)
     moved = Share(gone, group=share.group, states_sharded=share.states_sharded)
@@ -144,7 +144,7 @@ def _offload(share: Share, precision: Precision, held: dict[str, Held]) -> dict[
 
 
 def _replace(held: Held, share: Share, left: int, there: Held, gone: int) -> Held:
-    """Return a component of which ``left`` parameters left the GPU and ``gone`` are on the host."""
+    """Return a component's size: ``left`` parameters left the GPU, ``gone`` are on the host."""
     numel = share.trainable or 1
     stays = held.group_bytes * (numel - left) // numel
     total = stays + there.group_bytes

@@ -1,7 +1,7 @@
 """A plan as plain data, which can be converted to JSON.
 
-Parts and components are those of the audit (``auditing.record``), so that a plan can be compared
-with the audits of all ranks.
+A plan has the same parts and components as an audit (``auditing.record``), so that a plan can be
+compared with the audits of all ranks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Held:
         dtypes: canonical names, as in the audit.
         bytes: mean size over the ranks of the data-parallel group, including the host's memory.
         group_bytes: the exact sum over the data-parallel group.
-        host: the bytes of ``bytes`` that are in the host's memory.
-        bytes_per_parameter: bytes per parameter of the model, or per owned parameter where the
+        host: the share of ``bytes`` in the host's memory, in bytes.
+        bytes_per_parameter: bytes per parameter of the model, or per owned parameter if the
             states are sharded.
-        sharded: whether each rank of the group holds only a shard.
+        sharded: whether the tensors are sharded over the group.
     """
 
     dtypes: tuple[str, ...] = ()
@@ -44,18 +44,18 @@ class Held:
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters that have the same data-parallel group, over which their states may be sharded.
+    """Parameters with the same data-parallel group, which may shard their states.
 
     Attributes:
         name: ``"model"``, or ``"dense"`` and ``"experts"``.
         optimizer: the optimizer's name; empty for a model without an optimizer.
         data_parallel_size: number of ranks in the group.
-        groups: number of such groups in the pipeline stage, each with different parameters.
+        groups: number of the pipeline stage's data-parallel groups, each with other parameters.
         parameters: number of trainable parameters of a rank's model.
-        owned: mean number of parameters whose states a rank holds.
-        components: the components, by the names in ``COMPONENTS``.
-        at_step: tensors that exist only while the optimizer steps: ``grad_copies``, and
-            ``unpacked`` moments.
+        owned: mean number of parameters whose states a rank stores.
+        components: the sizes of the components, by the names in ``COMPONENTS``.
+        at_step: the sizes of tensors that exist only while the optimizer steps (``grad_copies``
+            and ``unpacked`` moments).
     """
 
     name: str
@@ -79,8 +79,8 @@ class Stage:
     def totals(self) -> dict[str, int]:
         """The bytes of all parts together, for one GPU.
 
-        ``bytes``: all; ``host``: those in the host's memory; ``gpu``: those on the GPU; ``peak``:
-        those on the GPU while the optimizer steps.
+        The keys are ``bytes`` (the sum of ``host`` and ``gpu``), ``host`` (in the host's memory),
+        ``gpu`` (on the GPU), and ``peak`` (on the GPU while the optimizer steps).
         """
         held = [component for part in self.parts for component in part.components.values()]
         every, host = sum(size.bytes for size in held), sum(size.host for size in held)
@@ -89,13 +89,11 @@ class Stage:
 
 
 def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
-    """Return the bytes that remain on a GPU while some components are on the host.
-
-    The result is the maximum over the stages.
+    """Return the most bytes on a GPU of any stage while some components are on the host.
 
     Args:
         stages: the pipeline stages.
-        moved: the components that are on the host; gradients are released with the parameters.
+        moved: the components on the host; if ``"params"`` is moved, the gradients are released.
     """
     gone = set(moved)
     if "params" in gone:
@@ -113,7 +111,7 @@ def staying(stages: Sequence[Stage], moved: Iterable[str]) -> int:
 
 @dataclass(frozen=True)
 class Decided:
-    """A choice that the shim would make in the job, and why."""
+    """A choice that the shim would make in the job, and the reason."""
 
     feature: str
     chosen: str
@@ -125,11 +123,11 @@ class Problem:
     """Something in the job's config that is illegal.
 
     Attributes:
-        code: such as ``"heads"``; docs/plan.md lists all codes.
-        subject: which model it concerns; empty for the whole job.
+        code: kind of problem, such as ``"heads"``; docs/plan.md lists all codes.
+        subject: name of the model with the problem; empty for the whole job.
         key: the config key.
-        message: what the config has, and what is allowed.
-        remedy: what to write instead.
+        message: the value in the config, and the allowed values.
+        remedy: the config line or value to write instead.
     """
 
     code: str
@@ -151,7 +149,7 @@ def too_small(subject: str, key: str, value: int, more: str = "") -> Problem:
 
 
 def whole_heads(subject: str, key: str, name: str, heads: int, ways: int) -> list[Problem]:
-    """Return a problem, in a list, if tensor parallelism cannot split the attention heads."""
+    """Return a list, with a problem if tensor parallelism cannot split the attention heads."""
     what = f"{name} of {heads} cannot be split {ways} ways"
     remedy = f"Take a divisor of {heads}."
     return [Problem("heads", subject, key, what, remedy)] if heads % ways else []
@@ -164,8 +162,8 @@ def unknown_keys(
 
     Args:
         written: names of keys in the job's config.
-        known: the names that exist; empty where these are not known.
-        subject: which model it is.
+        known: the existing names; empty if the existing names are not known.
+        subject: name of the model.
         key: path of the keys in the job's config, with ``{}`` in place of the name.
         whose: the config that the names belong to, such as ``"Megatron's OptimizerConfig"``.
     """
@@ -192,21 +190,21 @@ class ModelPlan:
     """The plan of one model of the job.
 
     Attributes:
-        subject: which model it is, such as ``"actor"``.
+        subject: name of the model, such as ``"actor"``.
         parameters: number of parameters of the whole model.
         layout: how the model is distributed over the GPUs.
-        decisions: what the shim would choose.
+        decisions: the shim's choices.
         traffic: for ``before`` and ``after``, the bytes that a GPU sends in a step for
             ``reduce_scatter`` and ``all_gather``.
         before: the pipeline stages without the shim.
         after: the pipeline stages with the shim.
-        notes: what is legal but the user should know.
-        source: where names and shapes were read.
+        notes: remarks on legal settings.
+        source: the file or directory from which names and shapes were read.
         stays: for ``before`` and ``after``, the bytes that the model keeps on a GPU while another
             model of the job runs.
         place: models with the same ``place`` share their GPUs.
         computes: dtype of the parameters while a layer computes.
-        reduces: dtype in which gradients are reduced, where no gradient bucket shows it.
+        reduces: dtype in which gradients are reduced; empty if a gradient bucket has that dtype.
     """
 
     subject: str
@@ -226,7 +224,7 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory that a job needs per GPU; ``to_dict()`` converts it for JSON.
+    """The memory that a job needs per GPU; ``to_dict()`` converts the plan for JSON.
 
     Attributes:
         framework: the framework's name.
@@ -234,8 +232,8 @@ class Plan:
         transformer_engine: the TransformerEngine version whose rules apply, or ``None``.
         megatron_core: the Megatron-core version whose rules apply, or ``None``.
         world_size: number of GPUs that train.
-        problems: what is illegal.
-        models: one plan for each model that takes memory on these GPUs.
+        problems: the illegal values in the job's config.
+        models: one plan for each model that takes memory on the GPUs that train.
         notes: notes on the whole job.
     """
 
@@ -259,7 +257,7 @@ class Plan:
         return told
 
     def peak(self, side: str = "after") -> int:
-        """Return the most bytes on a GPU: those of a model's step, plus the others' ``stays``."""
+        """Return the most bytes on a GPU: one model's step, plus ``stays`` of its other models."""
         most = 0
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))

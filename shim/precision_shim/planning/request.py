@@ -1,4 +1,4 @@
-"""A job that an adapter has read: models that can be planned, also with other settings."""
+"""Dataclasses for a job whose config an adapter has read, and ``make``, which plans the job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rules:
-    """The versions whose rules apply; ``None`` where no version is installed or given."""
+    """The versions whose rules apply; ``None`` if a package is neither installed nor given."""
 
     transformer_engine: str | None
     megatron_core: str | None
@@ -25,9 +25,9 @@ class Variant:
     """A model with other precision settings.
 
     Attributes:
-        gives_up: what the settings give up, in words.
-        lines: the settings as lines to paste: keys of the framework's config, or variables.
-        model: the model with these settings.
+        gives_up: the precision that the settings give up, in words.
+        lines: the settings as lines to paste (config keys or environment variables).
+        model: the model with the variant's settings.
     """
 
     gives_up: str
@@ -40,7 +40,7 @@ class Plannable(Protocol):
 
     @property
     def subject(self) -> str:
-        """Which model it is, such as ``"actor"``."""
+        """Name of the model, such as ``"actor"``."""
 
     @property
     def place(self) -> str:
@@ -50,7 +50,7 @@ class Plannable(Protocol):
         """Plan the model; the plan is ``None`` if a problem makes counting impossible."""
 
     def variants(self, job: Job, rules: Rules) -> Sequence[Variant]:
-        """Return the model in cheaper precisions, those first that give up least precision."""
+        """Return variants of the model in cheaper precisions, the least loss of precision first."""
 
     def on(self, world: int) -> Plannable:
         """Return the same model on another number of GPUs."""
@@ -61,8 +61,8 @@ class Illegal:
     """A model whose bytes cannot be counted, because problems make its dtypes unknown.
 
     Attributes:
-        subject: which model it is.
-        problems: what is illegal.
+        subject: name of the model.
+        problems: the illegal values in the model's config.
         place: see ``Plannable``.
     """
 
@@ -91,10 +91,10 @@ class Request:
         framework: the framework's name.
         version: the framework's version.
         world_size: number of GPUs that train.
-        models: the models that take memory on these GPUs.
+        models: the models that take memory on the GPUs that train.
         megatron: whether a model is trained with Megatron.
-        problems: what is illegal in the job itself, apart from its models.
-        notes: what the user should know.
+        problems: illegal values in the job's config that concern no single model.
+        notes: remarks for the user.
     """
 
     framework: str

@@ -1,4 +1,4 @@
-"""Find precision settings with which a job fits in memory, and the fewest GPUs for them."""
+"""Find precision settings with which a job fits in memory, and the smallest number of GPUs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Found:
     """The result of a search.
 
     Attributes:
-        gives_up: what the settings give up, in words; empty if the job fits without a change.
+        gives_up: the precision that the settings give up; empty if the job fits unchanged.
         lines: the settings, as lines to paste.
-        plan: the plan with these settings; ``None`` if the job does not fit, whatever the settings.
-        fewest: the smallest number of GPUs that fits with these settings, or, where the job does
-            not fit, with the last legal settings; ``None`` if no number was found.
+        plan: the plan with the found settings; ``None`` if no legal settings make the job fit.
+        fewest: the smallest number of GPUs that fits the job with the found settings (if ``plan``
+            is ``None``, with the last legal settings). ``None`` if the search found no number.
     """
 
     gives_up: str
@@ -33,7 +33,7 @@ class Found:
 
 
 def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
-    """Try the settings that are legal here; those that give up least come first.
+    """Return the first legal settings that fit, beginning with the least loss of precision.
 
     Args:
         job: the launch command.
@@ -58,7 +58,7 @@ def search(job: Job, request: Request, rules: Rules, memory: float) -> Found:
 
 
 def _candidates(job: Job, request: Request, rules: Rules) -> Iterator[Sequence[Variant]]:
-    """Yield the unchanged models, then combinations of their variants, the cheapest last."""
+    """Yield the unchanged models, then combinations of the models' variants, cheapest last."""
     choices = [[Variant("", (), model), *model.variants(job, rules)] for model in request.models]
     ranks = [range(len(choice)) for choice in choices]
     for numbers in sorted(
@@ -72,8 +72,8 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
 
     Models on other GPUs than the first model keep their number of GPUs.
 
-    More ranks never need more memory per GPU, so the search doubles the number until the job fits,
-    then halves it for as long as the job fits.
+    More ranks never need more memory per GPU. The search therefore doubles the number of GPUs until
+    the job fits, and then halves the number while the job fits.
     """
 
     def fits(world: int) -> bool:
@@ -93,7 +93,7 @@ def fewest(job: Job, request: Request, rules: Rules, memory: float) -> int | Non
         return None
     while world % 2 == 0 and fits(world // 2):
         world //= 2
-    # The job does not fit on half of this number, but it may fit on a number in between.
+    # The job may also fit on a number of GPUs between world // 2 and world.
     step = max(world // 16, 1)
     smaller = [
         number for number in range(world // 2 + 1, world) if number % step == 0 and fits(number)

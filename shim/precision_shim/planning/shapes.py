@@ -1,7 +1,7 @@
 """Read the names and shapes of a model's parameters, from safetensors headers or transformers.
 
-No weights are read. Equal parameters of several experts are one entry with a count, so the length
-of the list does not depend on the number of experts.
+No weights are read. Equal parameters of several experts are one ``Weight`` with a count, so the
+number of ``Weight`` objects does not depend on the number of experts.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Weight:
     """A parameter, or the equal parameters of several experts.
 
     Attributes:
-        name: its name in transformers, with ``*`` in place of an expert's number.
+        name: the parameter's name in transformers, with ``*`` in place of an expert's number.
         shape: the shape of one parameter.
-        repeated: number of such parameters.
+        repeated: number of equal parameters.
     """
 
     name: str
@@ -58,8 +58,8 @@ class Model:
 
     Attributes:
         weights: the parameters.
-        config: the Hugging Face config, or that of the text model within it.
-        source: where the names and shapes were read.
+        config: the Hugging Face config, merged with its text model's config.
+        source: the file or directory from which the names and shapes were read.
         tied: whether the output layer shares its weight with the embedding.
     """
 
@@ -74,7 +74,7 @@ class Model:
         return sum(weight.numel for weight in self.weights)
 
     def number(self, *keys: str) -> int:
-        """Return the first of these keys' values that is a whole number but not 0; otherwise 0."""
+        """Return the first value under the keys that is a whole number and not 0; otherwise 0."""
         for key in keys:
             if count := _whole(self.config.get(key)):
                 return count
@@ -91,7 +91,7 @@ def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> M
 
     Args:
         directory: the directory of ``config.json``, with or without weights.
-        overrides: values that replace the config's.
+        overrides: values that override the config.
 
     Raises:
         PlanError: a file cannot be read or has unexpected content.
@@ -103,7 +103,7 @@ def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> M
     headers = list(_headers(directory)) if _is_whole(directory) else []
     if not headers or any(_PACKED.search(header.name) for header in headers):
         return from_config(whole, str(directory / "config.json"))
-    # If the config lacks the key, the files tell: those of a tied model have no output layer.
+    # Without the key in the config, a model counts as tied if its files have no output layer.
     without = not any(_OUTPUT.search(header.name) for header in headers)
     tied = bool(config.get("tie_word_embeddings", without))
     several = len({header.name for header in headers}) > 1
@@ -119,7 +119,7 @@ def read_model(directory: Path, overrides: Mapping[str, Any] | None = None) -> M
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether all files that the index lists exist; a download may have been interrupted."""
+    """Whether all files in the index exist; after an interrupted download some are missing."""
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return True
@@ -164,11 +164,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _headers(directory: Path) -> Iterator[Weight]:
-    """Yield the parameters of all files; equal ones of several experts are one ``Weight``."""
+    """Yield the parameters of all files; several experts' equal parameters are one ``Weight``."""
     counted: dict[tuple[str, tuple[int, ...]], int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if path.name.startswith(("consolidated", "adapter")):
-            continue  # the same weights with other names, or a LoRA adapter
+            continue  # the file has the same weights with other names, or a LoRA adapter
         for name, shape in header(path):
             key = (_EXPERT.sub(".experts.*.", name), shape)
             counted[key] = counted.get(key, 0) + 1
@@ -199,7 +199,8 @@ def header(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 def fewest_experts(config: Mapping[str, Any]) -> int:
     """Return the smallest number of experts that a model with this config can be built with.
 
-    A router needs as many experts as it picks per token; a grouped router needs two in each group.
+    A router needs at least as many experts as it selects for a token. A grouped router needs at
+    least two experts in each group.
     """
     top = max((_whole(config.get(key)) for key in _PER_TOKEN), default=0) or 1
     groups = _whole(config.get("n_group")) or 1
@@ -208,7 +209,7 @@ def fewest_experts(config: Mapping[str, Any]) -> int:
 
 
 def _whole(value: object) -> int:
-    """Return a whole number of a config; 0 for other values, such as a list with one per layer."""
+    """Return a config's value if it is a whole number; 0 for other values, such as a list."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
@@ -217,7 +218,7 @@ def from_config(config: Mapping[str, Any], where: str) -> Model:
 
     Args:
         config: the Hugging Face config.
-        where: its file, for messages.
+        where: the config's file, for messages.
 
     Raises:
         PlanError: transformers cannot build the model.
@@ -247,7 +248,7 @@ def _with_experts(config: Mapping[str, Any], few: int) -> dict[str, Any]:
 
 
 def _repeat(weight: Weight, few: int, experts: int) -> Weight:
-    """Return a parameter of a model with few experts, scaled to the model with all experts."""
+    """Scale a parameter of a model with few experts to the model with all experts."""
     shape = weight.shape
     if ".experts." in weight.name and shape and shape[0] == few and "*" not in weight.name:
         return replace(weight, shape=(experts, *shape[1:]))
@@ -267,7 +268,7 @@ def is_router(name: str) -> bool:
 
 
 def _build_on_meta(config: dict[str, Any], where: str) -> tuple[list[Weight], bool]:
-    """Return a model's names and shapes from the meta device, and whether its output is tied."""
+    """Build a model on the meta device; return its parameters, and whether its output is tied."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -286,7 +287,7 @@ def _build_on_meta(config: dict[str, Any], where: str) -> tuple[list[Weight], bo
                 model = AutoModelForCausalLM.from_config(made)
             except ValueError:
                 model = _other_class(made)
-    except Exception as error:  # a config's own code may raise anything
+    except Exception as error:  # a config's own code may raise any error
         raise PlanError(
             f"{where}: transformers cannot build a model of model_type={kind!r} "
             f"({type(error).__name__}: {_first_line(error)}). Name a directory with safetensors "
@@ -317,11 +318,11 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
 
 
-# -- no model at all -------------------------------------------------------------------------------
+# -- a size without names and shapes ---------------------------------------------------------------
 
 
 def of_size(text: str) -> Model:
-    """Return a model with a known number of parameters only, such as ``"30e9,experts=29e9"``.
+    """Return a model of a given size, such as ``"30e9,experts=29e9"``, without names and shapes.
 
     Raises:
         PlanError: the text does not state a size.

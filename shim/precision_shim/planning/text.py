@@ -18,7 +18,7 @@ def render(plan: Plan, memory: float | None = None) -> str:
 
     Args:
         plan: the plan.
-        memory: memory of a GPU, in GB of 2^30 bytes; ``None`` to show no comparison with it.
+        memory: memory of a GPU, in GB of 2^30 bytes; ``None`` to show no free memory.
     """
     blocks = ["\n".join(_head(plan))]
     blocks += ["\n".join(_model(model, memory)) for model in plan.models]
@@ -70,11 +70,11 @@ def gigabytes(number: int) -> str:
 
 
 def list_parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return notes on what a framework offloads to the host's memory between a step's phases.
+    """Return notes on the bytes that a framework offloads to the host between a step's phases.
 
     Args:
         stages: the pipeline stages.
-        by_key: for each offload key of the config, the components that it offloads.
+        by_key: for each offload key of the config, the components that the key offloads.
     """
     lines = []
     for key, components in by_key.items():

@@ -1,6 +1,6 @@
 """Read single values of a framework's config for a plan; an error names the wrong value.
 
-The module also has an error that all frameworks' plans raise (``no_adapters``).
+``no_adapters`` makes an error that the plans of all frameworks raise.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def mapping(value: object, key: str, where: str) -> Mapping[str, Any]:
 
 
 def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1) -> int:
-    """Read a whole number from a mapping, by the last word of ``key``; the default if missing.
+    """Return the number under the last word of ``key``, or the default if the key is missing.
 
     Raises:
         PlanError: the value is no whole number.
@@ -62,7 +62,7 @@ def number_of(section: Mapping[str, Any], key: str, where: str, default: int = 1
 
 
 def said(error: BaseException) -> str:
-    """Return the type and message of an error of a framework's loader, on one line."""
+    """Return the type and message of an error in a framework's loader, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
@@ -70,7 +70,7 @@ def no_adapters(where: str, without: str) -> PlanError:
     """Return the error for a model that is trained with LoRA adapters.
 
     Args:
-        where: framework, version and model or key.
+        where: framework, version, and model or key, for the message.
         without: the keys that turn LoRA off.
     """
     return PlanError(

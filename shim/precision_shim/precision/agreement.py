@@ -1,9 +1,10 @@
-"""Decide whether two engines of an RL job compute in the same dtype: pure functions on names.
+"""Decide whether two engines of an RL job compute in the same dtype, by the dtypes' names.
 
-An RL loss contains the ratio of the trainer's and the rollout engine's probabilities, and its KL
-term the ratio of the trainer's and the reference model's. Two engines that round differently
-disagree on every token. If one uses fp16 and the other bf16, the error that fp16 would remove stays
-in the ratio (docs/both-sides.md has figures; the observation is from arXiv 2510.26788).
+An RL loss contains the ratio of the trainer's to the rollout engine's probabilities. Its KL term
+contains the ratio of the trainer's to the reference model's probabilities. Two engines that round
+differently compute different probabilities for every token. If one engine uses fp16 and the other
+bf16, the ratio has the error that fp16 in both engines would remove. docs/both-sides.md has
+figures; the observation is from arXiv 2510.26788.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Engine:
     Attributes:
         subject: ``"actor"``, ``"policy"``, ``"ref"``, ``"rollout"``, ``"teacher"``, or another
             name that the framework's users know.
-        computes: canonical name of the dtype that the engine computes in; ``AUTO``, or ``FP8``.
-        key: the config key that sets this dtype.
-        written: whether the user wrote this value; a value that cannot be distinguished from the
-            framework's default counts as written.
-        because: why ``computes`` differs from the key's value; empty if it does not.
-        prefix: what the framework's command line needs before the key, such as Hydra's "++".
-        values: what to write as the key's value for each allowed dtype, by its canonical name.
+        computes: canonical name of the engine's compute dtype, or ``AUTO`` or ``FP8``.
+        key: the config key that sets ``computes``.
+        written: whether the user set the key; a value that cannot be distinguished from the
+            framework's default counts as set by the user.
+        because: why ``computes`` differs from the key's value; empty if both are equal.
+        prefix: text before the key on the framework's command line, such as Hydra's "++".
+        values: the key's value for each allowed dtype, by the dtype's canonical name.
     """
 
     subject: str
@@ -59,12 +60,12 @@ class Verdict:
 
     Attributes:
         engine: the other engine.
-        agrees: whether both compute in the same dtype.
-        lost: whether the user has to change something: the trainer's fp16 has no benefit because
-            the other engine computes (or may compute) in bf16, or the engine refuses the model.
+        agrees: whether both engines compute in the same dtype.
+        lost: whether the user has to change the config. Either the other engine refuses the model,
+            or it computes (or may compute) in bf16, so that the trainer's fp16 has no benefit.
         chosen: both dtypes, in words.
         because: the reason, in words.
-        remedy: the config line that makes both agree; empty if no key does.
+        remedy: the config line with which both engines agree; empty if no key makes them agree.
     """
 
     engine: Engine
@@ -100,7 +101,7 @@ def compare(trainer: Engine, other: Engine, model_type: str = "") -> Verdict:
             chosen=f"{dtype}, as the {trainer.subject}",
             because=source,
         )
-    # With an fp32 engine only the trainer rounds to fp16, which is as good as fp16 on both sides.
+    # With an fp32 engine only the trainer rounds to fp16, which is as good as fp16 in both engines.
     lost = trainer.computes == "fp16" and dtype in ("bf16", AUTO)
     if dtype == FP8:
         return Verdict(
@@ -147,8 +148,8 @@ def rounds(sent: str, computes: str) -> bool:
     """Whether weights lose precision when they are sent in one dtype to an engine in another.
 
     Args:
-        sent: canonical name of the dtype that the weights are transferred in.
-        computes: canonical name of the dtype that the engine computes in.
+        sent: canonical name of the dtype in which the weights are transferred.
+        computes: canonical name of the engine's compute dtype.
     """
     return sent not in ("fp32", computes)
 

@@ -1,8 +1,8 @@
-"""Decide which save a loss scaler's record belongs to, by fingerprints of the files of that save.
+"""Check by fingerprints whether a loss scaler's record and a checkpoint's files are from one save.
 
-A fingerprint depends on a file's content alone (no times, no inode, no path), so that a copy on
-another file system has the same fingerprint. The module unpickles nothing, and of a file larger
-than 256 KiB it reads only parts. It needs no torch.
+A fingerprint depends only on a file's content, not on times, inode or path. A copy on another file
+system therefore has the same fingerprint. The module unpickles nothing, and reads only parts of a
+file larger than 256 KiB. Needs no torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FINGERPRINT = re.compile(r"\d{1,19}:[0-9a-f]{16}")
 def fingerprint(path: str | os.PathLike[str]) -> str:
     """Return a file's size and a digest of its content, as text.
 
-    The digest covers 16 KiB at each of sixteen places, from the beginning to the end. For a zip
-    file, such as ``torch.save`` writes, it also covers the names, sizes and CRC-32 of all members
-    from the zip's directory. So it depends on every byte of the members.
+    The digest covers 16 KiB at each of sixteen places, from the beginning to the end of the file.
+    For a zip file, as written by ``torch.save``, the digest also covers the names, sizes and CRC-32
+    of all members. A zip file's digest therefore depends on every byte of the members.
 
     Raises:
         OSError: the file cannot be read.
@@ -45,22 +45,22 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
 
 
 def fingerprints(files: Mapping[str, str | os.PathLike[str]]) -> dict[str, str]:
-    """Return the fingerprints of those files that exist, by their names in the record.
+    """Return the fingerprints of the existing files, by the files' names in a record.
 
     Args:
         files: paths, by the files' names in a record.
 
     Raises:
-        OSError: a file exists and cannot be read.
+        OSError: an existing file cannot be read.
     """
     return {name: fingerprint(place) for name, place in files.items() if os.path.isfile(place)}
 
 
 def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """Return a directory's files that a record there may name: relative path to path.
+    """Return the paths of the files that a record in a directory may name, by relative path.
 
-    These are the ranks' own files and the files of torch's distributed checkpoint, in the directory
-    and its direct subdirectories.
+    A record may name ranks' own files and files of torch's distributed checkpoints, in the
+    directory and its direct subdirectories.
     """
     files = {}
     for entry in sorted(os.scandir(directory), key=lambda item: item.name):
@@ -74,9 +74,9 @@ def files_beneath(directory: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def foreign(bound: Mapping[str, str], prints: Mapping[str, str]) -> list[str]:
-    """Return the files that differ from the record or are missing in it: another save's files.
+    """Return another save's files: files whose fingerprints are not in the record, or differ.
 
-    A missing file is no evidence: users copy weights without optimizer states, and delete states.
+    Missing files are not returned, because users copy weights without states, or delete states.
 
     Args:
         bound: the fingerprints in the record.
@@ -94,7 +94,7 @@ def are_fingerprints(value: object) -> bool:
 
 
 def _places(size: int) -> Iterator[int]:
-    """Yield the offsets at which to read; in a small file the blocks there cover all of it."""
+    """Yield the offsets of the blocks to read; the blocks of a small file cover the whole file."""
     if size <= _BLOCK * _PLACES:
         yield from range(0, size, _BLOCK)
         return
@@ -106,7 +106,7 @@ def _members(file: BinaryIO) -> Iterator[str]:
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
-    except Exception:  # zipfile may raise anything for a damaged file or no zip
+    except Exception:  # zipfile may raise any error for a damaged file or no zip file
         return
     for member in members:
         yield f"{member.filename}\0{member.file_size}\0{member.CRC}\n"

@@ -1,8 +1,8 @@
 """Decide whether an optimizer continues from a checkpoint's states exactly. Needs no torch.
 
-The module has two callers: seams compare a checkpoint's tensors with the live optimizer's while the
-checkpoint is loaded, and the checkpoint doctor reads the files before that. dtypes have this
-project's names (``precision.names``).
+Seams apply this module's rules to a checkpoint's tensors while the checkpoint is loaded. The
+checkpoint doctor applies the same rules to files before a load. dtypes have this project's names
+(``precision.names``).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def master_is_lost(
     """Whether master weights may be wrong or inexact after they are loaded from a checkpoint.
 
     Args:
-        stored: the dtype that the checkpoint stores master weights in.
-        as_numbers: returns whether the values look like remainders that were cast to numbers;
-            called only where the dtype alone does not decide.
+        stored: dtype of the master weights in the checkpoint.
+        as_numbers: function that returns whether the values look like remainders cast to numbers;
+            called only if the dtype alone does not decide.
         precision_aware: whether the live optimizer is precision-aware.
         params: the live parameters' dtype.
     """
@@ -55,11 +55,11 @@ def moment_becomes(live: str, fits: Callable[[], bool]) -> str:
 
     Args:
         live: the dtype of the moment in the live optimizer.
-        fits: returns whether that dtype represents every value in the checkpoint exactly; called
-            only where it may not.
+        fits: function that returns whether ``live`` represents every value in the checkpoint
+            exactly; called only for a dtype in ``NARROWER``.
 
     Returns:
-        ``"exact"``, ``"rounded"``, or ``"scaled"``: stored with a newly computed scale.
+        ``"exact"``, ``"rounded"``, or ``"scaled"`` (stored with a newly computed scale).
     """
     if live == "fp32":
         return "exact"

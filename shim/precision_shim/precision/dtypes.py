@@ -1,8 +1,8 @@
-"""Dtype names: the spellings that configs use, and the dtypes that they mean.
+"""Convert the dtype names in configs to torch dtypes, and torch dtypes to canonical names.
 
-Sources of the names: Megatron-LM's ``dtype_map`` (``fp32``, ``bf16``, ``fp16``, ``fp8``) and the
-spellings that verl's and SkyRL's configs accept. ``fp8`` and ``float8`` mean ``torch.uint8``,
-because TransformerEngine stores FP8 optimizer states as bytes with a separate scale.
+The names are from Megatron-LM's ``dtype_map`` (``fp32``, ``bf16``, ``fp16``, ``fp8``) and from
+verl's and SkyRL's configs. ``fp8`` and ``float8`` mean ``torch.uint8``, because TransformerEngine
+stores FP8 optimizer states as bytes with a separate scale.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse_dtype(name: str) -> torch.dtype | None:
 
 
 def coerce_dtype(value: object, *, key: str, where: str = "") -> object:
-    """Turn a dtype name into a ``torch.dtype``; leave every other value as it is.
+    """Convert a dtype name to a ``torch.dtype``; return every other value unchanged.
 
     Args:
         value: a name, a ``torch.dtype``, ``None``, or anything else.
@@ -72,14 +72,14 @@ def coerce_dtype(value: object, *, key: str, where: str = "") -> object:
 
 
 def coerce_dtypes(config: Mapping[str, Any] | None, *, where: str = "") -> dict[str, Any]:
-    """Coerce every ``*_dtype`` key of a mapping.
+    """Convert the dtype names under all ``*_dtype`` keys of a mapping.
 
     Args:
-        config: the caller's mapping, never changed; ``None`` is an empty one.
+        config: the caller's mapping, never changed; ``None`` counts as an empty mapping.
         where: framework and version, for messages.
 
     Returns:
-        A new dict. Values that are no strings, and values of other keys, are unchanged.
+        A new dict. Values that are no strings, and values under other keys, are unchanged.
 
     Raises:
         DtypeError: a ``*_dtype`` string names no dtype.

@@ -18,8 +18,8 @@ class TrainableDtypes:
 
     Attributes:
         counts: number of trainable elements by dtype.
-        fp8: whether trainable parameters are stored in fp8. The ``dtype`` of such tensors of
-            TransformerEngine is that of their high-precision view.
+        fp8: whether trainable parameters are stored in fp8. TransformerEngine's fp8 tensors have
+            the ``dtype`` of their high-precision view.
     """
 
     counts: Mapping[torch.dtype, int] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class TrainableDtypes:
 
     @property
     def single(self) -> torch.dtype | None:
-        """The dtype of all trainable parameters; ``None`` if there are several, none, or fp8."""
+        """The dtype of all trainable parameters; ``None`` for several dtypes, none, or fp8."""
         return next(iter(self.counts)) if len(self.counts) == 1 and not self.fp8 else None
 
     def __add__(self, other: TrainableDtypes) -> TrainableDtypes:
@@ -52,6 +52,6 @@ def trainable_dtypes(parameters: Iterable[Any]) -> TrainableDtypes:
         if not parameter.requires_grad:
             continue
         counts[parameter.dtype] += parameter.numel()
-        # Transformer Engine's quantized tensors have fp8 data and a nominal dtype.
+        # Transformer Engine's quantized tensors have fp8 data but another nominal dtype.
         fp8 = fp8 or parameter.dtype.itemsize == 1 or hasattr(parameter, "_fp8_dtype")
     return TrainableDtypes(dict(counts), fp8)

@@ -1,8 +1,8 @@
 """Decide whether an exponential average that is stored in bf16 can decay.
 
-``v <- beta2 * v + (1 - beta2) * g^2`` is rounded to 8 significant bits. Where a step's relative
-change ``1 - beta2`` is no more than half an ulp (2^-9 to 2^-8 of the value), rounding to nearest
-restores the old ``v``: the average cannot decay.
+``v <- beta2 * v + (1 - beta2) * g^2`` is rounded to 8 significant bits. Rounding to nearest
+restores the old ``v`` if a step's relative change ``1 - beta2`` is at most half an ulp (2^-9 to
+2^-8 of the value). The average then cannot decay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts about TransformerEngine's releases; needs no torch, because the doctor uses them too."""
+"""Facts about TransformerEngine's releases, without torch, because the doctor reads them too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ BF16_MOMENTS_SINCE = (2, 3)
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: ``(2, 11, 0)`` for ``"2.11.0.dev0+cu13"``."""
+    """Return a version's leading numbers, such as ``(2, 11, 0)`` for ``"2.11.0.dev0+cu13"``."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -1,8 +1,8 @@
 """Parameter remainders: an fp32 master weight stored as a bf16 parameter and 16 more bits.
 
-With ``store_param_remainders`` (TransformerEngine 2.1 and later) FusedAdam stores, in addition to a
-bf16 parameter, only the low half of each fp32 master weight, as int16. ``split_master`` and
-``join_master`` split a master weight and rebuild it bit for bit, as FusedAdam's kernel does
+With ``store_param_remainders`` (TransformerEngine 2.1 and later) FusedAdam stores only the low half
+of each fp32 master weight, as int16, in addition to the bf16 parameter. ``split_master`` splits a
+master weight and ``join_master`` rebuilds it bit for bit, as FusedAdam's kernel does
 (``common/multi_tensor/adam.cu``).
 """
 
@@ -14,12 +14,12 @@ import torch
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split fp32 numbers into bf16 parameters and the bits that bf16 leaves out.
+    """Split fp32 numbers into bf16 parameters and the 16 low bits that bf16 leaves out.
 
-    The parameter is the master rounded to nearest, **ties away from zero** (torch's own
-    ``.bfloat16()`` rounds ties to even, so the two differ where the low half is exactly
-    ``0x8000``). The remainder is the low half itself, read as a signed number; if it is negative,
-    ``join_master`` knows that the parameter was rounded away from zero.
+    The parameter is the master rounded to nearest, **ties away from zero**. torch's own
+    ``.bfloat16()`` rounds ties to even, so the results differ if the low half is exactly
+    ``0x8000``. The remainder is the low half, read as a signed number. A negative remainder shows
+    ``join_master`` that the parameter was rounded away from zero.
 
     Args:
         master: fp32, any shape.
@@ -41,7 +41,7 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """Rebuild the fp32 numbers that ``split_master`` split, bit for bit.
 
-    Exact for every bit pattern: negative numbers, denormals, infinities and NaN.
+    The result is exact for every bit pattern, also of denormals, infinities and NaN.
 
     Args:
         param: bf16, any shape.
@@ -51,7 +51,7 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
         fp32, the same shape.
 
     Raises:
-        TypeError: an argument has another dtype.
+        TypeError: an argument has a wrong dtype.
     """
     if param.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
         raise TypeError(
@@ -64,7 +64,7 @@ def join_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def _wrap_int16(value: torch.Tensor) -> torch.Tensor:
-    # A plain cast of an out-of-range integer differs between platforms; this one always wraps.
+    # A plain cast of an out-of-range integer differs between platforms; this cast always wraps.
     return (((value + 0x8000) & 0xFFFF) - 0x8000).to(torch.int16)
 
 
@@ -72,20 +72,20 @@ def looks_like_remainders(master: torch.Tensor, param: Callable[[], torch.Tensor
     """Whether fp32 "masters" are really int16 remainders that were cast to numbers.
 
     Megatron stores remainders under the master's name, and torch's distributed checkpoint casts
-    them on load: -12345 silently becomes -12345.0. A true master is close to its parameter, and it
-    practically never consists of whole numbers alone.
+    remainders on load: -12345 silently becomes -12345.0. A true master is close to its parameter,
+    and practically never consists of whole numbers alone.
 
     Args:
-        master: floating point, any shape, as loaded.
-        param: returns the live parameter, with as many elements as ``master``, of any floating
-            dtype; called only where ``master`` alone does not decide.
+        master: the loaded master: floating point, any shape.
+        param: function that returns the live parameter (as many elements as ``master``, any
+            floating dtype); called only if ``master`` alone does not decide.
     """
     if master.numel() == 0 or not master.dtype.is_floating_point:
         return False
     value = master.detach().float().flatten()
     if not bool(torch.equal(value, value.round())) or float(value.abs().max()) > 32768.0:
         return False
-    # Masters of norms, biases and fresh adapters may be all zeros or all ones.
+    # Masters of norms, biases and fresh adapters may be whole numbers too: all zeros or all ones.
     here = param().detach().float().flatten().to(value.device)
     return not bool(torch.allclose(value, here, rtol=2.0**-7, atol=2.0**-24))
 
@@ -95,6 +95,6 @@ def rounds_exactly(value: torch.Tensor, dtype: torch.dtype) -> bool:
 
     Args:
         value: fp32, any shape.
-        dtype: the dtype that the tensor is to be stored in.
+        dtype: the narrower dtype.
     """
     return bool(torch.equal(value.to(dtype).to(value.dtype).nan_to_num(), value.nan_to_num()))

@@ -1,7 +1,7 @@
-"""A loss scaler's state as data: the content of a record, and its validation. Needs no torch.
+"""The record of a loss scaler's state in a checkpoint, and its validation. Needs no torch.
 
-``precision_shim.scaling`` makes such records and restores scalers from them; the checkpoint doctor
-reads records also where torch is not installed.
+``precision_shim.scaling`` makes records and restores scalers from records. The checkpoint doctor
+reads records even if torch is not installed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGEST = (2.0 - 2.0**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class ScalerSettings:
-    """The settings of a scaler; the first four are those of ``torch.amp.GradScaler``.
+    """The settings of a scaler; ``torch.amp.GradScaler`` has the first four settings too.
 
     Attributes:
         init_scale: initial loss scale.
@@ -42,11 +42,11 @@ class ScalerSettings:
             verl, not 2000 as in PyTorch: an RL run has hundreds of steps, not tens of thousands.
         growth_factor: factor by which the scale grows, above 1.
         backoff_factor: factor by which the scale shrinks at an overflow, between 0 and 1.
-        min_scale: lower bound of the scale; ShardedGradScaler itself has none. For an
+        min_scale: lower bound of the scale; ShardedGradScaler itself has no lower bound. For an
             ``init_scale`` below 1 the adapters set ``min_scale`` to ``init_scale``.
         max_skips: number of consecutive skipped steps that raises an error.
-        chosen: names of the values that the user of this process set. For growth interval and
-            factors, such a value is used instead of the checkpoint's.
+        chosen: names of the settings that the user set in this process. A growth interval or
+            factor in ``chosen`` overrides the checkpoint's value.
     """
 
     init_scale: float = 65536.0
@@ -66,12 +66,12 @@ class ScalerRecord:
         scale: loss scale, finite and above 0.
         growth_tracker: steps without overflow since the scale last changed.
         settings: the scaler's settings.
-        steps: optimizer steps so far, skipped ones included.
-        skipped: how many of these steps were skipped.
+        steps: number of optimizer steps, including skipped steps.
+        skipped: number of skipped steps.
         skipped_in_row: number of skips since the last step that was not skipped.
         world_size: number of ranks of the job that wrote the record.
         files: fingerprints, by name, of the files that were saved with the record (see
-            ``belonging``); ``None`` in format 1, and where the save named no files.
+            ``belonging``); ``None`` in format 1, or if the save named no files.
     """
 
     scale: float
@@ -92,8 +92,8 @@ def read_record(record: object, where: str) -> ScalerRecord:
         where: the file, for messages.
 
     Raises:
-        ScalerCheckpointError: the value is no record, or the record is damaged, of a newer format,
-            or holds an invalid value.
+        ScalerCheckpointError: ``record`` is no record, is damaged, is of a newer format, or has an
+            invalid value.
     """
     if not isinstance(record, Mapping) or record.get("kind") != KIND:
         raise bad_record(where, "it holds no loss scaler state")
@@ -128,7 +128,7 @@ def read_record(record: object, where: str) -> ScalerRecord:
             backoff_factor=read(
                 "settings", "backoff_factor", _number(above=0.0, below=1.0), "between 0 and 1"
             ),
-            min_scale=min(least, scale),  # in format 1, min_scale may be 1 and above the scale
+            min_scale=min(least, scale),  # in format 1, min_scale may be above the scale
         ),
         steps=steps,
         skipped=skipped,
@@ -156,7 +156,7 @@ def parse(text: str, where: str) -> object:
 
 
 def parse_bytes(content: bytes, where: str) -> object:
-    """Parse a record from the bytes of a tensor, padded with zeros, without validating it.
+    """Parse a record from a tensor's zero-padded bytes, without validating the record.
 
     Raises:
         ScalerCheckpointError: the bytes are no record.
@@ -170,7 +170,7 @@ def parse_bytes(content: bytes, where: str) -> object:
 def choose_values(
     saved: ScalerRecord, mine: ScalerSettings, where: str
 ) -> tuple[dict[str, Any], int, tuple[str, ...]]:
-    """Return the values to restore a scaler to: the record's, except those that the user set.
+    """Return the values to restore a scaler with: the record's values, or the user's settings.
 
     Args:
         saved: the record.
@@ -178,8 +178,8 @@ def choose_values(
         where: the file, for messages.
 
     Returns:
-        Growth interval, both factors and ``min_scale``; the growth tracker; and a line for each
-        value that differs from the record's.
+        A dict with growth interval, both factors and ``min_scale``; the growth tracker; and a line
+        of text for each value that differs from the record.
     """
     lines: list[str] = []
     values: dict[str, Any] = {}
@@ -190,7 +190,7 @@ def choose_values(
                 f"{name} {getattr(mine, name):g}, as set here, and not {values[name]:g} of {where}"
             )
             values[name] = getattr(mine, name)
-    # Use the lower of both: this process's setting must not raise the scale in the file.
+    # Use the lower min_scale: this process's setting must not raise the scale in the file.
     values["min_scale"] = min(saved.settings.min_scale, mine.min_scale)
     if values["min_scale"] != saved.settings.min_scale:
         lines.append(
@@ -205,7 +205,7 @@ def choose_values(
 
 
 class _Reader:
-    """Reads values from a record and checks each."""
+    """Reads values from a record and checks each value."""
 
     def __init__(self, record: Mapping[str, Any], where: str) -> None:
         self._record, self._where = record, where
@@ -240,9 +240,9 @@ def _files(value: object) -> bool:
 
 
 def state_of(record: object) -> str:
-    """Return a digest of a record that leaves out its files: all ranks of a save get the same.
+    """Return a digest of a record without ``files``; the digest is equal on all ranks of a save.
 
-    Needed because the record in each rank's file names only that rank's files.
+    The complete digests differ, because each rank's record names only that rank's files.
     """
     if not isinstance(record, Mapping):
         return ""
@@ -251,7 +251,7 @@ def state_of(record: object) -> str:
 
 def digest_of(record: Mapping[str, Any]) -> str:
     """Return the digest that a record must contain; empty if JSON cannot represent the record."""
-    # A float's JSON text is read back as the same float, so the text's digest covers all its bits.
+    # A float's JSON text is read back as the same float, so a digest of the text covers all bits.
     content = {str(name): value for name, value in record.items() if name != "digest"}
     try:
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -261,7 +261,7 @@ def digest_of(record: Mapping[str, Any]) -> str:
 
 
 def bad_record(where: str, found: str) -> ScalerCheckpointError:
-    """Return the error for a rejected record; its message says what to do."""
+    """Return the error for a rejected record; the message has a remedy."""
     return ScalerCheckpointError(
         f"{where}: {found}. The loss scaler is not restored from it. Take another checkpoint."
     )
