@@ -1,8 +1,8 @@
-"""The names that an adapter may import: ``seam``, ``Call``, the settings, ``decide`` and others.
+"""All names that an adapter may import, such as ``seam``, ``Call``, ``Settings`` and ``decide``.
 
-Adapters translate between a framework's objects and the arguments of the rules. The rules are in
-``precision_shim.precision``; no adapter contains a rule. CONTRIBUTING.md shows how to write an
-adapter.
+Adapters translate between a framework's objects and the arguments of the rules. The rules on
+precision are in ``precision_shim.precision``; no adapter contains one. CONTRIBUTING.md shows how to
+write an adapter.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def versioned(distribution: str, package: str = "", called: str = "") -> str:
 
     Args:
         distribution: the name of the framework's distribution.
-        package: its top-level package, where that has another name than the distribution.
-        called: the framework's name in messages, where it differs from the distribution's name.
+        package: the framework's top-level package; empty if it is named like the distribution.
+        called: the framework's name in messages; empty if it is the distribution's name.
     """
     version = version_of(distribution, (package or distribution.replace("-", "_"),))
     return f"{called or distribution} {version or ''}".rstrip()
@@ -78,13 +78,13 @@ def parse_settings(
     """Parse the shim's settings that a user wrote into a framework's own config.
 
     Args:
-        values: the settings, by the names that ``install(settings=...)`` takes; a value of
-            ``None`` is the same as leaving the setting out.
-        names: the settings that are allowed at this place in the config.
-        where: that place, for messages.
+        values: the settings, keyed by their names in ``install(settings=...)``. A setting whose
+            value is ``None`` is ignored.
+        names: the settings that the config may contain at ``where``.
+        where: the place in the config, for messages.
 
     Raises:
-        SettingsError: a name or a value makes no sense.
+        SettingsError: a setting is not allowed, or its value is invalid.
     """
     allowed = tuple(names)
     parsed: dict[str, Any] = {}

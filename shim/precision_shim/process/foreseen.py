@@ -1,4 +1,4 @@
-"""Predict from source alone which of the shim's features would be in force in a process here."""
+"""Predict from source code alone which of the shim's features would be in force in a process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Foreseen:
         return refused is None or (feature, group) in refused
 
     def _read_refused(self, framework: str) -> frozenset[tuple[str, str]] | None:
-        """Return the refused groups; ``None`` (all are) where the adapter cannot be loaded."""
+        """Return the refused groups; ``None``, for all groups, if the adapter cannot be loaded."""
         try:
             adapter = entries()[framework].load()
         except SeamError:
@@ -54,9 +54,9 @@ def preview(
 
     Args:
         adapter: the adapter.
-        settings: what the user asks for.
-        versions: returns the version that a distribution has in that source; the default ``None``
-            stands for ``version_of``.
+        settings: the user's settings.
+        versions: function that returns a distribution's version in that ``Source``; ``None`` stands
+            for ``version_of``.
     """
 
     def missed(adapter: Adapter) -> Callable[[str], str]:

@@ -72,7 +72,7 @@ def _directory(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise _bad(name, value, "a path")
     text = os.fspath(value).strip() if isinstance(value, str) else str(os.fspath(value))
-    # Workers start in other directories, where a relative path would mean another place.
+    # Workers start in other directories, where a relative path would name another directory.
     path = os.path.abspath(os.path.expanduser(text)) if text else ""
     if path and os.path.exists(path) and not os.path.isdir(path):
         raise _bad(name, value, "a directory, which is made where it is missing")
@@ -124,16 +124,16 @@ TABLE: Mapping[str, Setting] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings in force in this process, and where each value came from.
+    """The settings in force in this process, and the origin of each value.
 
     Attributes:
         values: the parsed value of every setting, by name.
         origin: ``"argument"``, ``"variable"`` or ``"default"``, by the setting's name.
         features: names of the features in force.
-        frameworks: names of the frameworks asked for, or ``None`` for all.
-        strict: whether a refusal is an error.
-        given: the arguments of ``install()`` as environment variables, name to value: a child
-            process with these variables gets the same settings.
+        frameworks: names of the frameworks that the user named, or ``None`` for all.
+        strict: whether a refused seam raises an error.
+        given: the arguments of ``install()`` as environment variables, which give a child process
+            the same settings.
     """
 
     values: Mapping[str, Any]
@@ -147,7 +147,7 @@ class Settings:
         return self.values[name]
 
     def effective(self) -> tuple[object, ...]:
-        """Return what distinguishes two installations: values, and which of them the user gave."""
+        """Return a key to compare two installations: the values, and the names that users set."""
         given = {name for name in self.origin if self.is_set(name)}
         return dict(self.values), given, self.features, self.frameworks, self.strict
 
@@ -157,7 +157,7 @@ class Settings:
 
 
 def switch(environ: Mapping[str, str] | None = None) -> str:
-    """Return what ``PRECISION_SHIM`` says: ``"on"``, ``"strict"``, ``"off"`` or ``"unset"``.
+    """Return the state of ``PRECISION_SHIM``: ``"on"``, ``"strict"``, ``"off"`` or ``"unset"``.
 
     Raises:
         SettingsError: the value is not an allowed one.
@@ -181,7 +181,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
     """Raise an error for unknown variables with our prefix, which are most likely misspelt.
 
     Raises:
-        SettingsError: names each unknown variable, and the one that was most likely meant.
+        SettingsError: a variable is unknown; the message suggests the nearest known variable.
     """
     known = [
         f"{PREFIX}_FEATURES",
@@ -201,7 +201,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known name that was most likely meant, in a list; empty where none is near."""
+    """Return a list with the known name nearest to ``name``; empty if no name is near."""
     from difflib import get_close_matches  # only an error needs it
 
     # Compare without the common prefix, which would make any two names look alike.
@@ -227,7 +227,7 @@ BY_CALL: Mapping[str, str] = {
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
-    """Parse a list of features; ``-name`` removes one from all, or from those named before it.
+    """Parse a list of features; ``-name`` removes a feature from all, or from preceding ones.
 
     Raises:
         SettingsError: a name is unknown.
@@ -272,10 +272,11 @@ def resolve(
 
     Args:
         features: names, as a list or a comma-separated string; ``None``: the variable decides.
-        frameworks: names of frameworks, given in the same way.
-        strict: whether a refusal is an error; ``None``: whether ``PRECISION_SHIM=strict``.
-        settings: values by the lower-case names of the variables without the prefix.
-        known_frameworks: names that are allowed; empty to allow any.
+        frameworks: names of frameworks, in the same form as ``features``.
+        strict: whether a refused seam raises an error; ``None``: only under
+            ``PRECISION_SHIM=strict``.
+        settings: values keyed by the variables' lower-case names without the prefix.
+        known_frameworks: allowed names of frameworks; empty to allow any.
         environ: the environment; ``None`` for the process's own.
         where: how the user wrote ``features``, ``frameworks`` and ``settings``, for messages.
 

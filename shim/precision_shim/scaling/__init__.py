@@ -1,7 +1,6 @@
 """Loss scaling for fp16: the scaler, its counters, and how its state is saved.
 
-These modules are rules: they need only torch, contain nothing specific to a framework, and patch
-nothing.
+These modules need only torch, contain nothing specific to a framework, and patch nothing.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def _code(found: Definition) -> list[str]:
 def _code_lines(
     lines: list[str], numbers: range, left_out: set[int], inside: set[int], indent: int
 ) -> Iterator[str]:
-    """Yield the lines that are no docstring, comment or empty; a string's lines count as code."""
+    """Yield lines without docstrings, comments and empty lines; a string's lines count as code."""
     for number in numbers:
         line = lines[number - 1].rstrip()
         bare = line.lstrip()
