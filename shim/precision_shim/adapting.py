@@ -1,8 +1,8 @@
 """All names that an adapter may import, such as ``seam``, ``Call``, ``Settings`` and ``decide``.
 
-Adapters translate between a framework's objects and the arguments of the rules. The rules on
-precision are in ``precision_shim.precision``; no adapter contains one. CONTRIBUTING.md shows how to
-write an adapter.
+Adapters translate between a framework's objects and the rules' arguments. The rules are in
+``precision_shim.precision``; no adapter contains such a rule. CONTRIBUTING.md shows how to write an
+adapter.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def parse_settings(
     """Parse the shim's settings that a user wrote into a framework's own config.
 
     Args:
-        values: the settings, keyed by their names in ``install(settings=...)``. A setting whose
-            value is ``None`` is ignored.
-        names: the settings that the config may contain at ``where``.
+        values: the settings, keyed by their names in ``install(settings=...)``. ``None`` values are
+            ignored.
+        names: the names of the allowed settings.
         where: the place in the config, for messages.
 
     Raises:

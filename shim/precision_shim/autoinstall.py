@@ -1,15 +1,14 @@
 """Importing this module installs the shim, for processes that read no ``.pth`` file.
 
 Under ``python -S``, and in images without ``.pth`` files, nothing reads ``PRECISION_SHIM`` when a
-process starts. A framework's own plug-in mechanism can import this module instead. Every version of
-verl imports this module if this variable is set::
+process starts. If a process does not read ``PRECISION_SHIM``, a framework's own plug-in mechanism
+can import this module. Every version of verl imports the modules in ``VERL_USE_EXTERNAL_MODULES``::
 
     VERL_USE_EXTERNAL_MODULES=precision_shim.autoinstall
 
 Like the automatic start, the import reads ``PRECISION_SHIM`` (``0`` keeps the shim off) and the
 other variables, and never raises an error. ``PRECISION_SHIM`` need not be set, because the import
-itself switches the shim on. The import also sets ``PRECISION_SHIM`` in the environment, for
-processes started later.
+itself switches the shim on. The import also exports ``PRECISION_SHIM`` to processes started later.
 """
 
 from .process.session import start

@@ -32,11 +32,11 @@ class Watcher:
         """Make a watcher that is not yet in ``sys.meta_path``.
 
         Args:
-            callback: called with the module's name. Its exceptions would reach the code that
-                imports the module, so it should raise none.
+            callback: called with the module's name. An exception in ``callback`` would reach the
+                code that imports the module.
             before: whether to call ``callback`` once per name, before the module exists, instead of
-                each time after the module's code has run. With ``before``, it may import the module
-                itself.
+                each time after the module's code has run. With ``before``, ``callback`` may import
+                the module itself.
         """
         self.callback = callback
         self.before = before
@@ -139,9 +139,8 @@ class _Before(_Calling):
             watcher.callback(name)
             module = sys.modules.get(name)
             if module is not None:
-                # The callback has imported the module. importlib searched sys.modules before the
-                # callback ran, and would run the code again in a second module: return the first
-                # module.
+                # The callback has imported the module. importlib searched sys.modules before that
+                # call, and would run the code in a second module: return the first module.
                 self._there = module, module.__spec__
                 return module
             # Search again: importlib skips finders that the callback inserted at the front.

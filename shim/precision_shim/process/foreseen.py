@@ -55,8 +55,8 @@ def preview(
     Args:
         adapter: the adapter.
         settings: the user's settings.
-        versions: function that returns a distribution's version in that ``Source``; ``None`` stands
-            for ``version_of``.
+        versions: function that returns a distribution's version in the current ``Source``; ``None``
+            stands for ``version_of``.
     """
 
     def missed(adapter: Adapter) -> Callable[[str], str]:

@@ -25,11 +25,10 @@ class _Record:
 
 
 class Checkpoints(_Record):
-    """How a framework names its checkpoints, and which functions predict a resume from these.
+    """How a framework names its checkpoints, and which functions predict a resume.
 
     Attributes:
-        steps: regular expression for the name of a step's directory; its one group is the step's
-            number.
+        steps: regular expression for a step's directory; its one group is the step's number.
         models: names of the models' directories in a step's directory; empty if a step's directory
             contains one model.
         resuming: for each kind of files (``"megatron"``, ``"dcp"``, ``"shards"``,
@@ -37,7 +36,7 @@ class Checkpoints(_Record):
             how the part resumes.
         fields: fields of the framework's own config that a resume may depend on, each with its
             allowed values; the first value is the default.
-        fields_are: the users' name for these fields, for messages about ``--config``.
+        fields_are: the users' name for ``fields``, for messages about ``--config``.
     """
 
     steps: str
@@ -90,8 +89,8 @@ class Framework(_Record):
 
     Attributes:
         adapter: ``"module:attribute"`` of the ``Adapter``.
-        by_name: whether the shim patches this framework only if the user names it. Unset
-            ``frameworks`` ("all frameworks") do not include such a framework.
+        by_name: whether the shim patches this framework only if the user names it. If
+            ``frameworks`` is unset, the shim patches only frameworks without ``by_name``.
     """
 
     framework: str
@@ -142,7 +141,7 @@ class Framework(_Record):
         """Import the adapter.
 
         Raises:
-            SeamError: the adapter cannot be imported or is no ``Adapter``, or its seams or its
+            SeamError: the adapter cannot be imported or is no ``Adapter``, or its seams or
                 ``checkpoints`` are invalid.
         """
         from ..errors import SeamError
@@ -181,7 +180,7 @@ class Framework(_Record):
         return adapter
 
     def as_said(self) -> "Framework":
-        """Load the adapter, and return this record updated with what the adapter declares.
+        """Load the adapter, and return this record updated with the adapter's fields.
 
         Raises:
             SeamError: see ``load``.
@@ -236,9 +235,9 @@ class Backend(_Record):
 
     Attributes:
         config: the config of the backend's optimizer.
-        limits: ``"module:function"`` that tells the doctor what the installed TransformerEngine
-            rules out. The function takes a framework's name and seams, TransformerEngine's version,
-            and the reason why TransformerEngine cannot be imported.
+        limits: the function, as ``"module:function"``, that returns the doctor's remark on the
+            installed TransformerEngine. The function's arguments are a framework's name and seams,
+            TransformerEngine's version, and the reason why TransformerEngine cannot be imported.
         shared: the backend's packages that contain seams, each with its distribution's name.
         audit_readers: see ``seams.Adapter``.
         checkpoint_readers: see ``seams.Adapter``.

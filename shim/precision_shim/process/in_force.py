@@ -24,7 +24,7 @@ def asked_for(settings: Settings, framework: str) -> bool:
 
 
 def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
-    """Return the frameworks to report; those with ``by_name`` only if ``settings`` names them."""
+    """Return the frameworks to report; ``settings`` must name those with ``by_name``."""
     return {
         name: one
         for name, one in known.items()
@@ -58,8 +58,7 @@ def in_force(
 def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
     """Return the pairs of feature and group in which a seam cannot be patched.
 
-    A seam that its adapter declares as a refusal does not count, because such a seam refuses a call
-    only when the framework makes it.
+    A seam that an adapter declares as a refusal does not count, because it only refuses calls.
     """
     return frozenset(
         (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal

@@ -52,7 +52,7 @@ once per optimizer, and reading every distribution's entry points takes 10 to 50
 
 
 def records(*, third_party: bool = True) -> "dict[str, Framework]":
-    """Return complete records of all known frameworks; this loads third parties' adapters.
+    """Load third parties' adapters, and return complete records of all known frameworks.
 
     If an adapter cannot be loaded, its record contains only the data of the entry point, and the
     doctor reports the error.
@@ -96,7 +96,7 @@ def packages() -> "set[str]":
 
 
 def by_name() -> "set[str]":
-    """Return the supported frameworks that the shim leaves alone unless the user names them."""
+    """Return the supported frameworks that the shim patches only if the user names them."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
     return {framework.framework for framework in FRAMEWORKS if framework.by_name}
@@ -115,7 +115,7 @@ def shared() -> "dict[str, str]":
 
 
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
-    """Map each package of optimizer classes to the ``"module:function"`` that reads them."""
+    """Map each package of optimizer classes to the ``"module:function"`` that reads optimizers."""
     theirs = records().values() if third_party else ()
     told = [
         *(adapter.audit_readers for adapter in theirs),
@@ -125,7 +125,7 @@ def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
-    """Map each kind of checkpoint files to the ``"module:function"`` that sorts their tensors."""
+    """Map each kind of checkpoint files to the ``"module:function"`` that sorts the tensors."""
     told = [backend.checkpoint_readers for backend in backends()]
     whose = records().get(framework)
     if whose is not None:
@@ -153,5 +153,5 @@ def symbols_file() -> "Path":
 
 
 def is_tested(version: str, tested: "tuple[str, ...]") -> bool:
-    """Whether a version is among the tested ones; a local part such as ``+cu128`` is ignored."""
+    """Whether a version is a tested version; a local part such as ``+cu128`` is ignored."""
     return version.partition("+")[0] in tested

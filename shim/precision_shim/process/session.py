@@ -115,21 +115,21 @@ def install(
 ) -> Status:
     """Patch the installed RL frameworks in this process, now or as they are imported.
 
-    Idempotent and thread-safe; may be called before or after a framework is imported. A second call
-    with other arguments replaces the first installation.
+    ``install`` is idempotent and thread-safe. It may be called before or after a framework is
+    imported. A second call with other arguments replaces the first installation.
 
     Args:
         features: names of features, as a list or a comma-separated string; ``-name`` removes a
-            feature from the list of all. If ``None``, the variable ``PRECISION_SHIM_FEATURES``
-            decides; if it is unset, all features are on.
-        frameworks: names of frameworks. If ``None``, the variable ``PRECISION_SHIM_FRAMEWORKS``
-            decides; if it is unset, all frameworks except ``megatron`` are patched.
+            feature from all features. ``None``: the value of ``PRECISION_SHIM_FEATURES``, or all
+            features if the variable is unset.
+        frameworks: names of frameworks. ``None``: the value of ``PRECISION_SHIM_FRAMEWORKS``, or
+            all frameworks except ``megatron`` if the variable is unset.
         strict: whether a refused seam raises an error. ``None``: only under
             ``PRECISION_SHIM=strict``.
         settings: values keyed by the variables' lower-case names without the prefix, such as
             ``{"optimizer_states": "follow-model"}``.
-        export: whether to put these arguments into this process's environment, for processes
-            started later. ``strict`` is never exported.
+        export: whether to put the arguments into this process's environment, for processes started
+            later. ``strict`` is never exported.
 
     Returns:
         The result of ``status()``.
@@ -198,7 +198,7 @@ def start(*, export: bool = False) -> None:
 
     If a setting is invalid, ``start`` prints one line to stderr, and the process goes on unpatched.
     In strict mode the session stores the error, and raises it where a feature would first take
-    effect. The engine raises the faults of seams and adapters in the same functions.
+    effect. The engine raises faults of seams and adapters where a feature would first take effect.
 
     Args:
         export: as for ``install()``; used in processes that started without ``PRECISION_SHIM``.
@@ -216,7 +216,7 @@ def start(*, export: bool = False) -> None:
                     defaults = _settings.resolve(features=(), strict=True, environ={})
                     _current = _Session(defaults, offered(entries(), defaults), error)
                     _current.start()
-    except (Exception, SystemExit) as error:  # a defect of ours must not end the process
+    except (Exception, SystemExit) as error:  # a defect of the shim must not end the process
         _journal.say(f"not installed: {error!r}")
 
 
@@ -226,8 +226,8 @@ def uninstall() -> None:
     Objects already built (optimizers, scalers) keep the precision they were built with. Save a
     checkpoint before this call, because later checkpoints are written without the shim. Variables
     that ``install()`` exported get their earlier values back, and the audit and ``watch_updates()``
-    stop. If another tool has wrapped one of our wrappers, both wrappers stay. Ours then only passes
-    calls on to the original, and a warning reports it.
+    stop. If another tool has wrapped one of our wrappers, both wrappers stay. Our wrapper then only
+    passes calls on to the original, and a warning names the symbol.
     """
     global _current, _bad_start
     with _lock:
@@ -373,7 +373,7 @@ def _report(text: str) -> None:
 
 
 def _say_nothing(framework: str, error: PrecisionShimError) -> None:
-    """Do nothing: the automatic start has reported this fault."""
+    """Do nothing, because the automatic start has reported the fault."""
 
 
 def _retire(session: _Session) -> None:

@@ -1,7 +1,7 @@
 """The table of all settings, each with its variable, default and parser.
 
-Documented precedence: the operator's kill switch ``PRECISION_SHIM=0`` > arguments of
-``install()`` > variables > defaults. Arguments and variables go through the same parser.
+Documented precedence: the operator's kill switch ``PRECISION_SHIM=0`` > arguments of ``install()``
+> variables > defaults. The same parser reads arguments and variables.
 """
 
 from __future__ import annotations
@@ -132,8 +132,7 @@ class Settings:
         features: names of the features in force.
         frameworks: names of the frameworks that the user named, or ``None`` for all.
         strict: whether a refused seam raises an error.
-        given: the arguments of ``install()`` as environment variables, which give a child process
-            the same settings.
+        given: the arguments of ``install()`` as environment variables, for child processes.
     """
 
     values: Mapping[str, Any]
@@ -152,7 +151,7 @@ class Settings:
         return dict(self.values), given, self.features, self.frameworks, self.strict
 
     def is_set(self, name: str) -> bool:
-        """Whether the user gave the setting, as an argument or a variable."""
+        """Whether the user set the setting, as an argument or a variable."""
         return self.origin[name] != "default"
 
 
@@ -227,7 +226,7 @@ BY_CALL: Mapping[str, str] = {
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
-    """Parse a list of features; ``-name`` removes a feature from all, or from preceding ones.
+    """Parse a list of features; ``-name`` removes a feature from all, or from those listed before.
 
     Raises:
         SettingsError: a name is unknown.
@@ -249,7 +248,7 @@ def parse_features(
         elif bare not in chosen:
             chosen.append(bare)
     if not names and isinstance(value, str):
-        return FEATURES  # an empty variable counts as unset; only features=[] asks for no feature
+        return FEATURES  # an empty variable counts as unset; only features=[] selects no feature
     return tuple(name for name in FEATURES if name in chosen)
 
 
@@ -271,13 +270,13 @@ def resolve(
     """Combine arguments, variables and defaults into the settings of a process.
 
     Args:
-        features: names, as a list or a comma-separated string; ``None``: the variable decides.
+        features: names, as a list or a comma-separated string; ``None`` for the variable's value.
         frameworks: names of frameworks, in the same form as ``features``.
         strict: whether a refused seam raises an error; ``None``: only under
             ``PRECISION_SHIM=strict``.
         settings: values keyed by the variables' lower-case names without the prefix.
         known_frameworks: allowed names of frameworks; empty to allow any.
-        environ: the environment; ``None`` for the process's own.
+        environ: the environment; ``None`` for the process's environment.
         where: how the user wrote ``features``, ``frameworks`` and ``settings``, for messages.
 
     Raises:

@@ -3,11 +3,11 @@
 Every process of a cluster may inherit ``PRECISION_SHIM``, pip and compile workers included.
 Therefore ``zz_precision_shim.pth`` only executes ``zz_precision_shim.py``, whose finder waits for
 the frameworks' own packages. When Python searches for a framework's package, the finder calls
-``take_over()``. This function replaces the finder with a ``Watcher``, which distinguishes an import
-from a mere lookup.
+``take_over()``. ``take_over()`` replaces the finder with a ``Watcher``, which distinguishes an
+import from a mere lookup.
 
-No function here may raise an error or end a process, because this would also break pip and Ray's
-agents.
+No function in this module may raise an error or end a process, because an error would also break
+pip and Ray's agents.
 """
 
 import os

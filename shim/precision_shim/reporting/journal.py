@@ -33,7 +33,7 @@ def record(decision: Decision) -> None:
 
 
 def announce(line: str) -> None:
-    """Print a line to stderr on rank 0; with ``log=debug`` on all ranks, with ``quiet`` on none."""
+    """Print a line to stderr: on rank 0, on all ranks (``log=debug``) or on none (``quiet``)."""
     if verbosity != "quiet" and (_is_rank_0() or verbosity == "debug"):
         say(line)
 

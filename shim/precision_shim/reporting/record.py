@@ -50,8 +50,7 @@ class SeamStatus:
         state: one of ``STATES``.
         reason: why the seam has this state; may be empty.
         path: the path through the framework, in the user's words.
-        refusal: why the feature is impossible on this path, if the adapter declares it so; else
-            empty.
+        refusal: the adapter's reason why the feature is impossible on this path; may be empty.
         why: why the shim patches this symbol.
         upstream: link to the discussion upstream.
         delete_when: when the seam can be deleted.

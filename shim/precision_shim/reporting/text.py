@@ -215,8 +215,7 @@ def _together(states: Sequence[str]) -> str:
 def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
     """Return the reasons why seams were refused, each reason once, and the remedies.
 
-    Seams that an adapter declares as refusals are left out: they matter only if the framework calls
-    them.
+    Seams that an adapter declares as refusals are left out, because they refuse only calls.
     """
     seams = list(seams)
     subjects: dict[str, dict[tuple[str, str], None]] = {}

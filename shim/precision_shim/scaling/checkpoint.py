@@ -46,8 +46,7 @@ def save(
     renaming, the file of an earlier save remains, and perhaps a hidden temporary file.
 
     Args:
-        directory: this rank's path of the checkpoint's directory; rank 0 creates it if it is
-            missing.
+        directory: this rank's path of the checkpoint's directory; rank 0 creates a missing one.
         scaler: a ``LossScaler``, or a framework's own GradScaler.
         group: the calling ranks; ``None`` for all ranks.
         files: this rank's files in the checkpoint; ``load`` checks that they are of the same save
@@ -98,7 +97,7 @@ def load(
         that differs from the saved value, and one line if the state names no files to check.
 
     Raises:
-        ScalerOfAnotherSaveError: ``files`` are of another save than the state.
+        ScalerOfAnotherSaveError: the ``files`` are of another save than the state.
         ScalerCheckpointError: the file is damaged or cannot be read. Every rank raises the same
             error, and the scaler is then unchanged.
     """

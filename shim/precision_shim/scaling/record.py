@@ -90,8 +90,8 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
 class BoundWhenPickled(OrderedDict[str, Any]):
     """A record that, when pickled, adds the fingerprints of the other files of the same save.
 
-    The class is for a framework that stores the record early and pickles it into the last of its
-    files. The record is pickled as an ``OrderedDict``, which a process without the shim can read.
+    The class is for a framework that stores the record early and pickles it into its last file. The
+    record is pickled as an ``OrderedDict``, which a process without the shim can read.
 
     Args:
         record: from ``record_of``.
@@ -118,7 +118,8 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
     """Restore a scaler to a record's state.
 
     The record supplies scale, growth tracker, counters and settings, except a growth interval or
-    factors that the user of this process set. ``min_scale`` becomes the lower of both values.
+    factors that the user of this process set. ``min_scale`` becomes the lower of saved and present
+    value.
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler.

@@ -45,8 +45,8 @@ def _shards(optimizer: torch.optim.Optimizer) -> Any:
     """Return the optimizer's parameters, with this rank's shard in place of each DTensor gradient.
 
     For DTensors, torch would sum the overflow over each DTensor's mesh, before the scaler sums it
-    over all ranks. torch's sum cannot mix DTensors with plain gradients. It also runs on the
-    gradient's device, and for gradients offloaded to the CPU there may be no backend (only NCCL).
+    over all ranks. torch's sum cannot mix DTensors with plain gradients. torch's sum also runs on
+    the gradient's device, and for gradients on the CPU there may be no backend (only NCCL).
     """
 
     def shard(parameter: torch.Tensor) -> Any:
@@ -65,8 +65,7 @@ class LossScaler(ShardedGradScaler):
     sums an overflow over the process group, by default over all ranks. Therefore data-parallel,
     tensor- and context-parallel ranks skip the same steps and have the same scale.
 
-    As with GradScaler, a step costs one transfer from the device, of both the overflow and the
-    scale.
+    Like GradScaler, a step costs one transfer from the device, of both overflow and scale.
 
     Args:
         settings: see ``ScalerSettings``.
@@ -115,9 +114,9 @@ class LossScaler(ShardedGradScaler):
     def overflow(self) -> torch.Tensor | None:
         """Whether a gradient of any rank is not finite, as a tensor on the device.
 
-        The value is ``None`` before ``unscale_`` and after ``update``. Reading ``overflow`` does
-        not synchronise with the device, so a framework can use it in a test of the grad norm before
-        the step.
+        The value is ``None`` before ``unscale_`` and after ``update``. A framework that tests the
+        grad norm before the step can read ``overflow``, because reading it does not synchronise
+        with the device.
         """
         if not self._enabled:
             return None
@@ -226,8 +225,7 @@ class LossScaler(ShardedGradScaler):
         """Restore scale, growth tracker and settings, as GradScaler does, and ``min_scale``.
 
         If the state has no ``min_scale``, like a state of GradScaler, the settings' ``min_scale``
-        is used. ``min_scale`` is lowered to the state's scale if necessary, so that it never raises
-        the scale.
+        is used. If ``min_scale`` is above the state's scale, it is lowered to that scale.
         """
         super().load_state_dict(state_dict)
         if self._enabled:
@@ -250,10 +248,11 @@ class LossScaler(ShardedGradScaler):
         self.counter = SkipCounter(self.settings.max_skips)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the scale after a framework's own loop took a step, or skipped it as not finite.
+        """Update the scale after a framework's own loop took a step, or skipped a non-finite step.
 
-        Some loops test the norm of the unscaled gradients themselves and cannot call this scaler's
-        ``step``. Call ``unscale_once`` before the loop's step, and ``settle`` after it.
+        ``settle`` is for a loop that tests the norm of the unscaled gradients itself and cannot
+        call this scaler's ``step``. The loop calls ``unscale_once`` before its step, and ``settle``
+        after it.
 
         Raises:
             LossScaleError: see ``update``.

@@ -83,8 +83,8 @@ class Call:
 
         Thus ``name in call.arguments`` is true only if the caller passed ``name``. A wrapper may
         add, change and remove entries, and ``proceed()`` passes on the changed arguments. All
-        keywords are entries, even keywords for ``**kwargs`` and unknown ones. Positional arguments
-        without a name (``*args``) are no entries; ``proceed()`` passes them on unchanged.
+        keywords are entries, even keywords for ``**kwargs`` and unknown keywords. Positional
+        arguments without a name (``*args``) are no entries; ``proceed()`` passes them on unchanged.
         """
         self._taken = True
         return self._bound()
@@ -143,7 +143,7 @@ def prepare(
         function: the wrapper.
         target: ``"module:attribute"`` of the symbol.
         raw: the symbol's value in its namespace; in a class it may be a descriptor.
-        in_class: whether the symbol's namespace is a class's.
+        in_class: whether the symbol's namespace is a class.
         source: the symbol's description from its source, for parameters that a decorator hides
             behind ``*args, **kwargs``.
 
@@ -187,7 +187,7 @@ def prepare(
 def _signature(function: Any) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(function).parameters.values())
-    except Exception:  # a builtin may have no signature, and another tool's object may raise
+    except Exception:  # a builtin may lack a signature; another tool's object may raise an error
         return None
 
 
@@ -233,7 +233,7 @@ def around(
 ) -> Any:
     """Call a bound method through a wrapper, as a seam would.
 
-    A mixin that precedes a framework's class in the bases calls this, because it wraps no symbol.
+    ``around`` is for a mixin that precedes a framework's class in the bases and patches no symbol.
 
     Args:
         function: the wrapper.

@@ -107,9 +107,9 @@ class Engine:
     def catch_up(self) -> None:
         """Wait for target modules that other threads are importing, and patch these modules.
 
-        The engine's watcher misses imports that began before it was in place. The engine does not
-        wait for an import that a fork cut off. The caller must hold no lock that a module's code
-        may need.
+        The engine's watcher misses imports that began before the watcher was in place. The engine
+        does not wait for an import that a fork cut off. The caller must hold no lock that a
+        module's code may need.
         """
         with _lock:
             slow = [
@@ -156,8 +156,7 @@ class Engine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # First add the wrappers that raise faults, as innermost layers, in case patching fails
-            # here.
+            # First add the wrappers that raise faults, as innermost layers, in case patching fails.
             self._trip(module)
             # Search again each time: a wrapper's module may import a framework and add an adapter.
             framework = next((name for name in self._known if name not in done), None)
@@ -301,7 +300,7 @@ def _find_loaded(module: str) -> Any:
     loaded = sys.modules.get(module)
     if loaded is None:
         return None
-    # A module whose code is still running does not count: the watcher reports it afterwards.
+    # A module whose code is still running is not yet loaded: the watcher reports it afterwards.
     spec = getattr(loaded, "__spec__", None)
     return None if getattr(spec, "_initializing", False) else loaded
 

@@ -175,7 +175,7 @@ def _refuse_halves(
     """Add a problem for each group that has lost a module while its other seams still exist.
 
     It is no problem if a version never had an optional module, or if upstream removed all of a
-    group's symbols. If upstream removed only some of them, the group would be half patched.
+    group's symbols. If upstream removed only some of the symbols, the group would be half patched.
     """
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
     for row in rows:

@@ -37,7 +37,7 @@ _CONDITION = re.compile(r"[\w.]+(:[\w.]+( mentions \w+)?)?")
 
 @dataclass(frozen=True, kw_only=True)
 class _Fields:
-    """The fields of a ``Seam`` that ``seam(...)`` takes by name; ``Seam`` documents them."""
+    """The fields of a ``Seam`` that ``seam(...)`` accepts by name; ``Seam`` documents them."""
 
     why: str
     upstream: str = ""
@@ -58,10 +58,10 @@ class _Fields:
 class Seam(_Fields):
     """A symbol of a framework that the shim patches for one feature, and how.
 
-    Installer, uninstaller, status, documentation and tests all read these records. ``seam`` makes
-    them. An adapter calls ``Seam`` itself only if there is no function to mark, because the
-    framework has the feature itself, or if a function wraps different symbols in different
-    frameworks.
+    Installer, uninstaller, status, documentation and tests all read ``Seam`` records, which
+    ``seam`` makes. An adapter calls ``Seam`` itself if the framework has the feature, because there
+    is then no function to mark. It also calls ``Seam`` for a function that wraps different symbols
+    in different frameworks.
 
     Attributes:
         target: the symbol, in the module that *defines* it, as ``"module:attribute"`` or
@@ -79,16 +79,15 @@ class Seam(_Fields):
             ``"module:attribute"``; a late install replaces each copy that is still the original.
         native: function that tests whether the installed framework has the feature itself.
         optional: whether a missing module makes the seam ``absent`` instead of ``refused``.
-        refusal: why the feature is impossible on this path. The wrapper of such a seam only reports
-            the reason (in strict mode: raises an error) when the framework calls the symbol.
+        refusal: why the feature is impossible on this path. With ``refusal``, the wrapper only
+            reports the reason (in strict mode: raises an error) in a call of the symbol.
         replaces: whether ``wrapper`` is called with the symbol's value and returns a replacement,
-            which is in place until ``uninstall()``. This is for a symbol that is used without being
-            called, such as a class that a decorator has turned into another object.
+            which is in place until ``uninstall()``. ``replaces`` is for a symbol that is used
+            without being called, such as a class that a decorator has turned into another object.
         only_if: conditions that the source must meet: ``"module"`` and ``"module:attribute"`` must
             exist; for ``"module:attribute mentions name"``, the symbol's source must contain
-            ``name``. If a condition is not met, no status shows the seam, unless no declared place
-            has its symbol any more. Conditions are tested when the framework is imported, never
-            earlier.
+            ``name``. A status shows a seam whose condition is not met only if no declared place has
+            its symbol. Conditions are tested when the framework is imported, never earlier.
         unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
         unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
             ``call.instance``, which is then the class or ``None``. Otherwise the check refuses the
@@ -189,11 +188,11 @@ class Adapter:
         effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
             mode these functions raise the faults, even of a broken adapter, and no function raises
             a fault earlier. The engine skips a function that a version lacks.
-        paths: maps a group to the users' name of the path that the group patches, such as
-            ``{"fsdp": "FSDP engine"}``. A group without an entry is shown by its own name. A path
-            whose name ends in brackets, such as ``"FSDP engine (metrics)"``, only serves other
-            paths. ``details()`` always shows such a path, ``str(status())`` only if it was refused
-            or no other path exists.
+        paths: maps a group to the users' name of the path through the framework that the group
+            patches, such as ``{"fsdp": "FSDP engine"}``. A group without an entry is shown by its
+            own name. A path whose name ends in brackets, such as ``"FSDP engine (metrics)"``, only
+            serves other paths. ``details()`` always shows such a path, ``str(status())`` only if it
+            was refused or no other path exists.
         probes: names of modules whose functions test whether the framework behaves as the rules
             assume; imported only to run these tests.
         plan: ``"module:function"`` that reads the models of a job from its launch command, for
@@ -341,7 +340,7 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
 
     Args:
         sources: modules (all functions marked in them, in the order of definition), functions,
-            records, or lists of these. Of several seams on one target the first is the innermost.
+            records, or lists of these. The first seam of a target is the innermost wrapper.
 
     Raises:
         SeamError: a module or a function declares no seam.
@@ -390,7 +389,7 @@ def reads_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the symbol's parameters that a wrapper names, each with its default or ``REQUIRED``.
 
     Raises:
-        SeamError: the wrapper has no parameter for the call, or a parameter without a name.
+        SeamError: a parameter cannot be passed by name, or the parameter for the call is missing.
     """
     first, *others = inspect.signature(function).parameters.values() or (None,)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

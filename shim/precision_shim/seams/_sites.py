@@ -24,8 +24,7 @@ class Layer:
         owner: marks the wrapped symbol as ours and names the adapter.
         groups: the groups that need the layer.
         replaces: whether ``function`` makes a replacement for the symbol.
-        made: the replaced value and its replacement, kept so that the replacement is made only
-            once.
+        made: the replaced value and its replacement, which is made only once.
     """
 
     key: object
@@ -93,7 +92,7 @@ class Sites:
         return site
 
     def put(self, site: Site, new: Layer) -> None:
-        """Add a layer to a site as the outermost, or add its groups if the site has the layer."""
+        """Add a layer to a site as the outermost, or add its groups to the site's same layer."""
         layer = site.layer(new.key)
         if layer is not None:
             layer.groups |= new.groups
@@ -179,7 +178,7 @@ class Sites:
         """Replace old values of symbols in modules that copied them (``from ... import``).
 
         Call ``reach_copies`` once for all changed sites, because it reads every name of every
-        module. Old values without a reference are skipped.
+        module. Old values to which nothing refers are skipped.
         """
         gone = {key: self._displaced[key] for key in _find_held(self._displaced)}
         if gone:
@@ -206,7 +205,7 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
-    """Return the ids of the objects to which something besides these tuples refers.
+    """Return the ids of the objects to which something besides ``displaced`` refers.
 
     Nearly always there is no such object, and the modules need not be searched.
     """
@@ -220,8 +219,7 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Replace former values by their successors in all modules that copied them."""
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # Of some 200,000 names hardly any matches; this test is 20 times faster than the loop
-        # below.
+        # Of some 200,000 names hardly any matches; the test is 20 times faster than the loop.
         if gone.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):

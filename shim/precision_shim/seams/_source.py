@@ -94,8 +94,9 @@ def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
     Our finders are skipped, because a lookup must not load an adapter. wrapt's finders, also of a
-    copy of wrapt within another package, are skipped because they find no module themselves. They
-    would import the parents, and would lose the hooks of a module that its parent imports.
+    copy of wrapt within another package, are skipped because they find no module themselves.
+    wrapt's finders would import the parents, and would lose the hooks of a module that its parent
+    imports.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
@@ -258,7 +259,7 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
-    # At run time the last definition is in effect. Definitions inside if, try and with count, too.
+    # At run time the last definition is in effect. Search inside if, try and with, too.
     member: ast.AST | None = None
     pending = list(getattr(scope, "body", ()))
     while pending:

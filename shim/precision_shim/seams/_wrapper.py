@@ -59,17 +59,16 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         if not (static or plain):
             return super().__get__(instance, owner)
         # Return the same object at each access to ``Class.method``, as for a plain function. Ray
-        # treats this object as a function when it lists an actor's methods. cloudpickle pickles a
-        # function by value, without our wrapper, unless the function's name refers to the same
-        # object.
+        # treats the returned object as a function when it lists an actor's methods. cloudpickle
+        # pickles a function by value, without our wrapper, unless the function's name refers to the
+        # returned object.
         if self._self_unbound is None:
             self._self_unbound = super().__get__(None, self._definer(owner))
         return self._self_unbound
 
     def _definer(self, owner: Any) -> Any:
         # wrapt treats the first argument as the instance only if it is an instance of the owner.
-        # The first access may be through one subclass, and a later instance may be of another
-        # subclass.
+        # The first access may be through a subclass, and a later instance of another subclass.
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind

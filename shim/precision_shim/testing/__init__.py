@@ -23,10 +23,10 @@ changes on exit. After the exit, models and optimizers still work as plain torch
 trained only inside :func:`megatron_on_cpu`.
 
 * :func:`stand_in_transformer_engine` lets Megatron import a stand-in for the ``FusedAdam`` of any
-TransformerEngine version from 1.13 on, to test each version's rules. * :class:`FusedAdam` is the
-stand-in; it can also be used as a plain optimizer. * :func:`split_master` and :func:`join_master`
-convert between fp32 masters and bf16
-  parameters with int16 remainders, bit for bit.
+  TransformerEngine version from 1.13 on, to test each version's rules.
+* :class:`FusedAdam` is the stand-in; it can also be used as a plain optimizer.
+* :func:`split_master` and :func:`join_master` convert between fp32 masters and bf16 parameters with
+  int16 remainders, bit for bit.
 * :func:`megatron_on_cpu`, :func:`cuda_means_cpu`, :func:`model_parallel` and
   :func:`tiny_gpt` are the harness for Megatron.
 * :func:`measure_bytes` counts the bytes that are really allocated.

@@ -63,9 +63,9 @@ class FusedAdam(StoredStates):
         fp32, bf16, fp16 with one fp32 scale per tensor, or uint8 (the bits of fp8 e4m3)
         with one fp32 scale per tensor.
     ``master_param``
-        only with ``master_weights``: fp32; fp16 with a scale; or, with
-        ``store_param_remainders`` and a bf16 parameter, int16 (see :func:`split_master`).
-        An fp32 parameter also gets a master, which is filled once and never updated.
+        only with ``master_weights``: fp32; fp16 with a scale; or, with ``store_param_remainders``
+        and a bf16 parameter, int16 (see :func:`split_master`). An fp32 parameter also has a master,
+        which is filled once and never updated.
 
     Each parameter group has a step count (``group["step"]``); a single parameter has no count. A
     group without parameters counts its steps in TransformerEngine 2.19 and later.
@@ -98,7 +98,7 @@ class FusedAdam(StoredStates):
     __precision_shim_stand_in__ = True
     te_version: str = DEFAULT_VERSION
 
-    def __init__(  # noqa: PLR0917 - the real one's signature
+    def __init__(  # noqa: PLR0917 - TransformerEngine's signature
         self,
         params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
@@ -209,8 +209,8 @@ class FusedAdam(StoredStates):
         """Take an Adam step for all parameters that have a gradient.
 
         Gradients may have any floating dtype. The step does not check for infinite and NaN
-        gradients. As in TransformerEngine, such gradients make parameters and states infinite or
-        NaN.
+        gradients. As in TransformerEngine, such gradients make the parameters and states
+        non-finite.
 
         Args:
             closure: computes the loss again and returns it.
@@ -333,7 +333,7 @@ class _FusedAdamWithoutRemainders(FusedAdam):
 
     te_version = "2.0.0"
 
-    def __init__(  # noqa: PLR0917 - the real one's signature
+    def __init__(  # noqa: PLR0917 - TransformerEngine's signature
         self,
         params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
@@ -416,8 +416,8 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
 class FusedSGD(torch.optim.SGD):
     """torch's SGD under TransformerEngine's name.
 
-    The class exists because Megatron-core imports ``FusedSGD`` together with ``FusedAdam``. It
-    lacks the features of TransformerEngine's SGD (master gradients, loss scale in the kernel).
+    The class exists because Megatron-core imports ``FusedSGD`` together with ``FusedAdam``. The
+    class lacks the features of TransformerEngine's SGD (master gradients, in-kernel loss scale).
     """
 
     __precision_shim_stand_in__ = True

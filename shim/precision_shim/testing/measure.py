@@ -27,7 +27,7 @@ class Part:
         elements: number of elements that belong to parameters, padding excluded.
         bytes_per_parameter: bytes of the elements, without padding, divided by a number of
             parameters. For ``params``, ``frozen`` and ``grad_buckets`` the divisor is the number of
-            trainable parameters of this rank's model. For other kinds it is the number of
+            trainable parameters of this rank's model. For other kinds the divisor is the number of
             parameters that this rank's optimizer owns. 0.0 without parameters.
         dtypes: names of the dtypes, sorted, such as ``("bfloat16",)``.
         sharded: whether each rank of the data-parallel group stores only a shard.
@@ -116,11 +116,11 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     """Count the bytes of model, gradients and optimizer state from the live tensors.
 
     The function accepts Megatron's DDP chunks with a ``DistributedOptimizer``, a
-    ``ChainedOptimizer`` or a mixed-precision optimizer without sharding. It also accepts a plain
-    module with a torch optimizer. Optimizer states exist only after the first step.
+    ``ChainedOptimizer`` or a mixed-precision optimizer without sharding. The function also accepts
+    a plain module with a torch optimizer. Optimizer states exist only after the first step.
 
     A bf16 model on megatron-core 0.16.1, with data-parallel size 1, has 18 bytes per parameter with
-    Megatron's defaults. It has 10 bytes with bf16 main gradients, bf16 moments and int16
+    Megatron's defaults. The model has 10 bytes with bf16 main gradients, bf16 moments and int16
     remainders, and 12 without the remainders (measured 2026-11).
 
     Args:

@@ -5,10 +5,10 @@ name is mapped to the CPU, Megatron's real ``DistributedDataParallel`` and ``Dis
 train a small GPT on a CPU, in one process or in several over gloo. The harness works with
 megatron-core 0.15.3 to 0.19.0 (2026-11).
 
-* :func:`megatron_on_cpu` is the whole harness, :func:`cuda_means_cpu` its torch-only part. *
-:func:`model_parallel` starts and stops the process group and Megatron's parallel state. *
-:func:`tiny_gpt` makes a model provider for ``verl.utils.megatron_utils.get_model`` and Megatron's
-own helpers.
+* :func:`megatron_on_cpu` is the whole harness, :func:`cuda_means_cpu` its torch-only part.
+* :func:`model_parallel` starts and stops the process group and Megatron's parallel state.
+* :func:`tiny_gpt` makes a model provider for ``verl.utils.megatron_utils.get_model`` and Megatron's
+  own helpers.
 
 The harness does not reproduce speed, memory, overlap of communication, CUDA kernels or their
 rounding. TransformerEngine's layers are absent; TransformerEngine's optimizer has a stand-in
@@ -322,8 +322,8 @@ def tiny_gpt(
 
     Returns:
         ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which returns a
-        ``megatron.core.models.gpt.GPTModel``. Its parameters are in ``dtype`` if Megatron builds
-        them in ``params_dtype``, otherwise in fp32.
+        ``megatron.core.models.gpt.GPTModel``. The model's parameters are in ``dtype`` if Megatron
+        builds them in ``params_dtype``, otherwise in fp32.
 
     Raises:
         ImportError: megatron-core is not installed.

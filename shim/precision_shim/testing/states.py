@@ -193,7 +193,7 @@ class StoredStates(torch.optim.Optimizer):
         A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
         its dtype**. Even an int16 remainder of another optimizer becomes a master of whole numbers,
         without an error. An fp32 master that this optimizer would store as a remainder raises an
-        AssertionError. TransformerEngine treats remainders and masters in the same way.
+        AssertionError. TransformerEngine's ``load_state_dict`` behaves in the same way.
 
         Args:
             state_dict: the result of :meth:`state_dict`.

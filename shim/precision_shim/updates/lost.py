@@ -82,8 +82,8 @@ class Figures:
         step: number of the step, counted from the attachment of the meter.
         every: number of steps from one measurement to the next.
         groups: the parameter groups whose updates were not all zero.
-        merged: counts for the copies of the matrices that LoRA is merged into. Their updates are
-            the changes of the product of LoRA's factors. ``None`` if LoRA is not merged.
+        merged: counts for the copies of the matrices that LoRA is merged into. The matrices'
+            updates are the changes of the product of LoRA's factors. ``None`` without merging.
     """
 
     step: int
@@ -120,7 +120,7 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
     updates = lost = 0.0
     for figure in figures:
         counts = [(group.elements / group.sampled, getattr(group, name)) for group in figure.groups]
-        if name == "rollout":  # if LoRA is merged, the groups have no such count
+        if name == "rollout":  # if LoRA is merged, the groups have no rollout count
             counts.append((1.0, figure.merged))
         for weight, count in counts:
             if count is not None:

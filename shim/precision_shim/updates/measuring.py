@@ -1,9 +1,10 @@
 """Measure which of an optimizer's updates are rounded away, in hooks of the optimizer's step.
 
-At every n-th step the meter samples the stored numbers before and after the optimizer's step, and
-compares their change with the change that the optimizer's own formula gives in fp64. The counts are
-copied to the host asynchronously; the meter reads them at the beginning of a later step. The meter
-changes nothing that a step reads or writes, and does not use torch's global random generators.
+At every n-th step the meter samples the stored numbers before and after the optimizer's step. The
+meter compares the numbers' change with the change that the optimizer's own formula gives in fp64.
+The counts are copied to the host asynchronously; the meter reads them at the beginning of a later
+step. The meter changes nothing that a step reads or writes, and does not use torch's global random
+generators.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class Meter:
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # GradScaler sets it: a fused step unscales
+        scale = getattr(optimizer, "grad_scale", None)  # for fused steps, which unscale gradients
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:
@@ -316,7 +317,7 @@ class Meter:
             stale = (sample.updates & (copies == sample.copies)).sum()
         lost_ones = (sample.updates & (weights == sample.weights)).sum()
         counts = torch.stack([sample.updates.sum(), lost_ones, decays, stuck, stale]).double()
-        overflow = getattr(optimizer, "found_inf", None)  # a fused step does nothing if it is set
+        overflow = getattr(optimizer, "found_inf", None)  # a fused step does nothing after overflow
         if overflow is not None:
             counts = counts * (overflow == 0)
         return torch.cat([counts, counts.new_ones(1) * sample.lr])
@@ -402,7 +403,7 @@ def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counte
 
 
 def _count_copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
-    """Sum the counts for the copies that rollout engines get; ``None`` without copies."""
+    """Sum the counts for the rollout engines' copies; ``None`` without copies."""
     copied = [(numbers, row) for numbers, row in rows if row.copy]
     if not copied:
         return None

@@ -1,9 +1,9 @@
 """Count lost updates if LoRA is merged into the weights of a rollout engine.
 
 The copy of a matrix W is W + scale * B@A, rounded. The meter samples random elements of each
-matrix. Before and after the optimizer's step, it reads the rows of B and the columns of A that
-determine the elements. Each rank must have whole factors. If the factors are sharded over ranks,
-nothing is measured, because only a collective could assemble them.
+matrix. Before and after the optimizer's step, the meter reads the rows of B and the columns of A
+that determine the elements. Each rank must have whole factors. If the factors are sharded over
+ranks, nothing is measured, because only a collective could assemble them.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Merged:
 
 
 def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
-    """Return the LoRA layers whose copies can be computed, and the reason why others cannot.
+    """Return the LoRA layers whose copies can be computed, and the reason why other copies cannot.
 
     Args:
         chunks: a model's modules.

@@ -32,8 +32,7 @@ class Sample:
 
     Each group contributes the same number of elements, or all its elements. A group's elements are
     divided into stretches of equal length, and the sample has a random element of each stretch. The
-    random numbers are from a separate generator, so the state of torch's global generator does not
-    change.
+    random numbers are from a separate generator, so torch's global generator does not change.
 
     Args:
         groups: the optimizer's parameters, by group.
@@ -116,7 +115,7 @@ def _draw(
     for number, place in enumerate(places):
         indices = drawn[cuts[number] : cuts[number + 1]] - bounds[number]
         if len(indices):
-            # The copy is made once, before the first measurement; the host does not wait for it.
+            # The indices are copied once, before the first measurement; the host does not wait.
             device = local(parameters[place]).device
             taken[place] = Taken(indices.to(device, non_blocking=True), len(indices))
     return taken

@@ -111,7 +111,7 @@ def attach(
     subject: str = "",
     on_figures: Callable[[Meter], None] | None = None,
 ) -> Meter | None:
-    """Attach a meter to an optimizer; return ``None`` if it contains no torch optimizer.
+    """Attach a meter to an optimizer; return ``None`` without a torch optimizer to step.
 
     Args:
         reading: the optimizer's reading.

@@ -27,7 +27,7 @@ _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def digest(target: str) -> str:
-    """Return the SHA-256 of a symbol's code, in hexadecimal; ``""`` if ``look`` finds none.
+    """Return the SHA-256 of a symbol's code, in hexadecimal; ``""`` if ``look`` finds no symbol.
 
     A dataclass's generated ``__init__`` has the digest of the class.
     """

@@ -31,7 +31,7 @@ def foresee(
     Args:
         entry: the framework.
         settings: the user's settings.
-        versions: function that returns a distribution's version in that ``Source``, such as
+        versions: function that returns a distribution's version in the current ``Source``, such as
             ``versions.version_of`` for the installed packages.
     """
     name, version = entry.framework, versions(entry.distribution, entry.packages)
@@ -52,7 +52,7 @@ def foresee(
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:
             place = seam.feature, seam.group
-            if seam.target in seam.reason:  # the cause, not a seam refused with it
+            if seam.target in seam.reason:  # this seam is the cause of the refusal
                 broken[place] = seam
             broken.setdefault(place, seam)
     problems = [inapplicable(f"{name} {version}", seam) for seam in broken.values()]

@@ -1,4 +1,4 @@
-"""Probes: tests of what a rule assumes about a framework's behaviour, run on the framework itself.
+"""Probes test a rule's assumptions about a framework's behaviour on the framework itself.
 
 A comparison of names shows that a symbol is gone, but not that an assertion was removed while its
 identifiers stayed in the source. A probe is a small function that runs the framework's code, on a

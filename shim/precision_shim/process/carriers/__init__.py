@@ -2,7 +2,7 @@
 
 Each carrier is a module named after the package that it patches, with two functions. ``enter()``
 patches the package, now or when it is imported; ``leave()`` removes the patch. Neither function
-imports the package, and calling either a second time does nothing.
+imports the package, and a second call of either function does nothing.
 """
 
 import sys
