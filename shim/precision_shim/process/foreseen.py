@@ -16,7 +16,7 @@ __all__ = ["Foreseen", "preview"]
 
 
 class Foreseen:
-    """Predicts which features would be in force for the frameworks that are installed here.
+    """Predicts which features would be in force for the installed frameworks.
 
     Args:
         settings: the settings of a process in which the shim is on.
@@ -50,7 +50,7 @@ def preview(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
 ) -> tuple[SeamStatus, ...]:
-    """Predict what the engine would do with an adapter's seams, from the current ``Source`` alone.
+    """Predict the states of an adapter's seams from the current ``Source`` alone.
 
     Args:
         adapter: the adapter.

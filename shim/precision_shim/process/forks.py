@@ -1,10 +1,11 @@
 """Locks that stay usable after a fork: the forking thread acquires them before it forks.
 
 ``logging`` does the same. The child of a fork has one thread: it never completes the work of the
-parent's other threads, and their locks stay locked. Therefore a fork waits until no other thread
-holds one of the shim's locks, but at most ``PATIENCE`` seconds, because the other thread may itself
-wait for an import in the forking thread. If the lock is still held at the fork, or the forking
-thread holds it, ``interrupted`` makes the child undo incomplete patching. The child gets new locks.
+parent's other threads, and their locks stay locked. Therefore a fork waits at most ``PATIENCE``
+seconds until no other thread holds one of the shim's locks. The wait is limited because the other
+thread may itself wait for an import in the forking thread. If the lock is still held at the fork,
+or the forking thread holds it, ``interrupted`` makes the child undo incomplete patching. The child
+gets new locks.
 """
 
 import _frozen_importlib
@@ -28,7 +29,7 @@ class Lock:
     """A reentrant lock for ``with`` that exists until the process ends."""
 
     def __init__(self, *, patching: bool = True) -> None:
-        """Make a lock that every later fork acquires, as ``os`` cannot unregister a fork handler.
+        """Make a lock that every later fork acquires, because no fork handler can be unregistered.
 
         Args:
             patching: whether threads hold the lock while they import and patch modules.
@@ -37,9 +38,9 @@ class Lock:
         self.patched: tuple[ModuleSpec | None, int] = None, 0
         """Spec of the module that was last patched within its import, and the importing thread."""
         if patching:
-            # At a fork, the handler that was registered last runs first. Import logging first: an
-            # import under our lock may need logging's lock, and a fork that held logging's lock
-            # while it waited for ours would deadlock until PATIENCE has passed.
+            # At a fork, the handler that was registered last runs first. Import logging first,
+            # because an import under our lock may need logging's lock. A fork that held logging's
+            # lock while it waited for ours would deadlock until PATIENCE has passed.
             import logging  # noqa: F401
         self._renew()
         if hasattr(os, "register_at_fork"):

@@ -115,7 +115,7 @@ def install(
 ) -> Status:
     """Patch the installed RL frameworks in this process, now or as they are imported.
 
-    ``install`` is idempotent and thread-safe. It may be called before or after a framework is
+    ``install`` is idempotent and thread-safe, and may be called before or after a framework is
     imported. A second call with other arguments replaces the first installation.
 
     Args:
@@ -197,8 +197,8 @@ def start(*, export: bool = False) -> None:
     """Install at a process's start, with the settings from the variables; never raises.
 
     If a setting is invalid, ``start`` prints one line to stderr, and the process goes on unpatched.
-    In strict mode the session stores the error, and raises it where a feature would first take
-    effect. The engine raises faults of seams and adapters where a feature would first take effect.
+    In strict mode the functions in ``Framework.effects`` raise the setting's error, like faults of
+    seams and adapters.
 
     Args:
         export: as for ``install()``; used in processes that started without ``PRECISION_SHIM``.

@@ -159,7 +159,7 @@ def switch(environ: Mapping[str, str] | None = None) -> str:
     """Return the state of ``PRECISION_SHIM``: ``"on"``, ``"strict"``, ``"off"`` or ``"unset"``.
 
     Raises:
-        SettingsError: the value is not an allowed one.
+        SettingsError: the value is not allowed.
     """
     text = (os.environ if environ is None else environ).get(PREFIX, "").strip().lower()
     if not text:

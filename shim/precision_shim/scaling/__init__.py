@@ -1,6 +1,7 @@
 """Loss scaling for fp16: the scaler, its counters, and how its state is saved.
 
-These modules need only torch, contain nothing specific to a framework, and patch nothing.
+The modules of ``scaling`` need only torch, contain nothing specific to a framework, and patch
+nothing.
 """
 
 from __future__ import annotations

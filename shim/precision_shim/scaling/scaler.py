@@ -45,8 +45,8 @@ def _shards(optimizer: torch.optim.Optimizer) -> Any:
     """Return the optimizer's parameters, with this rank's shard in place of each DTensor gradient.
 
     For DTensors, torch would sum the overflow over each DTensor's mesh, before the scaler sums it
-    over all ranks. torch's sum cannot mix DTensors with plain gradients. torch's sum also runs on
-    the gradient's device, and for gradients on the CPU there may be no backend (only NCCL).
+    over all ranks. The sum over a mesh cannot mix DTensors with plain gradients. The sum also runs
+    on the gradient's device, and for gradients on the CPU there may be no backend (only NCCL).
     """
 
     def shard(parameter: torch.Tensor) -> Any:

@@ -1,8 +1,8 @@
 """The engine that patches the seams of adapters as their target modules are imported.
 
-For each adapter the engine waits until one of its target modules is imported. Then the engine
-checks all seams of the adapter against the source (``_plan``). In each group of a feature the
-engine patches either all seams (``_sites``) or none. A seam whose module is not imported yet is
+For each adapter the engine waits until one of its target modules is imported. At that import the
+engine checks all seams of the adapter against the source (``_plan``). In each group of a feature
+the engine patches either all seams (``_sites``) or none. A seam whose module is not imported yet is
 patched when the module is imported. If an imported module differs from the checked source, the
 engine undoes the whole group.
 """
@@ -61,7 +61,7 @@ class Engine:
         Args:
             features: names of the features in force; seams of other features are not patched.
             settings: passed to native probes; the engine itself does not read the settings.
-            strict: whether a fault is raised where a feature would first take effect.
+            strict: whether the functions in an adapter's ``effects`` raise the adapter's faults.
             on_fault: called with the framework's name and the error, once per refused group.
             describe: function that returns a framework's name and version, for messages.
             missed: see ``check``.

@@ -149,7 +149,7 @@ def _find_moved(
 ) -> Iterator[Row]:
     """Yield rows for seams that conditions exclude and whose symbol is at no declared place.
 
-    With ``only_if`` and ``unless`` an adapter declares where a symbol is in different versions. If
+    With ``only_if`` and ``unless`` an adapter declares a symbol's places in different versions. If
     no declared place has the symbol, the symbol's group must not lose the seam silently.
     """
     on = frozenset(features)

@@ -60,8 +60,8 @@ class Seam(_Fields):
 
     Installer, uninstaller, status, documentation and tests all read ``Seam`` records, which
     ``seam`` makes. An adapter calls ``Seam`` itself if the framework has the feature, because there
-    is then no function to mark. It also calls ``Seam`` for a function that wraps different symbols
-    in different frameworks.
+    is then no function to mark. An adapter also calls ``Seam`` for a function that wraps different
+    symbols in different frameworks.
 
     Attributes:
         target: the symbol, in the module that *defines* it, as ``"module:attribute"`` or

@@ -93,10 +93,9 @@ def looking_at(source: Source) -> Iterator[None]:
 def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
-    Our finders are skipped, because a lookup must not load an adapter. wrapt's finders, also of a
-    copy of wrapt within another package, are skipped because they find no module themselves.
-    wrapt's finders would import the parents, and would lose the hooks of a module that its parent
-    imports.
+    Our finders are skipped, because a lookup must not load an adapter. Finders of wrapt, also of a
+    copy within another package, are skipped because they find no module themselves. Finders of
+    wrapt would import the parents, and lose the hooks of a module that its parent imports.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None

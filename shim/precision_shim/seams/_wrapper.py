@@ -59,9 +59,9 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         if not (static or plain):
             return super().__get__(instance, owner)
         # Return the same object at each access to ``Class.method``, as for a plain function. Ray
-        # treats the returned object as a function when it lists an actor's methods. cloudpickle
-        # pickles a function by value, without our wrapper, unless the function's name refers to the
-        # returned object.
+        # treats the returned object as a function when it lists an actor's methods. Unless a
+        # function's name refers to the returned object, cloudpickle pickles the function by value,
+        # without our wrapper.
         if self._self_unbound is None:
             self._self_unbound = super().__get__(None, self._definer(owner))
         return self._self_unbound

@@ -1,19 +1,18 @@
 """A pure-torch stand-in for TransformerEngine's ``FusedAdam``.
 
 The stand-in reproduces the interface, the checks of arguments, the state layout and the rounding of
-``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and the RL frameworks
-on top of it can observe them. For each version it reproduces the legal constructor arguments, the
-dtype of each state tensor, the result of ``state_dict`` and the arguments of ``load_state_dict``.
-A step does the same arithmetic: it computes in fp32, and rounds the stored values to nearest.
+``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and RL frameworks can
+observe them. For each version it reproduces the legal constructor arguments, the dtype of each
+state tensor, the result of ``state_dict`` and the arguments of ``load_state_dict``. A step does the
+same arithmetic: it computes in fp32, and rounds the stored values to nearest.
 
 The stand-in does not reproduce:
 
-* Speed and memory of the CUDA kernels. Temporary fp32 tensors exist here for one parameter at a
-  time, in TransformerEngine for a whole parameter group.
-* The last bit of an update, because a GPU compiler may contract ``a * b + c``.
-* CUDA graphs: ``capturable=True`` passes the real checks and then raises an error.
-* fp8 *parameters* (``Float8Tensor`` and its relatives), and DTensor states.
-* The layout of fp8 *moments*, which are stored as one byte per element plus one scale.
+* Speed and memory of the CUDA kernels. The stand-in has temporary fp32 tensors for one parameter at
+a time, TransformerEngine for a whole parameter group. * The last bit of an update, because a GPU
+compiler may contract ``a * b + c``. * CUDA graphs: ``capturable=True`` passes the real checks and
+then raises an error. * fp8 *parameters* (``Float8Tensor`` and its relatives), and DTensor states. *
+The layout of fp8 *moments*, which are stored as one byte per element plus one scale.
   TransformerEngine's ``Float8Tensor`` may also contain a transposed copy.
 
 The rules were read in 2026-11 from the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14, 2.18,
@@ -81,13 +80,13 @@ class FusedAdam(StoredStates):
         bias_correction: divide the moments by ``1 - beta ** step``.
         adam_w_mode: decoupled weight decay.
         capturable: checked as in TransformerEngine, then refused, because CUDA graphs are missing.
-        master_weights: keep a master copy of 16-bit parameters.
+        master_weights: store a master copy of 16-bit parameters.
         master_weight_dtype: fp32 or fp16; ignored without ``master_weights``.
         exp_avg_dtype: fp32, bf16, fp16 or uint8 (fp8).
         exp_avg_sq_dtype: fp32, bf16, fp16 or uint8 (fp8).
         use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``.
-        store_param_remainders: keep int16 remainders for bf16 parameters; has no
-            effect unless ``master_weights`` is set and masters are fp32.
+        store_param_remainders: store int16 remainders for bf16 parameters; has an effect only with
+            ``master_weights`` and fp32 masters.
         set_grad_none: deprecated; use ``zero_grad(set_to_none=...)``.
 
     Raises:

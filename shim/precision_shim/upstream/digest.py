@@ -56,7 +56,7 @@ def is_remark(line: ast.AST) -> bool:
 def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
     """Yield a node's words to hash, in brackets, so that different trees give different words.
 
-    An annotation without a value is left out, except in a class, where it declares a field.
+    An annotation without a value is left out, except in a class, because it declares a field there.
     """
     if isinstance(node, ast.AnnAssign) and not in_class:
         if node.value is None:

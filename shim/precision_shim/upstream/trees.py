@@ -179,7 +179,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
     Args:
         path: a wheel, a checkout, a folder with packages, a package's own folder, or a virtual
             environment.
-        packages: packages of which the path must contain at least one.
+        packages: names of packages; the path must contain at least one of them.
 
     Raises:
         SourceError: the path cannot be read or contains none of the packages.
