@@ -264,7 +264,7 @@ class LossScaler(ShardedGradScaler):
         self.update()
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the state of a step that an exception ended, which is invalid for the next step."""
+        """Drop the state of a step that an exception ended: it is invalid for the next step."""
         if not self._enabled:
             return
         self._per_optimizer_states.pop(id(optimizer), None)

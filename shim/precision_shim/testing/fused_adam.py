@@ -9,10 +9,11 @@ same arithmetic: it computes in fp32, and rounds the stored values to nearest.
 The stand-in does not reproduce:
 
 * Speed and memory of the CUDA kernels. The stand-in has temporary fp32 tensors for one parameter at
-a time, TransformerEngine for a whole parameter group. * The last bit of an update, because a GPU
-compiler may contract ``a * b + c``. * CUDA graphs: ``capturable=True`` passes the real checks and
-then raises an error. * fp8 *parameters* (``Float8Tensor`` and its relatives), and DTensor states. *
-The layout of fp8 *moments*, which are stored as one byte per element plus one scale.
+  a time, TransformerEngine for a whole parameter group.
+* The last bit of an update, because a GPU compiler may contract ``a * b + c``.
+* CUDA graphs: ``capturable=True`` passes the real checks and then raises an error.
+* fp8 *parameters* (``Float8Tensor`` and its relatives), and DTensor states.
+* The layout of fp8 *moments*, which are stored as one byte per element plus one scale.
   TransformerEngine's ``Float8Tensor`` may also contain a transposed copy.
 
 The rules were read in 2026-11 from the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14, 2.18,
