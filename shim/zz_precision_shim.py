@@ -1,6 +1,6 @@
-# zz_precision_shim.pth executes this file in every process that has PRECISION_SHIM set. Without
-# cached bytecode the .pth file executes this text itself, because a first import would cost 1.5 ms
-# for any file. Each word of code then costs 13,000 instructions, and a comment costs none.
+# zz_precision_shim.pth executes this file in every process whose PRECISION_SHIM is set and not off.
+# Without cached bytecode the .pth file executes this text itself, because a first import would cost
+# 1.5 ms for any file. Each word of code then costs 13,000 instructions, and a comment costs none.
 import os
 import sys
 
