@@ -1,6 +1,6 @@
-# zz_precision_shim.pth executes this file in every process whose environment asks for the shim.
-# Without cached bytecode the .pth file executes the text, since a first import would cost 1.5 ms
-# whatever the file holds. Each word of code then costs 13,000 instructions, and a comment none.
+# zz_precision_shim.pth executes this file in every process whose PRECISION_SHIM is set and not off.
+# Without cached bytecode the .pth file executes this text itself, because a first import would cost
+# 1.5 ms for any file. Each word of code then costs 13,000 instructions, and a comment costs none.
 import os
 import sys
 
@@ -13,14 +13,14 @@ class PrecisionShimStart:
         if name in self.names:
             try:
                 from precision_shim.process.startup import take_over
-            except ImportError:  # a tool such as pex has replaced sys.path: no shim here
+            except ImportError:  # a tool such as pex has replaced sys.path: go on without the shim
                 return
             self.names = ()
             return take_over(name, target)
 
 
-# In a virtual environment Python executes start-up files twice. The second time does nothing, even
-# if the shim was taken out in between.
+# In a virtual environment Python executes start-up files twice. The second execution does nothing,
+# even if the shim was removed before it.
 if "precision_shim.process.startup" not in sys.modules and not any(
     hasattr(one, "finds_nothing") for one in sys.meta_path
 ):

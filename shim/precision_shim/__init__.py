@@ -4,7 +4,7 @@
     precision_shim.install()
 
 Importing this package imports neither torch nor a framework nor wrapt, because a start-up file may
-import it in every Python process of a cluster. The names below are loaded on first use.
+import it in every Python process of a cluster. Each name in ``__all__`` is loaded on first use.
 """
 
 import sys
@@ -75,7 +75,7 @@ def _lazily(
 
     Args:
         package: the package's name.
-        where: each such name, mapped to the module of the package that defines it.
+        where: each lazily loaded name, mapped to the submodule that defines it.
     """
 
     def get(name: str) -> object:

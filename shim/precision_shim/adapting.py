@@ -1,7 +1,7 @@
-"""The names that an adapter may import: ``seam``, ``Call``, the settings, ``decide`` and others.
+"""All names that an adapter may import, such as ``seam``, ``Call``, ``Settings`` and ``decide``.
 
-Adapters translate between a framework's objects and the arguments of the rules. The rules are in
-``precision_shim.precision``; no adapter contains a rule. CONTRIBUTING.md shows how to write an
+Adapters translate between a framework's objects and the rules' arguments. The rules are in
+``precision_shim.precision``; no adapter contains such a rule. CONTRIBUTING.md shows how to write an
 adapter.
 """
 
@@ -60,8 +60,8 @@ def versioned(distribution: str, package: str = "", called: str = "") -> str:
 
     Args:
         distribution: the name of the framework's distribution.
-        package: its top-level package, where that has another name than the distribution.
-        called: the framework's name in messages, where it differs from the distribution's name.
+        package: the framework's top-level package; empty if it is named like the distribution.
+        called: the framework's name in messages; empty if it is the distribution's name.
     """
     version = version_of(distribution, (package or distribution.replace("-", "_"),))
     return f"{called or distribution} {version or ''}".rstrip()
@@ -78,13 +78,13 @@ def parse_settings(
     """Parse the shim's settings that a user wrote into a framework's own config.
 
     Args:
-        values: the settings, by the names that ``install(settings=...)`` takes; a value of
-            ``None`` is the same as leaving the setting out.
-        names: the settings that are allowed at this place in the config.
-        where: that place, for messages.
+        values: the settings, keyed by their names in ``install(settings=...)``. ``None`` values are
+            ignored.
+        names: the names of the allowed settings.
+        where: the place in the config, for messages.
 
     Raises:
-        SettingsError: a name or a value makes no sense.
+        SettingsError: a setting is not allowed, or its value is invalid.
     """
     allowed = tuple(names)
     parsed: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """The exceptions and the warning class of precision_shim.
 
-Every message names the framework and its version, the symbol or config key, what was found, what
-is allowed, and what to do about it.
+Every error message names the framework and its version, the symbol or config key, the value found,
+the allowed values, and the remedy.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ class PrecisionShimError(Exception):
 
 
 class SettingsError(PrecisionShimError, ValueError):
-    """A setting has an invalid value; the message names it, its value and the allowed values."""
+    """A setting has an invalid value; the message names the setting and the allowed values."""
 
 
 class DtypeError(PrecisionShimError, ValueError):
-    """A dtype name is unknown, or the dtype is not allowed in the config field that holds it.
+    """A dtype name is unknown, or the dtype is not allowed in its config field.
 
     Attributes:
-        key: the config key that holds the dtype; empty where the key is not known.
+        key: the dtype's config key; empty if the key is not known.
     """
 
     def __init__(self, message: str, *, key: str = "") -> None:
@@ -28,7 +28,7 @@ class DtypeError(PrecisionShimError, ValueError):
 
 
 class SeamError(PrecisionShimError):
-    """A seam cannot be patched (raised in strict mode), or an adapter is broken."""
+    """A seam cannot be patched (an error only in strict mode), or an adapter is broken."""
 
 
 class SourceError(PrecisionShimError, ValueError):
@@ -48,7 +48,7 @@ class CheckpointLayoutError(PrecisionShimError, RuntimeError):
 
 
 class CheckpointUnreadableError(PrecisionShimError, ValueError):
-    """A path contains no checkpoint, or a damaged one; the message says what to do."""
+    """A path contains no checkpoint, or a damaged checkpoint; the message names the remedy."""
 
 
 class LossScaleError(PrecisionShimError, RuntimeError):

@@ -1,9 +1,9 @@
 """A finder that calls a function before or after the code of an imported module runs.
 
-The shim does not use ``wrapt.register_post_import_hook``, for three reasons. This finder also runs
-in processes such as Ray's agents, which should not spend 17 to 65 ms on importing wrapt. A hook of
-wrapt that is registered from within a ``find_spec`` never fires for the module being found. And
-this finder can be removed completely.
+The shim does not use ``wrapt.register_post_import_hook``, for three reasons. First, Ray's agents
+also run this finder, and should not spend 17 to 65 ms on importing wrapt. Second, wrapt never calls
+a hook that is registered while a ``find_spec`` searches for the hook's module. Third, this finder
+can be removed completely.
 """
 
 import sys
@@ -20,7 +20,7 @@ else:
 
 
 class Watcher:
-    """A ``sys.meta_path`` finder that reports imports of named modules and finds none itself.
+    """A ``sys.meta_path`` finder that reports imports of named modules and finds no module itself.
 
     A lookup without an import (``importlib.util.find_spec``) is not reported, with one exception: a
     watcher with ``before`` also reports the lookup of a namespace package.
@@ -32,10 +32,11 @@ class Watcher:
         """Make a watcher that is not yet in ``sys.meta_path``.
 
         Args:
-            callback: called with the module's name; it should not raise, because its exceptions
-                reach whoever imports the module.
-            before: call it once per name, before the module exists, instead of each time after
-                the module's code has run. The callback may import the module itself.
+            callback: called with the module's name. An exception in ``callback`` would reach the
+                code that imports the module.
+            before: whether to call ``callback`` once per name, before the module exists, instead of
+                each time after the module's code has run. With ``before``, ``callback`` may import
+                the module itself.
         """
         self.callback = callback
         self.before = before
@@ -43,7 +44,7 @@ class Watcher:
         self._busy = _local()
 
     def watch(self, names: "Iterable[str]") -> None:
-        """Add module names, and put the finder first in ``sys.meta_path`` if it is not there."""
+        """Add module names, and put the finder first in ``sys.meta_path`` if it is missing."""
         self._names.update(names)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
@@ -73,7 +74,7 @@ class Watcher:
     def find_elsewhere(
         self, name: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Return the other finders' spec; ``None`` if one of them asks us for the same name."""
+        """Return the other finders' spec; ``None`` in a nested search for the same name."""
         busy: set[str] = self._busy.__dict__.setdefault("names", set())
         if name in busy:
             return None
@@ -89,7 +90,7 @@ class Watcher:
             busy.discard(name)
 
     def take(self, name: str) -> bool:
-        """Remove a name from the watched ones; return whether it was among them."""
+        """Stop watching a name; return whether the name was watched."""
         if name not in self._names:
             return False
         self._names.discard(name)
@@ -97,7 +98,7 @@ class Watcher:
 
 
 class _Calling(Loader):
-    """Replaces a module's loader, and restores it just before the module's code runs."""
+    """Wraps a module's loader, and restores the original loader before the module's code runs."""
 
     def __init__(self, loader: "Loader", watcher: Watcher, path: "Sequence[str] | None") -> None:
         self._loader = loader
@@ -138,11 +139,11 @@ class _Before(_Calling):
             watcher.callback(name)
             module = sys.modules.get(name)
             if module is not None:
-                # The callback has imported the module. importlib looked into sys.modules before
-                # that, and would run the code again in a second module: return the first module.
+                # The callback has imported the module. importlib searched sys.modules before that
+                # call, and would run the code in a second module: return the first module.
                 self._there = module, module.__spec__
                 return module
-            # Search again: importlib will not ask finders that the callback inserted at the front.
+            # Search again: importlib skips finders that the callback inserted at the front.
             found = watcher.find_elsewhere(name, self._path)
             if found is not None and hasattr(found.loader, "exec_module"):
                 self._loader = found.loader  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Predict from source alone which of the shim's features would be in force in a process here."""
+"""Predict from source code alone which of the shim's features would be in force in a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Foreseen", "preview"]
 
 
 class Foreseen:
-    """Predicts which features would be in force for the frameworks that are installed here.
+    """Predicts which features would be in force for the installed frameworks.
 
     Args:
         settings: the settings of a process in which the shim is on.
@@ -37,7 +37,7 @@ class Foreseen:
         return refused is None or (feature, group) in refused
 
     def _read_refused(self, framework: str) -> frozenset[tuple[str, str]] | None:
-        """Return the refused groups; ``None`` (all are) where the adapter cannot be loaded."""
+        """Return the refused groups; ``None``, for all groups, if the adapter cannot be loaded."""
         try:
             adapter = entries()[framework].load()
         except SeamError:
@@ -50,12 +50,12 @@ def preview(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None] | None = None,
 ) -> tuple[SeamStatus, ...]:
-    """Predict what the engine would do with an adapter's seams, from the current ``Source`` alone.
+    """Predict the states of an adapter's seams from the current ``Source`` alone.
 
     Args:
         adapter: the adapter.
-        settings: what the user asks for.
-        versions: returns the version that a distribution has in that source; the default ``None``
+        settings: the user's settings.
+        versions: function that returns a distribution's version in the current ``Source``; ``None``
             stands for ``version_of``.
     """
 

@@ -1,11 +1,11 @@
 """Locks that stay usable after a fork: the forking thread acquires them before it forks.
 
-``logging`` does the same. The child of a fork has one thread: what other threads of the parent were
-doing is never completed there, and the locks they held stay held. So a fork waits until no other
-thread holds a lock of ours. In two cases waiting is no help: another thread holds the lock for more
-than ``PATIENCE`` seconds (it may itself wait for an import that the forking thread runs), or the
-forking thread holds it. Then the child gets a new lock, and ``interrupted`` tells it to undo
-patching that is incomplete.
+``logging`` does the same. The child of a fork has one thread: it never completes the work of the
+parent's other threads, and their locks stay locked. Therefore a fork waits at most ``PATIENCE``
+seconds until no other thread holds one of the shim's locks. The wait is limited because the other
+thread may itself wait for an import in the forking thread. If the lock is still held at the fork,
+or the forking thread holds it, ``interrupted`` makes the child undo incomplete patching. The child
+gets new locks.
 """
 
 import _frozen_importlib
@@ -26,10 +26,10 @@ interrupted = False
 
 
 class Lock:
-    """A reentrant lock for ``with`` that lives as long as the process."""
+    """A reentrant lock for ``with`` that exists until the process ends."""
 
     def __init__(self, *, patching: bool = True) -> None:
-        """Make a lock that every later fork acquires: ``os`` cannot unregister a fork handler.
+        """Make a lock that every later fork acquires, because no fork handler can be unregistered.
 
         Args:
             patching: whether threads hold the lock while they import and patch modules.
@@ -38,9 +38,9 @@ class Lock:
         self.patched: tuple[ModuleSpec | None, int] = None, 0
         """Spec of the module that was last patched within its import, and the importing thread."""
         if patching:
-            # A fork runs the handler registered last first. So logging must register before us: an
-            # import under our lock may need logging's lock, and a fork that held logging's lock
-            # while it waited for ours would deadlock until PATIENCE has passed.
+            # At a fork, the handler that was registered last runs first. Import logging first,
+            # because an import under our lock may need logging's lock. A fork that held logging's
+            # lock while it waited for ours would deadlock until PATIENCE has passed.
             import logging  # noqa: F401
         self._renew()
         if hasattr(os, "register_at_fork"):
@@ -59,7 +59,7 @@ class Lock:
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        # After a fork inside the ``with`` block, the child has a new lock, which it does not hold.
+        # After a fork inside the ``with`` block, the child has a new lock, which is unlocked.
         if self._depth and self._owner == get_ident():
             self._depth -= 1
             self._lock.release()
@@ -70,8 +70,8 @@ class Lock:
             self._let_import_end()
 
     def _let_import_end(self) -> None:
-        # A child can never import a module that another thread was importing at the fork. The
-        # import that waited for our patching is almost complete: give its thread time to return.
+        # A child can never import a module that another thread was importing at the fork. An import
+        # that waited for our patching is almost complete: wait up to 1 s for its thread.
         spec, thread = self.patched
         until = time.monotonic() + 1
         while getattr(spec, "_initializing", False) and thread != get_ident():
@@ -92,12 +92,12 @@ class Lock:
 
 
 def is_cut_off(module: str) -> bool:
-    """Whether an import never completes, because a fork left its thread in the parent process.
+    """Whether an import never completes because its thread exists only in the parent process.
 
     Args:
         module: the module's name.
     """
-    # No public API tells which thread imports a module. Without _module_locks the answer is False.
+    # No public API shows which thread imports a module. Without _module_locks, return False.
     lock = getattr(_frozen_importlib, "_module_locks", {}).get(module, lambda: None)()
     owner = getattr(lock, "owner", None)
     return owner is not None and owner not in sys._current_frames()

@@ -1,7 +1,8 @@
 """Record types for a framework, and for a backend that several frameworks are built on.
 
-Processes read these records before they import a framework, and Ray's agents read them too. So this
-module imports nothing at its top, not even ``dataclasses`` or ``typing``, which take 10 to 25 ms.
+Processes read these records before they import a framework, and Ray's agents read them too.
+Therefore this module imports nothing at its top, not even ``dataclasses`` or ``typing``: importing
+these takes 10 to 25 ms.
 """
 
 TYPE_CHECKING = False
@@ -24,18 +25,18 @@ class _Record:
 
 
 class Checkpoints(_Record):
-    """How a framework names its checkpoints, and which functions predict a resume from them.
+    """How a framework names its checkpoints, and which functions predict a resume.
 
     Attributes:
-        steps: regular expression of a step's directory; its one group is the step's number.
-        models: names of the models' directories in a step's directory; empty where a step's
-            directory holds one model.
+        steps: regular expression for a step's directory; its one group is the step's number.
+        models: names of the models' directories in a step's directory; empty if a step's directory
+            contains one model.
         resuming: for each kind of files (``"megatron"``, ``"dcp"``, ``"shards"``,
             ``"safetensors"``) the ``"module:function"`` that predicts from a ``Part`` and ``Here``
             how the part resumes.
         fields: fields of the framework's own config that a resume may depend on, each with its
             allowed values; the first value is the default.
-        fields_are: what users call these fields, for messages about ``--config``.
+        fields_are: the users' name for ``fields``, for messages about ``--config``.
     """
 
     steps: str
@@ -82,29 +83,14 @@ def _wrong(checkpoints: object) -> str:
 
 
 class Framework(_Record):
-    """A framework, and how to find its adapter without importing it.
+    """A framework's record, which names the framework's adapter without importing it.
+
+    ``seams.Adapter`` documents the attributes that are not listed here.
 
     Attributes:
-        framework: the name that users write, such as ``"verl"``.
-        distribution: the name of its distribution, from which the version is read.
-        packages: top-level packages whose import loads the adapter.
         adapter: ``"module:attribute"`` of the ``Adapter``.
-        tested: versions that the test environments pin; a third party's adapter lists its own.
-        effects: functions that are called where a DDP or an optimizer is built, on each path
-            through the framework. Under strict the engine raises a fault there and nowhere earlier,
-            even if the adapter itself is broken. The engine skips a function that a version lacks.
-        probes: modules whose functions test whether the framework behaves as the rules assume.
-        plan: ``"module:function"`` that reads the models of a job from its launch command, for
-            ``precision-shim plan``; empty where the adapter has no such function.
-        checkpoints: how the framework names its checkpoints; ``None`` where the adapter cannot
-            predict a resume.
-        audit_readers: for the top-level package of an optimizer's class, the
-            ``"module:function"`` that reads such optimizers for the audit. The audit reads
-            optimizers of other packages as it reads torch's own.
-        checkpoint_readers: for a kind of checkpoint files, the ``"module:function"`` that sorts
-            their tensors. Tensors in files of other kinds are sorted as torch's own.
-        by_name: whether the shim patches this framework only if the user names it; leaving
-            ``frameworks`` unset ("all frameworks") does not include it.
+        by_name: whether the shim patches this framework only if the user names it. If
+            ``frameworks`` is unset, the shim patches only frameworks without ``by_name``.
     """
 
     framework: str
@@ -155,8 +141,8 @@ class Framework(_Record):
         """Import the adapter.
 
         Raises:
-            SeamError: the module cannot be imported or holds no ``Adapter``, the adapter's table
-                names an unknown feature or is no table of seams, or its ``checkpoints`` are wrong.
+            SeamError: the adapter cannot be imported or is no ``Adapter``, or its seams or
+                ``checkpoints`` are invalid.
         """
         from ..errors import SeamError
         from ..seams import Adapter
@@ -165,7 +151,7 @@ class Framework(_Record):
 
         try:
             adapter = resolve(self.adapter)
-        except (Exception, SystemExit) as error:  # nothing here may end the process
+        except (Exception, SystemExit) as error:  # an adapter must not end the process
             raise SeamError(
                 f"{self.framework}: the adapter {self.adapter} cannot be loaded: {error!r}. "
                 f"Repair or remove it, or leave {self.framework} out with "
@@ -194,7 +180,7 @@ class Framework(_Record):
         return adapter
 
     def as_said(self) -> "Framework":
-        """Load the adapter, and return this record updated with what the adapter declares.
+        """Load the adapter, and return this record updated with the adapter's fields.
 
         Raises:
             SeamError: see ``load``.
@@ -208,12 +194,13 @@ class Config(_Record):
 
     Attributes:
         name: what users call it.
-        place: ``"module:Class.__init__"``, whose parameters are the config's fields.
-        fields: fields that a resume may depend on; where the backend is not installed, only these
-            are known.
-        beside: fields of other configs that a resume depends on, too.
+        place: the function whose parameters are the config's fields, as
+            ``"module:Class.__init__"``.
+        fields: fields that a resume may depend on. If the backend is not installed, the shim
+            accepts only these fields.
+        beside: fields of other configs that a resume also depends on.
         numbers: the fields whose values are numbers.
-        remedies: values of fields that may make a resume exact, in the order to try.
+        remedies: field values that may make a resume exact, in the order in which to try them.
     """
 
     name: str
@@ -248,12 +235,12 @@ class Backend(_Record):
 
     Attributes:
         config: the config of the backend's optimizer.
-        limits: ``"module:function"`` that tells the doctor what the installed TransformerEngine
-            rules out. The function takes a framework's name and seams, TransformerEngine's version,
-            and the reason why TransformerEngine cannot be imported.
+        limits: the function, as ``"module:function"``, that returns the doctor's remark on the
+            installed TransformerEngine. The function's arguments are a framework's name and seams,
+            TransformerEngine's version, and the reason why TransformerEngine cannot be imported.
         shared: the backend's packages that contain seams, each with its distribution's name.
-        audit_readers: see ``Framework``.
-        checkpoint_readers: see ``Framework``.
+        audit_readers: see ``seams.Adapter``.
+        checkpoint_readers: see ``seams.Adapter``.
     """
 
     config: Config

@@ -1,7 +1,7 @@
-"""Decide whether a feature is in force for a framework; nothing else decides it.
+"""Decide whether a feature is in force for a framework; no other module decides it.
 
-Worker, doctor, plan and checkpoint doctor differ in how they know the refused groups. In a worker
-the engine has refused them; the others predict from source what it would refuse (``Foreseen``).
+In a worker, the engine has recorded the refused groups of seams. The commands doctor, plan and
+checkpoint predict from source which groups the engine would refuse (``Foreseen``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def asked_for(settings: Settings, framework: str) -> bool:
 
 
 def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
-    """Return the frameworks to report: ``by_name`` ones only where ``settings`` names them."""
+    """Return the frameworks to report; ``settings`` must name those with ``by_name``."""
     return {
         name: one
         for name, one in known.items()
@@ -46,7 +46,7 @@ def in_force(
         framework: the framework's name.
         feature: the feature.
         group: the group's name in the adapter; its seams are patched together or not at all.
-        refused: takes framework, feature and group; returns whether that group is refused.
+        refused: function of framework, feature and group; returns whether the group is refused.
     """
     return (
         asked_for(settings, framework)
@@ -56,10 +56,9 @@ def in_force(
 
 
 def refused_groups(seams: Iterable[SeamStatus]) -> frozenset[tuple[str, str]]:
-    """Return the pairs of feature and group that contain a seam that cannot be patched.
+    """Return the pairs of feature and group in which a seam cannot be patched.
 
-    A seam that its adapter declares as a refusal does not count, because such a seam refuses a call
-    only when the framework makes it.
+    A seam that an adapter declares as a refusal does not count, because it only refuses calls.
     """
     return frozenset(
         (seam.feature, seam.group) for seam in seams if seam.state == "refused" and not seam.refusal

@@ -12,7 +12,7 @@ ENTRY_POINTS = "precision_shim.adapters"
 
 
 def meant(name: str, known: "Collection[str]") -> str:
-    """Return a question that suggests the nearest known name; ``""`` where no name is near.
+    """Return a question that suggests the nearest known name; ``""`` if no name is near.
 
     Args:
         name: the unknown name.

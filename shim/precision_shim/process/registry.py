@@ -2,8 +2,8 @@
 
 An entry point of the group ``precision_shim.adapters`` has the framework's name and refers to a
 ``seams.Adapter`` object. Our table is ``precision_shim_adapters.frameworks``, which no other module
-of the core imports. In a worker the shim imports an adapter only when one of its framework's
-packages is imported; ``records()`` also imports third parties' adapters. Start-up calls
+of the core imports. In a worker the shim imports an adapter only when one of the framework's
+packages is imported. ``records()`` imports third parties' adapters at once. Start-up calls
 ``packages()``, so this module imports nothing slow at its top.
 """
 
@@ -52,10 +52,10 @@ once per optimizer, and reading every distribution's entry points takes 10 to 50
 
 
 def records(*, third_party: bool = True) -> "dict[str, Framework]":
-    """Return complete records of all known frameworks; this loads third parties' adapters.
+    """Load third parties' adapters, and return complete records of all known frameworks.
 
-    Where an adapter cannot be loaded, its record has only what the entry point says, and the doctor
-    reports why.
+    If an adapter cannot be loaded, its record contains only the data of the entry point, and the
+    doctor reports the error.
     """
     import sys
 
@@ -68,7 +68,7 @@ def records(*, third_party: bool = True) -> "dict[str, Framework]":
         theirs = {name: declared for name, declared in entries().items() if name not in ours}
         said = {name: _as_said(declared) for name, declared in theirs.items()}
         theirs = {name: said[name] or declared for name, declared in theirs.items()}
-        if all(said.values()):  # one that failed may load later: its framework was half imported
+        if all(said.values()):  # a failed adapter may load later: its framework was half imported
             _said.clear()
             _said[path] = theirs
     return {**ours, **theirs}
@@ -84,7 +84,7 @@ def _as_said(entry: Framework) -> "Framework | None":
 
 
 def packages() -> "set[str]":
-    """Return the packages whose import loads one of our adapters where no framework was named."""
+    """Return the packages whose import loads one of our adapters if the user named no framework."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
     return {
@@ -96,7 +96,7 @@ def packages() -> "set[str]":
 
 
 def by_name() -> "set[str]":
-    """Return the supported frameworks that the shim leaves alone unless the user names them."""
+    """Return the supported frameworks that the shim patches only if the user names them."""
     from precision_shim_adapters.frameworks import FRAMEWORKS
 
     return {framework.framework for framework in FRAMEWORKS if framework.by_name}
@@ -115,7 +115,7 @@ def shared() -> "dict[str, str]":
 
 
 def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
-    """Map each package of optimizer classes to the ``"module:function"`` that reads them."""
+    """Map each package of optimizer classes to the ``"module:function"`` that reads optimizers."""
     theirs = records().values() if third_party else ()
     told = [
         *(adapter.audit_readers for adapter in theirs),
@@ -125,7 +125,7 @@ def audit_readers(*, third_party: bool = True) -> "dict[str, str]":
 
 
 def checkpoint_readers(framework: str) -> "dict[str, str]":
-    """Map each kind of checkpoint files to the ``"module:function"`` that sorts their tensors."""
+    """Map each kind of checkpoint files to the ``"module:function"`` that sorts the tensors."""
     told = [backend.checkpoint_readers for backend in backends()]
     whose = records().get(framework)
     if whose is not None:
@@ -153,5 +153,5 @@ def symbols_file() -> "Path":
 
 
 def is_tested(version: str, tested: "tuple[str, ...]") -> bool:
-    """Whether a version is among the tested ones; a local part such as ``+cu128`` is ignored."""
+    """Whether a version is a tested version; a local part such as ``+cu128`` is ignored."""
     return version.partition("+")[0] in tested

@@ -1,6 +1,6 @@
-"""``install()``, ``uninstall()`` and ``status()``, which share the one session of a process.
+"""``install()``, ``uninstall()`` and ``status()``, which share one session per process.
 
-Data goes one way: settings -> engine -> adapter -> rules -> decision -> status.
+Data flows in one direction: settings -> engine -> adapter -> rules -> decision -> status.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _lock = _forks.Lock()
 
 
 class _Session:
-    """What is installed: settings, engine, and adapters, each loaded at its framework's import."""
+    """An installation: settings, engine, and adapters, each loaded at its framework's import."""
 
     def __init__(
         self, settings: Settings, known: Mapping[str, Framework], fault: SettingsError | None = None
@@ -58,13 +58,13 @@ class _Session:
     def start(self) -> None:
         import sys
 
-        _startup.stop()  # the session's own watcher waits from here on
+        _startup.stop()  # from here on, the session's own watcher waits for imports
         if self.fault is None:
             for package in carriers.PACKAGES:
                 carriers.enter(package)
         for entry in self.asked_frameworks():
             if _current is not self:
-                return  # in the child of a fork that happened during an adapter's import
+                return  # this is the child of a fork during an adapter's import
             if any(package in sys.modules for package in entry.packages):
                 self.wake(entry)
             else:
@@ -115,30 +115,32 @@ def install(
 ) -> Status:
     """Patch the installed RL frameworks in this process, now or as they are imported.
 
-    Idempotent and thread-safe; may be called before or after a framework is imported. A second
-    call with other arguments replaces what the first asked for.
+    ``install`` is idempotent and thread-safe, and may be called before or after a framework is
+    imported. A second call with other arguments replaces the first installation.
 
     Args:
-        features: names of features, as a list or a comma-separated string; ``-name`` removes one
-            from all features. ``None``: ``PRECISION_SHIM_FEATURES``, else all.
-        frameworks: names of frameworks. ``None``: ``PRECISION_SHIM_FRAMEWORKS``, else all but
-            ``megatron``, which is patched only if it is named.
-        strict: whether a refusal is an error. ``None``: whether ``PRECISION_SHIM=strict``.
-        settings: the variables by their lower-case names without the prefix, such as
+        features: names of features, as a list or a comma-separated string; ``-name`` removes a
+            feature from all features. ``None``: the value of ``PRECISION_SHIM_FEATURES``, or all
+            features if the variable is unset.
+        frameworks: names of frameworks. ``None``: the value of ``PRECISION_SHIM_FRAMEWORKS``, or
+            all frameworks except ``megatron`` if the variable is unset.
+        strict: whether a refused seam raises an error. ``None``: only under
+            ``PRECISION_SHIM=strict``.
+        settings: values keyed by the variables' lower-case names without the prefix, such as
             ``{"optimizer_states": "follow-model"}``.
-        export: whether to put these arguments into this process's environment, for processes
-            started later. ``strict`` is never exported.
+        export: whether to put the arguments into this process's environment, for processes started
+            later. ``strict`` is never exported.
 
     Returns:
-        What is in force now: the result of ``status()``.
+        The result of ``status()``.
 
     Raises:
-        SettingsError: a name or value makes no sense.
-        SeamError: ``strict``, and a framework that is already imported cannot be patched.
+        SettingsError: a name is unknown, or a value is invalid.
+        SeamError: under ``strict``, a framework that is already imported cannot be patched.
     """
     session = _install(features, frameworks, strict, settings, export)
     if session is not None:
-        session.engine.catch_up()  # without the lock: may wait for imports by other threads
+        session.engine.catch_up()  # not under the lock: may wait for other threads' imports
         if session.settings.strict:
             for name in session.known:
                 for error in session.engine.faults(name):
@@ -194,9 +196,9 @@ def _install(
 def start(*, export: bool = False) -> None:
     """Install at a process's start, with the settings from the variables; never raises.
 
-    On a bad setting this prints one line on stderr, and the process goes on unpatched. Under strict
-    the session keeps the error and raises it where a feature would first take effect. The engine
-    raises the faults of seams and adapters there, too.
+    If a setting is invalid, ``start`` prints one line to stderr, and the process goes on unpatched.
+    In strict mode the functions in ``Framework.effects`` raise the setting's error, like faults of
+    seams and adapters.
 
     Args:
         export: as for ``install()``; used in processes that started without ``PRECISION_SHIM``.
@@ -214,7 +216,7 @@ def start(*, export: bool = False) -> None:
                     defaults = _settings.resolve(features=(), strict=True, environ={})
                     _current = _Session(defaults, offered(entries(), defaults), error)
                     _current.start()
-    except (Exception, SystemExit) as error:  # a defect of ours must not end the process
+    except (Exception, SystemExit) as error:  # a defect of the shim must not end the process
         _journal.say(f"not installed: {error!r}")
 
 
@@ -222,10 +224,10 @@ def uninstall() -> None:
     """Remove every patch and restore each patched namespace.
 
     Objects already built (optimizers, scalers) keep the precision they were built with. Save a
-    checkpoint first: later checkpoints are written without the shim. Variables that ``install()``
-    exported get their earlier values back, and the audit and ``watch_updates()`` stop. Where
-    another tool has wrapped one of our wrappers, both wrappers stay, ours only passes calls on to
-    the original, and a warning says so.
+    checkpoint before this call, because later checkpoints are written without the shim. Variables
+    that ``install()`` exported get their earlier values back, and the audit and ``watch_updates()``
+    stop. If another tool has wrapped one of our wrappers, both wrappers stay. Our wrapper then only
+    passes calls on to the original, and a warning names the symbol.
     """
     global _current, _bad_start
     with _lock:
@@ -257,7 +259,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def status() -> Status:
-    """Return what the shim did in this process; ``str()`` of it is one screen of text."""
+    """Return the shim's status in this process; ``str()`` of it is one screen of text."""
     with _lock:
         if _startup.waiting():
             start()  # PRECISION_SHIM is set, but no framework was imported yet
@@ -286,7 +288,7 @@ def status() -> Status:
 
 
 def _why_off() -> str:
-    """Return why nothing is installed in this process, and what the user can do about it."""
+    """Return the reason why nothing is installed in this process, and the remedy."""
     try:
         switch = _settings.switch()
     except SettingsError as error:
@@ -306,7 +308,7 @@ def _why_off() -> str:
 
 
 def in_force(framework: str, feature: str, group: str) -> bool:
-    """Whether a feature is on for a framework here and the engine did not refuse the group."""
+    """Whether a feature is on for a framework in this process and its group was not refused."""
     session = _current
     return (
         session is not None
@@ -321,14 +323,14 @@ def is_installed() -> bool:
 
 
 def current_settings() -> Settings:
-    """Return the settings in force; the defaults where nothing is installed."""
+    """Return the settings in force; the defaults if nothing is installed."""
     session = _current
     return _settings.resolve(environ={}) if session is None else session.settings
 
 
 def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatus:
     adapter = session.awake.get(name)
-    known = adapter or entry  # a third party's entry does not know its distribution
+    known = adapter or entry  # a third party's entry does not name its distribution
     version = version_of(known.distribution, known.packages)
     if not session.wants(name):
         return FrameworkStatus(version, "off", reason="not among the frameworks asked for")
@@ -342,7 +344,7 @@ def _framework(session: _Session, name: str, entry: Framework) -> FrameworkStatu
     if name not in session.standing:
         try:
             session.standing[name] = judge_version(adapter, version, version_of)
-        except Exception as error:  # a damaged record must not end install()
+        except Exception as error:  # a damaged record must not make install() fail
             told = f"its symbols could not be compared with the record: {error!r}"
             session.standing[name] = is_tested(version, adapter.tested), told
     tested, reason = session.standing[name]
@@ -371,7 +373,7 @@ def _report(text: str) -> None:
 
 
 def _say_nothing(framework: str, error: PrecisionShimError) -> None:
-    """Do nothing: the automatic start has reported this fault."""
+    """Do nothing, because the automatic start has reported the fault."""
 
 
 def _retire(session: _Session) -> None:
@@ -379,7 +381,7 @@ def _retire(session: _Session) -> None:
     _left_behind[:] = session.engine.remove()
     for variable, (before, ours) in session.exported.items():
         if os.environ.get(variable) != ours:
-            continue  # someone else has set the variable since: leave it
+            continue  # other code has set the variable since: leave it
         if before is None:
             os.environ.pop(variable, None)
         else:
@@ -391,10 +393,10 @@ def _retire(session: _Session) -> None:
 
 
 def _given_environment() -> dict[str, str]:
-    """Return this process's environment without what ``install()`` exported.
+    """Return this process's environment without the variables that ``install()`` exported.
 
-    A second ``install()`` replaces the arguments of the first, so it must not read these arguments
-    from the environment.
+    A second ``install()`` replaces the arguments of the first, so it must not read the first call's
+    arguments from the environment.
     """
     environ = dict(os.environ)
     for variable, (before, ours) in (_current.exported if _current is not None else {}).items():

@@ -1,7 +1,7 @@
 """The table of all settings, each with its variable, default and parser.
 
-Documented precedence: the operator's kill switch ``PRECISION_SHIM=0`` > arguments of
-``install()`` > variables > defaults. Arguments and variables go through the same parser.
+Documented precedence: the operator's kill switch ``PRECISION_SHIM=0`` > arguments of ``install()``
+> variables > defaults. The same parser reads arguments and variables.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _directory(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise _bad(name, value, "a path")
     text = os.fspath(value).strip() if isinstance(value, str) else str(os.fspath(value))
-    # Workers start in other directories, where a relative path would mean another place.
+    # Workers start in other directories, where a relative path would name another directory.
     path = os.path.abspath(os.path.expanduser(text)) if text else ""
     if path and os.path.exists(path) and not os.path.isdir(path):
         raise _bad(name, value, "a directory, which is made where it is missing")
@@ -124,16 +124,15 @@ TABLE: Mapping[str, Setting] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings in force in this process, and where each value came from.
+    """The settings in force in this process, and the origin of each value.
 
     Attributes:
         values: the parsed value of every setting, by name.
         origin: ``"argument"``, ``"variable"`` or ``"default"``, by the setting's name.
         features: names of the features in force.
-        frameworks: names of the frameworks asked for, or ``None`` for all.
-        strict: whether a refusal is an error.
-        given: the arguments of ``install()`` as environment variables, name to value: a child
-            process with these variables gets the same settings.
+        frameworks: names of the frameworks that the user named, or ``None`` for all.
+        strict: whether a refused seam raises an error.
+        given: the arguments of ``install()`` as environment variables, for child processes.
     """
 
     values: Mapping[str, Any]
@@ -147,20 +146,20 @@ class Settings:
         return self.values[name]
 
     def effective(self) -> tuple[object, ...]:
-        """Return what distinguishes two installations: values, and which of them the user gave."""
+        """Return a key to compare two installations: the values, and the names that users set."""
         given = {name for name in self.origin if self.is_set(name)}
         return dict(self.values), given, self.features, self.frameworks, self.strict
 
     def is_set(self, name: str) -> bool:
-        """Whether the user gave the setting, as an argument or a variable."""
+        """Whether the user set the setting, as an argument or a variable."""
         return self.origin[name] != "default"
 
 
 def switch(environ: Mapping[str, str] | None = None) -> str:
-    """Return what ``PRECISION_SHIM`` says: ``"on"``, ``"strict"``, ``"off"`` or ``"unset"``.
+    """Return the state of ``PRECISION_SHIM``: ``"on"``, ``"strict"``, ``"off"`` or ``"unset"``.
 
     Raises:
-        SettingsError: the value is not an allowed one.
+        SettingsError: the value is not allowed.
     """
     text = (os.environ if environ is None else environ).get(PREFIX, "").strip().lower()
     if not text:
@@ -181,7 +180,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
     """Raise an error for unknown variables with our prefix, which are most likely misspelt.
 
     Raises:
-        SettingsError: names each unknown variable, and the one that was most likely meant.
+        SettingsError: a variable is unknown; the message suggests the nearest known variable.
     """
     known = [
         f"{PREFIX}_FEATURES",
@@ -201,7 +200,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known name that was most likely meant, in a list; empty where none is near."""
+    """Return a list with the known name nearest to ``name``; empty if no name is near."""
     from difflib import get_close_matches  # only an error needs it
 
     # Compare without the common prefix, which would make any two names look alike.
@@ -227,7 +226,7 @@ BY_CALL: Mapping[str, str] = {
 def parse_features(
     value: str | Iterable[str], variable: str = f"{PREFIX}_FEATURES"
 ) -> tuple[str, ...]:
-    """Parse a list of features; ``-name`` removes one from all, or from those named before it.
+    """Parse a list of features; ``-name`` removes a feature from all, or from those listed before.
 
     Raises:
         SettingsError: a name is unknown.
@@ -249,7 +248,7 @@ def parse_features(
         elif bare not in chosen:
             chosen.append(bare)
     if not names and isinstance(value, str):
-        return FEATURES  # an empty variable counts as unset; only features=[] asks for no feature
+        return FEATURES  # an empty variable counts as unset; only features=[] selects no feature
     return tuple(name for name in FEATURES if name in chosen)
 
 
@@ -271,12 +270,13 @@ def resolve(
     """Combine arguments, variables and defaults into the settings of a process.
 
     Args:
-        features: names, as a list or a comma-separated string; ``None``: the variable decides.
-        frameworks: names of frameworks, given in the same way.
-        strict: whether a refusal is an error; ``None``: whether ``PRECISION_SHIM=strict``.
-        settings: values by the lower-case names of the variables without the prefix.
-        known_frameworks: names that are allowed; empty to allow any.
-        environ: the environment; ``None`` for the process's own.
+        features: names, as a list or a comma-separated string; ``None`` for the variable's value.
+        frameworks: names of frameworks, in the same form as ``features``.
+        strict: whether a refused seam raises an error; ``None``: only under
+            ``PRECISION_SHIM=strict``.
+        settings: values keyed by the variables' lower-case names without the prefix.
+        known_frameworks: allowed names of frameworks; empty to allow any.
+        environ: the environment; ``None`` for the process's environment.
         where: how the user wrote ``features``, ``frameworks`` and ``settings``, for messages.
 
     Raises:

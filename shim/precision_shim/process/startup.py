@@ -1,11 +1,13 @@
-"""Start-up in a process whose environment asks for the shim: wait for a framework's import.
+"""Start-up in a process whose environment switches the shim on: wait for a framework's import.
 
-The variable reaches every process of a cluster, pip and compile workers included. So the line in
-``zz_precision_shim.pth`` only executes ``zz_precision_shim.py``, whose finder waits for the
-frameworks' own packages. When Python looks for such a package, that finder calls ``take_over()``,
-which replaces it with a ``Watcher``: that one distinguishes an import from a mere lookup.
+Every process of a cluster may inherit ``PRECISION_SHIM``, pip and compile workers included.
+Therefore ``zz_precision_shim.pth`` only executes ``zz_precision_shim.py``, whose finder waits for
+the frameworks' own packages. When Python searches for a framework's package, the finder calls
+``take_over()``. ``take_over()`` replaces the finder with a ``Watcher``, which distinguishes an
+import from a mere lookup.
 
-Nothing here may raise or end a process, because that would break pip and Ray's agents, too.
+No function in this module may raise an error or end a process, because an error would also break
+pip and Ray's agents.
 """
 
 import os
@@ -30,7 +32,7 @@ _waiting: "Watcher | None" = None
 
 
 def init() -> None:
-    """Wait for a framework's import if the environment asks for the shim; once per process."""
+    """Wait for a framework's import if the environment switches the shim on; once per process."""
     global _called, _waiting
     try:
         # A second thread that imports a framework waits here until the shim is in place.
@@ -53,7 +55,7 @@ def init() -> None:
 
 
 def take_over(name: str, target: "ModuleType | None" = None) -> "ModuleSpec | None":
-    """Replace the start-up file's finder with a ``Watcher``, and answer the lookup of ``name``."""
+    """Replace the start-up file's finder with a ``Watcher``, and look up ``name`` with it."""
     init()
     first = _first()
     if first is not None:
@@ -92,9 +94,9 @@ def _wake_words() -> "set[str]":
     from . import carriers, registry
 
     names = registry.packages()
-    # Start-up knows a third party's framework only if the user names it. Otherwise the shim reads
-    # every distribution's entry points when torch is imported. That takes 10 to 50 ms: little
-    # compared with importing torch, but too much for a process without torch.
+    # Start-up can watch for a third party's framework only if the user names it. Otherwise the shim
+    # reads every distribution's entry points when torch is imported. Reading the entry points takes
+    # 10 to 50 ms: little compared with importing torch, but too much for a process without torch.
     named = os.environ.get(f"{VARIABLE}_FRAMEWORKS", "")
     names.update(name.strip().lower().replace("-", "_") for name in named.split(","))
     names.discard("")
@@ -122,10 +124,10 @@ def _third_parties() -> bool:
 
 
 def say(line: str) -> None:
-    """Write one line to stderr, where it survives frameworks that configure logging late.
+    """Write one line to stderr, because a framework may reconfigure logging later.
 
-    Where stderr cannot be written (it is ``None`` under pythonw and some daemons, or closed, or the
-    disk is full) the line is lost, and the calling code goes on.
+    If writing to stderr fails, the line is lost and no error is raised. For example, stderr is
+    ``None`` under pythonw and some daemons, or is closed, or its disk is full.
     """
     try:
         if sys.stderr is not None:

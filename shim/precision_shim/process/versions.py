@@ -1,4 +1,4 @@
-"""Find out which version of a framework is installed and how it differs from the recorded ones."""
+"""Find out which version of a framework is installed and how it differs from recorded versions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["describe", "judge_version", "tell_missed", "version_of"]
 def version_of(distribution: str, packages: Iterable[str]) -> str | None:
     """Return the version of the package that this process would import, without importing it.
 
-    The version is read from the distribution's metadata. For a checkout, whose metadata is absent
-    or belongs to another copy, it is read from the checkout's source. Returns ``"unknown"`` where
-    neither states a version, ``None`` where neither metadata nor package is found.
+    The version is read from the distribution's metadata. If the metadata is absent or of another
+    copy of the package, the package's source is read. Returns ``"unknown"`` if neither states a
+    version, and ``None`` if neither metadata nor package is found.
     """
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import distribution as installed
@@ -31,7 +31,7 @@ def version_of(distribution: str, packages: Iterable[str]) -> str | None:
     for package in packages:
         try:
             spec = find_spec(package)
-        except Exception:  # another package's finder may do anything
+        except Exception:  # another package's finder may raise any error
             continue
         if spec is None:
             continue
@@ -58,12 +58,13 @@ def judge_version(
     *,
     closely: bool = False,
 ) -> tuple[bool, str]:
-    """Return whether a version is tested, and how the code here differs from recorded versions.
+    """Return whether a version is tested, and how its code differs from recorded versions.
 
     Args:
         adapter: the framework's adapter.
         version: the framework's version.
-        versions: returns the version of a distribution of a backend, as ``version_of`` does.
+        versions: function that returns the version of a backend's distribution, like
+            ``version_of``.
         closely: whether to compare the code with the record even if the version is recorded.
     """
     from ..upstream import symbols as _symbols

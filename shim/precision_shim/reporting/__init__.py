@@ -1,4 +1,4 @@
-"""What the shim reports to the user: decisions and warnings (``journal``) and ``status()``.
+"""The shim's reports to the user: decisions and warnings (``journal``), and ``status()``.
 
-``record`` holds the data of ``status()``, and ``text`` formats it.
+``record`` has the data classes of ``status()``, and ``text`` formats them.
 """

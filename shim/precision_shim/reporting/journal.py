@@ -1,7 +1,7 @@
 """Record the process's decisions for ``status()``, and print each as a line on rank 0's stderr.
 
-Nothing is printed in a process without decisions. So pip, compile workers and inference engines,
-which inherit the variables, print nothing.
+A process without decisions prints nothing, for example pip, a compile worker or an inference engine
+that inherits the variables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ verbosity = "info"
 
 
 def record(decision: Decision) -> None:
-    """Store and print a decision; an equal one (of another model chunk) has no effect."""
+    """Store and print a decision, unless an equal decision (of another model chunk) is stored."""
     with _lock:
         if decision in _decisions:
             return
@@ -33,7 +33,7 @@ def record(decision: Decision) -> None:
 
 
 def announce(line: str) -> None:
-    """Print a line to stderr on rank 0; with ``log=debug`` on all ranks, with ``quiet`` on none."""
+    """Print a line to stderr: on rank 0, on all ranks (``log=debug``) or on none (``quiet``)."""
     if verbosity != "quiet" and (_is_rank_0() or verbosity == "debug"):
         say(line)
 
@@ -51,11 +51,11 @@ def warn(message: str, stacklevel: int | None = 2) -> None:
             return
         _warned.add(message)
     try:
-        if stacklevel is None:  # within an import, the source line would be one of importlib
+        if stacklevel is None:  # within an import, the source line would be importlib's
             warnings.warn_explicit(message, PrecisionShimWarning, "<precision_shim>", 1)
         else:
             warnings.warn(message, PrecisionShimWarning, stacklevel=stacklevel + 1)
-    except ValueError:  # raised by warnings if stderr is closed
+    except ValueError:  # the warnings module raises it if stderr is closed
         if not getattr(sys.stderr, "closed", False):
             raise
 

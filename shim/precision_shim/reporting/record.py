@@ -1,4 +1,4 @@
-"""What the shim did in this process: the record that ``status()`` returns.
+"""The record that ``status()`` returns: the shim's patches and choices in this process.
 
 The module ``text`` formats the record.
 """
@@ -20,13 +20,13 @@ for."""
 
 @dataclass(frozen=True)
 class Decision:
-    """A choice that the shim made in this process, and why.
+    """A choice that the shim made in this process, and its reason.
 
     Attributes:
         framework: the framework's name.
-        subject: what the decision is for, such as ``"actor"`` or ``"critic"``.
+        subject: the object of the decision, such as ``"actor"`` or ``"critic"``.
         feature: the feature that made the decision.
-        chosen: what was chosen, in words.
+        chosen: the choice, in words.
         because: the reason, in words.
     """
 
@@ -50,11 +50,11 @@ class SeamStatus:
         state: one of ``STATES``.
         reason: why the seam has this state; may be empty.
         path: the path through the framework, in the user's words.
-        refusal: why the feature is impossible there, if the adapter declares that; else empty.
+        refusal: the adapter's reason why the feature is impossible on this path; may be empty.
         why: why the shim patches this symbol.
         upstream: link to the discussion upstream.
         delete_when: when the seam can be deleted.
-        group: the adapter's name of the group, whose seams are patched together or not at all.
+        group: the adapter's name of the seam's group, which is patched as a whole or not at all.
     """
 
     target: str
@@ -83,11 +83,11 @@ class FrameworkStatus:
     """State of one framework.
 
     Attributes:
-        version: the framework's version; ``None`` when it is not installed.
+        version: the framework's version; ``None`` if the framework is not installed.
         state: one of ``STATES``.
         seams: the framework's seams; empty until its adapter is loaded.
         reason: why the framework has this state; may be empty.
-        tested: whether the version is among the tested ones; ``None`` while that is not known.
+        tested: whether the version is a tested version; ``None`` while this is unknown.
     """
 
     version: str | None
@@ -107,11 +107,11 @@ class Status:
     Attributes:
         enabled: whether the shim is installed in this process.
         features: names of the features in force.
-        settings: every setting's value by its lower-case name, and ``strict``.
+        settings: the values of all settings and of ``strict``, by their lower-case names.
         frameworks: the frameworks' states, by name.
         decisions: the decisions, oldest first.
-        notes: what else the user should know, such as why nothing was installed.
-        given: names of the settings that the user set; the others are defaults.
+        notes: further messages to the user, such as the reason why nothing was installed.
+        given: names of the settings that the user set; all other settings have their defaults.
         audit: the latest automatic audit of each optimizer.
     """
 

@@ -1,4 +1,4 @@
-"""Format the record of what the shim did: as one screen of text, and as a complete table.
+"""Format the record of ``status()``: as one screen of text, and as a complete table.
 
 This module formats ``str(status())``, ``status().details()`` and ``precision-shim doctor``, so that
 all three use the same words.
@@ -20,7 +20,7 @@ _COLUMN = 25  # the column at which the text after a feature's name begins
 _LEAST = 6  # minimum number of lines for decisions, however long the problems are
 _AUDITS = 5  # maximum number of lines for audits
 _MORE = "status().details()"
-_WITH_OTHERS = "refused whole, because: "  # the engine's prefix for the reason of another seam
+_WITH_OTHERS = "refused whole, because: "  # the engine's prefix of another seam's reason
 
 AT_WORK = ("pending", "partly pending", "wrapped", "partly", "native")
 """Verdicts on a path for which the feature is in force, or will be."""
@@ -143,7 +143,7 @@ def framework(
     Args:
         name: the framework's name.
         status: the framework's state.
-        features: the features asked for; all other features share one line.
+        features: the features that the user switched on; all other features share one line.
         ahead: whether the states are predicted, as in the doctor.
     """
     lines = fold(headline(name, status, ahead=ahead), 0, 2)
@@ -164,7 +164,7 @@ def framework(
 
 
 def _feature(name: str, seams: Sequence[SeamStatus], ahead: bool) -> str:
-    """Return text on which paths a feature is in force, waits, is native or is refused."""
+    """Return a text of the paths on which a feature is in force, waits, is native or is refused."""
     states: dict[str, list[str]] = {}
     for seam in seams:
         states.setdefault(seam.path, []).append(_state(seam))
@@ -213,9 +213,9 @@ def _together(states: Sequence[str]) -> str:
 
 
 def refusals(name: str, seams: Iterable[SeamStatus]) -> list[str]:
-    """Return why seams were refused, each reason once, and what to do about it.
+    """Return the reasons why seams were refused, each reason once, and the remedies.
 
-    Seams that an adapter declares as refusals are left out: they matter only when they are used.
+    Seams that an adapter declares as refusals are left out, because they refuse only calls.
     """
     seams = list(seams)
     subjects: dict[str, dict[tuple[str, str], None]] = {}
@@ -261,7 +261,7 @@ def seams(
 
     Args:
         known: the seams.
-        shown: words to show in place of states; other states are shown by name.
+        shown: words to show in place of some states' names.
         indent: indentation of the features' names.
     """
     words = shown or {}
@@ -306,7 +306,7 @@ def _problems(status: Status) -> list[str]:
 
 
 def _decisions(decisions: Sequence[Decision], room: int) -> list[str]:
-    """Return all decisions if there is room; else the latest ones per subject and feature."""
+    """Return all decisions if there is room; else the latest decision per subject and feature."""
     kept: Sequence[Decision] = decisions
     if _length(fold(str(decision), 2, 4) for decision in decisions) > room:
         newest = {
@@ -325,7 +325,7 @@ def _key(decision: Decision) -> tuple[str, str, str]:
 def _fit(
     blocks: Sequence[list[str]], room: int, *, left_out: int = 0, turn: bool = False
 ) -> list[str]:
-    """Return the lines of as many blocks as there is room for, starting with the first block.
+    """Return the lines of as many blocks as fit into ``room``, starting with the first block.
 
     Args:
         blocks: paragraphs, each a list of lines.
@@ -367,7 +367,7 @@ def fold(
     Args:
         text: the text; its line ends become spaces.
         indent: indentation of the first line.
-        further: indentation of the other lines; ``None`` for that of the first line.
+        further: indentation of the other lines; ``None`` for the first line's indentation.
         break_words: whether to break words that are longer than a line, such as symbols' names.
     """
     if not text.strip():

@@ -1,6 +1,6 @@
 """Loss scaling for fp16: the scaler, its counters, and how its state is saved.
 
-These modules are rules: they need only torch, contain nothing specific to a framework, and patch
+The modules of ``scaling`` need only torch, contain nothing specific to a framework, and patch
 nothing.
 """
 

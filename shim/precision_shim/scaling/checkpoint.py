@@ -1,12 +1,12 @@
 """A scaler's state in a checkpoint directory: one small JSON file, replaced atomically.
 
 Rank 0 writes and reads the file and broadcasts its content, so that all ranks have the same scale.
-Where checkpoint paths are node-local, the file is in the directory of rank 0's shards, and is moved
-and deleted with them.
+If checkpoint paths are node-local, the file is in the directory of rank 0's shards, and is moved
+and deleted with these shards.
 
-The record lists the checkpoint files of all ranks that were written with it, each with a
-fingerprint of its content (``precision.belonging``). ``load`` rejects a record if the files next to
-it were written by another save.
+The record lists all ranks' checkpoint files of the same save, each with a fingerprint of its
+content (``precision.belonging``). ``load`` rejects a record if the files next to it were written by
+another save.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def save(
     group: dist.ProcessGroup | None = None,
     files: Files | None = None,
 ) -> Path:
-    """Write the scaler's state into a checkpoint's directory; every rank of the group calls this.
+    """Write the scaler's state into a checkpoint's directory; called by every rank of the group.
 
-    Call this after the framework has written its own files. The file gets its name only when it is
-    complete and flushed to the disk. If the process is killed before that, the file of an earlier
-    save remains (if there is one), and perhaps a hidden temporary file.
+    Call ``save`` after the framework has written its own files. The file is renamed to its final
+    name only when it is complete and flushed to the disk. If the process is killed before the
+    renaming, the file of an earlier save remains, and perhaps a hidden temporary file.
 
     Args:
-        directory: the checkpoint's directory as this rank sees it; rank 0 creates a missing one.
+        directory: this rank's path of the checkpoint's directory; rank 0 creates a missing one.
         scaler: a ``LossScaler``, or a framework's own GradScaler.
-        group: the ranks that call this; ``None`` for all.
-        files: this rank's files in the checkpoint; ``load`` checks that the state was saved with
-            them. ``None`` to skip that check.
+        group: the calling ranks; ``None`` for all ranks.
+        files: this rank's files in the checkpoint; ``load`` checks that they are of the same save
+            as the state. ``None`` to skip the check.
 
     Returns:
         Path of the file.
@@ -83,23 +83,23 @@ def load(
     group: dist.ProcessGroup | None = None,
     files: Files | None = None,
 ) -> tuple[str, ...] | None:
-    """Restore the scaler's state from a checkpoint's directory; every rank calls this.
+    """Restore the scaler's state from a checkpoint's directory; called by every rank.
 
     Args:
-        directory: the checkpoint's directory as this rank sees it.
+        directory: this rank's path of the checkpoint's directory.
         scaler: the scaler to restore.
-        group: the ranks that call this; ``None`` for all.
-        files: this rank's files in the checkpoint, to check that the state was saved with them;
-            ``None`` to skip that check.
+        group: the calling ranks; ``None`` for all ranks.
+        files: this rank's files in the checkpoint, to check that they are of the same save as the
+            state; ``None`` to skip the check.
 
     Returns:
-        ``None`` if the checkpoint has no scaler state. Otherwise a line for each value that
-        differs from the saved one, and a line if the state names no files to check.
+        ``None`` if the checkpoint has no scaler state. Otherwise one line for each restored value
+        that differs from the saved value, and one line if the state names no files to check.
 
     Raises:
-        ScalerOfAnotherSaveError: another save has written the files.
-        ScalerCheckpointError: the file is damaged or cannot be read. Both errors are raised on
-            every rank; the scaler is then unchanged.
+        ScalerOfAnotherSaveError: the ``files`` are of another save than the state.
+        ScalerCheckpointError: the file is damaged or cannot be read. Every rank raises the same
+            error, and the scaler is then unchanged.
     """
     path = Path(directory) / FILE_NAME
     text: str | None = None
@@ -139,15 +139,15 @@ def load(
 
 
 def other_save(record: object, where: str, files: Files | None) -> str:
-    """Validate a record from a framework's own file; to be called before ``agree``.
+    """Validate a record from a framework's own file, before a call of ``agree``.
 
     Args:
         record: see ``read_record``.
         where: the file, for messages.
-        files: this rank's files, to compare with those that the record names, if any.
+        files: this rank's files, to compare with the files that the record names.
 
     Returns:
-        A message if another save has written the files; otherwise empty.
+        A message if ``files`` are of another save than the record; otherwise ``""``.
 
     Raises:
         ScalerCheckpointError: the record is damaged, or a file cannot be read.
@@ -163,7 +163,7 @@ def other_save(record: object, where: str, files: Files | None) -> str:
 
 
 def _of_another_save(where: str, files: list[str]) -> ScalerOfAnotherSaveError:
-    """Return the error for a record next to files that another save has written."""
+    """Return the error for a record whose neighbouring ``files`` another save has written."""
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return ScalerOfAnotherSaveError(
         f"{where}: the loss scaler's state is of another save than the files beside it: "
@@ -173,22 +173,22 @@ def _of_another_save(where: str, files: list[str]) -> ScalerOfAnotherSaveError:
 
 
 def agree(problem: str, record: object, where: str, another: str = "") -> str:
-    """Raise an error on all ranks unless all have read the same state; every rank calls this.
+    """Raise an error on all ranks unless all ranks have read the same state; called by all ranks.
 
-    For checkpoints of which every rank reads its own file, or its own part of a file.
+    Use ``agree`` if every rank reads its own file of a checkpoint, or its own part of a file.
 
     Args:
-        problem: what was wrong with this rank's record; empty if nothing was.
-        record: this rank's record; ``None`` if it has none.
+        problem: an error message about this rank's record; empty if the record is valid.
+        record: this rank's record; ``None`` if the rank has no record.
         where: the file, for messages.
-        another: what ``other_save`` returned on this rank.
+        another: the result of ``other_save`` on this rank.
 
     Returns:
-        The first ``another`` in rank order that is not empty; empty if all are.
+        The first non-empty ``another`` in rank order; ``""`` if every rank's is empty.
 
     Raises:
-        ScalerCheckpointError: a rank has a problem (the message is the first one), or the states
-            differ.
+        ScalerCheckpointError: a rank has a ``problem`` (the first one becomes the message), or the
+            ranks' states differ.
     """
     all_of_them = _from_all((problem, state_of(record), another))
     problems = [text for text, *_ in all_of_them if text]

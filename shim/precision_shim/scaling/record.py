@@ -52,11 +52,11 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler, which has no counters and no
             ``min_scale``.
-        files: fingerprints of the files that are saved with the record; ``None`` to name none.
+        files: fingerprints of the files that are saved with the record; ``None`` to list no files.
 
     Returns:
-        ``kind``, ``format``, ``state``, ``settings``, ``counters``, ``world_size``,
-        ``written_by``, ``files`` if any are given, and a ``digest`` over all other entries.
+        The record, with the keys ``kind``, ``format``, ``state``, ``settings``, ``counters``,
+        ``world_size``, ``written_by``, ``files`` (if given), and ``digest``, of all other entries.
     """
     state = scaler.state_dict()
     ours = isinstance(scaler, LossScaler)
@@ -88,14 +88,14 @@ def record_of(scaler: GradScaler, files: Mapping[str, str] | None = None) -> dic
 
 
 class BoundWhenPickled(OrderedDict[str, Any]):
-    """A record that adds the fingerprints of its save's other files when it is pickled.
+    """A record that, when pickled, adds the fingerprints of the other files of the same save.
 
-    For a framework that gets the record early and pickles it into the last of its files. It is
-    pickled as an ``OrderedDict``, so that a process without the shim can read it.
+    The class is for a framework that stores the record early and pickles it into its last file. The
+    record is pickled as an ``OrderedDict``, which a process without the shim can read.
 
     Args:
         record: from ``record_of``.
-        files: paths, by the files' names in the record.
+        files: paths, keyed by the files' names in the record.
     """
 
     def __init__(
@@ -117,8 +117,9 @@ class BoundWhenPickled(OrderedDict[str, Any]):
 def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
     """Restore a scaler to a record's state.
 
-    Scale, growth tracker, counters and settings are taken from the record, except a growth interval
-    or factors that the user of this process set. For ``min_scale`` the lower value is used.
+    The record supplies scale, growth tracker, counters and settings, except a growth interval or
+    factors that the user of this process set. ``min_scale`` becomes the lower of saved and present
+    value.
 
     Args:
         scaler: a ``LossScaler``, or a framework's own GradScaler.
@@ -126,7 +127,7 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
         where: the file, for messages.
 
     Returns:
-        One line for each value that differs from the saved one.
+        One line for each restored value that differs from the saved value.
 
     Raises:
         ScalerCheckpointError: see ``read_record``; the scaler is then unchanged.
@@ -143,10 +144,10 @@ def restore(scaler: GradScaler, record: object, where: str) -> tuple[str, ...]:
 
 
 def to_tensor(record: Mapping[str, Any] | None = None) -> torch.Tensor:
-    """Return a record as a tensor of bytes on the CPU, which has the same size for every record.
+    """Return a record as a CPU tensor of bytes, whose size is the same for every record.
 
-    For torch's distributed checkpoints: they unpickle everything that is no tensor, and load a
-    tensor only into a tensor of the saved size.
+    torch's distributed checkpoints unpickle everything except tensors, and load a tensor only into
+    a tensor of the saved size.
 
     Args:
         record: from ``record_of``; ``None`` for an empty tensor to load into.

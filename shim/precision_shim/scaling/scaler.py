@@ -24,11 +24,11 @@ inf, and 0 x inf would make all later gradients NaN."""
 
 @contextmanager
 def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Make GradScaler step every optimizer in the same way, even one that handles the loss scale.
+    """Make GradScaler step every optimizer in the same way, even if it handles the loss scale.
 
-    The gradients are already unscaled, for clipping, and the overflow of all ranks is known.
-    TransformerEngine's FusedAdam would unscale the gradients a second time (``capturable=True``),
-    and test for an overflow on its own rank alone.
+    At the step, the gradients are already unscaled (for clipping), and all ranks' overflows are
+    summed. TransformerEngine's FusedAdam would unscale the gradients a second time
+    (``capturable=True``), and test for an overflow on its own rank alone.
     """
     name = "_step_supports_amp_scaling"
     held = vars(optimizer)
@@ -44,9 +44,9 @@ def _as_others(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _shards(optimizer: torch.optim.Optimizer) -> Any:
     """Return the optimizer's parameters, with this rank's shard in place of each DTensor gradient.
 
-    For DTensors torch sums the overflow over each DTensor's mesh, before the scaler sums it over
-    all ranks. That collective runs on the gradient's device, and for an offloaded gradient on the
-    CPU there may be no backend (only NCCL). It also cannot mix DTensors with plain gradients.
+    For DTensors, torch would sum the overflow over each DTensor's mesh, before the scaler sums it
+    over all ranks. The sum over a mesh cannot mix DTensors with plain gradients. The sum also runs
+    on the gradient's device, and for gradients on the CPU there may be no backend (only NCCL).
     """
 
     def shard(parameter: torch.Tensor) -> Any:
@@ -60,18 +60,17 @@ def _shards(optimizer: torch.optim.Optimizer) -> Any:
 class LossScaler(ShardedGradScaler):
     """torch's ``ShardedGradScaler`` with a loss hook, bounds, counters and a limit on skips.
 
-    It can be used wherever a framework takes a GradScaler: ``scale``, ``unscale_``, ``step`` and
-    ``update`` do what GradScaler's methods do. In a job of one process it needs no process group.
-    The scaler sums an overflow over the process group, by default over all ranks, so data-parallel,
+    A framework can use the scaler in place of GradScaler, because ``scale``, ``unscale_``, ``step``
+    and ``update`` behave like GradScaler's. A job of one process needs no process group. The scaler
+    sums an overflow over the process group, by default over all ranks. Therefore data-parallel,
     tensor- and context-parallel ranks skip the same steps and have the same scale.
 
-    A step costs one transfer from the device, as with GradScaler; that transfer brings both the
-    overflow and the scale.
+    Like GradScaler, a step costs one transfer from the device, of both overflow and scale.
 
     Args:
         settings: see ``ScalerSettings``.
         device: device type of the gradients, ``"cuda"`` or ``"cpu"``.
-        process_group: the ranks that skip the same steps; at least all ranks that hold a part of
+        process_group: the ranks that skip the same steps, including all ranks that store a part of
             the same parameter. ``None`` for all ranks.
 
     Attributes:
@@ -104,8 +103,8 @@ class LossScaler(ShardedGradScaler):
     def loss_scale(self) -> float:
         """The scale of the last step (before the first step: the initial scale).
 
-        Reading this does not synchronise with the device. It is 1 where the scaler is disabled, as
-        ``get_scale()`` is.
+        Reading ``loss_scale`` does not synchronise with the device. The value is 1 if the scaler is
+        disabled, like that of ``get_scale()``.
         """
         if not self._enabled:
             return 1.0
@@ -115,8 +114,9 @@ class LossScaler(ShardedGradScaler):
     def overflow(self) -> torch.Tensor | None:
         """Whether a gradient of any rank is not finite, as a tensor on the device.
 
-        ``None`` before ``unscale_`` and after ``update``. For a framework that tests the grad norm
-        before the step: reading this does not synchronise with the device.
+        The value is ``None`` before ``unscale_`` and after ``update``. A framework that tests the
+        grad norm before the step can read ``overflow``, because reading it does not synchronise
+        with the device.
         """
         if not self._enabled:
             return None
@@ -134,8 +134,8 @@ class LossScaler(ShardedGradScaler):
     def attach(self, loss: torch.Tensor) -> None:
         """Scale the gradients that this loss will backpropagate; the loss itself is unchanged.
 
-        The gradients are bitwise equal to those of ``scaler.scale(loss).backward()``. For a loss
-        that needs no gradient (eval mode) this does nothing.
+        The gradients are bitwise equal to those of ``scaler.scale(loss).backward()``. A loss that
+        requires no gradient (eval mode) is ignored.
 
         Args:
             loss: a scalar, of any floating dtype.
@@ -153,11 +153,11 @@ class LossScaler(ShardedGradScaler):
             self.unscale_(optimizer)
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this step's gradients have been unscaled, or need not be."""
+        """Whether this step's gradients have been unscaled, or the scaler is disabled."""
         return not self._enabled or self._stage(optimizer) is not OptState.READY
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and find out whether any rank has a non-finite one."""
+        """Divide the gradients by the scale, and test whether a rank has a non-finite gradient."""
         if not self._enabled:
             return
         self._make_ready()
@@ -217,15 +217,15 @@ class LossScaler(ShardedGradScaler):
             self.counter.note(overflow, self.loss_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's state, with ``min_scale``, below which the scale never falls."""
+        """Return GradScaler's state and ``min_scale``, the lower bound of the scale."""
         state: dict[str, Any] = super().state_dict()
         return {**state, "min_scale": self._min_scale} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore scale, growth tracker and settings, as GradScaler does, and ``min_scale``.
 
-        A state of GradScaler has no ``min_scale``: then that of the settings is used. It is lowered
-        to the state's scale where it is above, so that it never raises that scale.
+        If the state has no ``min_scale``, like a state of GradScaler, the settings' ``min_scale``
+        is used. If ``min_scale`` is above the state's scale, it is lowered to that scale.
         """
         super().load_state_dict(state_dict)
         if self._enabled:
@@ -248,11 +248,11 @@ class LossScaler(ShardedGradScaler):
         self.counter = SkipCounter(self.settings.max_skips)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the scale after a step that a framework's own loop took, or skipped as not finite.
+        """Update the scale after a framework's own loop took a step, or skipped a non-finite step.
 
-        For a loop that tests the norm of the unscaled gradients itself, where this scaler's
-        ``step`` cannot replace the optimizer's: call ``unscale_once`` before the loop's step, and
-        ``settle`` after it.
+        ``settle`` is for a loop that tests the norm of the unscaled gradients itself and cannot
+        call this scaler's ``step``. The loop calls ``unscale_once`` before its step, and ``settle``
+        after it.
 
         Raises:
             LossScaleError: see ``update``.
@@ -264,7 +264,7 @@ class LossScaler(ShardedGradScaler):
         self.update()
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the state of a step that an exception ended; it is invalid for the next step."""
+        """Drop the state of a step that an exception ended: it is invalid for the next step."""
         if not self._enabled:
             return
         self._per_optimizer_states.pop(id(optimizer), None)

@@ -12,11 +12,11 @@ __all__ = ["MAX_SKIPS", "SkipCounter"]
 
 @dataclass
 class SkipCounter:
-    """Counts optimizer steps, and those of them that were skipped because of an overflow.
+    """Counts optimizer steps, and the steps that were skipped because of an overflow.
 
     Attributes:
         limit: number of consecutive skips that raises an error.
-        steps: number of optimizer steps, skipped ones included.
+        steps: number of optimizer steps, including skipped steps.
         skipped: number of steps that were skipped.
         in_row: number of skips since the last step that was not skipped.
     """

@@ -1,4 +1,4 @@
-"""What a wrapper function is passed: a ``Call``, and the arguments that it names.
+"""The arguments of a wrapper function: a ``Call``, and the symbol's arguments that it names.
 
 ``prepare`` reads a symbol's signature once, when the symbol is patched, not at each call.
 """
@@ -31,10 +31,10 @@ class Binding:
     Attributes:
         target: ``"module:attribute"`` of the symbol, for messages.
         positional: names of the parameters that may be passed by position, without ``first``.
-        positional_only: how many of these must be passed by position.
+        positional_only: how many of ``positional`` must be passed by position.
         first: name of the parameter for the instance or the class; empty for a function.
-        parameters: the names of all parameters but ``first``.
-        wanted: the wrapper's parameters, each with the value it gets if the caller passes none.
+        parameters: the names of all parameters except ``first``.
+        wanted: the wrapper's parameters, each with its value if the caller passes no value.
     """
 
     target: str
@@ -46,12 +46,12 @@ class Binding:
 
 
 class Call:
-    """A call of a wrapped symbol; the wrapper gets it as its first argument.
+    """A call of a wrapped symbol, which is passed to the wrapper as its first argument.
 
     Attributes:
         instance: the object that a method was called on, the class for a classmethod, else
-            ``None``. The wrapper of a class- or staticmethod may read it only if its seam has
-            ``unbound=True``.
+            ``None``. The wrapper of a class- or staticmethod may read ``instance`` only if the
+            wrapper's seam has ``unbound=True``.
     """
 
     __slots__ = (
@@ -81,10 +81,10 @@ class Call:
     def arguments(self) -> dict[str, Any]:
         """The arguments that the caller passed, by name, without defaults.
 
-        So ``name in call.arguments`` tells whether the caller passed an argument. A wrapper may
-        add, change and remove entries: ``proceed()`` passes on the result. Keywords that the symbol
-        takes by its ``**kwargs``, or does not know, are entries, too. Positional arguments without
-        a name (``*args``) are not; ``proceed()`` passes them on unchanged.
+        Thus ``name in call.arguments`` is true only if the caller passed ``name``. A wrapper may
+        add, change and remove entries, and ``proceed()`` passes on the changed arguments. All
+        keywords are entries, even keywords for ``**kwargs`` and unknown keywords. Positional
+        arguments without a name (``*args``) are no entries; ``proceed()`` passes them on unchanged.
         """
         self._taken = True
         return self._bound()
@@ -137,13 +137,13 @@ class Call:
 def prepare(
     function: Callable[..., Any], target: str, raw: Any, in_class: bool, source: Symbol
 ) -> Binding:
-    """Match the parameters that a wrapper names to those of the imported symbol.
+    """Match a wrapper's parameters with the parameters of the imported symbol.
 
     Args:
         function: the wrapper.
         target: ``"module:attribute"`` of the symbol.
         raw: the symbol's value in its namespace; in a class it may be a descriptor.
-        in_class: whether that namespace is a class's.
+        in_class: whether the symbol's namespace is a class.
         source: the symbol's description from its source, for parameters that a decorator hides
             behind ``*args, **kwargs``.
 
@@ -187,12 +187,12 @@ def prepare(
 def _signature(function: Any) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(function).parameters.values())
-    except Exception:  # a builtin may have no signature, and another tool's object may raise
+    except Exception:  # a builtin may lack a signature; another tool's object may raise an error
         return None
 
 
 def through(function: Callable[..., Any], binding: Binding) -> Through:
-    """Return a wrapper in the form that wrapt takes."""
+    """Return a wrapper with the signature that wrapt calls."""
     wanted = binding.wanted
     if not wanted:
 
@@ -233,16 +233,15 @@ def around(
 ) -> Any:
     """Call a bound method through a wrapper, as a seam would.
 
-    Meant for a mixin that precedes a framework's class in the bases, where there is no symbol to
-    wrap.
+    ``around`` is for a mixin that precedes a framework's class in the bases and patches no symbol.
 
     Args:
         function: the wrapper.
-        method: the method of the framework's class, bound.
+        method: the bound method of the framework's class.
         instance: the object that ``method`` is bound to.
-        args: what the caller passed by position.
-        kwargs: what the caller passed by name.
-        positional: names of the method's first parameters, where a decorator hides these.
+        args: the caller's arguments by position.
+        kwargs: the caller's arguments by name.
+        positional: names of the method's first parameters, if a decorator hides them.
     """
     name = f"{type(instance).__module__}:{type(instance).__qualname__}"
     source = Symbol(name, parameters=positional, positional=positional)

@@ -1,9 +1,10 @@
 """The engine that patches the seams of adapters as their target modules are imported.
 
-For each adapter the engine waits until one of its target modules is imported. Then it checks all
-seams of the adapter from source (``_plan``). In each group of a feature it patches either all seams
-(``_sites``) or none; a seam whose module is not imported yet is patched at that import. If an
-imported module then differs from what the check read, the engine undoes the whole group.
+For each adapter the engine waits until one of its target modules is imported. At that import the
+engine checks all seams of the adapter against the source (``_plan``). In each group of a feature
+the engine patches either all seams (``_sites``) or none. A seam whose module is not imported yet is
+patched when the module is imported. If an imported module differs from the checked source, the
+engine undoes the whole group.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Known:
 class Engine:
     """Patches the seams of adapters, and undoes the patches.
 
-    Thread-safe. It never raises from within an import; it passes every fault to ``on_fault``.
+    Thread-safe. An engine raises no error within an import, but passes every fault to ``on_fault``.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class Engine:
 
         Args:
             features: names of the features in force; seams of other features are not patched.
-            settings: passed to native probes; the engine itself does not read it.
-            strict: whether a fault is raised where a feature would first take effect.
+            settings: passed to native probes; the engine itself does not read the settings.
+            strict: whether the functions in an adapter's ``effects`` raise the adapter's faults.
             on_fault: called with the framework's name and the error, once per refused group.
-            describe: returns a framework's name and version, for messages.
+            describe: function that returns a framework's name and version, for messages.
             missed: see ``check``.
         """
         self._features = frozenset(features)
@@ -82,7 +83,7 @@ class Engine:
     # -- adding ---------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
-        """Add an adapter, if it is new: patch its loaded modules and wait for the others."""
+        """Add an adapter, if it is new: patch its loaded modules and wait for its other modules."""
         with _lock:
             if adapter.framework in self._known or not self._live:
                 return
@@ -106,8 +107,9 @@ class Engine:
     def catch_up(self) -> None:
         """Wait for target modules that other threads are importing, and patch these modules.
 
-        Those imports began before the engine's watcher was in place. The engine does not wait for
-        an import that a fork cut off. The caller must hold no lock that a module's code may need.
+        The engine's watcher misses imports that began before the watcher was in place. The engine
+        does not wait for an import that a fork cut off. The caller must hold no lock that a
+        module's code may need.
         """
         with _lock:
             slow = [
@@ -143,7 +145,7 @@ class Engine:
                 self._sites.reach_copies()
 
     def _forget(self, module: str) -> None:
-        """Reset a module's seams after its code ran: a second run has overwritten the patches."""
+        """Reset a module's patched seams after a second run of its code overwrote the patches."""
         self._sites.forget(module)
         for known in self._known.values():
             for row in known.rows:
@@ -154,8 +156,7 @@ class Engine:
     def _on_arrival(self, module: str) -> None:
         done: set[str] = set()
         while True:
-            # The wrappers that raise faults come first, as innermost layers: they are needed if
-            # patching fails here.
+            # First add the wrappers that raise faults, as innermost layers, in case patching fails.
             self._trip(module)
             # Search again each time: a wrapper's module may import a framework and add an adapter.
             framework = next((name for name in self._known if name not in done), None)
@@ -175,7 +176,7 @@ class Engine:
             for group, problems in plan.refused.items():
                 self._refuse(group, problems)
         # Apply all pending seams, not only this module's: the watcher does not report an import
-        # that another thread had begun when the watcher started.
+        # that another thread began before the watcher started.
         for row in known.rows if known.checked else ():
             if (
                 self._live
@@ -218,7 +219,7 @@ class Engine:
         except Exception as error:  # a broken adapter must not break the framework's import
             self._refuse(row.group, [f"{seam.target}: {error}"])
             return
-        if not self._live:  # in the child of a fork during put(): all patches were undone
+        if not self._live:  # this is the child of a fork during put(), without patches
             return
         unreached = self._sites.reach(site, seam.aliases)
         # A declared refusal is patched too, so that its wrapper can refuse; users see "refused".
@@ -261,8 +262,8 @@ class Engine:
         """Undo all patches, the latest first.
 
         Returns:
-            A message for each symbol that cannot be restored because another tool has wrapped it
-            since: our wrapper stays beneath that tool's wrapper and only passes calls on.
+            A message for each symbol that cannot be restored, because another tool has wrapped it.
+            Our wrapper then stays beneath the other tool's wrapper and only passes calls on.
         """
         with _lock:
             self._live = False
@@ -299,15 +300,15 @@ def _find_loaded(module: str) -> Any:
     loaded = sys.modules.get(module)
     if loaded is None:
         return None
-    # A module whose code is still running does not count: the watcher reports it afterwards.
+    # A module whose code is still running is not yet loaded: the watcher reports it afterwards.
     spec = getattr(loaded, "__spec__", None)
     return None if getattr(spec, "_initializing", False) else loaded
 
 
 def _bind(seam: Seam, raw: Any, in_class: bool, symbol: Symbol | None) -> Callable[..., Any]:
     """Return the seam's wrapper in wrapt's form, matched to the imported symbol's parameters."""
-    assert seam.wrapper is not None  # check() leaves no record of a native feature pending
-    if seam.replaces:  # the symbol need not be callable: some frameworks build on objects
+    assert seam.wrapper is not None  # after check(), a record of a native feature is not pending
+    if seam.replaces:  # the symbol's value may be an object that is not callable
         return seam.wrapper
     function = getattr(raw, "__func__", raw)
     if not callable(function):

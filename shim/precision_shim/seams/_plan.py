@@ -1,7 +1,7 @@
-"""Check an adapter's records against the frameworks' source, which gives a plan of what to patch.
+"""Check an adapter's records against the frameworks' source, and plan which symbols to patch.
 
-The check patches nothing, imports no framework and keeps no state. The engine executes a plan;
-the doctor shows one.
+The check patches nothing, imports no framework and keeps no state. The engine executes the plan;
+the doctor shows it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Row:
     """One seam of an adapter, and its state, which the engine updates.
 
     Attributes:
-        group: the group that the seam is patched or refused with.
+        group: the seam's group, which is patched or refused as a whole.
         seam: the record.
         state: one of ``STATES``; ``pending`` means that the seam is still to be patched.
         reason: why the seam has this state; may be empty.
@@ -55,11 +55,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the engine would do for an adapter.
+    """The actions that the engine would take for an adapter.
 
     Attributes:
         adapter: the adapter.
-        rows: one per seam of this version, in the order of the table.
+        rows: one row for each seam of the installed version, in the order of the table.
         refused: the refused groups, each with the reasons.
     """
 
@@ -68,7 +68,7 @@ class Plan:
     refused: Mapping[Group, tuple[str, ...]] = field(default_factory=dict)
 
     def foretold(self) -> tuple[SeamStatus, ...]:
-        """Return the predicted states of the seams; ``pending`` ones would be patched."""
+        """Return the predicted states of the seams; a ``pending`` seam would be patched."""
         return tuple(
             replace(row, state="refused", reason=row.seam.refusal).status(self.adapter)
             if row.state == "pending" and row.seam.refusal
@@ -78,9 +78,9 @@ class Plan:
 
 
 def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]:
-    """Return rows for the seams of the version here, unchecked: each is ``pending`` or ``off``.
+    """Return unchecked rows for the installed version's seams: each is ``pending`` or ``off``.
 
-    Of the frameworks' source this reads only what seams name in ``only_if`` and ``unless``.
+    Of the frameworks' source, only the symbols in ``only_if`` and ``unless`` are read.
     """
     on, there = frozenset(features), cache(is_there)
     return tuple(
@@ -95,7 +95,7 @@ def list_unchecked(adapter: Adapter, features: Iterable[str]) -> tuple[Row, ...]
 
 
 def is_there(condition: str) -> bool:
-    """Whether the source meets a condition that a seam has in ``only_if`` or ``unless``."""
+    """Whether the source meets a condition of a seam's ``only_if`` or ``unless``."""
     target, _, name = condition.partition(" mentions ")
     symbol = look(target)
     if ":" not in target:
@@ -124,8 +124,8 @@ def check(
     Args:
         adapter: the adapter.
         features: names of the features in force; seams of other features are ``off``.
-        settings: passed to native probes; nothing else reads it.
-        missed: called for optional or conditional seams whose symbol does not exist here.
+        settings: passed to native probes; no other code reads the settings.
+        missed: called for optional or conditional seams whose symbol does not exist in the source.
     """
     had = missed(adapter)
     rows = list_unchecked(adapter, features)
@@ -147,10 +147,10 @@ def check(
 def _find_moved(
     adapter: Adapter, features: Iterable[str], rows: Iterable[Row], had: Callable[[str], str]
 ) -> Iterator[Row]:
-    """Yield rows for seams that conditions leave out and whose symbol is at none of its places.
+    """Yield rows for seams that conditions exclude and whose symbol is at no declared place.
 
-    With ``only_if`` and ``unless`` an adapter declares where a symbol is in different versions. If
-    the symbol is at none of these places, its group must not lose the seam silently.
+    With ``only_if`` and ``unless`` an adapter declares a symbol's places in different versions. If
+    no declared place has the symbol, the symbol's group must not lose the seam silently.
     """
     on = frozenset(features)
     stand = {id(row.seam) for row in rows}
@@ -165,7 +165,7 @@ def _find_moved(
 
 
 def _last(seam: Seam) -> str:
-    """Return a symbol's last name: one function may wrap several symbols in several places."""
+    """Return a symbol's last name, which distinguishes the symbols that one function wraps."""
     return seam.attribute.rpartition(".")[2]
 
 
@@ -175,8 +175,7 @@ def _refuse_halves(
     """Add a problem for each group that has lost a module while its other seams still exist.
 
     It is no problem if a version never had an optional module, or if upstream removed all of a
-    group's symbols: those seams are absent. But if only some are gone, the group would be half
-    patched.
+    group's symbols. If upstream removed only some of the symbols, the group would be half patched.
     """
     stays = {row.group for row in rows if row.state == "pending" and not row.seam.refusal}
     for row in rows:
@@ -191,7 +190,7 @@ def _refuse_halves(
 
 
 def _judge(row: Row, settings: object) -> str:
-    """Set a row's state from source; return why its group must be refused, or ``""``."""
+    """Set a row's state from source; return the reason to refuse the row's group, or ``""``."""
     seam, symbol = row.seam, look(row.seam.target)
     row.symbol = symbol
     if not symbol.module_found and seam.optional:
@@ -209,7 +208,7 @@ def _judge(row: Row, settings: object) -> str:
         return f"{seam.target}: {name_of(seam.native)} failed: {error!r}"
     if native:
         row.state, row.reason = "native", native
-    elif seam.wrapper is None:  # a record of what the framework does itself
+    elif seam.wrapper is None:  # a record of a native feature, which this version lacks
         row.state = "absent"
     else:
         row.reason = seam.refusal
@@ -217,7 +216,7 @@ def _judge(row: Row, settings: object) -> str:
 
 
 def missing(seam: Seam, symbol: Symbol) -> str:
-    """Return a message on what a seam needs and its symbol's source lacks; ``""`` for nothing."""
+    """Return a message if a symbol's source does not meet the seam's requirements, else ``""``."""
     if not seam.fits(symbol.kind):
         kind = symbol.kind or "plain function"
         return f"{seam.target} is a {kind}, and {seam.name} is written for what is none"
@@ -231,7 +230,7 @@ def missing(seam: Seam, symbol: Symbol) -> str:
 
 
 def refusal(seam: Seam, problems: Iterable[str]) -> str:
-    """Return why a seam of a refused group is refused: its problems, or else the group's first."""
+    """Return why a seam is refused: its own problems, or else the first problem of its group."""
     problems = tuple(problems)
     own = [text for text in problems if seam.target in text]
     return "; ".join(own) or "refused whole, because: " + problems[0]

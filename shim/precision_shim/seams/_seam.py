@@ -1,8 +1,8 @@
 """How an adapter declares a seam: with a decorator on the function that wraps a symbol.
 
 ``seam(...)`` marks a function, as pluggy's ``hookimpl`` does; ``collect(...)`` makes an adapter's
-table from the marks. The function's own parameters say which parameters the symbol must have, so
-the declaration does not list them.
+table from the marks. The symbol must have the parameters that the function names, so the
+declaration does not list them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONDITION = re.compile(r"[\w.]+(:[\w.]+( mentions \w+)?)?")
 
 @dataclass(frozen=True, kw_only=True)
 class _Fields:
-    """The fields of a ``Seam`` that ``seam(...)`` takes by name; ``Seam`` documents them."""
+    """The fields of a ``Seam`` that ``seam(...)`` accepts by name; ``Seam`` documents them."""
 
     why: str
     upstream: str = ""
@@ -58,41 +58,40 @@ class _Fields:
 class Seam(_Fields):
     """A symbol of a framework that the shim patches for one feature, and how.
 
-    Installer, uninstaller, status, documentation and tests all read these records. ``seam`` makes
-    them. An adapter calls ``Seam`` itself in two cases only: where there is no function to mark,
-    because the framework does the feature itself, and for a function that wraps different symbols
-    in different frameworks.
+    Installer, uninstaller, status, documentation and tests all read ``Seam`` records, which
+    ``seam`` makes. An adapter calls ``Seam`` itself if the framework has the feature, because there
+    is then no function to mark. An adapter also calls ``Seam`` for a function that wraps different
+    symbols in different frameworks.
 
     Attributes:
-        target: ``"module:attribute"``, in the module that *defines* the symbol; names of a class
-            body are joined with a dot (``"pkg.mod:Class.method"``).
+        target: the symbol, in the module that *defines* it, as ``"module:attribute"`` or
+            ``"module:Class.method"``.
         feature: the feature that needs the seam.
-        wrapper: the function that wraps the symbol: ``function(call, ...)``, see ``Call``.
-            ``None``: the record says that the framework does the feature itself.
+        wrapper: the function that wraps the symbol, called as ``function(call, ...)``; see
+            ``Call``. ``None`` in a record of a feature that the framework has itself.
         why: why the shim patches this symbol and not another.
-        upstream: link to the discussion upstream, where there is one.
+        upstream: link to the discussion upstream, or empty.
         delete_when: when this record can be deleted.
         group: name shared by seams of one feature that are patched together or not at all.
-        relies_on: identifiers that the source of the symbol (for a method: of its class) must
-            contain, because the wrapper relies on them.
-        aliases: ``"module:attribute"`` names that other modules bound by ``from ... import``; a
-            late install replaces those that still hold the original.
-        native: finds out whether the framework does the feature itself here.
+        relies_on: identifiers on which the wrapper relies; the source of the symbol (for a method:
+            of its class) must contain them.
+        aliases: copies of the symbol that other modules made by ``from ... import``, each as
+            ``"module:attribute"``; a late install replaces each copy that is still the original.
+        native: function that tests whether the installed framework has the feature itself.
         optional: whether a missing module makes the seam ``absent`` instead of ``refused``.
-        refusal: why the feature is impossible here. The wrapper of such a seam only reports that
-            (in strict mode: raises an error) when the framework calls the symbol.
-        replaces: whether ``wrapper`` gets the symbol's value and returns a replacement, which is
-            in place until ``uninstall()``. For a symbol that is used without being called, such as
-            a class that a decorator has turned into another object.
-        only_if: conditions under which the seam belongs to the version here: the source must have
-            ``"module"``, ``"module:attribute"``, or, with ``"module:attribute mentions name"``, an
-            identifier in the symbol's source. Where one of these is missing, no status shows the
-            seam, unless its symbol is gone from all its places. Conditions are read when the
-            framework is imported, never earlier.
-        unless: conditions of the same form; a seam is left out where any of them is met.
-        unbound: set this where the symbol is a classmethod or a staticmethod and ``wrapper`` reads
-            ``call.instance``, which is then the class or ``None``. Otherwise the check refuses
-            such a wrapper there, because upstream may have turned a method into one of these.
+        refusal: why the feature is impossible on this path. With ``refusal``, the wrapper only
+            reports the reason (in strict mode: raises an error) in a call of the symbol.
+        replaces: whether ``wrapper`` is called with the symbol's value and returns a replacement,
+            which is in place until ``uninstall()``. ``replaces`` is for a symbol that is used
+            without being called, such as a class that a decorator has turned into another object.
+        only_if: conditions that the source must meet: ``"module"`` and ``"module:attribute"`` must
+            exist; for ``"module:attribute mentions name"``, the symbol's source must contain
+            ``name``. A status shows a seam whose condition is not met only if no declared place has
+            its symbol. Conditions are tested when the framework is imported, never earlier.
+        unless: conditions in the form of ``only_if``; the seam is left out if any of them is met.
+        unbound: must be true if the symbol is a classmethod or a staticmethod and ``wrapper`` reads
+            ``call.instance``, which is then the class or ``None``. Otherwise the check refuses the
+            wrapper, because upstream may have turned a method into a class- or staticmethod.
     """
 
     target: str
@@ -124,7 +123,7 @@ class Seam(_Fields):
                 f"{self.name}: a record without a wrapper says that the framework does "
                 f"{self.feature} itself, and needs a native= probe that tells."
             )
-        self.reads  # noqa: B018  # a signature that cannot be bound is an error now, not later
+        self.reads  # noqa: B018  # an invalid signature raises an error now, not later
 
     @property
     def module(self) -> str:
@@ -138,7 +137,7 @@ class Seam(_Fields):
 
     @property
     def name(self) -> str:
-        """``"module:function"`` of the wrapper (of the probe where there is none), for messages."""
+        """``"module:function"`` of the wrapper, or else of the probe, for messages."""
         return name_of(self.wrapper or self.native or self.target)
 
     @cached_property
@@ -149,9 +148,9 @@ class Seam(_Fields):
     def fits(self, kind: str) -> bool:
         """Whether the wrapper can wrap a symbol of this kind; see ``Symbol.kind``.
 
-        A plain wrapper of a coroutine or generator would return before the wrapped body runs. And a
-        coroutine or generator around a plain function would return an object that no caller
-        awaits or iterates over.
+        A plain wrapper of a coroutine or generator would return before the wrapped body runs. A
+        coroutine or generator around a plain function would return an object that no caller awaits
+        or iterates over.
         """
         if self.wrapper is None or self.replaces:
             return True
@@ -167,42 +166,43 @@ class Seam(_Fields):
             return inspect.iscoroutinefunction(self.wrapper)
         if kind == "generator":
             return inspect.isgeneratorfunction(self.wrapper)
-        return False  # a wrapper of calls fits no class, property or context manager
+        return False  # no wrapper of calls fits a class, property or context manager
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Parameters that the symbol must have: those that the wrapper names without a default."""
+        """Parameters that the symbol must have, because the wrapper gives them no default."""
         return tuple(name for name, default in self.reads.items() if default is REQUIRED)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A framework's table of seams, and what else the shim must know about the framework.
+    """A framework's table of seams, with further facts about the framework.
 
     Attributes:
         framework: the name that users write, such as ``"verl"``.
-        distribution: the name of its distribution, from which the version is read.
+        distribution: the name of the framework's distribution, whose version is read.
         packages: top-level packages whose import shows that the framework is in use.
         tested: versions that the test environments pin.
         seams: the table of seams that ``collect`` makes; of several seams on one target the first
             is the innermost wrapper.
-        effects: ``"module:attribute"`` targets where a feature first takes effect (an optimizer
-            or a DDP is built). In strict mode a fault is raised there, and nowhere earlier.
-        paths: for a group, what users call the path through the framework that the group patches,
-            such as ``{"fsdp": "FSDP engine"}``; a group without an entry is shown by its own name.
-            A name that ends in brackets, such as ``"FSDP engine (metrics)"``, is a path that only
-            serves other paths: ``details()`` always shows it, ``str(status())`` only if it was
-            refused or no other path exists.
+        effects: functions that build an optimizer or a DDP, as ``"module:attribute"``. In strict
+            mode these functions raise the faults, even of a broken adapter, and no function raises
+            a fault earlier. The engine skips a function that a version lacks.
+        paths: maps a group to the users' name of the path through the framework that the group
+            patches, such as ``{"fsdp": "FSDP engine"}``. A group without an entry is shown by its
+            own name. A path whose name ends in brackets, such as ``"FSDP engine (metrics)"``, only
+            serves other paths. ``details()`` always shows such a path, ``str(status())`` only if it
+            was refused or no other path exists.
         probes: names of modules whose functions test whether the framework behaves as the rules
             assume; imported only to run these tests.
         plan: ``"module:function"`` that reads the models of a job from its launch command, for
-            ``precision-shim plan``; empty where the adapter has no such function.
+            ``precision-shim plan``; empty if the adapter has no such function.
         checkpoints: how the framework names its checkpoints and which functions predict a resume,
             for ``precision-shim checkpoint``.
-        audit_readers: for the top-level package of an optimizer's class, the
-            ``"module:function"`` that reads such optimizers for the audit, where the reader for
-            torch's own optimizers does not fit.
-        checkpoint_readers: for a kind of checkpoint files, the ``"module:function"`` that sorts
+        audit_readers: maps the top-level package of an optimizer's class to the
+            ``"module:function"`` that reads such optimizers for the audit. All other optimizers are
+            read like torch's own.
+        checkpoint_readers: maps a kind of checkpoint files to the ``"module:function"`` that sorts
             their tensors.
     """
 
@@ -221,7 +221,7 @@ class Adapter:
 
     @classmethod
     def of(cls, record: Framework, *, seams: tuple[Seam, ...], paths: Mapping[str, str]) -> Adapter:
-        """Make an adapter from a framework's record, which has every field but seams and paths."""
+        """Make an adapter from a framework's record, which lacks only seams and paths."""
         said: dict[str, Any] = {**vars(record), "seams": seams, "paths": paths}
         del said["adapter"], said["by_name"]
         return cls(**said)
@@ -273,10 +273,10 @@ def _takes(
 def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) -> _Decorator:
     """Declare that a function wraps a symbol of a framework.
 
-    The function's first parameter is the ``Call``. Each further parameter has the name of one of
-    the symbol's parameters and gets the caller's argument, or the symbol's default. The symbol must
-    have that parameter, unless the function gives it a default for versions without it. Several
-    ``@seam`` on one function declare several seams; the function itself is unchanged.
+    The function's first parameter is the ``Call``. Each further parameter is named like a parameter
+    of the symbol, and receives the caller's argument or the symbol's default. A parameter without a
+    default must exist in every version of the symbol. Several ``@seam`` on one function declare
+    several seams; the function itself is unchanged.
 
     One declaration can cover several symbols that differ little::
 
@@ -286,19 +286,19 @@ def seam(target: str = "", feature: Any = (), *, at: Any = (), **fields: Any) ->
             why="both step here",
         )
 
-    If two functions in a module wrap the same target, the one that is defined first is the inner
-    wrapper.
+    If two functions in a module wrap the same target, the function that is defined first is the
+    inner wrapper.
 
     Args:
         target: see ``Seam``.
         feature: the feature that needs the seam, or several features, which share one wrapper.
         at: several symbols, in the order of their records. Each entry is a target, or a mapping of
-            arguments of ``seam`` for this symbol alone; arguments that the mapping lacks are taken
+            arguments of ``seam`` for this symbol alone. Arguments that the mapping lacks are taken
             from the declaration.
         fields: see ``Seam``.
 
     Raises:
-        SeamError: the declaration makes no sense; the message names the function.
+        SeamError: the declaration is invalid; the message names the function.
     """
     shared = {"target": target, "feature": feature, **fields}
     places = [{"target": place} if isinstance(place, str) else place for place in at] or [{}]
@@ -340,7 +340,7 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
 
     Args:
         sources: modules (all functions marked in them, in the order of definition), functions,
-            records, or lists of these. Of several seams on one target the first is the innermost.
+            records, or lists of these. The first seam of a target is the innermost wrapper.
 
     Raises:
         SeamError: a module or a function declares no seam.
@@ -371,7 +371,7 @@ def collect(*sources: _Source) -> tuple[Seam, ...]:
 
 
 def _mentions(code: CodeType, name: str) -> bool:
-    """Whether code reads an attribute of this name, functions within it included."""
+    """Whether code, including the functions within it, reads an attribute of this name."""
     return name in code.co_names or any(
         _mentions(const, name) for const in code.co_consts if isinstance(const, CodeType)
     )
@@ -389,7 +389,7 @@ def reads_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the symbol's parameters that a wrapper names, each with its default or ``REQUIRED``.
 
     Raises:
-        SeamError: the wrapper has no parameter for the call, or one that cannot be passed by name.
+        SeamError: a parameter cannot be passed by name, or the parameter for the call is missing.
     """
     first, *others = inspect.signature(function).parameters.values() or (None,)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -1,4 +1,4 @@
-"""Keep the patched symbols with the wrappers over each (its layers), and undo the patches."""
+"""Store the patched symbols with the wrappers over each (its layers), and undo the patches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ABSENT = object()
 
 @dataclass
 class Layer:
-    """One wrapper over a symbol, and the groups that need it; without any it only passes calls on.
+    """One wrapper over a symbol, with the groups that need it; without groups it passes calls on.
 
     Attributes:
         key: identifies the layer within its site: the wrapper, which several features may share.
@@ -24,7 +24,7 @@ class Layer:
         owner: marks the wrapped symbol as ours and names the adapter.
         groups: the groups that need the layer.
         replaces: whether ``function`` makes a replacement for the symbol.
-        made: the replaced value and its replacement, kept so that it is made only once.
+        made: the replaced value and its replacement, which is made only once.
     """
 
     key: object
@@ -35,7 +35,7 @@ class Layer:
     made: tuple[Any, Any] | None = None
 
     def is_live(self) -> bool:
-        """Whether a group needs the layer; asked at each call, as callers may keep old wrappers."""
+        """Whether a group needs the layer; tested per call: callers may store old wrappers."""
         return bool(self.groups)
 
     def over(self, below: Any, target: str) -> Any:
@@ -92,7 +92,7 @@ class Sites:
         return site
 
     def put(self, site: Site, new: Layer) -> None:
-        """Add a layer to a site as the outermost; if the site has it, only add the groups."""
+        """Add a layer to a site as the outermost, or add its groups to the site's same layer."""
         layer = site.layer(new.key)
         if layer is not None:
             layer.groups |= new.groups
@@ -110,7 +110,7 @@ class Sites:
                     self._rebuild(site)
 
     def forget(self, module: str) -> None:
-        """Mark a module's sites as stale where a second run of its code overwrote our patches."""
+        """Mark a module's sites as stale if a second run of its code overwrote our patches."""
         for site in self._sites:
             if site.target.partition(":")[0] == module and not site.holds():
                 site.stale = True
@@ -119,8 +119,8 @@ class Sites:
         """Undo all patches, the latest first.
 
         Returns:
-            A message for each symbol that cannot be restored because another tool has wrapped it
-            since: our wrapper stays beneath that tool's wrapper and only passes calls on.
+            A message for each symbol that cannot be restored, because another tool has wrapped it.
+            Our wrapper then stays beneath the other tool's wrapper and only passes calls on.
         """
         left = []
         for site in reversed(self._sites):
@@ -148,7 +148,7 @@ class Sites:
         before, top = site.top, site.raw
         for layer in site.layers:
             top = layer.over(top, site.target)
-        if site.top is not before:  # changed in the child of a fork that layer.over() made
+        if site.top is not before:  # layer.over() made a fork, whose child undid the patches
             return
         if top is not before:
             setattr(site.parent, site.name, top)
@@ -159,7 +159,7 @@ class Sites:
             self._sites.remove(site)
 
     def reach(self, site: Site, aliases: Iterable[str]) -> list[str]:
-        """Set declared aliases to the symbol's value; return those that another tool changed."""
+        """Set declared aliases to the symbol's value; return aliases that another tool changed."""
         unreached = []
         for alias in aliases:
             site.aliases.add(alias)
@@ -177,8 +177,8 @@ class Sites:
     def reach_copies(self) -> None:
         """Replace old values of symbols in modules that copied them (``from ... import``).
 
-        Call this once for all changed sites: it goes through every name of every module. It skips
-        old values that nothing refers to any more.
+        Call ``reach_copies`` once for all changed sites, because it reads every name of every
+        module. Old values to which nothing refers are skipped.
         """
         gone = {key: self._displaced[key] for key in _find_held(self._displaced)}
         if gone:
@@ -205,9 +205,9 @@ def locate(target: str) -> tuple[Any, str, Any]:
 
 
 def _find_held(displaced: Mapping[int, tuple[Any, Any]]) -> list[int]:
-    """Return the ids of those objects that something besides these tuples refers to.
+    """Return the ids of the objects to which something besides ``displaced`` refers.
 
-    Nearly always there are none, and no search through the modules is needed.
+    Nearly always there is no such object, and the modules need not be searched.
     """
     pairs: list[tuple[Any, Any]] = [(object(), None), *displaced.values()]
     # Only its tuple refers to the first object: a higher count means a reference from elsewhere.
@@ -219,7 +219,7 @@ def _sweep(gone: Mapping[int, tuple[Any, Any]]) -> None:
     """Replace former values by their successors in all modules that copied them."""
     for module in list(sys.modules.values()):
         names = _contents(module)
-        # Of some 200,000 names hardly any matches; this test is 20 times faster than the loop.
+        # Of some 200,000 names hardly any matches; the test is 20 times faster than the loop.
         if gone.keys().isdisjoint(map(id, list(names.values()))):
             continue
         for name, value in list(names.items()):

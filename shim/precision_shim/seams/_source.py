@@ -27,7 +27,7 @@ _described: dict[str, tuple[int, Symbol]] = {}
 
 @dataclass(frozen=True)
 class Symbol:
-    """The description of a symbol that was read from source.
+    """A symbol's description, read from source.
 
     Attributes:
         target: ``"module:attribute"``.
@@ -35,7 +35,7 @@ class Symbol:
         found: whether the symbol is defined in that file.
         parameters: names of its parameters; for a dataclass's generated ``__init__`` the fields,
             including those of bases in the same file.
-        positional: those of a function's parameters that may be passed by position.
+        positional: the parameters of a function that may be passed by position.
         defaults: a function's defaults that are written as literals.
         names: identifiers and string constants in its source; for a method, in its class's source.
         problem: why the symbol cannot be described, or ``""``.
@@ -58,9 +58,9 @@ class Source(Protocol):
     """The modules whose source ``look`` reads."""
 
     def find(self, module: str) -> Callable[[], str | None] | None:
-        """Return a function that returns a module's source; ``None`` where there is no such module.
+        """Return a function that reads a module's source; ``None`` if there is no such module.
 
-        The returned function in turn returns ``None`` for a module without source.
+        The returned function returns the source, or ``None`` for a module without source.
         """
 
 
@@ -82,7 +82,7 @@ _source: ContextVar[Source] = ContextVar("precision_shim_source", default=_INSTA
 
 @contextmanager
 def looking_at(source: Source) -> Iterator[None]:
-    """Context manager: within it ``look`` reads this source instead of the installed packages."""
+    """Context manager in which ``look`` reads this source instead of the installed packages."""
     token = _source.set(source)
     try:
         yield
@@ -93,9 +93,9 @@ def looking_at(source: Source) -> Iterator[None]:
 def find_spec(name: str) -> ModuleSpec | None:
     """Find a module's spec without importing its parents (``importlib.util`` imports them).
 
-    Finders of ours are skipped, because a lookup must not load an adapter. Finders of wrapt are
-    skipped, too, also those of a copy of wrapt within another package: they find nothing
-    themselves, import the parents, and lose the hooks of a module that its parent imports.
+    Our finders are skipped, because a lookup must not load an adapter. Finders of wrapt, also of a
+    copy within another package, are skipped because they find no module themselves. Finders of
+    wrapt would import the parents, and lose the hooks of a module that its parent imports.
     """
     path: Sequence[str] | None = None
     spec: ModuleSpec | None = None
@@ -144,7 +144,7 @@ def look(target: str) -> Symbol:
     module, _, attribute = target.partition(":")
     try:
         read = _source.get().find(module)
-    except Exception as error:  # another package's finder may do anything
+    except Exception as error:  # another package's finder may raise any error
         return Symbol(target, problem=f"looking for {module} failed: {error!r}")
     if read is None:
         return Symbol(target, problem=f"module {module} not found")
@@ -174,7 +174,7 @@ class Definition(NamedTuple):
 
 
 def definition(target: str) -> Definition | None:
-    """Return the definition of the symbol that ``look`` finds; ``None`` where it finds none."""
+    """Return the definition of the symbol that ``look`` finds; ``None`` if there is none."""
     if not look(target).found:
         return None
     module, _, attribute = target.partition(":")
@@ -258,7 +258,7 @@ def _defaults(scope: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _member(scope: ast.AST, name: str) -> ast.AST | None:
-    # At run time the last definition is in effect; those inside if, try and with count, too.
+    # At run time the last definition is in effect. Search inside if, try and with, too.
     member: ast.AST | None = None
     pending = list(getattr(scope, "body", ()))
     while pending:
@@ -284,7 +284,7 @@ def _is_dataclass(node: ast.AST) -> bool:
 
 
 def _fields(node: ast.AST, tree: ast.Module) -> tuple[str, ...]:
-    """Return a dataclass's fields, preceded by those of its bases in the same file."""
+    """Return a dataclass's fields, preceded by the fields of its bases in the same file."""
     bases = (_member(tree, name.id) for name in getattr(node, "bases", ()) if _is_name(name))
     inherited = [name for base in bases if base not in (None, node) for name in _fields(base, tree)]
     own = [

@@ -1,8 +1,8 @@
-"""The object that replaces a wrapped symbol: wrapt's wrapper, picklable by reference and marked.
+"""The object that replaces a wrapped symbol: wrapt's wrapper, marked and pickled by reference.
 
 Ray pickles functions and bound methods with cloudpickle, which cannot pickle wrapt's wrappers
 (``NotImplementedError``). Our wrappers are pickled as a reference to the symbol's name, so the
-receiving process gets its own symbol, patched or not.
+receiving process uses its own symbol, patched or not.
 """
 
 from __future__ import annotations
@@ -59,22 +59,23 @@ class SeamWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         if not (static or plain):
             return super().__get__(instance, owner)
         # Return the same object at each access to ``Class.method``, as for a plain function. Ray
-        # treats this object as a function when it lists an actor's methods, and cloudpickle pickles
-        # a function by value, without our wrapper, unless looking its name up gives that object.
+        # treats the returned object as a function when it lists an actor's methods. Unless a
+        # function's name refers to the returned object, cloudpickle pickles the function by value,
+        # without our wrapper.
         if self._self_unbound is None:
             self._self_unbound = super().__get__(None, self._definer(owner))
         return self._self_unbound
 
     def _definer(self, owner: Any) -> Any:
         # wrapt treats the first argument as the instance only if it is an instance of the owner.
-        # The first access may be through one subclass, and the next instance be of another one.
+        # The first access may be through a subclass, and a later instance of another subclass.
         for kind in getattr(owner, "__mro__", ()):
             if any(value is self for value in vars(kind).values()):
                 return kind
-        return owner  # we are beneath another wrapper, which has passed the defining class
+        return owner  # another wrapper is above this one, and has passed the defining class
 
     def __copy__(self) -> SeamWrapper:
-        return self  # copy.copy() returns a plain function itself, too
+        return self  # copy.copy() of a plain function also returns the function
 
     def __deepcopy__(self, memo: Any) -> SeamWrapper:
         return self

@@ -1,8 +1,8 @@
 """Tools for testing precision without a GPU: for this project, its contributors and users.
 
-Frameworks and Megatron-core are real, and so is the optimizers' arithmetic. Only what needs a
-GPU is replaced, and the docstring of each replacement says what it reproduces and what it does
-not. A test that passes here has run the framework's own code, but no CUDA kernel.
+Frameworks and Megatron-core are real, and so is the optimizers' arithmetic. Only code that needs a
+GPU is replaced, and the docstring of each replacement lists its differences from the original. A
+passing test has run the framework's own code, but no CUDA kernel.
 
 This example trains a tiny GPT with Megatron's own DDP and DistributedOptimizer and the
 precision-aware optimizer, on any laptop with torch and megatron-core::
@@ -18,20 +18,20 @@ precision-aware optimizer, on any laptop with torch and megatron-core::
         ...                                       # forward, backward, optimizer.step()
         print(measure_bytes(chunks, optimizer))   # bytes per parameter, from live tensors
 
-Enter the three context managers in this order. Each undoes its changes on exit. Models and
-optimizers that were built inside them still work as plain torch objects, but can be trained only
-inside :func:`megatron_on_cpu`.
+Enter the three context managers in the order of the example. Each context manager undoes its
+changes on exit. After the exit, models and optimizers still work as plain torch objects, but can be
+trained only inside :func:`megatron_on_cpu`.
 
-* :func:`stand_in_transformer_engine` lets Megatron find a stand-in for the ``FusedAdam`` of any
-  TransformerEngine version from 1.13 on, to test what each version allows.
-* :class:`FusedAdam` is that stand-in; it can also be used as a plain optimizer.
-* :func:`split_master` and :func:`join_master` convert between fp32 masters and bf16
-  parameters with int16 remainders, bit for bit.
+* :func:`stand_in_transformer_engine` lets Megatron import a stand-in for the ``FusedAdam`` of any
+  TransformerEngine version from 1.13 on, to test each version's rules.
+* :class:`FusedAdam` is the stand-in; it can also be used as a plain optimizer.
+* :func:`split_master` and :func:`join_master` convert between fp32 masters and bf16 parameters with
+  int16 remainders, bit for bit.
 * :func:`megatron_on_cpu`, :func:`cuda_means_cpu`, :func:`model_parallel` and
-  :func:`tiny_gpt` are the harness.
+  :func:`tiny_gpt` are the harness for Megatron.
 * :func:`measure_bytes` counts the bytes that are really allocated.
 
-Importing this package imports neither torch nor Megatron; the names below are loaded on
+Importing this package imports neither torch nor Megatron; each name in ``__all__`` is loaded on
 first use.
 """
 

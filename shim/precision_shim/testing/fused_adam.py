@@ -1,25 +1,24 @@
 """A pure-torch stand-in for TransformerEngine's ``FusedAdam``.
 
-What it reproduces
-    The interface, the checks of arguments, the state layout and the rounding of
-    ``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and the
-    RL frameworks on top of it can observe them: which constructor arguments are legal in which
-    version, which dtype each state tensor has, what ``state_dict`` returns and what
-    ``load_state_dict`` accepts, and the arithmetic of a step. A step computes in fp32, and rounds
-    the stored values to nearest.
+The stand-in reproduces the interface, the checks of arguments, the state layout and the rounding of
+``transformer_engine.pytorch.optimizers.FusedAdam``, as far as Megatron-core and RL frameworks can
+observe them. For each version it reproduces the legal constructor arguments, the dtype of each
+state tensor, the result of ``state_dict`` and the arguments of ``load_state_dict``. A step does the
+same arithmetic: it computes in fp32, and rounds the stored values to nearest.
 
-What it does not reproduce
-    Speed and memory of the CUDA kernels (temporary fp32 tensors exist here for one
-    parameter at a time, in TransformerEngine for a whole parameter group); the last bit
-    of an update (a GPU compiler may contract ``a * b + c``); CUDA graphs
-    (``capturable=True`` goes through the real checks and then raises an error); fp8 *parameters*
-    (``Float8Tensor`` and its relatives); DTensor states. fp8 *moments* are stored as one
-    byte per element plus one scale, whereas TransformerEngine has a ``Float8Tensor`` that
-    may also contain a transposed copy.
+The stand-in does not reproduce:
 
-Source of every rule: the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14, 2.18, 2.19 and
-2.20.2 (``pytorch/optimizers/fused_adam.py``) and ``common/multi_tensor/adam.cu`` up to 2.18, read
-2026-11.
+* Speed and memory of the CUDA kernels. The stand-in has temporary fp32 tensors for one parameter at
+  a time, TransformerEngine for a whole parameter group.
+* The last bit of an update, because a GPU compiler may contract ``a * b + c``.
+* CUDA graphs: ``capturable=True`` passes the real checks and then raises an error.
+* fp8 *parameters* (``Float8Tensor`` and its relatives), and DTensor states.
+* The layout of fp8 *moments*, which are stored as one byte per element plus one scale.
+  TransformerEngine's ``Float8Tensor`` may also contain a transposed copy.
+
+The rules were read in 2026-11 from the released TransformerEngine 1.13, 2.1, 2.3, 2.11, 2.14, 2.18,
+2.19 and 2.20.2 (``pytorch/optimizers/fused_adam.py``), and from ``common/multi_tensor/adam.cu`` up
+to 2.18.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ __all__ = [
 class FusedAdam(StoredStates):
     """Adam with configurable state dtypes, as in TransformerEngine 2.11, on any device.
 
-    The module's docstring says what is the same as in TransformerEngine and what is not.
-    :func:`fused_adam_for` returns the class for another release.
+    The module's docstring lists the differences from TransformerEngine. :func:`fused_adam_for`
+    returns the class for another release.
 
     State per parameter (``optimizer.state[param]``), each of the parameter's shape:
 
@@ -64,12 +63,12 @@ class FusedAdam(StoredStates):
         fp32, bf16, fp16 with one fp32 scale per tensor, or uint8 (the bits of fp8 e4m3)
         with one fp32 scale per tensor.
     ``master_param``
-        only with ``master_weights``: fp32; fp16 with a scale; or, with
-        ``store_param_remainders`` and a bf16 parameter, int16 (see :func:`split_master`).
-        An fp32 parameter also gets a master, which is filled once and never updated.
+        only with ``master_weights``: fp32; fp16 with a scale; or, with ``store_param_remainders``
+        and a bf16 parameter, int16 (see :func:`split_master`). An fp32 parameter also has a master,
+        which is filled once and never updated.
 
-    Each parameter group has a step count (``group["step"]``), single parameters have none. A group
-    without parameters counts its steps in TransformerEngine 2.19 and later.
+    Each parameter group has a step count (``group["step"]``); a single parameter has no count. A
+    group without parameters counts its steps in TransformerEngine 2.19 and later.
 
     Args:
         params: parameters or parameter groups.
@@ -81,25 +80,25 @@ class FusedAdam(StoredStates):
         amsgrad: never supported.
         bias_correction: divide the moments by ``1 - beta ** step``.
         adam_w_mode: decoupled weight decay.
-        capturable: checked as in TransformerEngine; then an error, as there are no CUDA graphs.
-        master_weights: keep a master copy of 16-bit parameters.
+        capturable: checked as in TransformerEngine, then refused, because CUDA graphs are missing.
+        master_weights: store a master copy of 16-bit parameters.
         master_weight_dtype: fp32 or fp16; ignored without ``master_weights``.
         exp_avg_dtype: fp32, bf16, fp16 or uint8 (fp8).
         exp_avg_sq_dtype: fp32, bf16, fp16 or uint8 (fp8).
         use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``.
-        store_param_remainders: keep int16 remainders for bf16 parameters; has no
-            effect unless ``master_weights`` is set and masters are fp32.
+        store_param_remainders: store int16 remainders for bf16 parameters; has an effect only with
+            ``master_weights`` and fp32 masters.
         set_grad_none: deprecated; use ``zero_grad(set_to_none=...)``.
 
     Raises:
-        RuntimeError: this release does not accept an argument or a dtype.
+        RuntimeError: an argument or a dtype is illegal in the TransformerEngine release.
         NotImplementedError: ``capturable=True`` with otherwise legal arguments.
     """
 
     __precision_shim_stand_in__ = True
     te_version: str = DEFAULT_VERSION
 
-    def __init__(  # noqa: PLR0917 - the real one's signature
+    def __init__(  # noqa: PLR0917 - TransformerEngine's signature
         self,
         params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
@@ -176,7 +175,7 @@ class FusedAdam(StoredStates):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop (default) or zero the gradients that this optimizer reads.
 
-        With ``use_decoupled_grad`` these are ``param.decoupled_grad``, and ``param.grad``
+        With ``use_decoupled_grad`` the optimizer reads ``param.decoupled_grad``, and ``param.grad``
         does not change.
 
         Args:
@@ -210,7 +209,8 @@ class FusedAdam(StoredStates):
         """Take an Adam step for all parameters that have a gradient.
 
         Gradients may have any floating dtype. The step does not check for infinite and NaN
-        gradients: as in TransformerEngine, they make parameters and states infinite or NaN.
+        gradients. As in TransformerEngine, such gradients make the parameters and states
+        non-finite.
 
         Args:
             closure: computes the loss again and returns it.
@@ -220,8 +220,8 @@ class FusedAdam(StoredStates):
             The result of ``closure``, or None.
 
         Raises:
-            RuntimeError: sparse gradients; parameters that are not fp32, fp16 or bf16;
-                fp16 and bf16 parameters in one group.
+            RuntimeError: a gradient is sparse, a parameter is not fp32, fp16 or bf16, or a group
+                contains both fp16 and bf16 parameters.
         """
         loss = None
         if closure is not None:
@@ -253,7 +253,7 @@ class FusedAdam(StoredStates):
                 )
             half_precisions.add(param.dtype)
             ready.append((param, grad))
-        # The kernels take a single list of 16-bit parameters, all of the same dtype.
+        # The kernels accept one list of 16-bit parameters, all of the same dtype.
         if {torch.float16, torch.bfloat16} <= half_precisions:
             raise RuntimeError(
                 "FusedAdam (stand-in): fp16 and bf16 parameters cannot share a parameter group."
@@ -291,7 +291,7 @@ class FusedAdam(StoredStates):
             self._store(param, "master_param", master)
 
     def _store(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        # fp32 states were updated in place.
+        # _adam() has updated fp32 states in place.
         if self.name_to_dtype_map[name] != torch.float32:
             self._apply_scale(name, value, self.state[param][name], self._scales[param][name])
 
@@ -304,7 +304,7 @@ class FusedAdam(StoredStates):
         exp_avg_sq: torch.Tensor,
     ) -> None:
         """Update ``value``, ``exp_avg`` and ``exp_avg_sq`` (fp32) in place."""
-        # The kernel gets its hyperparameters as fp32, and computes 1 - beta in fp32, too.
+        # The kernel receives hyperparameters in fp32, and also computes 1 - beta in fp32.
         beta1, beta2, lr, eps, decay = (
             _as_fp32(x) for x in (*group["betas"], group["lr"], group["eps"], group["weight_decay"])
         )
@@ -333,7 +333,7 @@ class _FusedAdamWithoutRemainders(FusedAdam):
 
     te_version = "2.0.0"
 
-    def __init__(  # noqa: PLR0917 - the real one's signature
+    def __init__(  # noqa: PLR0917 - TransformerEngine's signature
         self,
         params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
         lr: float = 1e-3,
@@ -388,16 +388,16 @@ class _FusedAdamWithoutRemainders(FusedAdam):
 def fused_adam_for(version: str) -> type[FusedAdam]:
     """Return the stand-in for ``FusedAdam`` of TransformerEngine ``version``.
 
-    Releases differ in these points. 2.1 and later have remainders; in older releases the
-    constructor lacks that argument, and ``initialize_state`` takes one argument. 2.3 and later
-    accept bf16 moments. 2.14 and later accept two bf16 moments with ``capturable``. In 2.19 and
-    later, groups without parameters count their steps.
+    TransformerEngine 2.1 and later have remainders; before 2.1 the constructor lacks the argument
+    ``store_param_remainders``, and ``initialize_state`` has one parameter. TransformerEngine 2.3
+    and later accept bf16 moments. Releases from 2.14 on accept two bf16 moments with
+    ``capturable``. From 2.19 on, groups without parameters count their steps.
 
     Args:
         version: a TransformerEngine version, 1.13 or newer.
 
     Returns:
-        :class:`FusedAdam` for 2.11.0, a subclass named ``FusedAdam`` for any other.
+        :class:`FusedAdam` for 2.11.0, a subclass of the same name for any other version.
 
     Raises:
         ValueError: ``version`` is not a version, or older than 1.13.
@@ -416,8 +416,8 @@ def fused_adam_for(version: str) -> type[FusedAdam]:
 class FusedSGD(torch.optim.SGD):
     """torch's SGD under TransformerEngine's name.
 
-    It exists because Megatron-core imports ``FusedSGD`` together with ``FusedAdam``. It has none of
-    the features of TransformerEngine's SGD (master gradients, loss scale in the kernel).
+    The class exists because Megatron-core imports ``FusedSGD`` together with ``FusedAdam``. The
+    class lacks the features of TransformerEngine's SGD (master gradients, in-kernel loss scale).
     """
 
     __precision_shim_stand_in__ = True

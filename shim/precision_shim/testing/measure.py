@@ -1,8 +1,8 @@
-"""Count the bytes that a training process really holds, from its live tensors.
+"""Count the bytes of a training process's live tensors.
 
-These are the figures of ``precision_shim.audit``, summed over all optimizers; none is computed from
-a config. A storage that two parts share is counted once, for the first part in the order of
-``COMPONENTS``, so that the total is what the allocator has allocated.
+The figures are those of ``precision_shim.audit``, summed over all optimizers; no figure is computed
+from a config. A storage that two parts share is counted once, for the first part in the order of
+``COMPONENTS``. Therefore the total is the allocated memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Part:
         nbytes: bytes of the storages, padding included.
         elements: number of elements that belong to parameters, padding excluded.
         bytes_per_parameter: bytes of the elements, without padding, divided by a number of
-            parameters. For ``params``, ``frozen`` and ``grad_buckets`` that is the number of
-            trainable parameters of this rank's model, for other kinds the number that this rank's
-            optimizer owns. 0.0 without parameters.
+            parameters. For ``params``, ``frozen`` and ``grad_buckets`` the divisor is the number of
+            trainable parameters of this rank's model. For other kinds the divisor is the number of
+            parameters that this rank's optimizer owns. 0.0 without parameters.
         dtypes: names of the dtypes, sorted, such as ``("bfloat16",)``.
-        sharded: whether each rank of the data-parallel group holds only a shard.
+        sharded: whether each rank of the data-parallel group stores only a shard.
     """
 
     nbytes: int
@@ -48,18 +48,17 @@ class MeasuredBytes:
         params: trainable parameters of the model (replicated over data parallelism).
         frozen: parameters without gradient (replicated).
         grad_buckets: gradient buckets of Megatron's DDP (replicated).
-        grad_copies: gradients outside the buckets: the fp32 copies that an optimizer
-            step makes of a 16-bit bucket, and ``.grad`` of the model
-            (sharded if the optimizer is). To see them, measure between ``step()`` and
-            ``zero_grad()``.
+        grad_copies: gradients outside the buckets: the fp32 copies that an optimizer step makes of
+            a 16-bit bucket, and ``.grad`` of the model (sharded if the optimizer is sharded). To
+            see these gradients, measure between ``step()`` and ``zero_grad()``.
         master: fp32 or fp16 master parameters, or int16 remainders (sharded).
         exp_avg: first moments (sharded).
         exp_avg_sq: second moments (sharded).
         other: scales, step counts, the model's buffers and other tensors of the optimizer.
         trainable: number of trainable parameters of this rank's model.
-        owned: number of parameters whose states this rank's optimizer holds.
-        data_parallel_sizes: number of ranks over which the parts are sharded, for each part of the
-            optimizer: ``{"dense": 4, "experts": 2}``, or ``{"model": 4}``.
+        owned: number of parameters whose states this rank's optimizer stores.
+        data_parallel_sizes: for each part of the optimizer, the number of ranks over which it is
+            sharded, such as ``{"dense": 4, "experts": 2}`` or ``{"model": 4}``.
     """
 
     params: Part
@@ -116,17 +115,17 @@ class MeasuredBytes:
 def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     """Count the bytes of model, gradients and optimizer state from the live tensors.
 
-    Takes Megatron's DDP chunks with its ``DistributedOptimizer`` (or a ``ChainedOptimizer``,
-    or a mixed-precision optimizer without sharding), as well as a plain module with a torch
-    optimizer. Optimizer states exist only after the first step.
+    The function accepts Megatron's DDP chunks with a ``DistributedOptimizer``, a
+    ``ChainedOptimizer`` or a mixed-precision optimizer without sharding. The function also accepts
+    a plain module with a torch optimizer. Optimizer states exist only after the first step.
 
-    For a bf16 model on megatron-core with data-parallel size 1, the result is 18 bytes per
-    parameter with Megatron's defaults; 10 with bf16 main gradients, moments and int16
-    remainders; 12 without the remainders (measured with megatron-core 0.16.1, 2026-11).
+    A bf16 model on megatron-core 0.16.1, with data-parallel size 1, has 18 bytes per parameter with
+    Megatron's defaults. The model has 10 bytes with bf16 main gradients, bf16 moments and int16
+    remainders, and 12 without the remainders (measured 2026-11).
 
     Args:
-        model_chunks: a module or a list of modules, as ``get_megatron_optimizer`` takes them.
-        optimizer: the optimizer of these modules; None to count the model only.
+        model_chunks: a module or a list of modules, as for ``get_megatron_optimizer``.
+        optimizer: the optimizer of ``model_chunks``; None to count the model only.
 
     Returns:
         :class:`MeasuredBytes` for this rank.

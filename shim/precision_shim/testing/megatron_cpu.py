@@ -1,18 +1,18 @@
 """Train with the real Megatron-core on a CPU, for tests and demonstrations.
 
-Megatron-core names the device ``"cuda"`` in a hundred places but needs few of its features. If
-these names are mapped to the CPU, its real ``DistributedDataParallel`` and
-``DistributedOptimizer`` train a small GPT on a CPU, in one process or in several over gloo. This
-works with megatron-core 0.15.3 to 0.19.0 (2026-11).
+Megatron-core names the device ``"cuda"`` in a hundred places but needs few features of CUDA. If the
+name is mapped to the CPU, Megatron's real ``DistributedDataParallel`` and ``DistributedOptimizer``
+train a small GPT on a CPU, in one process or in several over gloo. The harness works with
+megatron-core 0.15.3 to 0.19.0 (2026-11).
 
 * :func:`megatron_on_cpu` is the whole harness, :func:`cuda_means_cpu` its torch-only part.
 * :func:`model_parallel` starts and stops the process group and Megatron's parallel state.
-* :func:`tiny_gpt` makes a model provider in the form that
-  ``verl.utils.megatron_utils.get_model`` and Megatron's own helpers take.
+* :func:`tiny_gpt` makes a model provider for ``verl.utils.megatron_utils.get_model`` and Megatron's
+  own helpers.
 
-The harness tells nothing about speed, memory, overlap of communication, CUDA kernels or
-their rounding. TransformerEngine's layers are absent; for its optimizer there is a
-stand-in (:mod:`precision_shim.testing.transformer_engine`).
+The harness does not reproduce speed, memory, overlap of communication, CUDA kernels or their
+rounding. TransformerEngine's layers are absent; TransformerEngine's optimizer has a stand-in
+(:mod:`precision_shim.testing.transformer_engine`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """Replaces ``torch.cuda.Stream`` and ``torch.cuda.Event``: a CPU does all work in order."""
+    """Replaces ``torch.cuda.Stream`` and ``Event``, because a CPU does all work in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cuda_stream = 0
@@ -157,14 +157,14 @@ def _torch_cuda_answers() -> dict[str, Any]:
 
 @contextmanager
 def cuda_means_cpu() -> Iterator[None]:
-    """Map CUDA device names to the CPU in torch, in this thread, and undo it on exit.
+    """Map CUDA device names to the CPU in torch, in this thread, until the exit.
 
-    Inside, a device given as ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a bare
-    number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.cuda()`` and
-    ``pin_memory()`` return the tensor itself. ``Tensor.type()`` names floating types as
-    on a GPU, because Megatron's optimizers compare these names. Streams, events,
-    ``synchronize`` and seeds of ``torch.cuda`` do nothing, and ``torch.cuda.current_device()``
-    is 0. ``torch.cuda.is_available()`` is unchanged. Can be nested.
+    Inside the context, a device given as ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a
+    bare number means the CPU in every torch function and in ``Tensor.to``. ``Tensor.cuda()`` and
+    ``pin_memory()`` return the tensor itself. ``Tensor.type()`` names floating types as on a GPU,
+    because Megatron's optimizers compare these names. Streams, events, ``synchronize`` and seeds of
+    ``torch.cuda`` do nothing, and ``torch.cuda.current_device()`` is 0.
+    ``torch.cuda.is_available()`` is unchanged. Can be nested.
 
     The device names are mapped in the calling thread only (a ``TorchFunctionMode``); the
     functions of ``torch.cuda`` are patched in the whole process.
@@ -194,12 +194,11 @@ def _patch(owner: Any, values: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """Let the real Megatron-core build and train models on a CPU, and undo this on exit.
+    """Let the real Megatron-core build and train models on a CPU, until the exit.
 
-    In addition to :func:`cuda_means_cpu`, Megatron's tracker of CUDA random numbers only
-    records names, and its ``fork`` is a null context (use ``use_cpu_initialization`` and no
-    dropout, as :func:`tiny_gpt` does). Compiled functions run uncompiled. Imports
-    ``megatron.core.models.gpt``.
+    Includes :func:`cuda_means_cpu`. Megatron's tracker of CUDA random numbers only records names,
+    and the tracker's ``fork`` is a null context. Therefore use ``use_cpu_initialization`` and no
+    dropout, like :func:`tiny_gpt`. Compiled functions run uncompiled.
 
     Raises:
         ImportError: megatron-core is not installed.
@@ -239,9 +238,9 @@ def model_parallel(
 ) -> Iterator[None]:
     """Set up a gloo process group and Megatron's parallel state, and destroy them on exit.
 
-    Each of ``world_size`` processes enters with its own ``rank`` and the same
-    ``init_file``, a path that does not exist yet. ``RANK``, ``WORLD_SIZE`` and
-    ``LOCAL_RANK`` are set until the exit. Seeds torch.
+    Each of the ``world_size`` processes passes its own ``rank`` and the same ``init_file``, a path
+    that does not exist yet. ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` are set until the exit.
+    Seeds torch.
 
     Args:
         world_size: number of processes.
@@ -306,25 +305,25 @@ def tiny_gpt(
     """Return a provider of small GPT models that run on a CPU.
 
     The models have the local layer spec, are initialized on the CPU, and have no dropout, no fused
-    kernels, and untied embeddings and output. The provider's attribute ``config`` is the
-    ``TransformerConfig`` of its models; verl's ``get_model`` takes it as ``transformer_config``.
+    kernels, and untied embeddings and output. The provider's attribute ``config`` is the models'
+    ``TransformerConfig``, the argument ``transformer_config`` of verl's ``get_model``.
 
     Args:
-        dtype: dtype of the parameters: ``torch.bfloat16``, ``torch.float16`` or
-            ``torch.float32``. The caller or ``get_model`` wraps a 16-bit model in Megatron's
-            ``Float16Module``, which converts it.
+        dtype: dtype of the parameters: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.
+            The caller or ``get_model`` wraps a 16-bit model in Megatron's ``Float16Module``, which
+            converts the parameters.
         num_layers: number of transformer layers.
         hidden_size: width of the model.
         num_attention_heads: number of heads per layer.
         vocab_size: number of tokens.
         max_sequence_length: number of positions.
         num_moe_experts: number of experts; None for a dense model.
-        config: further fields of ``TransformerConfig``; they replace the values above.
+        config: further fields of ``TransformerConfig``, which override all other values.
 
     Returns:
-        ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which
-        returns a ``megatron.core.models.gpt.GPTModel`` with parameters in fp32, or in
-        ``dtype`` where Megatron builds them in ``params_dtype``.
+        ``provider(pre_process=True, post_process=True, vp_stage=None, **ignored)``, which returns a
+        ``megatron.core.models.gpt.GPTModel``. The model's parameters are in ``dtype`` if Megatron
+        builds them in ``params_dtype``, otherwise in fp32.
 
     Raises:
         ImportError: megatron-core is not installed.

@@ -1,7 +1,7 @@
 """Rules on the arguments of ``FusedAdam`` in each TransformerEngine release, for the stand-in.
 
-These functions take a version and need no optimizer. The docstring of ``fused_adam`` names the
-sources of the rules.
+The functions have a version as argument and need no optimizer. The docstring of ``fused_adam``
+names the sources of the rules.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 def at_least(version: str, release: tuple[int, int]) -> bool:
-    """Whether a version is of this release or a newer one."""
+    """Whether a version belongs to ``release`` or a newer release."""
     return release_of(version) >= release
 
 
@@ -45,7 +45,7 @@ def check_state_dtypes(
     exp_avg: torch.dtype,
     exp_avg_sq: torch.dtype,
 ) -> None:
-    """Raise an error if a version does not accept these dtypes for its states.
+    """Raise an error if a version does not accept the given dtypes of the states.
 
     Args:
         version: a TransformerEngine version.
@@ -54,7 +54,7 @@ def check_state_dtypes(
         exp_avg_sq: dtype of the second moment.
 
     Raises:
-        RuntimeError: the version does not accept them.
+        RuntimeError: the version does not accept one of the dtypes.
     """
     if master not in (None, torch.float32, torch.float16):
         raise RuntimeError(
@@ -80,7 +80,7 @@ def refuse_capturable(
     asked_remainders: bool,
     remainders: bool,
 ) -> None:
-    """Raise the error for ``capturable=True``: that of the version, or one about CUDA graphs.
+    """Raise the version's error for ``capturable=True``, or else an error about CUDA graphs.
 
     Args:
         version: a TransformerEngine version.
@@ -105,7 +105,7 @@ def refuse_capturable(
         raise RuntimeError(
             f"{where} wants moments that are {allowed}, got {exp_avg} and {exp_avg_sq}."
         )
-    # 2.13 and earlier refuse the flag itself, 2.14 and later only if the flag has an effect.
+    # 2.13 and earlier refuse store_param_remainders, 2.14 and later only if it has an effect.
     if remainders if newer else asked_remainders:
         raise RuntimeError(f"{where} does not go with store_param_remainders.")
     raise NotImplementedError(

@@ -1,6 +1,6 @@
 """How the stand-in for ``FusedAdam`` stores its states: dtypes, scales, remainders, state dicts.
 
-The docstring of ``fused_adam`` says what the stand-in reproduces, and names the sources.
+The docstring of ``fused_adam`` lists the stand-in's differences and its sources.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LARGEST_SCALED = {
 
 
 class StoredStates(torch.optim.Optimizer):
-    """The part of ``FusedAdam`` that stores states; the subclass has the step.
+    """The part of ``FusedAdam`` that stores states; the subclass adds the step.
 
     Attributes:
         master_weights: whether 16-bit parameters have masters.
@@ -48,18 +48,18 @@ class StoredStates(torch.optim.Optimizer):
         """Return one state of ``param`` as fp32, with its scale applied.
 
         An fp32 state is returned itself, not as a copy. For a remainder the int16 tensor is
-        returned, **not** the master, which :func:`join_master` rebuilds.
+        returned, **not** the master; :func:`join_master` rebuilds the master.
 
         Args:
             param: a parameter of this optimizer.
             state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
 
         Returns:
-            fp32 (int16 for a remainder), of the parameter's shape.
+            A tensor of the parameter's shape, in fp32 (int16 for a remainder).
 
         Raises:
             KeyError: the state does not exist.
-            AssertionError: the stored tensor's dtype is not the one given to the constructor.
+            AssertionError: the stored tensor has another dtype than the constructor's argument.
         """
         stored = self.state[param][state_name]
         dtype = self.name_to_dtype_map[state_name]
@@ -85,7 +85,7 @@ class StoredStates(torch.optim.Optimizer):
         Args:
             param: a parameter of this optimizer.
             state_name: ``exp_avg``, ``exp_avg_sq`` or ``master_param``.
-            unscaled_state: fp32, of the parameter's shape; int16 where a remainder is kept.
+            unscaled_state: fp32 (int16 for a remainder), of the parameter's shape.
 
         Raises:
             AssertionError: ``unscaled_state`` has another dtype.
@@ -153,7 +153,7 @@ class StoredStates(torch.optim.Optimizer):
 
         Args:
             param: a parameter of this optimizer.
-            store_param_remainders: keep a remainder instead of the master.
+            store_param_remainders: store a remainder instead of the master.
         """
         self._initialize_state(param, "exp_avg", zero_buffer=True)
         self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
@@ -188,19 +188,19 @@ class StoredStates(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and states; each state is rounded to the dtype that this optimizer keeps.
+        """Load groups and states; each state is rounded to the dtype that this optimizer stores.
 
-        Each state that this optimizer does not keep as a remainder is first cast to fp32,
-        **whatever its dtype**: an int16 remainder from another optimizer becomes a master of
-        whole numbers, without an error. An fp32 master that this optimizer would keep as a
-        remainder raises an AssertionError. TransformerEngine does the same in both cases.
+        A state that this optimizer does not store as a remainder is first cast to fp32, **whatever
+        its dtype**. Even an int16 remainder of another optimizer becomes a master of whole numbers,
+        without an error. An fp32 master that this optimizer would store as a remainder raises an
+        AssertionError. TransformerEngine's ``load_state_dict`` behaves in the same way.
 
         Args:
             state_dict: the result of :meth:`state_dict`.
 
         Raises:
             ValueError: the groups do not match.
-            AssertionError: this optimizer keeps a remainder, but the loaded state is not int16.
+            AssertionError: this optimizer stores a remainder, but the loaded state is not int16.
         """
         super().load_state_dict(state_dict)
         by_index = self._params_by_index(state_dict)

@@ -1,16 +1,15 @@
 """Stand-ins for TransformerEngine's optimizers, for machines without TransformerEngine or a GPU.
 
 Megatron-core's precision-aware optimizer needs only the class ``FusedAdam`` of TransformerEngine.
-:func:`stand_in_transformer_engine` provides it and removes it again. There is **no** stand-in
-for TransformerEngine's layers (``TELinear`` and so on): ``import transformer_engine`` still fails
-where it failed before, so that Megatron's layer specs, attention and fp8 code still find
-TransformerEngine missing.
+:func:`stand_in_transformer_engine` provides this class and removes it again. There is **no**
+stand-in for TransformerEngine's layers, such as ``TELinear``. A missing ``transformer_engine``
+stays missing for Megatron's layer specs, attention and fp8 code.
 
-To do this, only the leaf module ``transformer_engine.pytorch.optimizers`` is put into
-``sys.modules``. Python's ``from a.b.c import x`` looks for ``a.b.c`` there first and does
-not import its parents. In Megatron modules that have imported the optimizer by value, it is
-replaced at once; in modules that are imported later, right after their import. On exit all
-these modules get their own values back.
+Only the leaf module ``transformer_engine.pytorch.optimizers`` is put into ``sys.modules``. Python's
+``from a.b.c import x`` searches ``sys.modules`` for ``a.b.c`` first and does not import the
+parents. In Megatron modules that have imported the optimizer by value, the optimizer is replaced at
+once. A Megatron module that is imported later is patched right after its import. On exit all
+patched modules get their own values back.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ def real_transformer_engine() -> tuple[str, type[Any]] | None:
     """Return the installed TransformerEngine, if its optimizers can be imported.
 
     Returns:
-        ``(version, FusedAdam)``, or None where TransformerEngine is absent, cannot be imported
-        (built for another torch, no CUDA libraries), or is a stand-in.
+        ``(version, FusedAdam)``, or None if TransformerEngine is absent, cannot be imported (built
+        for another torch, no CUDA libraries), or is a stand-in.
     """
     if not _quietly_findable("transformer_engine"):
         return None
@@ -93,22 +92,22 @@ def _quietly_findable(name: str) -> bool:
 def stand_in_transformer_engine(version: str | None = None) -> Iterator[StandIn]:
     """Let Megatron-core's optimizers find a ``FusedAdam`` of TransformerEngine ``version``.
 
-    Inside, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD`` imports
-    the stand-ins; that module has the attributes ``__precision_shim_stand_in__ = True`` and
+    Inside, ``from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD`` imports the
+    stand-ins. The imported module has the attributes ``__precision_shim_stand_in__ = True`` and
     ``__version__``. Megatron-core's ``get_te_version()`` and ``is_te_min_version()`` return
-    ``version``, whether ``megatron.core`` was imported before or is imported inside.
-    Everything is undone on exit, also in modules that were imported inside. Optimizers that were
-    built inside still work. The context manager cannot be nested in itself.
+    ``version``, whether ``megatron.core`` is imported before or inside the context. All changes are
+    undone on exit, also in modules that were imported inside. Optimizers still work after the exit.
+    The context manager cannot be nested in itself.
 
-    Where a real TransformerEngine can be imported and ``version`` is None or the real
-    version, the real constructor checks the arguments (on a throw-away parameter, on the
-    CPU), and the stand-in does the rest, because the real ``step()`` needs a GPU.
-    :attr:`StandIn.checked_by` says whose constructor checks them. Megatron then also finds
-    TransformerEngine's real layers.
+    If a real TransformerEngine can be imported, and ``version`` is None or the real version, the
+    real constructor checks the arguments, with a throw-away parameter on the CPU. The stand-in does
+    the rest, because the real ``step()`` needs a GPU. :attr:`StandIn.checked_by` names the
+    constructor that checks the arguments. Megatron also imports an installed TransformerEngine's
+    real layers.
 
     Args:
-        version: 1.13 or newer; the rules of that release apply, such as bf16 moments in 2.3
-            and later. None: the installed version, or else 2.11.0.
+        version: 1.13 or newer; the rules of that release apply, such as bf16 moments in 2.3 and
+            later. None stands for the installed version, or else 2.11.0.
 
     Yields:
         A :class:`StandIn`.
@@ -157,7 +156,7 @@ def _leaf(stand_in: StandIn) -> types.ModuleType:
 
 
 def _check_with(real_adam: type[Any], version: str) -> type[FusedAdam]:
-    """Return the stand-in for ``version``, with a constructor that calls the real one first."""
+    """Return the stand-in for ``version``; its constructor first calls the real constructor."""
     base = fused_adam_for(version)
     real_init: Callable[..., None] = real_adam.__init__
 
@@ -188,9 +187,9 @@ _Patch = Callable[[types.ModuleType, "_Undo"], None]
 def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
     """Return the patches of Megatron modules that import TransformerEngine's names by value.
 
-    The list was made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names
-    that a version lacks are not added. Other Megatron modules either import TransformerEngine's
-    optimizers when they need them, or need kernels (``multi_tensor_*``), which have no stand-in.
+    The list was made from the source of megatron-core 0.15.3, 0.16.1, 0.18.2 and 0.19.0. Names that
+    a version lacks are not added. Other Megatron modules either import TransformerEngine's
+    optimizers at each use, or need kernels (``multi_tensor_*``), which have no stand-in.
     """
     values: dict[str, dict[str, Any]] = {
         "megatron.core.optimizer": {
@@ -227,8 +226,8 @@ def _megatron_patches(stand_in: StandIn) -> dict[str, _Patch]:
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Patches a Megatron module right after its import.
 
-    The stand-in is hidden while such a module executes, so that the module first has the
-    values that it would have without a stand-in; undoing the patch restores these values.
+    The stand-in is hidden while the module executes. Therefore the module first has its values
+    without a stand-in, and undoing the patch restores these values.
     """
 
     def __init__(self, patches: dict[str, _Patch], undo: _Undo, leaf: types.ModuleType) -> None:
@@ -305,7 +304,7 @@ class _Undo:
         self._steps.append(step)
 
     def set_attr(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute, also an inherited or missing one; ``everything`` undoes that."""
+        """Set an attribute, also an inherited or missing one, until ``everything`` is called."""
         before = vars(owner).get(name, _MISSING)
 
         def back() -> None:
@@ -318,7 +317,7 @@ class _Undo:
         self._steps.append(back)
 
     def set_item(self, mapping: dict[str, Any], key: str, value: Any) -> None:
-        """Set an item of a mapping; ``everything`` undoes that."""
+        """Set an item of a mapping until ``everything`` is called."""
         before = mapping.get(key, _MISSING)
 
         def back() -> None:

@@ -1,6 +1,6 @@
-"""The lost-update meter: which share of an optimizer's updates is lost to rounding.
+"""The lost-update meter measures the share of an optimizer's updates that rounding loses.
 
-``watch`` attaches meters to optimizers, ``measuring`` is the meter, ``rules`` computes a step
-without rounding, ``sampling`` chooses the elements to measure, ``copies`` and ``merged`` describe
-what rollout engines get, ``lost`` has the figures, ``meters`` the meter of each optimizer.
+``watch`` attaches meters to optimizers, ``measuring`` is the meter, and ``meters`` registers the
+meters. ``rules`` computes a step without rounding, and ``sampling`` chooses the elements to
+measure. ``copies`` and ``merged`` describe rollout engines' weights. ``lost`` has the figures.
 """

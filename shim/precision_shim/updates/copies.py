@@ -1,4 +1,4 @@
-"""Find out which copies of a model's weights a rollout engine gets, and how each is rounded."""
+"""Find out which copies of a model's weights a rollout engine has, and how each is rounded."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ those of routers and of state-space layers."""
 
 @dataclass(frozen=True)
 class Copies:
-    """What the model tells about the copies that rollout engines get.
+    """A model's properties that determine the rollout engines' copies of its weights.
 
     Attributes:
-        own: for each parameter of each group, its 16-bit dtype in the model; empty for an fp32
-            parameter, ``None`` for a parameter that has no copy of a known dtype.
-        otherwise: the dtype of an fp32 parameter's copy where the rollout's dtype is not known.
-        merged: samples the matrices that LoRA is merged into.
+        own: for each parameter of each group, the parameter's 16-bit dtype in the model; empty for
+            an fp32 parameter, ``None`` for a parameter that has no copy of a known dtype.
+        otherwise: the dtype of an fp32 parameter's copy if the rollout's dtype is not known.
+        merged: the sampler of the matrices that LoRA is merged into.
     """
 
     own: Sequence[Sequence[Chain | None]]
@@ -57,11 +57,11 @@ def named(chain: Chain) -> str:
 
 
 def copies_of(reading: Reading, stepper: torch.optim.Optimizer, model: Any) -> Copies:
-    """Return what a model tells about the copies of the weights that an optimizer steps.
+    """Return a model's properties that determine the copies of an optimizer's weights.
 
     Args:
         reading: the optimizer's reading.
-        stepper: the torch optimizer within that optimizer.
+        stepper: the torch optimizer within the optimizer.
         model: the model's modules, or ``None``.
     """
     by_tensor = {id(parameter.stepped): parameter for parameter in reading.owned}
@@ -96,7 +96,7 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 def _compute_dtype(model: Any) -> torch.dtype:
     """Return FSDP's 16-bit compute dtype, or else bf16, the default of rollout engines."""
     for module in (module for chunk in _chunks(model) for module in chunk.modules()):
-        state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for it
+        state = getattr(module, "_get_fsdp_state", None)  # FSDP2 has no public name for its state
         policy = getattr(state(), "_mp_policy", None) if callable(state) else None
         for mixed in (policy, getattr(module, "mixed_precision", None)):
             dtype = getattr(mixed, "param_dtype", None)

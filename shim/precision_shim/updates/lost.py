@@ -26,18 +26,18 @@ METRICS = {
 """For each measured share, its name among a framework's metrics."""
 
 _TITLES = {"weights": "stored weights", "exp_avg_sq": "second moment", "rollout": "rollout copies"}
-_SHOWN = 8  # most parameter groups in a table; Megatron makes up to six
+_SHOWN = 8  # maximum number of parameter groups in a table; Megatron makes up to six
 
 
 @dataclass(frozen=True)
 class Count:
-    """How many of the sampled updates were lost.
+    """Numbers of the sampled updates and of the lost updates among them.
 
     Attributes:
         dtype: how the numbers are stored, such as ``"bf16"`` or ``"bf16+int16"``.
         updates: number of elements whose update was not zero; for ``exp_avg_sq``, number of
             elements that the update should make smaller.
-        lost: number of these elements whose stored value did not change.
+        lost: number of elements in ``updates`` whose stored value did not change.
     """
 
     dtype: str
@@ -55,14 +55,14 @@ class Group:
     """One parameter group of an optimizer, on this rank, at one step.
 
     Attributes:
-        group: its number in the optimizer.
+        group: the group's number in the optimizer.
         lr: learning rate of the step.
         elements: number of elements that the optimizer steps on this rank.
         sampled: number of elements in the sample.
         weights: counts for the stored weights: the master weights if there are any, otherwise the
             parameters.
-        exp_avg_sq: counts for the second moment; ``None`` where the optimizer has none.
-        rollout: counts for the copies that rollout engines get; ``None`` without copies.
+        exp_avg_sq: counts for the second moment; ``None`` without a second moment.
+        rollout: counts for the rollout engines' copies of the weights; ``None`` without copies.
     """
 
     group: int
@@ -79,11 +79,11 @@ class Figures:
     """How many of an optimizer's updates were lost on this rank, at one step.
 
     Attributes:
-        step: number of the step, counted from when the meter was attached.
+        step: number of the step, counted from the attachment of the meter.
         every: number of steps from one measurement to the next.
         groups: the parameter groups whose updates were not all zero.
-        merged: counts for the copies of the matrices that LoRA is merged into, whose updates are
-            the changes of the factors' product; ``None`` where LoRA is not merged.
+        merged: counts for the copies of the matrices that LoRA is merged into. The matrices'
+            updates are the changes of the product of LoRA's factors. ``None`` without merging.
     """
 
     step: int
@@ -92,7 +92,7 @@ class Figures:
     merged: Count | None = None
 
     def share(self, name: str) -> float | None:
-        """Return the share of lost updates over all groups, each weighted by its elements.
+        """Return the share of lost updates over all groups, weighting groups by elements.
 
         Args:
             name: ``"weights"``, ``"exp_avg_sq"`` or ``"rollout"``.
@@ -111,7 +111,7 @@ class Figures:
 
 
 def share(figures: Iterable[Figures], name: str) -> float | None:
-    """Return the share of lost updates over several optimizers; groups count by their elements.
+    """Return the share of lost updates over several optimizers, weighting groups by elements.
 
     Args:
         figures: the optimizers' figures.
@@ -120,7 +120,7 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
     updates = lost = 0.0
     for figure in figures:
         counts = [(group.elements / group.sampled, getattr(group, name)) for group in figure.groups]
-        if name == "rollout":  # where LoRA is merged, the groups have no such count
+        if name == "rollout":  # if LoRA is merged, the groups have no rollout count
             counts.append((1.0, figure.merged))
         for weight, count in counts:
             if count is not None:
@@ -130,7 +130,7 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
 
 
 def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
-    """Return the measured shares, by their names among a framework's metrics."""
+    """Return the measured shares, keyed by their names in a framework's metrics."""
     shares = {name: share(figures, name) for name in METRICS}
     return {f"{prefix}{METRICS[name]}": one for name, one in shares.items() if one is not None}
 

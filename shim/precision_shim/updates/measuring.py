@@ -1,9 +1,10 @@
 """Measure which of an optimizer's updates are rounded away, in hooks of the optimizer's step.
 
-At every n-th step the meter samples the stored numbers before and after the optimizer's step, and
-compares their change with what the optimizer's own formula gives in fp64. The counts are copied to
-the host asynchronously; the meter reads them at the beginning of a later step. The meter changes
-nothing that a step reads or writes, and does not use torch's global random generators.
+At every n-th step the meter samples the stored numbers before and after the optimizer's step. The
+meter compares the numbers' change with the change that the optimizer's own formula gives in fp64.
+The counts are copied to the host asynchronously; the meter reads them at the beginning of a later
+step. The meter changes nothing that a step reads or writes, and does not use torch's global random
+generators.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _Before:
 
 @dataclass(frozen=True)
 class _Counted:
-    """What one vector of counts describes.
+    """The description of one vector of counts.
 
     Attributes:
         group: number of the group; ``None`` for matrices that LoRA is merged into.
@@ -87,7 +88,7 @@ class _Pending:
 
     @property
     def is_there(self) -> bool:
-        """Whether all counts have been copied; does not wait."""
+        """Whether all counts have been copied, without waiting for them."""
         return all(event is None or event.query() for _, event, _ in self.arriving)
 
 
@@ -98,14 +99,14 @@ class Meter:
         stepper: the optimizer.
         every: number of steps from one measurement to the next.
         names: framework and version, and the part's name, for messages.
-        copies: what the model tells about the copies for rollout engines.
+        copies: the model's properties that determine the copies for rollout engines.
         on_figures: called with the meter when there are new figures.
 
     Attributes:
         every: see the argument.
         names: see the argument.
         figures: the latest figures; ``None`` before the first measurement.
-        unmeasured: why the meter does not measure; empty while it does.
+        unmeasured: why the meter does not measure; empty while it measures.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Meter:
         return not self.unmeasured
 
     def remove(self) -> None:
-        """Remove the hooks. Never call this within a step, where torch iterates over the hooks."""
+        """Remove the hooks, but never within a step, because torch then iterates over the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -150,7 +151,7 @@ class Meter:
             meters.drop(stepper)
 
     def _give_up(self, reason: str) -> None:
-        # The hooks stay registered: torch is iterating over the hooks when this is called.
+        # The hooks stay registered: torch is iterating over the hooks during this call.
         self.unmeasured = reason
         self._before, self._pending, self._sample = [], None, None
         self._say(f"lost updates are not measured: {reason}")
@@ -225,7 +226,7 @@ class Meter:
         self, optimizer: Any, group: Mapping[str, Any], tensors: Sequence[tuple[Any, Taken]]
     ) -> Sampled:
         rule = self._rule
-        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler: a fused step unscales
+        scale = getattr(optimizer, "grad_scale", None)  # for fused steps, which unscale gradients
         gradients, steps = [], []
         states: dict[str, list[torch.Tensor]] = {name: [] for name in rule.states(group)}
         for parameter, at in tensors:
@@ -253,7 +254,7 @@ class Meter:
         copy: Chain | None,
         weights: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Return rollout copies, made from parameters if these have the first dtype, or weights."""
+        """Return rollout copies: of parameters that have the first dtype, else of ``weights``."""
         if copy is None:
             return None
         if all(parameter.dtype is copy[0] for parameter, _ in tensors):
@@ -316,7 +317,7 @@ class Meter:
             stale = (sample.updates & (copies == sample.copies)).sum()
         lost_ones = (sample.updates & (weights == sample.weights)).sum()
         counts = torch.stack([sample.updates.sum(), lost_ones, decays, stuck, stale]).double()
-        overflow = getattr(optimizer, "found_inf", None)  # a fused step does nothing if this is set
+        overflow = getattr(optimizer, "found_inf", None)  # a fused step does nothing after overflow
         if overflow is not None:
             counts = counts * (overflow == 0)
         return torch.cat([counts, counts.new_ones(1) * sample.lr])
@@ -370,7 +371,7 @@ class Meter:
 
 
 def _captures() -> bool:
-    """Whether a CUDA graph is being captured: then the meter must not query an event."""
+    """Whether a CUDA graph is being captured, so that the meter must not query an event."""
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return begun and torch.cuda.is_current_stream_capturing()
 
@@ -402,7 +403,7 @@ def _group(number: int, elements: int, rows: Sequence[tuple[list[float], _Counte
 
 
 def _count_copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
-    """Sum the counts for the copies that rollout engines get; ``None`` without copies."""
+    """Sum the counts for the rollout engines' copies; ``None`` without copies."""
     copied = [(numbers, row) for numbers, row in rows if row.copy]
     if not copied:
         return None
@@ -411,7 +412,7 @@ def _count_copied(rows: Sequence[tuple[list[float], _Counted]]) -> Count | None:
 
 
 def tell(text: str) -> None:
-    """Warn the user; where a filter turns warnings into errors, only print the text."""
+    """Warn the user; if a filter turns warnings into errors, only print the text."""
     try:
         _journal.warn(text, stacklevel=None)
     except PrecisionShimWarning:

@@ -1,9 +1,9 @@
-"""Count lost updates where LoRA is merged into the weights that a rollout engine gets.
+"""Count lost updates if LoRA is merged into the weights of a rollout engine.
 
 The copy of a matrix W is W + scale * B@A, rounded. The meter samples random elements of each
-matrix, and reads the rows of B and the columns of A that they depend on, before and after the
-optimizer's step. Each rank must have whole factors. If the factors are sharded over ranks, only a
-collective could assemble them, so nothing is measured.
+matrix. Before and after the optimizer's step, the meter reads the rows of B and the columns of A
+that determine the elements. Each rank must have whole factors. If the factors are sharded over
+ranks, nothing is measured, because only a collective could assemble them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Layer:
         base: the layer's weight matrix W.
         a: the factor A, which is applied to the input first.
         b: the factor B.
-        scale: what the product B@A is multiplied by.
+        scale: the number that multiplies the product B@A.
         product: the dtype in which the framework computes the product.
     """
 
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _Before:
-    """A layer before a step: the positions of its sample, and product and copies there."""
+    """A layer before a step: its sample's positions, with product and copies at these positions."""
 
     layer: Layer
     rows: torch.Tensor
@@ -58,10 +58,10 @@ class _Before:
 
 
 class Merged:
-    """Samples the matrices of a model that LoRA is merged into.
+    """Samples those matrices of a model into which LoRA is merged.
 
     Args:
-        chunks: the model's modules; kept by weak references.
+        chunks: the model's modules; stored as weak references.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -72,13 +72,13 @@ class Merged:
         self._said = False
 
     def take(self, rollout: Rollout) -> str:
-        """Compute the copies before a step, if LoRA is merged when weights go to the rollout.
+        """Compute the copies before a step, if LoRA is merged for the rollout engine.
 
         Args:
             rollout: how the weights reach the rollout engine.
 
         Returns:
-            Why nothing is measured, at the first call; otherwise an empty string.
+            The reason why nothing is measured, at the first such call; otherwise ``""``.
         """
         self._before, self._dtypes = [], rollout.dtypes
         if not (rollout.merged and rollout.dtypes):
@@ -99,8 +99,8 @@ class Merged:
         """Compute the copies after the step, and yield each layer's counts, still on the device.
 
         Yields:
-            Device, number of elements whose product changed, number of these whose copy did not
-            change, number of sampled elements, and the dtypes that the copy is rounded to.
+            Device, number of elements whose product changed, number of these elements whose copy
+            did not change, number of sampled elements, and the dtypes that the copy is rounded to.
         """
         before, self._before = self._before, []
         for sample in before:
@@ -144,7 +144,7 @@ class Merged:
 
 
 def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
-    """Return the LoRA layers whose copies can be computed, and why those of others cannot.
+    """Return the LoRA layers whose copies can be computed, and the reason why other copies cannot.
 
     Args:
         chunks: a model's modules.
@@ -164,7 +164,7 @@ def lora_layers(chunks: Sequence[torch.nn.Module]) -> tuple[list[Layer], str]:
 
 
 def _of_peft(module: Any) -> Layer | str:
-    """Return the ``Layer`` of a LoRA module of peft, or why its copy cannot be computed."""
+    """Return the ``Layer`` of a LoRA module of peft, or the reason why no copy can be computed."""
     active = [name for name in module.active_adapters if name in module.lora_A]
     if len(active) != 1 or getattr(module, "merged_adapters", None):
         return "a layer has another number of active LoRA adapters than one, or a merged one"

@@ -20,9 +20,9 @@ class Rollout:
     """How the weights that an optimizer steps reach the rollout engine.
 
     Attributes:
-        dtypes: the dtypes that each weight is rounded to, in order: that of the transfer, then that
-            of the engine; empty where these are not known or are no torch dtype, such as fp8.
-        merged: whether LoRA's factors reach the engine only merged into the weights.
+        dtypes: the dtypes that each weight is rounded to: the transfer's dtype, then the engine's.
+            Empty if a dtype is not known or is no torch dtype, such as fp8.
+        merged: whether the engine receives LoRA's factors only merged into the weights.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -52,7 +52,7 @@ def drop(stepper: Any) -> None:
 
 
 def tell_rollout(optimizer: Any, rollout: Rollout) -> None:
-    """Record how an optimizer's weights reach the rollout engine; a later call replaces this.
+    """Record how an optimizer's weights reach the rollout engine; a later call replaces the record.
 
     Args:
         optimizer: see ``metrics``.
@@ -68,18 +68,18 @@ def rollout_of(stepper: Any) -> Rollout | None:
 
 
 def count() -> int:
-    """Return the number of meters that have not given up measuring."""
+    """Return the number of meters that still measure."""
     return sum(meter.measures for meter in _meters.values())
 
 
 def metrics(optimizer: Any, prefix: str = "") -> dict[str, float]:
     """Return the latest shares of an optimizer's lost updates, for a framework's metrics.
 
-    Reads nothing from a device. Empty before the first figures, and without a meter.
+    Reads nothing from a device. The result is empty before the first figures, and without a meter.
 
     Args:
-        optimizer: a framework's, Megatron's (chained or single) or torch's, or ``None``.
-        prefix: what to put before the names of the metrics.
+        optimizer: an optimizer of a framework, Megatron (chained or single) or torch, or ``None``.
+        prefix: prefix of the metrics' names.
     """
     if not _meters:
         return {}

@@ -1,11 +1,11 @@
-"""Compute what an optimizer's step would do to a sample of parameters if nothing were rounded.
+"""Compute the changes that an optimizer's step would make to a sample without rounding.
 
-A rule evaluates the optimizer's own formula in fp64, from what the optimizer reads at a step: the
-stored weights, the stored states and the gradients. There are rules for Adam and AdamW (torch's,
+A rule evaluates the optimizer's own formula in fp64, from the stored weights, the stored states and
+the gradients that the optimizer reads at a step. There are rules for Adam and AdamW (torch's,
 TransformerEngine's and Apex's) and for torch's SGD. There is no rule for a subclass with its own
-``step``, because its formula is not known.
+``step``, because the subclass's formula is not known.
 
-Nothing here waits for a device: hyperparameters that are tensors on a device stay tensors.
+No function here waits for a device: hyperparameters that are tensors on a device stay tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Ideal:
 
     Attributes:
         update: change of the weights.
-        exp_avg_sq: change of the second moment; ``None`` where there is none.
+        exp_avg_sq: change of the second moment; ``None`` without a second moment.
     """
 
     update: torch.Tensor
@@ -126,7 +126,7 @@ class Rule:
     def ideal(
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], sampled: Sampled
     ) -> Ideal:
-        """Return what the coming step would do to a sample without rounding."""
+        """Return the changes that the coming step would make to a sample without rounding."""
         return self._ideal(sampled, group, self._is_decoupled(optimizer, group))
 
     def _is_decoupled(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -165,7 +165,7 @@ class Rule:
     ) -> torch.Tensor:
         """Return the number of the coming step, for each element of a sample."""
         state = optimizer.state.get(parameter, {})
-        if self._ideal is _sgd:  # SGD counts no steps; the rule needs only "first or later"
+        if self._ideal is _sgd:  # SGD counts no steps; the rule tests only for the first step
             made: Any = int(state.get("momentum_buffer") is not None)
         else:
             made = group.get("step", 0) if self._fused else state.get("step", 0)
@@ -175,7 +175,7 @@ class Rule:
         return counted
 
     def weights(self, optimizer: Any, parameter: torch.Tensor, at: Taken) -> torch.Tensor:
-        """Return a sample, in fp64, of the weights that the optimizer updates (masters if any)."""
+        """Return a sample in fp64 of the weights that the optimizer updates (masters, if any)."""
         kept = self._master(optimizer, parameter)
         master = optimizer.state.get(parameter, {}).get("master_param") if kept else None
         if master is None:
@@ -222,5 +222,5 @@ class Taken:
         return self.raw(tensor).double()
 
     def ones(self, like: torch.Tensor) -> torch.Tensor:
-        """Return as many ones in fp64 as there are elements, on the device of ``like``."""
+        """Return ones in fp64, one per element, on the device of ``like``."""
         return torch.ones(self.count, dtype=torch.float64, device=local(like).device)

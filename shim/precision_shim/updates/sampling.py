@@ -1,4 +1,4 @@
-"""Choose the elements of an optimizer that the meter measures; every step uses the same ones."""
+"""Choose the optimizer's elements that the meter measures, the same elements at every step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_TENSORS = 512
 
 
 def allot(sizes: Sequence[int], budget: int) -> list[int]:
-    """Divide a budget equally; what a small size cannot use is given to the larger sizes."""
+    """Divide a budget equally, and give the unused shares of small sizes to larger sizes."""
     counts = [0] * len(sizes)
     smallest_first = sorted(range(len(sizes)), key=sizes.__getitem__)
     for place, which in enumerate(smallest_first):
@@ -30,9 +30,9 @@ def allot(sizes: Sequence[int], budget: int) -> list[int]:
 class Sample:
     """A fixed sample of an optimizer's elements on this rank.
 
-    Each group contributes the same number of elements, or all that it has. A group's elements are
-    divided into stretches of equal length, and the sample has a random element of each. The random
-    numbers are from a separate generator, so the state of torch's global one does not change.
+    Each group contributes the same number of elements, or all its elements. A group's elements are
+    divided into stretches of equal length, and the sample has a random element of each stretch. The
+    random numbers are from a separate generator, so torch's global generator does not change.
 
     Args:
         groups: the optimizer's parameters, by group.
@@ -63,7 +63,7 @@ class Sample:
         ]
 
     def fits(self, groups: Sequence[Sequence[torch.Tensor]], budget: int) -> bool:
-        """Whether the sample was drawn for this budget and for these sizes and devices."""
+        """Whether the sample was drawn for this budget and for the groups' sizes and devices."""
         return budget == self.budget and self._shapes == _shapes(groups)
 
 
@@ -76,7 +76,7 @@ def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
     """
     own = local(tensor).detach()
     if own.is_contiguous():
-        # The distance is odd: an even one can be a multiple of the row length, so that all
+        # The distance is odd: an even distance can be a multiple of the row length, so that all
         # elements would be from one column.
         return own.view(-1)[:: own.numel() // most | 1]
     side = max(1, round(most ** (1 / own.ndim)))
@@ -103,7 +103,7 @@ def _draw(
     total = sum(sizes)
     if count == total:
         return {p: Taken(None, size) for p, size in zip(places, sizes, strict=True) if size}
-    # All tensors are made on the host, whatever torch.set_default_device says.
+    # All tensors are made on the host, regardless of torch.set_default_device.
     generator = torch.Generator("cpu").manual_seed(seed)
     within = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
     stretches = torch.arange(count, dtype=torch.float64, device="cpu")
@@ -115,7 +115,7 @@ def _draw(
     for number, place in enumerate(places):
         indices = drawn[cuts[number] : cuts[number + 1]] - bounds[number]
         if len(indices):
-            # Copied once, before the first measurement; the host does not wait for the copy.
+            # The indices are copied once, before the first measurement; the host does not wait.
             device = local(parameters[place]).device
             taken[place] = Taken(indices.to(device, non_blocking=True), len(indices))
     return taken

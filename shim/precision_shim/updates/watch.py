@@ -22,22 +22,23 @@ ROLLOUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class UpdateWatch:
-    """What ``watch_updates`` returns: the meters of a model's optimizers."""
+    """The result of ``watch_updates``: the meters of a model's optimizers."""
 
     def __init__(self, watched: Sequence[Meter]) -> None:
         self._meters = tuple(watched)
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return the latest figures of each optimizer that has some, in a form for JSON."""
+        """Return the latest figures of each measured optimizer, in a form for JSON."""
         return [meter.figures.to_dict() for meter in self._meters if meter.figures is not None]
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return the shares of lost updates over all optimizers.
 
-        The names are ``updates_lost``, ``updates_lost_exp_avg_sq`` and ``updates_lost_rollout``.
+        The metrics' names are ``updates_lost``, ``updates_lost_exp_avg_sq`` and
+        ``updates_lost_rollout``.
 
         Args:
-            prefix: what to put before these names.
+            prefix: prefix of the metrics' names.
         """
         return lost.metrics([meter.figures for meter in self._meters if meter.figures], prefix)
 
@@ -53,24 +54,24 @@ def watch_updates(
     """Measure how many of an optimizer's updates are rounded away.
 
     At every ``every``-th step, each meter uses a fixed sample of each parameter group (at most 2^18
-    elements on a rank, over all optimizers). It counts the elements whose update was not zero but
-    whose stored value did not change. It counts three kinds: the weights that the optimizer updates
-    (masters if any), ``exp_avg_sq`` where it should have become smaller, and the copies that
-    rollout engines get. From the next step on the figures are in the returned object, in
-    ``audit(model, optimizer)`` and, where a framework's adapter reports them, in the framework's
-    metrics. The meter warns if a group loses more than half of its updates. It changes no step's
-    result, and the host does not wait for a device.
+    elements on a rank, over all optimizers). The meter counts the elements whose update was not
+    zero but whose stored value did not change. There are counts for the weights that the optimizer
+    updates (masters if any), for decreases of ``exp_avg_sq``, and for the rollout engines' copies
+    of the weights. From the next step on, the figures are in the returned object and in
+    ``audit(model, optimizer)``. Some frameworks' adapters also report the figures in the
+    framework's metrics. The meter warns if a group loses more than half of its updates. A meter
+    changes no step's result, and the host does not wait for a device.
 
     ``precision_shim.uninstall()`` and the returned object's ``remove()`` remove the hooks. A second
     call for an optimizer only changes ``every``.
 
     Args:
-        model: the model, in any form that ``audit`` takes; ``None`` to read the optimizer alone.
-        optimizer: the optimizer, in any form that ``audit`` takes.
+        model: the model, in any form that ``audit`` accepts; ``None`` to read the optimizer alone.
+        optimizer: the optimizer, in any form that ``audit`` accepts.
         every: number of steps from one measurement to the next.
         rollout: the dtype that the rollout engine computes in, as a ``torch.dtype`` or a name. If
-            it is ``None`` and no framework's adapter knows the dtype, the copies are assumed to be
-            in the model's 16-bit dtype, or in the one that FSDP computes in.
+            ``rollout`` is ``None`` and no framework's adapter has recorded the dtype, the copies
+            are assumed to be in the model's 16-bit dtype or in FSDP's compute dtype.
 
     Returns:
         An object with the figures and with ``remove()``.
@@ -110,14 +111,14 @@ def attach(
     subject: str = "",
     on_figures: Callable[[Meter], None] | None = None,
 ) -> Meter | None:
-    """Attach a meter to an optimizer; return ``None`` for one without a torch optimizer to step.
+    """Attach a meter to an optimizer; return ``None`` without a torch optimizer to step.
 
     Args:
         reading: the optimizer's reading.
         every: number of steps from one measurement to the next.
         model: the model's modules, for their compute dtype.
         framework: see ``looking.look``.
-        subject: which model it is, such as ``"actor"``.
+        subject: the model's name, such as ``"actor"``.
         on_figures: called with the meter when there are new figures.
     """
     if not reading.steppers:
@@ -131,7 +132,7 @@ def attach(
     names = (f"{where}, {subject}" if subject else where, reading.name)
     meter = Meter(stepper, every, names, copies_of(reading, stepper, model), on_figures)
     meters.add(stepper, meter)
-    # A strong reference there would keep the optimizer's tensors alive until uninstall().
+    # A strong reference in ``kept`` would keep the optimizer's tensors alive until uninstall().
     weak = weakref.ref(meter)
     kept.at_clear(lambda: None if (watch := weak()) is None else watch.remove())
     return meter

@@ -37,7 +37,7 @@ def _code(found: Definition) -> list[str]:
 def _code_lines(
     lines: list[str], numbers: range, left_out: set[int], inside: set[int], indent: int
 ) -> Iterator[str]:
-    """Yield the lines that are no docstring, comment or empty; a string's lines count as code."""
+    """Yield lines of code: no docstring, comment or empty line, but every line of a string."""
     for number in numbers:
         line = lines[number - 1].rstrip()
         bare = line.lstrip()

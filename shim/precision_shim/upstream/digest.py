@@ -1,8 +1,8 @@
 """Compute a digest of a symbol's code that does not depend on comments or the Python version.
 
 ``ast.dump`` differs between Python versions, and positions, docstrings and annotations differ
-between releases that behave alike. So this module walks the tree itself: it hashes every node with
-its fields, except those fields that do not affect what the code does.
+between releases that behave alike. Therefore this module walks the tree itself, and hashes every
+node with its fields, except fields that do not affect the code's behaviour.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def digest(target: str) -> str:
-    """Return the SHA-256 of a symbol's code, in hexadecimal; ``""`` where ``look`` finds none.
+    """Return the SHA-256 of a symbol's code, in hexadecimal; ``""`` if ``look`` finds no symbol.
 
     A dataclass's generated ``__init__`` has the digest of the class.
     """
@@ -54,9 +54,9 @@ def is_remark(line: ast.AST) -> bool:
 
 
 def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
-    """Yield the words to hash for a node, in brackets: different trees must give different words.
+    """Yield a node's words to hash, in brackets, so that different trees give different words.
 
-    An annotation without a value is left out, except in a class, where it declares a field.
+    An annotation without a value is left out, except in a class, because it declares a field there.
     """
     if isinstance(node, ast.AnnAssign) and not in_class:
         if node.value is None:
@@ -78,7 +78,7 @@ def _walk(node: ast.AST, in_class: bool) -> Iterator[str]:
 
 def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
     if value is None or value == []:
-        return  # later Pythons have more fields, which are empty for code that older ones can parse
+        return  # fields that later Pythons add are empty for code that older Pythons can parse
     yield name
     if isinstance(value, ast.AST):
         yield from _walk(value, in_class)
@@ -96,7 +96,7 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
 
 
 def _f_string(node: ast.JoinedStr, in_class: bool) -> Iterator[str]:
-    """Yield the words of an f-string, whose text Python versions split into different constants."""
+    """Yield the words of an f-string; Python versions split its text into different constants."""
     text = ""
     for part in _parts(node.values):
         if isinstance(part, str):

@@ -1,4 +1,4 @@
-"""Predict what the shim would do to a framework, from its source; it need not be installed."""
+"""Predict the shim's effect on a framework from source; the framework need not be installed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def foresee(
     settings: Settings,
     versions: Callable[[str, Iterable[str]], str | None],
 ) -> tuple[FrameworkStatus, list[str]]:
-    """Return what the shim would do to a framework in the current ``Source``, and the problems.
+    """Return the predicted status of a framework in the current ``Source``, and the problems.
 
     Args:
         entry: the framework.
-        settings: what the user asks for.
-        versions: returns a distribution's version in that source; for the installed packages it is
-            ``versions.version_of``.
+        settings: the user's settings.
+        versions: function that returns a distribution's version in the current ``Source``, such as
+            ``versions.version_of`` for the installed packages.
     """
     name, version = entry.framework, versions(entry.distribution, entry.packages)
     asked_by_name = settings.frameworks is not None and asked_for(settings, name)
@@ -47,12 +47,12 @@ def foresee(
     except PrecisionShimError as error:
         return FrameworkStatus(version, "refused", reason=str(error)), [str(error)]
     tested, reason = judge_version(adapter, version, versions, closely=True)
-    # A refusal that an adapter declares is no problem of this machine: it matters only when used.
+    # A refusal that an adapter declares is no problem: it matters only if the framework calls it.
     broken: dict[tuple[str, str], SeamStatus] = {}
     for seam in seams:
         if seam.state == "refused" and not seam.refusal:
             place = seam.feature, seam.group
-            if seam.target in seam.reason:  # the cause, not a seam refused with it
+            if seam.target in seam.reason:  # this seam is the cause of the refusal
                 broken[place] = seam
             broken.setdefault(place, seam)
     problems = [inapplicable(f"{name} {version}", seam) for seam in broken.values()]

@@ -1,8 +1,8 @@
-"""Probes: tests of what a rule assumes about a framework's behaviour, run on the framework itself.
+"""Probes test a rule's assumptions about a framework's behaviour on the framework itself.
 
-Comparing names shows that a symbol is gone. It does not show that an assertion was removed while
-its identifiers stayed in the source. A probe is a small function that runs the framework's code, on
-a CPU and in a short time, and reports what the framework did.
+A comparison of names shows that a symbol is gone, but not that an assertion was removed while its
+identifiers stayed in the source. A probe is a small function that runs the framework's code, on a
+CPU and in a short time, and reports the framework's behaviour.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..errors import SeamError
 
 
 class Answer(NamedTuple):
-    """The result of a probe: the rule's assumption holds only if the two values are equal.
+    """The result of a probe: the rule's assumption is true only if both values are equal.
 
     Attributes:
-        assumed: what the rule assumes.
-        found: what the framework did.
+        assumed: the value that the rule assumes.
+        found: the framework's value.
     """
 
     assumed: Any
@@ -36,8 +36,8 @@ class Probe:
         name: the probe's name in the doctor's output.
         assumes: the assumption, as a sentence.
         rule: ``"module:name"`` of the rule that relies on the assumption.
-        needs: modules of the framework that the probe imports; it does not run without them.
-        ask: the function; if it raises, the assumption fails.
+        needs: modules of the framework that the probe imports; without them the probe does not run.
+        ask: the test function; if it raises an error, the assumption fails.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Outcome:
 
     Attributes:
         name: the probe's name.
-        state: ``holds``, ``fails``, ``absent`` (a module that it needs is not installed) or
-            ``unasked`` (an installed module cannot be imported here).
+        state: ``holds``, ``fails``, ``absent`` (a needed module is not installed) or ``unasked`` (a
+            needed module is installed but cannot be imported).
         assumes: the probe's assumption, as a sentence.
         rule: the probe's rule.
-        assumed: what the rule assumes, as text.
-        found: what the framework did, or why the probe did not run.
-        seconds: how long the probe took, without imports.
+        assumed: the value that the rule assumes, as text.
+        found: the framework's value, as text, or the reason why the probe did not run.
+        seconds: duration of the probe, without imports.
     """
 
     name: str
@@ -105,7 +105,7 @@ def probes_in(module: str) -> tuple[Probe, ...]:
 
 
 def run(one: Probe) -> Outcome:
-    """Run a probe; an exception in it is returned as a failing outcome."""
+    """Run a probe; an exception in the probe gives an outcome with the state ``fails``."""
     from ..seams._source import find_spec
 
     told = one.name, one.assumes, one.rule

@@ -1,8 +1,8 @@
-"""The record of digests: in which versions a symbol had which code.
+"""The record of digests lists the versions in which a symbol had the same code.
 
 The record is one generated file in the adapters' package; it maps distribution, target and digest
 to versions. No seam is refused because a digest differs. Other modules compare version strings,
-which a fork may keep while it changes the code; this module compares the code itself.
+which a fork may leave unchanged when it changes the code. This module compares the code itself.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..seams import Adapter
 from .digest import digest
 
 FILE = symbols_file()
-_NAMED = 3  # how many differing symbols a message names; the others are only counted
+_NAMED = 3  # number of differing symbols that a message names; the rest are only counted
 
 Record = dict[str, dict[str, dict[str, list[str]]]]
 """Versions by distribution, target and digest."""
 
 
 def read_symbols(path: Path = FILE) -> Record:
-    """Read the record in a file; it is empty where there is no file.
+    """Read a file's record; the record is empty if the file does not exist.
 
     Raises:
         ValueError: the file's content is no JSON object.
@@ -62,7 +62,7 @@ def add(record: Record, distribution: str, version: str, digests: Mapping[str, s
     Args:
         record: the record, which is changed in place.
         distribution: the distribution of the symbols.
-        version: its version; a local part ("+" and more) is left out.
+        version: the distribution's version; a local part ("+" and more) is left out.
         digests: digests by target, ``""`` for a symbol that this version lacks.
     """
     version = plain(version)
@@ -107,7 +107,7 @@ def digests_of(record: Record, distribution: str, version: str) -> dict[str, str
 
 
 def targets_by_distribution(adapter: Adapter) -> dict[str, list[str]]:
-    """Return the symbols of an adapter's table, each once, by the distribution they belong to."""
+    """Return the symbols of an adapter's table, grouped by their distribution."""
     targets: dict[str, list[str]] = {}
     for target in dict.fromkeys(seam.target for seam in adapter.seams):
         distribution = owner(target, adapter)
@@ -125,14 +125,14 @@ def owner(target: str, adapter: Adapter) -> str:
 
 @dataclass(frozen=True)
 class Likeness:
-    """Differences between the symbols here and those of one recorded version.
+    """Differences between the current ``Source``'s symbols and one recorded version's symbols.
 
     Attributes:
-        version: the recorded version; ``""`` where there is none.
-        count: how many of the symbols exist here.
+        version: the recorded version; ``""`` without one.
+        count: number of symbols in the current ``Source``.
         changed: symbols whose code differs.
-        gone: symbols of that version that do not exist here.
-        new: symbols here that do not exist in that version.
+        gone: symbols of the recorded version that the current ``Source`` lacks.
+        new: symbols in the current ``Source`` that the recorded version lacks.
     """
 
     version: str
@@ -165,14 +165,14 @@ class Likeness:
 def compare(
     record: Record, distribution: str, digests: Mapping[str, str], version: str = ""
 ) -> Likeness:
-    """Compare the symbols here with those of a recorded version.
+    """Compare the current ``Source``'s symbols with a recorded version's symbols.
 
     Args:
         record: the record.
         distribution: the distribution of the symbols.
-        digests: digests by target; ``""`` for a symbol that does not exist here.
-        version: the recorded version; ``""`` for the most similar one, and the newest of several
-            that are equally similar.
+        digests: digests by target; ``""`` for a symbol that the current ``Source`` lacks.
+        version: the recorded version; ``""`` for the most similar version, or the newest of several
+            equally similar versions.
     """
     here = {target: digest for target, digest in digests.items() if digest}
     best = Likeness("", len(here))
@@ -199,7 +199,7 @@ def compare(
 def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]) -> list[str]:
     """Return sentences that compare the code of unrecorded versions with recorded versions.
 
-    ``status()`` and the doctor show them.
+    ``status()`` and the doctor show these sentences.
 
     Args:
         adapter: the adapter whose symbols are compared.
@@ -207,9 +207,8 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
         installed: the installed versions of the backends' distributions.
 
     Returns:
-        One sentence for the framework if its version is not recorded, and one for each distribution
-        of a backend whose version is not recorded. There is no sentence for a distribution of which
-        no version is recorded at all.
+        One sentence for each distribution, of the framework or of a backend, whose version is not
+        recorded. A distribution without any recorded version has no sentence.
     """
     told = []
     for distribution, targets in targets_by_distribution(adapter).items():
@@ -229,7 +228,7 @@ def likeness(adapter: Adapter, version: str, installed: Mapping[str, str | None]
 def describe_differences(
     adapter: Adapter, version: str, installed: Mapping[str, str | None]
 ) -> list[str]:
-    """Return sentences on versions that are recorded with other code than here, as in a fork."""
+    """Return sentences on recorded versions whose code differs from the record, as in a fork."""
     told = []
     for distribution, targets in targets_by_distribution(adapter).items():
         here = version if distribution == adapter.distribution else installed.get(distribution)
@@ -242,14 +241,14 @@ def describe_differences(
 
 
 def same_as(adapter: Adapter, distribution: str) -> str:
-    """Return the recorded version whose symbols all equal those here; ``""`` if there is none."""
+    """Return the recorded version whose symbols all equal the current ``Source``'s, or ``""``."""
     targets = targets_by_distribution(adapter).get(distribution, ())
     alike = compare(shipped(), distribution, _digests_here(distribution, targets))
     return alike.version if alike.same else ""
 
 
 def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
-    """Return the digests that recorded targets have here; third parties' may be unrecorded."""
+    """Return the current digests of recorded targets; third parties' targets may be unrecorded."""
     known = shipped().get(distribution, {})
     return {target: digest(target) for target in targets if target in known}
 
@@ -257,16 +256,16 @@ def _digests_here(distribution: str, targets: Iterable[str]) -> dict[str, str]:
 def missed(
     adapter: Adapter, versions: Callable[[str, Iterable[str]], str | None]
 ) -> Callable[[str], str]:
-    """Return a function from a target to the recorded version that had it; ``""`` for none.
+    """Return a function from a target to the recorded version that had it, or to ``""``.
 
-    That function reads one recorded version: the newest that is not newer than the installed one.
-    So it does not report a symbol as missing that was added later, or that upstream had removed
-    before. Where the installed version is unknown, the function reads the recorded version with the
-    same symbols; if there is none, it reports nothing as missing.
+    The function reads one recorded version: the newest that is not newer than the installed
+    version. Therefore no symbol is reported as missing that upstream added later or had removed
+    before. If the installed version is unknown, the function reads the recorded version with the
+    same symbols. Without such a version, no symbol is reported as missing.
 
     Args:
         adapter: the adapter whose symbols may be missing.
-        versions: returns a distribution's version, as ``versions.version_of`` does.
+        versions: function that returns a distribution's version, like ``versions.version_of``.
     """
     packages = {name: (package,) for package, name in shared().items()}
 

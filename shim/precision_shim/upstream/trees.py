@@ -1,4 +1,4 @@
-"""Read source from a wheel (without unpacking it) or a folder, and execute none of it.
+"""Read source from a wheel (without unpacking it) or a folder, without executing the source.
 
 ``open_tree`` opens a path as a ``Tree``, which is a ``_source.Source``. ``over`` makes a source
 that reads a tree first, and then the installed packages.
@@ -24,7 +24,7 @@ _PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
 
 
 class _Files(Protocol):
-    """The files below one root; paths are relative to it and have slashes."""
+    """The files below one root; paths are relative to this root and have slashes."""
 
     def is_file(self, path: str) -> bool: ...
 
@@ -63,7 +63,7 @@ class _Wheel:
             raise SourceError(f"{path} is no wheel that can be read: {error!r}.") from error
         if broken is not None:
             raise SourceError(f"{path} is no wheel that can be read: {broken} in it is damaged.")
-        # A wheel may keep its packages beneath NAME.data/purelib.
+        # A wheel may have its packages in NAME.data/purelib.
         self._names = {
             re.sub(r"^[^/]+\.data/(purelib|platlib)/", "", name): name
             for name in self._zip.namelist()
@@ -92,8 +92,8 @@ class Tree:
 
     Attributes:
         path: the path that was opened.
-        complete: whether the tree is a whole environment (a site-packages). A module that such a
-            tree lacks counts as not found, even if it is installed here.
+        complete: whether the tree is a whole environment (a site-packages folder). A module that a
+            complete tree lacks counts as not found, even if the module is installed.
     """
 
     def __init__(self, path: Path, files: _Files) -> None:
@@ -124,12 +124,12 @@ class Tree:
         return any(self._place(".".join(parts[:depth])) for depth in range(1, len(parts) + 1))
 
     def version_of(self, distribution: str, package: str) -> str:
-        """Return a distribution's version from its metadata, else source, else ``"unknown"``."""
+        """Return a distribution's version from metadata, or else source, or else ``"unknown"``."""
         known = self._metadata.get(_normal(distribution))
         return known or next(_find_written(self._files, distribution, package), None) or "unknown"
 
     def _place(self, module: str) -> str | None:
-        """Return a module's file; ``""`` for a package without one, ``None`` without a module."""
+        """Return a module's file; ``""`` for a package without a file, ``None`` for no module."""
         parts = module.split(".")
         for depth in range(1, len(parts) + 1):
             path = "/".join(parts[:depth])
@@ -169,7 +169,7 @@ class _Over:
 
 
 def over(tree: Tree) -> Source:
-    """Return a source that reads a tree, and the installed packages for what it does not own."""
+    """Return a source that reads a tree, and the installed packages for other modules."""
     return _Over(tree, Installed())
 
 
@@ -179,11 +179,10 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
     Args:
         path: a wheel, a checkout, a folder with packages, a package's own folder, or a virtual
             environment.
-        packages: packages of which the path must contain at least one.
+        packages: names of packages; the path must contain at least one of them.
 
     Raises:
-        SourceError: the path contains none of the packages, which the message names, or cannot be
-            read.
+        SourceError: the path cannot be read or contains none of the packages.
     """
     looked_for = f"Looked for: {', '.join(packages)}."
     if not path.exists():
@@ -208,7 +207,7 @@ def open_tree(path: Path, packages: tuple[str, ...]) -> Tree:
 
 
 def stated_version(distribution: str, package: str, folder: Path) -> str | None:
-    """Return the version that a package's source states, or ``None``; execute nothing.
+    """Return the version that a package's source states, or ``None``, without executing it.
 
     Args:
         distribution: the package's distribution.
@@ -240,7 +239,7 @@ def _find_written(files: _Files, distribution: str, package: str) -> Iterator[st
 
 
 def _find_declared(text: str, distribution: str, files: _Files, folder: str) -> Iterator[str]:
-    """Yield the version in a distribution's ``pyproject.toml``, or in the file that this names."""
+    """Yield the version in a distribution's ``pyproject.toml``, or in the file that it names."""
 
     def written(section: str, key: str) -> str:
         pattern = rf"^\[{section}\]\s*$(.*?)(^\[|\Z)"

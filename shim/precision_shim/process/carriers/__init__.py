@@ -1,8 +1,8 @@
-"""Carriers bring the shim's variables into processes that do not inherit them.
+"""Carriers pass the shim's environment variables to processes that do not inherit them.
 
-Each carrier is a module named after the package that it patches, with two functions: ``enter()``
-patches the package, at once if it is imported and otherwise when it is, and ``leave()`` undoes
-that. Neither function imports the package, and a second call does nothing.
+Each carrier is a module named after the package that it patches, with two functions. ``enter()``
+patches the package, now or when it is imported; ``leave()`` removes the patch. Neither function
+imports the package, and a second call of either function does nothing.
 """
 
 import sys
@@ -19,7 +19,7 @@ PACKAGES = ("ray",)
 
 
 def enter(package: str) -> None:
-    """Make a package start its processes with the variables."""
+    """Patch a package so that the processes it starts have the shim's variables."""
     from importlib import import_module
 
     import_module(f"{__name__}.{package}").enter()

@@ -1,15 +1,15 @@
-"""Pass the shim's variables to a Ray job's workers, so that all nodes have the same ones.
+"""Pass the shim's variables to a Ray job's workers, so that all nodes have the same variables.
 
-A raylet keeps the environment that it inherited at its start, so a variable that was set later,
-or on another node, does not reach its workers. Therefore this module wraps ``ray.init`` and merges
-the variables into the job's ``runtime_env["env_vars"]``. It leaves out variables that the
-runtime_env of the caller or of ``ray job submit`` has: Ray fails on a key that is in both, even
-with equal values. A setup hook is no alternative: it fails in a worker environment without this
-package, and Ray allows no second hook next to the user's.
+A raylet keeps the environment that it inherited at its start, so a variable that was set later, or
+on another node, does not reach its workers. Therefore this module wraps ``ray.init`` and merges the
+variables into the job's ``runtime_env["env_vars"]``. The module leaves out variables that the
+runtime_env of the caller or of ``ray job submit`` already contains. Ray fails on a key that both
+``ray.init`` and ``ray job submit`` set, even to equal values. A setup hook is no alternative: it
+fails in a worker environment without this package, and Ray allows one hook, the user's.
 
-The module does not use the seam engine: Ray's agents and every worker import
-``ray._private.worker``, and importing wrapt and parsing 4,000 lines of source there would cost each
-process 200 ms. The wrapper is a plain function, which is pickled by reference.
+The module does not use the seam engine, which would import wrapt and parse the 4,000 lines of
+``ray._private.worker``. The engine would cost each of Ray's agents and workers 200 ms. The wrapper
+is a plain function, which is pickled by reference.
 """
 
 import functools
@@ -46,7 +46,7 @@ def enter() -> None:
 
 
 def leave() -> None:
-    """Restore Ray's ``init``; where another tool wrapped our wrapper, ours only passes calls on."""
+    """Restore Ray's ``init``; if another tool wrapped our wrapper, ours only passes calls on."""
     global _watcher, _original, _ours
     if _watcher is not None:
         _watcher.remove()
@@ -82,7 +82,7 @@ def _with_variables(kwargs: "dict[str, Any]") -> "dict[str, Any]":
         given = kwargs.get("runtime_env")
         in_job = json.loads(os.environ.get(_JOB) or "{}").get("runtime_env") or {}
         if not given and not in_job:
-            # Ray ignores a JobConfig's runtime_env if init() is given one: start from JobConfig's.
+            # If init() gets a runtime_env, Ray ignores the JobConfig's: start from the JobConfig's.
             given = getattr(kwargs.get("job_config"), "runtime_env", None)
         given = dict(given or {})
         carried = {**(in_job.get("env_vars") or {}), **(given.get("env_vars") or {})}
