@@ -84,7 +84,7 @@ def read_wishes(
     )
 
 
-# -- which model is being built ----------------------------------------------------------------
+# -- the model that is being built -------------------------------------------------------------
 
 
 _BUILD: dict[str, Any] = {
