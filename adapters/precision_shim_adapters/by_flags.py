@@ -1,7 +1,7 @@
-"""``plan`` and ``checkpoint`` for ROLL, slime and miles, whose launch lines the shim cannot read.
+"""The commands ``plan`` and ``checkpoint`` for ROLL, slime and miles.
 
-Delete this module when the launch lines can be read without running Megatron's argument parser
-(slime, miles) or ROLL's pipeline.
+Delete this module when the shim can read the launch lines without running Megatron's argument
+parser (slime, miles) or ROLL's pipeline.
 """
 
 from __future__ import annotations

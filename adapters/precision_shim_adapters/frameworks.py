@@ -34,7 +34,7 @@ MEGATRON = Backend(
             "use_distributed_optimizer",
             "use_precision_aware_optimizer",
         ),
-        beside=("grad_reduce_in_fp32",),  # of DDP's config
+        beside=("grad_reduce_in_fp32",),  # a field of DDP's config
         numbers=("adam_beta2",),
         remedies=(
             {"exp_avg_sq_dtype": "fp32"},
@@ -213,7 +213,7 @@ AREAL = Framework(
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
     checkpoints=Checkpoints(
-        steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint has no number
+        steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint has no step
         resuming={"megatron": "precision_shim_adapters.areal:foretell"},
     ),
     plan="precision_shim_adapters.areal_plan:plan_job",

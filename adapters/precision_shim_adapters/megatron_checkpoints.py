@@ -1,4 +1,4 @@
-"""Interpret the keys of Megatron's distributed checkpoints, for seams and ``checkpoint``."""
+"""Interpret the keys of Megatron's distributed checkpoints, for the seams and the doctor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The doctor's remark on optimizer states that the installed TransformerEngine cannot run.
 
-This module is outside the backend ``megatron``, because the doctor runs without torch and
-Megatron.
+The doctor runs without torch and Megatron, so this module is outside the backend ``megatron``.
 """
 
 from __future__ import annotations

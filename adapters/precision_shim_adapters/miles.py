@@ -1,10 +1,9 @@
 """Adapter for miles on Megatron-core: optimizer states, fp16, and counted skipped steps.
 
-miles began as a copy of slime and, like slime, prepares its gradients twice in a step. Unlike
-slime, miles may have no optimizer, and its step returns three values. miles reports a skipped step
-with a grad norm of 0.0.
+miles began as a copy of slime and, like slime, prepares its gradients twice in a step. A step in
+miles returns three values, may have no optimizer, and if skipped reports a grad norm of 0.0.
 
-The shim patches neither Muon nor the optimizers for several LoRA adapters. miles makes both kinds
+The shim patches neither Muon nor the optimizers of several LoRA adapters. miles makes both kinds
 with other functions, and never in fp16.
 
 Delete this module when miles prepares its gradients once, and reports loss scale and skipped steps.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def are_released(distribution: str, paths: Iterable[Path]) -> bool:
-    """Whether each file belongs to a distribution and has the same content as in its wheel.
+    """Whether each file belongs to a distribution and is unchanged since the distribution's wheel.
 
-    The result is false for a source checkout, whose files have no recorded digests.
+    The result is false for a source checkout, because a user may have edited its files.
 
     Args:
         distribution: the framework's name on PyPI.

@@ -1,4 +1,4 @@
-"""Read ROLL's Megatron checkpoints for ``checkpoint``, without torch.
+"""Read ROLL's Megatron checkpoints for ``precision-shim checkpoint``, without torch.
 
 With ``ckpt_format: legacy``, the default, ROLL saves the weights in one file per rank, next to the
 optimizer's distributed checkpoint.

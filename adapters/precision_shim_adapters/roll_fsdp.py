@@ -76,8 +76,8 @@ def step(call: Call) -> Any:
 def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
     """Step the scheduler and clear the gradients after a scaled step, unless ROLL does so.
 
-    The shim acts when the next loss is scaled, or at the end of ``train_step``. ROLL's own loop
-    would have acted before.
+    The shim compares ``scheduler.last_epoch`` when the next loss is scaled, or at the end of the
+    call. ROLL's own loop would have stepped the scheduler before.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
     at: list[int] = []

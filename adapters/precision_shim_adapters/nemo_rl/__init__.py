@@ -3,16 +3,16 @@
 NeMo-RL's workers are Ray actors. ``@ray.remote`` copies a worker's methods while the module is
 imported, and a decorator makes Ray pickle the method ``train`` by value. A later patch of the
 worker's module or class has no effect in the actor. The shim therefore replaces the actor class in
-its module by one made from a subclass, with the same name and options. The shim patches each
-function that a worker calls in the module that defines the function.
+its module by an actor class made from a subclass, with the same name and options. To change a
+function that a worker calls, the shim patches the module that defines the function.
 
 In NeMo-RL 0.6 and later, the plain class from which Ray made the actor class is importable. The
 shim patches the plain class's methods as well, for workers that inherit from it under other names
 (``worker_extension_cls_fqn``, quantized workers).
 
 The shim deliberately does not patch ``begin_train_step`` and ``finish_train_step`` of NeMo-RL's
-newest commit. DTensor workers do not have these methods. In a Megatron worker, the optimizer skips
-steps in them too, but the metrics lack ``loss_scale`` and ``skipped_steps``.
+newest commit, which DTensor workers lack. With ``begin_train_step``, a Megatron worker's optimizer
+skips steps too, but the metrics lack ``loss_scale`` and ``skipped_steps``.
 
 Delete this package when NeMo-RL scales the loss of its float16 policies and saves the scaler.
 """

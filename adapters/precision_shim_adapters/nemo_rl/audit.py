@@ -29,7 +29,7 @@ _RELIES_ON = ("__init__", "optimizer", "model")
 
 
 def see(worker: Any) -> None:
-    """Audit a worker's optimizer, if it has one."""
+    """Audit a worker's optimizer, if the worker has one."""
     optimizer = getattr(worker, "optimizer", None)
 
     def scaler() -> Any:

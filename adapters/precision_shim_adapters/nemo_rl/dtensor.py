@@ -2,7 +2,7 @@
 
 The seams patch a worker's methods. For a class that Ray pickles by value, ``ScaledWorker`` calls
 the seams' functions. If a seam and ``ScaledWorker`` call the same function, only the outer call
-acts.
+has an effect.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def redecorate(actor_class: Any) -> Any:
 
 @contextlib.contextmanager
 def _outermost(instance: Any, what: str) -> Iterator[bool]:
-    """Yield whether this is the outer call; the mixin's call may contain the patched method's."""
+    """Yield whether this call is the outer of two; the mixin may call the patched method."""
     inside: set[str] = instance.__dict__.setdefault("_precision_shim_inside", set())
     if what in inside:
         yield False
@@ -174,7 +174,7 @@ def group_of(name: str, *, second: bool) -> str:
 
 
 def scaled_because(name: str) -> str:
-    """The reported reason for scaling a model's loss; ``name`` is its key in the config."""
+    """The reported reason for scaling a model's loss; ``name`` is the model's key."""
     return f"{name}.precision is float16, and NeMo-RL does not scale the loss"
 
 

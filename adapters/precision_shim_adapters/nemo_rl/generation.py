@@ -1,8 +1,8 @@
-"""NeMo-RL: query its generation workers' vLLM engines for their dtypes, for the audit.
+"""NeMo-RL: query the generation workers' vLLM engines for their dtypes, for the audit.
 
-A generation worker is a Ray actor that runs vLLM's ``LLM`` or ``AsyncLLM``. The shim replaces the
-actor class by one with a mixin. In NeMo-RL 0.7 and later, the shim also patches the methods of the
-importable plain class, from which the quantised workers inherit.
+A generation worker is a Ray actor that runs vLLM's ``LLM`` or ``AsyncLLM``. The shim replaces a
+worker's actor class by an actor class with a mixin. In NeMo-RL 0.7 and later, the shim also patches
+the methods of the importable plain class, from which the quantised workers inherit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _whose() -> Whose:
 def _engine_of(worker: Any, asks_itself: type | tuple[()] = ()) -> Any:
     """A worker's vLLM engine; ``None`` if the shim must not query the engine in this call.
 
-    Of the workers of an engine on several GPUs, only the first has the engine.
+    If an engine runs on several GPUs, only its first worker has the engine object.
 
     Args:
         worker: the worker.

@@ -1,18 +1,17 @@
 """NeMo-RL on Megatron: the reading of a policy config, and the seams at which a model is built.
 
 A policy config has the optimizer's fields as Megatron-Bridge reads them. The shim therefore counts
-every field as written by the user. NeMo-RL's own YAML files set nearly all fields, including
-``grad_reduce_in_fp32``, for which NeMo-RL's code has no default. NeMo-RL's code turns on Bridge's
-check of gradients; no config key does.
+each optimizer field as written by the user. NeMo-RL's own YAML files set nearly all fields,
+including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default. NeMo-RL's code turns on
+Megatron-Bridge's check of gradients; no config key does.
 
-A function makes the model and the optimizer of policy and value workers, from the policy config and
-Bridge's config. The shim patches this function, because Ray pickles it by reference, unlike the
-worker's own methods. The seam at Megatron's DDP reads the live parameters. Bridge's
-``setup_optimizer`` makes every kind of optimizer from the OptimizerConfig. Dtype names are coerced
-without a seam in this module. Megatron-Bridge 0.4 runs Megatron's check when it makes an
-OptimizerConfig, and later versions in ``finalize()``. A worker calls ``finalize()`` in its
-``validate()``, before it builds anything. The shim does not patch the conversion of a Hugging Face
-checkpoint, which trains nothing.
+The function that makes a worker's model and optimizer gets the policy config and Bridge's config.
+The shim patches the model-building function, since Ray pickles it by reference, unlike a worker's
+methods. The seam at Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes
+every kind of optimizer from the OptimizerConfig. The backend coerces dtype names in Megatron's
+check of the config. Megatron-Bridge 0.4 runs this check when it makes an OptimizerConfig, and later
+versions in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before the build starts.
+The shim does not patch the conversion of a Hugging Face checkpoint, which trains nothing.
 
 NeMo-RL accepts a step that Megatron skipped. But the missing grad norm makes a policy worker's
 ``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim therefore
@@ -79,7 +78,7 @@ def read_wishes(
         bucket_in_fp32=bool(ddp[bucket]) if bucket in ddp else None,
         scaler=config.get(BLOCK) or {},
         scaler_where=f"{where}.{BLOCK}",
-        unchecked=("params_dtype",),  # all NeMo-RL YAMLs: float32, which Megatron ignores
+        unchecked=("params_dtype",),  # set in NeMo-RL's YAMLs, ignored by Megatron
         trains=trains,
     )
 
@@ -127,7 +126,7 @@ def worker_build(
 def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, trains: bool) -> Any:
     fsdp = bool(getattr(ddp_config, "use_megatron_fsdp", False))
     # Up to NeMo-RL 0.5 the worker builds the reference model in ``__init__``, which no seam can
-    # patch, because Ray pickles it by value. The reference's DDP gets the policy's DDP config.
+    # patch, because Ray pickles it by value. The reference's DDP has the policy's DDP config.
     megatron.expect_reference(
         ddp_config, FRAMEWORK, partial(read_wishes, policy_cfg, "reference", fsdp, False)
     )
@@ -161,7 +160,7 @@ def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
     megatron.check(FRAMEWORK, config, model)
     call.arguments["optimizer_config"] = config
     optimizer, *rest = call.proceed()
-    # Set the answer to skipped steps here, because no seam can patch ``train`` of an actor.
+    # Set the result of a skipped step here, because no seam can patch ``train`` of an actor.
     megatron.answer_skips(optimizer, succeeds=False)
     return (optimizer, *rest)
 
@@ -217,7 +216,7 @@ def times_loss_scale(function: Any, worker: Any) -> Any:
     """Multiply a worker's gradient scale for an auxiliary loss by the loss scale.
 
     NeMo-RL 0.7 and later sets a gradient scale for the auxiliary losses of MoE and of multi-token
-    prediction. Megatron 0.19 and later uses this gradient scale instead of the loss scale.
+    prediction. Megatron 0.19 and later uses the auxiliary losses' scale instead of the loss scale.
     """
     optimizer = worker.optimizer
     if function is None or hasattr(function, "_precision_shim"):

@@ -34,7 +34,7 @@ class Worker:
 
     @property
     def beneath(self) -> str:
-        """The plain class of the actor class; importable in NeMo-RL 0.6 or 0.7 and later."""
+        """The plain class from which Ray made the actor class; older NeMo-RL lacks the name."""
         return f"{self.module}:{self.name}Impl"
 
     @property

@@ -63,7 +63,7 @@ def plan_job(job: Job) -> Request:
 
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
-    """The problems and notes of the driver on the dtypes of policy, rollout and teacher."""
+    """Predict the driver's report on the dtypes of policy, rollout and teacher."""
     try:
         generation = config["policy"].get("generation")
         if generation:
@@ -181,8 +181,8 @@ def _find_reward_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The resources of a reward model that runs as an environment; empty if the job has none."""
     section = (config.get("env") or {}).get("reward_model") or {}
     data = config.get("data") or {}
-    # In NeMo-RL 0.5 ``data`` itself has ``env_name``, in later versions sections of ``data`` have
-    # it. NeMo-RL 0.4 has ``enabled`` in the reward model's section instead.
+    # NeMo-RL 0.5 has ``env_name`` in ``data``, later versions in sections of ``data``. NeMo-RL 0.4
+    # has ``enabled`` in the reward model's section instead.
     places = [data, *(data.get(name) for name in ("train", "validation", "default"))]
     names = [place.get("env_name") for place in places if isinstance(place, Mapping)]
     used = section.get("enabled") is True or "reward_model" in names
@@ -286,7 +286,7 @@ def _on_megatron(
 
 
 def _find_parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
-    """Weights and states that NeMo-RL moves to the host while the rollout or a model runs."""
+    """The components that NeMo-RL offloads while the rollout or another model runs."""
     shared = (section.get("generation") or {}).get("colocated") or {}
     if key.startswith("teachers."):
         return {key: WEIGHTS + STATES}

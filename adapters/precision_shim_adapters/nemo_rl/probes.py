@@ -107,7 +107,7 @@ def norm_v2() -> Answer:
     """The shim's scaler skips a step whose grad norm is infinite."""
     from nemo_automodel.components.training import utils
 
-    if not hasattr(utils, "scale_grads_and_clip_grad_norm"):  # until 0.4 in another module
+    if not hasattr(utils, "scale_grads_and_clip_grad_norm"):  # NeMo-RL 0.4: elsewhere
         return Answer("elsewhere", "elsewhere")
     found = utils.scale_grads_and_clip_grad_norm(1.0, [_make_overflowed()], foreach=False)
     return Answer(float("inf"), float(found))

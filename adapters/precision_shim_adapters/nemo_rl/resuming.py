@@ -28,7 +28,7 @@ def megatron(part: Part, here: Here) -> Outcome:
 
 
 def dtensor(part: Part, here: Here) -> Outcome:
-    """Predict the resume on DTensor; directory names show which kind of worker saved."""
+    """Predict the resume on DTensor; directory names show which kind of worker saved the files."""
     second = any(unit.path.name in _SECOND for unit in part.units)
     group = group_of(part.subject or "policy", second=second)
     return torchs.foretell(FRAMEWORK, part, here, group)

@@ -1,4 +1,4 @@
-"""NeMo-RL: query its generation workers' SGLang servers for their dtypes, for the audit.
+"""NeMo-RL: query the generation workers' SGLang servers for their dtypes, for the audit.
 
 A generation worker starts SGLang's HTTP server in a separate process. The shim queries the servers
 from the driver, which has their URLs. Each weight sync also ends in the driver, with a call that

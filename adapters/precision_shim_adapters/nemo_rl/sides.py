@@ -5,7 +5,6 @@ default the rollout has the policy's dtype. In the config that the adapter reads
 value looks like a written value. Each value therefore counts as the user's, and only SGLang's dtype
 can be missing. The reference model is the policy itself with other weights. Megatron's own rollout
 (``backend: megatron``) and the teachers of ``on_policy_distillation`` use the policy's config.
-
 NeMo-RL's ``setup`` runs in the driver, before the driver starts workers.
 """
 
@@ -70,7 +69,7 @@ def coerce_names(generation: Any, place: str = PLACE) -> None:
         place: the config's key.
 
     Raises:
-        DtypeError: the name is unknown, or vLLM would get two dtypes.
+        DtypeError: the name is unknown, or vLLM would receive two dtypes.
     """
     name, field = _SECTIONS.get(str(generation.get("backend")), ("", ""))
     section = generation.get(name) or {}
@@ -102,7 +101,7 @@ def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
     """Replace the dtype name in a generation config before NeMo-RL completes the config.
 
     Raises:
-        DtypeError: the name is unknown, or vLLM would get two dtypes.
+        DtypeError: the name is unknown, or vLLM would receive two dtypes.
     """
     coerce_names(config, "generation" if is_eval else PLACE)
     return call.proceed()
@@ -112,7 +111,7 @@ def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
 
 
 def read_sides(config: Any) -> Sides | None:
-    """Read the dtypes of a job; ``None`` without a rollout, or if the policy's name is unknown.
+    """Read the dtypes of a job; ``None`` without a rollout, or for an unknown policy dtype.
 
     Args:
         config: the job's ``MasterConfig``, a mapping, or in NeMo-RL 0.7 and later an object.
@@ -218,7 +217,7 @@ def compare_engines(call: Call, master_config: Any) -> Any:
 
     Raises:
         DtypeError: the rollout's dtype name is unknown.
-        UnsupportedPrecisionError: in strict mode, an engine's dtype is not a float16 policy's.
+        UnsupportedPrecisionError: in strict mode, the policy is float16 and an engine is not.
     """
     both = read_sides(master_config)
     if both is not None:

@@ -6,9 +6,9 @@ dataclasses. Copies and pickles must keep the marks, since workers receive a pic
 result of ``dataclasses.asdict`` must not contain the marks.
 
 If the user did not write ``grad_reduce_in_fp32`` or ``model_dtype``, the shim deletes the
-instance's attribute. A read then returns the class's default, and an assignment sets the attribute
-again. The shim also marks the user's keys of ``optimizer_config_kwargs``, to which SkyRL 0.3 and
-later adds default keys.
+instance's attribute. A read of a deleted attribute returns the class's default, and an assignment
+sets it again. The shim also marks the user's keys of ``optimizer_config_kwargs``, to which SkyRL
+0.3 and later adds default keys.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def note_overrides(call: Call, args: Any) -> Any:
     """Mark the settings that the user wrote as overrides on a command line.
 
     SkyRL merges overrides in the old style into a YAML that contains every default, so the shim
-    reads the marks from the overrides themselves. Without a base YAML the marks of ``__init__`` are
-    right, even for a config class with its own values.
+    reads the marks from the overrides. Without a base YAML the marks set in ``__init__`` are right,
+    even for a config class with its own values.
 
     Raises:
         DtypeError: the value of ``model_dtype`` is no dtype that an engine computes in.

@@ -42,7 +42,7 @@ _FP16: dict[str, Any] = {
 
 
 def scaled_because(subject: str) -> str:
-    """The reported reason for scaling a model's loss; ``subject`` is its key in the config."""
+    """The reported reason for scaling a model's loss; ``subject`` is the model's key."""
     return f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16"
 
 

@@ -1,8 +1,8 @@
 """SkyRL: audit the weights that the policy sends to the inference engines.
 
-SkyRL 0.4 and later makes a source, an iterable of the live model's weights. vLLM's sender iterates
-over the source once in each weight sync. SkyRL before 0.4 makes an extractor that yields weights in
-chunks. To send fp8, a source wraps another source, and only the outer source's weights are sent.
+SkyRL 0.4 and later makes a source, an iterable of the live model's weights. In each weight sync,
+vLLM's sender iterates over the source once. SkyRL before 0.4 makes an extractor that yields weights
+in chunks. For fp8, a source wraps another source, and only the outer source's weights are sent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _stored: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
     optional=True,
 )
 def wrap(call: Call, source: Any) -> None:
-    """Record that another source wraps a source, whose own weights are therefore not sent."""
+    """Record that another source wraps ``source``, whose own weights SkyRL does not send."""
     _wrapped.add(source)
     call.proceed()
 

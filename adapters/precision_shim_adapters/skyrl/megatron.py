@@ -68,7 +68,7 @@ def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) 
     if default and asked.get(PRECISION_AWARE) is False:
         del asked[PRECISION_AWARE]
     betas = getattr(optim_config, "adam_betas", None)
-    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # SkyRL passes it since 0.3
+    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # since SkyRL 0.3
         asked.setdefault("adam_beta2", float(betas[1]))
     return asked
 
@@ -277,7 +277,7 @@ _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", defaul
 def note_flag(call: Call, bf16: Any) -> Any:
     """Pass ``bf16`` to ``follow_flag``, which sets the dtype of a worker's model.
 
-    The shim reports the decision afterwards, since ``transformer_config_kwargs`` may override it.
+    The shim reports the dtype afterwards, since ``transformer_config_kwargs`` may override it.
     """
     flag = _Flag(bool(bf16))
     token = _flag.set(flag)
@@ -356,11 +356,10 @@ def _warn_of_attention(worker: Any) -> None:
 def follow_flag(call: Call) -> Any:
     """Set a provider's dtype by ``trainer.bf16``, before SkyRL applies the user's own settings.
 
-    Megatron-Bridge gives the provider the checkpoint's dtype. Without this seam, ``bf16=false`` has
-    no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16 checkpoint. An fp16
+    Megatron-Bridge sets the provider's dtype to the checkpoint's. Without this seam, ``bf16=false``
+    has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16 checkpoint. An fp16
     checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later applies ``bf16`` when
-    it builds the parameters. A user's own ``fp16=true`` contradicts a bf16 checkpoint before the
-    parameters are built.
+    building the parameters. A user's own ``fp16=true`` contradicts a bf16 checkpoint before then.
     """
     provider = call.proceed()
     flag = _flag.get()

@@ -66,7 +66,7 @@ def plan_job(job: Job) -> Request:
 
 
 def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
-    """The driver's problems and notes on the dtypes of policy, reference and engines."""
+    """Predict the driver's report on the dtypes of policy, reference model and engines."""
     if _tunes(job) or job.target.endswith(_NO_TRAINER):
         return [], []
     on = job.in_force(AGREEMENT, ROLLOUT)
@@ -103,8 +103,8 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
     """Load a job's config with marked user values; also return unknown keys and problems.
 
     Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
-    in this process, loading raises an error for a wrong dtype name of the engines, which this
-    function returns as a problem.
+    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``
+    returns the error as a problem.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -154,7 +154,7 @@ def _tunes(job: Job) -> bool:
 
 
 def _load(configs: Any, job: Job, words: list[str]) -> Any:
-    """Load the training config; SkyRL's own function makes it from a fine-tuning config."""
+    """Load the training config; SkyRL's own function converts a fine-tuning config."""
     if _tunes(job):
         from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
 
@@ -234,7 +234,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
             f"trainer.placement.{role}_num_gpus_per_node",
             where,
             vars(config),
-            sequence_parallel=True,  # SkyRL's value if there is tensor parallelism
+            sequence_parallel=True,  # SkyRL enables sequence parallelism with tensor parallelism
             within="transformer_config_kwargs",
             within_names=("virtual", *UNEVEN),
         ),
@@ -261,7 +261,7 @@ def _place(trainer: Any, role: str) -> str:
 
 
 def _find_parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
-    """Weights and states that SkyRL moves to the host while the rollout or a model runs."""
+    """The components that SkyRL offloads while the rollout or another model runs."""
     key = _together(trainer, role)
     alone = key == "colocate_policy_ref" and "ref" not in _roles(trainer)
     return {f"trainer.placement.{key}": WEIGHTS + STATES} if key and not alone else {}

@@ -70,7 +70,7 @@ def compare(call: Call, cfg: Any) -> Any:
 
     Raises:
         DtypeError: a key's value is no dtype name.
-        UnsupportedPrecisionError: in strict mode, an engine's dtype is not an fp16 policy's.
+        UnsupportedPrecisionError: in strict mode, the policy is fp16 and an engine is not.
     """
     sides.hand_on_names(cfg)
     result = call.proceed()
@@ -92,7 +92,7 @@ def compare_tinkers(call: Call) -> Any:
 
     Raises:
         DtypeError: a key's value is no dtype name.
-        UnsupportedPrecisionError: in strict mode, an engine's dtype is not an fp16 policy's.
+        UnsupportedPrecisionError: in strict mode, the policy is fp16 and an engine is not.
     """
     config = call.proceed()
     sides.hand_on_names(config)

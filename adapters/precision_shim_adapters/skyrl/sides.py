@@ -49,7 +49,7 @@ class Sides:
     Attributes:
         trainer: the policy; ``None`` if its dtype depends on a checkpoint on another machine.
         others: the reference model, if the job has one, and the inference engines.
-        model_type: ``model_type`` of the policy's HF config; empty if it is not known.
+        model_type: the ``model_type`` in the policy's HF config; empty if it is not known.
     """
 
     trainer: Engine | None
@@ -304,7 +304,7 @@ def wires_of(config: Any) -> list[Wire]:
 
 
 def asked_of(engines: Any) -> tuple[str, str]:
-    """The dtype name in the config of all inference engines, and its key; no name if several.
+    """The config's dtype name for all inference engines, and its key; no name if they differ.
 
     Args:
         engines: the section ``generator.inference_engine``.

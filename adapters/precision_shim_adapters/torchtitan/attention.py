@@ -1,8 +1,8 @@
 """Compute a float16 model's varlen attention in float16, as its generator does.
 
 torchtitan casts queries, keys and values to bfloat16 for the kernel, although the kernel accepts
-float16, and casts the result back. The shim's replacement is a plain function, because torchtitan
-compiles blocks with ``fullgraph=True`` and dynamo cannot trace a wrapt wrapper.
+float16, and casts the result back. The shim replaces the attention by a plain function, because
+torchtitan compiles blocks with ``fullgraph=True`` and dynamo cannot trace a wrapt wrapper.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _CAST, _KEPT = "bfloat16", "float16"
 def keep_float16(forward: Any) -> Any:
     """Make an attention function that does not cast float16 to bfloat16.
 
-    The new function calls torchtitan's own function. For float16 inputs it calls a copy of
-    torchtitan's function in which the name ``bfloat16`` is replaced by ``float16``.
+    The new function calls torchtitan's own function. For float16 inputs the new function calls a
+    copy of torchtitan's function in which the name ``bfloat16`` is replaced by ``float16``.
 
     Raises:
         SeamError: torchtitan's function does not cast to bfloat16, or also mentions float16.

@@ -1,6 +1,6 @@
 """Make a Monarch actor's endpoint again, with the shim's code around the actor's own method.
 
-Monarch finds an endpoint by name, as an object, and would not call a wrapper around the object.
+Monarch looks up an endpoint object by name, and would not call a wrapper around the object.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def remake(
 
     Args:
         endpoint: an endpoint made by Monarch's ``concurrent_endpoint``.
-        act: a function of the actor and of a function that calls the old endpoint's method;
+        act: is called with the actor and a function that calls the old endpoint's method;
             returns the new endpoint's result.
-        marks: attributes of the new endpoint, which also gets the old endpoint's ``UNSCALES``.
+        marks: attributes of the new endpoint, which also receives the old endpoint's ``UNSCALES``.
 
     Raises:
         SeamError: the endpoint was not made by ``concurrent_endpoint``.

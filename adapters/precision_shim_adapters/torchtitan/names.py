@@ -1,7 +1,7 @@
 """Replace every spelling of a training dtype by torchtitan's own before torchtitan reads it.
 
-torchtitan compares dtype names as strings, and looks them up in a dict of three. The shim replaces
-a name when torchtitan builds a config, and again when a trainer receives the config, since other
+torchtitan compares dtype names as strings, and looks them up in a dict of three names. The shim
+replaces a name when torchtitan builds a config, and again when a trainer receives the config. Other
 code may assign a name in between. ``sides`` replaces the generator's dtype name.
 """
 
@@ -116,7 +116,7 @@ def parse_args(call: Call) -> Any:
 def any_name() -> Iterator[None]:
     """Make tyro accept any word for a dtype; ``build_training`` checks the name later.
 
-    The context changes the class's annotations, since tyro reads them and not the fields' types.
+    The function changes the class's annotations, since tyro reads them and not the fields' types.
     """
     import tyro
     from torchtitan.config.configs import TrainingConfig

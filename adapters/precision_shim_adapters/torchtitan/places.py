@@ -46,7 +46,7 @@ OWN_NAMES = {
 
 
 def computes_in_float16(training: Any) -> bool:
-    """Whether a ``TrainingConfig`` asks for a model that computes in float16."""
+    """Whether a ``TrainingConfig`` makes the model compute in float16."""
     name = training.mixed_precision_param
     return isinstance(name, str) and parse_dtype(name) is torch.float16
 

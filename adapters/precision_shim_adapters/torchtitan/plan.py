@@ -139,7 +139,7 @@ def _coerces(job: Job) -> bool:
 
 
 def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
-    """Yield a problem for each parallel degree below 1, which would make the GPU count wrong."""
+    """Yield a problem for each parallel degree below 1, with which GPUs cannot be counted."""
     for name in _DEGREES:
         value = getattr(parallel, name)
         if value < 1:
@@ -164,7 +164,7 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
 
 
 def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
-    """The controller's problems and notes on the dtypes of trainer and generator."""
+    """Predict the controller's report on the dtypes of trainer and generator."""
     on = job.in_force(FEATURE, ROLLOUT)
     if on:
         try:

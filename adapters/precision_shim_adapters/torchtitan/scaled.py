@@ -1,7 +1,7 @@
 """Loss scaling for both torchtitan trainers: scale the innermost loss, unscale before clipping.
 
 ``ChunkedLossWrapper`` runs each chunk's backward pass itself, and a pipeline's schedule stores the
-loss function when the schedule is built. Scaling the loss that these two return, or replacing
+loss function when the schedule is built. Scaling the loss that either returns, or replacing
 ``trainer.loss_fn``, would not scale the gradients.
 """
 
@@ -133,7 +133,7 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     aliases=("torchtitan.components.optimizer.optimizer:init_optim_state",),
 )
 def init_optim_state(call: Call, optim: Any) -> Any:
-    """Create an optimizer's states with a step count of 0, if its loss is scaled."""
+    """Create an optimizer's states with a step count of 0, if the loss is scaled."""
     if ScaledTraining.of(optim) is None or optim.state:
         return call.proceed()
     return states_of_no_step(optim, call.proceed)

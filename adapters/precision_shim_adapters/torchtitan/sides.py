@@ -3,7 +3,6 @@
 torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver, and has
 the whole config before it starts the processes of the trainer and of the generators. The trainer
 sends its weights in the generator's dtype, rounded once, so it needs the dtype's name as well.
-
 vLLM runs torchtitan's own model, whose ``model_type`` vLLM accepts in float16.
 """
 
@@ -86,8 +85,8 @@ def _name(value: Any, also: Sequence[str]) -> Any:
 def unwritten(name: str) -> str:
     """A string equal to a dtype's name that marks a value that the user did not write.
 
-    The string's identity is the mark, since an equal name that the user writes, on the command line
-    or in Python, is another object. tyro and ``dataclasses.replace`` keep the object.
+    The mark is the string's identity. An equal name from the command line or from Python code is
+    another string object. The marked object survives tyro and ``dataclasses.replace``.
     """
     return _UNWRITTEN.setdefault(name, name[:1] + name[1:])
 
