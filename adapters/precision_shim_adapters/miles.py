@@ -1,7 +1,8 @@
 """Adapter for miles on Megatron-core: optimizer states, fp16, and counted skipped steps.
 
-miles began as a copy of slime and, like slime, prepares its gradients twice in a step. A step in
-miles returns three values, may have no optimizer, and if skipped reports a grad norm of 0.0.
+miles began as a copy of slime and, like slime, prepares its gradients twice in a step. Unlike
+slime, miles may have no optimizer, returns three values from a step, and reports a skipped step
+with a grad norm of 0.0.
 
 The shim patches neither Muon nor the optimizers of several LoRA adapters. miles makes both kinds
 with other functions, and never in fp16.

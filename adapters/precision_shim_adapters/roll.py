@@ -1,7 +1,7 @@
 """Adapter for ROLL on Megatron-core: loss scaling for fp16, and counted skipped steps.
 
 ROLL's strategy never sets the model's ``grad_scale_func``. Megatron therefore divides the gradients
-by the loss scale, but does not multiply the loss. ROLL's config has no field for the
+by the loss scale, but does not multiply the loss by this scale. ROLL's config has no field for the
 optimizer's dtypes. ROLL's offload packs all states of an optimizer into one buffer of one dtype,
 which would round low-precision states. The shim therefore leaves the states fp32.
 

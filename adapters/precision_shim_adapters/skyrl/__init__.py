@@ -2,11 +2,11 @@
 
 SkyRL's ``init_megatron_optim_config`` receives neither the model nor its dtype. SkyRL chooses the
 bucket's dtype earlier, in ``make_megatron_module``. The shim makes one plan for optimizer and
-bucket. A seam at ``MegatronPolicyWorkerBase.init_model``, which builds model and optimizer,
-records the build. A seam at Megatron's DDP reads the live parameters. The shim adds its values to
-the kwargs that SkyRL merges over its own values. The user's values override the shim's values.
-While SkyRL builds its config dataclasses, the shim marks the values that the user wrote. The
-workers receive the marks with the config. The shim also marks the inference engines'
+bucket. A seam at ``MegatronPolicyWorkerBase.init_model``, which builds model and optimizer, records
+the build. A seam at Megatron's DDP reads the live parameters. The shim adds its values to the
+kwargs that override SkyRL's own values in the OptimizerConfig. The user's values override the
+shim's values. While SkyRL builds its config dataclasses, the shim marks the values that the user
+wrote. The workers receive the marks with the config. The shim also marks the inference engines'
 ``model_dtype``. The driver compares ``model_dtype`` with the policy's dtype when SkyRL validates
 the config.
 

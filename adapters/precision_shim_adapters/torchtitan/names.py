@@ -1,8 +1,8 @@
 """Replace every spelling of a training dtype by torchtitan's own before torchtitan reads it.
 
 torchtitan compares dtype names as strings, and looks them up in a dict of three names. The shim
-replaces a name when torchtitan builds a config, and again when a trainer receives the config. Other
-code may assign a name in between. ``sides`` replaces the generator's dtype name.
+replaces a name when torchtitan builds a config. Other code may assign a name later, so the shim
+checks the names again when a trainer receives the config. ``sides`` replaces the generator's name.
 """
 
 from __future__ import annotations
