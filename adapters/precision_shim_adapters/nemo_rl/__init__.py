@@ -1,7 +1,7 @@
 """The adapter for NeMo-RL, and the reasons for its choice of seams.
 
 NeMo-RL's workers are Ray actors. ``@ray.remote`` copies a worker's methods while the module is
-imported, and a decorator makes Ray pickle the method ``train`` by value. A later patch of the
+imported, and a decorator makes Ray pickle the method ``train`` by value. A later patch of a
 worker's module or class has no effect in the actor. The shim therefore replaces the actor class in
 its module by an actor class made from a subclass, with the same name and options. To change a
 function that a worker calls, the shim patches the module that defines the function.

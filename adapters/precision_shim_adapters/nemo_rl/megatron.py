@@ -3,7 +3,7 @@
 A policy config has the optimizer's fields as Megatron-Bridge reads them. The shim therefore counts
 each optimizer field as written by the user. NeMo-RL's own YAML files set nearly all fields,
 including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default. NeMo-RL's code turns on
-Megatron-Bridge's check of gradients; no config key does.
+Megatron-Bridge's check of gradients; no config key turns it on.
 
 The function that makes a worker's model and optimizer gets the policy config and Bridge's config.
 The shim patches the model-building function, since Ray pickles it by reference, unlike a worker's

@@ -1,6 +1,6 @@
 """SkyRL: query the inference servers' vLLM engines for their dtypes, for the audit.
 
-An inference server is a Ray actor that serves vLLM's own HTTP endpoints and some of SkyRL's. SkyRL
+An inference server is a Ray actor that serves vLLM's HTTP endpoints and endpoints of SkyRL. SkyRL
 adds its endpoints in a method that receives the engine, before the server starts. In SkyRL 0.4 and
 later each weight sync ends with a request to vLLM's ``/finish_weight_update``. Before 0.4 a weight
 sync ends with a method's name in a request's body, and the shim does not query the servers.

@@ -25,8 +25,8 @@ def load_checkpoint(
 ) -> Any:
     """Load a checkpoint; reload the master weights if SkyRL loaded only the weights.
 
-    SkyRL's workers pass the optimizer only to load its states. If ``optimizer`` is None,
-    the shim reads the optimizer from the model's wrapper.
+    SkyRL's workers pass ``optimizer`` only to load the optimizer's states. If ``optimizer`` is
+    None, the shim reads the optimizer from the model's wrapper.
     """
     result = call.proceed()
     owner = optimizer or getattr(model, "actor_optimizer", None)

@@ -18,7 +18,7 @@ UNSCALES = "_precision_shim_unscales"
 def remake(
     endpoint: Any, act: Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]], **marks: Any
 ) -> Any:
-    """Make an endpoint of the same name that calls ``act``.
+    """Make an endpoint with the old endpoint's name that calls ``act``.
 
     Args:
         endpoint: an endpoint made by Monarch's ``concurrent_endpoint``.
