@@ -1,5 +1,5 @@
-"""The adapters: one module or small package per framework, and what several of them share.
+"""The adapters, one module or small package per framework, and code that several adapters share.
 
-``frameworks`` declares each framework. An adapter is a table of seams (``SEAMS``) and functions
-that translate between the framework's configs and the rules' records. It holds no rule itself.
+``frameworks`` declares each framework. An adapter lists seams, and translates between its
+framework's configs and the shim's records. An adapter contains no rules on precision.
 """

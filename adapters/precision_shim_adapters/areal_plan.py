@@ -29,7 +29,7 @@ def plan_job(job: Job) -> Request:
     """Read a launch line of an AReaL job.
 
     Raises:
-        PlanError: the config or a model cannot be read, or the job is not on Megatron.
+        PlanError: the config or a model cannot be read, or a model has LoRA or is not on Megatron.
     """
     config = load(job)
     models = tuple(_models(job, config))
@@ -44,10 +44,10 @@ def plan_job(job: Job) -> Request:
 
 
 def load(job: Job) -> Any:
-    """Load the job's config into the class that its script passes to ``load_expr_config``.
+    """Load a job's config as the class that the job's script passes to ``load_expr_config``.
 
     Raises:
-        PlanError: AReaL cannot load it, or the script is not on this machine.
+        PlanError: the config cannot be loaded, or the script is not on this machine.
     """
     try:
         from areal.api import cli_args
@@ -67,7 +67,7 @@ def load(job: Job) -> Any:
         return OmegaConf.to_object(
             cli_args.to_structured_cfg(found, config_cls=getattr(cli_args, name))
         )
-    except (Exception, SystemExit) as error:  # hydra, omegaconf and argparse raise several classes
+    except (Exception, SystemExit) as error:  # hydra, omegaconf and argparse raise various errors
         raise PlanError(
             f"{versioned('areal')}, {job.target}: {said(error)}. Correct the command line."
         ) from error
@@ -126,7 +126,7 @@ def _models(job: Job, config: Any) -> Iterator[MegatronModel]:
 
 
 def _as_engine(section: Any) -> Any:
-    """Make the attributes that ``read`` reads of an engine, with ``adam_bf16`` already replaced."""
+    """Make an object for ``read``, with ``adam_bf16`` replaced as in AReaL's engine."""
     ours, theirs = copy.copy(section.optimizer), copy.copy(section.megatron)
     dtype = getattr(torch, section.dtype)
     if ours is not None and ours.type == "adam_bf16":

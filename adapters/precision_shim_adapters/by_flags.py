@@ -1,7 +1,7 @@
-"""The plan and the doctor for ROLL, slime and miles, whose launch lines the shim cannot read.
+"""The commands ``plan`` and ``checkpoint`` for ROLL, slime and miles.
 
-Delete when: their launch lines can be read without running the parser of Megatron's training
-scripts, or ROLL's pipeline.
+Delete this module when the shim can read the launch lines without running Megatron's argument
+parser (slime, miles) or ROLL's pipeline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WHY = {
 
 
 def plan_job(job: Job) -> NoReturn:
-    """Refuse the job: the plan does not read these launch lines.
+    """Refuse a ROLL, slime or miles job, because the plan cannot read its launch line.
 
     Raises:
         PlanError: always.
@@ -38,24 +38,24 @@ def plan_job(job: Job) -> NoReturn:
 
 
 def roll(part: Part, here: Here) -> Outcome:
-    """Predict how ROLL would resume on Megatron."""
+    """Predict how ROLL on Megatron would resume a checkpoint."""
     return _megatron("roll", part, here)
 
 
 def roll_sharded(part: Part, here: Here) -> Outcome:
-    """Predict how ROLL would resume on FSDP2; the states are saved below the exported weights."""
+    """Predict how ROLL on FSDP2 would resume; the states are saved below the exported weights."""
     who = versioned("roll", called="ROLL")
     why = f"{who} leaves moments out: it loads into an optimizer that has none yet"
     return Outcome(FRESH, why) if part.held.get(PARAMS) else Outcome(FAILS, "it has no weights")
 
 
 def slime(part: Part, here: Here) -> Outcome:
-    """Predict how slime would resume; ``here.config`` has fields of Megatron's OptimizerConfig."""
+    """Predict how slime would resume a checkpoint; ``here.config`` has OptimizerConfig fields."""
     return _megatron("slime", part, here)
 
 
 def miles(part: Part, here: Here) -> Outcome:
-    """Predict how miles would resume; ``here.config`` has fields of Megatron's OptimizerConfig."""
+    """Predict how miles would resume a checkpoint; ``here.config`` has OptimizerConfig fields."""
     return _megatron("miles", part, here)
 
 

@@ -1,7 +1,7 @@
-"""Every framework that the shim supports, declared once, and the Megatron backend's record.
+"""One record for each framework that the shim supports, and one for the Megatron backend.
 
-``status()`` shows the frameworks in the order of ``FRAMEWORKS``. ``zz_precision_shim.py`` lists
-their packages as well. ``precision_shim.process.framework`` explains each field.
+``status()`` shows the frameworks in the order of ``FRAMEWORKS``. ``zz_precision_shim.py`` repeats
+the frameworks' package names. ``precision_shim.process.framework`` explains a record's fields.
 """
 
 from precision_shim.process.framework import Backend, Checkpoints, Config, Framework
@@ -34,7 +34,7 @@ MEGATRON = Backend(
             "use_distributed_optimizer",
             "use_precision_aware_optimizer",
         ),
-        beside=("grad_reduce_in_fp32",),  # of DDP's config
+        beside=("grad_reduce_in_fp32",),  # a field of DDP's config
         numbers=("adam_beta2",),
         remedies=(
             {"exp_avg_sq_dtype": "fp32"},
@@ -66,7 +66,7 @@ VERL = Framework(
     tested=("0.7.1", "0.8.0", "0.9.0", "0.9.1"),
     effects=(
         *MEGATRON_EFFECTS,
-        # This function makes every FSDP optimizer: the engine's and that of 0.7.1's legacy workers.
+        # ``build_optimizer`` makes every FSDP optimizer, also in verl 0.7.1's legacy workers.
         "verl.workers.config.optimizer:build_optimizer",
         "verl.workers.engine.veomni.transformer_impl:VeOmniEngine._build_optimizer",
         "verl.workers.engine.automodel.transformer_impl:AutomodelEngine._build_optimizer",
@@ -74,7 +74,7 @@ VERL = Framework(
     probes=(*PROBES, "precision_shim_adapters.verl.probes"),
     plan="precision_shim_adapters.verl.plan:plan_job",
     checkpoints=Checkpoints(
-        steps=r"(?:global_step_|step-)(\d+)",  # step- is of verl's torchtitan engine
+        steps=r"(?:global_step_|step-)(\d+)",  # verl's torchtitan engine writes "step-"
         models=("actor", "critic"),
         resuming={
             "megatron": "precision_shim_adapters.verl.resuming:megatron",
@@ -213,7 +213,7 @@ AREAL = Framework(
     effects=MEGATRON_EFFECTS,
     probes=PROBES[:1],
     checkpoints=Checkpoints(
-        steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint has no number
+        steps=r"epoch\d+epochstep\d+globalstep(\d+)",  # recover_checkpoint has no step
         resuming={"megatron": "precision_shim_adapters.areal:foretell"},
     ),
     plan="precision_shim_adapters.areal_plan:plan_job",

@@ -1,11 +1,11 @@
-"""Adapter for any Megatron-core trainer that has no adapter; users ask for it as ``megatron``.
+"""Adapter for Megatron-core trainers without their own adapter, enabled as ``megatron``.
 
-The seams for the audit, dtype names and fp16 are in Megatron's own classes. This adapter reads no
-trainer's config, so it cannot tell what a user wrote from a default: it adds no low-precision
-states, and a skipped step returns what Megatron returns. Where another adapter builds the model,
-this adapter's own seams do nothing.
+The seams for the audit, dtype names and fp16 patch Megatron's own classes. This adapter reads no
+trainer's config, so it cannot distinguish a user's values from defaults. The adapter therefore adds
+no low-precision states, and a skipped step returns Megatron's own result. The adapter's own seams
+do nothing while another adapter's framework builds a model.
 
-Delete when: see the backend's modules.
+Each module of the package ``megatron`` states its own condition for deletion.
 """
 
 from __future__ import annotations

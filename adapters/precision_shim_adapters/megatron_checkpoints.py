@@ -1,4 +1,4 @@
-"""What the keys of Megatron's distributed checkpoints mean, for the seams and the doctor."""
+"""Interpret the keys of Megatron's distributed checkpoints, for the seams and the doctor."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def is_optimizers(key: str) -> bool:
 
 
 def is_master(key: str) -> bool:
-    """Whether an optimizer's key names master weights, or remainders, which share the key."""
+    """Whether an optimizer's key names master weights or their remainders, which share a key."""
     return _MASTER.search(key) is not None
 
 
 def fill_part(unit: Unit, part: Part) -> None:
-    """Read the contents of a distributed checkpoint of Megatron's into a part."""
+    """Add the tensors and facts of a Megatron distributed checkpoint to a ``Part``."""
     for key, tensor in unit.tensors.items():
         part.add(_component_of(key), tensor)
         dtypes = DTYPES_IN_KEY.search(key) if is_optimizers(key) else None
@@ -85,11 +85,11 @@ def _component_of(key: str) -> str:
     match = _STATE.search(key)
     if match is not None:
         return _COMPONENT[match[1]]
-    return MASTER if is_master(key) else OTHER  # one sharding type's keys end in ".param"
+    return MASTER if is_master(key) else OTHER  # keys of one sharding type end in ".param"
 
 
 def _common_of(tree: Any) -> dict[Any, Any]:
-    """The dict of the common state: ``common.pt`` holds it directly, a stored object in a list."""
+    """The common state's dict; a stored object wraps the dict in a list, ``common.pt`` does not."""
     if isinstance(tree, list) and len(tree) == 1:
         (tree,) = tree
     return tree if isinstance(tree, dict) else {}
@@ -110,7 +110,7 @@ def _note_dtypes(part: Part, params: str, bucket: str) -> None:
 
 
 def _take_gathered(archive: Archive, part: Part) -> None:
-    """The states of all ranks in one object: ``{index: {dtypes: {state: tensor}}}``."""
+    """Add all ranks' states from one object of the form ``{index: {dtypes: {state: tensor}}}``."""
     for keys, tensor in archive.tensors():
         for key in keys:
             if (
@@ -131,12 +131,12 @@ def _dicts_with(tree: Any, name: str) -> Iterator[dict[Any, Any]]:
 
 
 def _values_of(tree: Any, name: str) -> Iterator[Any]:
-    """The values under a key, anywhere in a tree."""
+    """All values of a key, at any depth of a tree of dicts."""
     return (mapping[name] for mapping in _dicts_with(tree, name))
 
 
 def _number(archive: Archive, value: Any) -> float | None:
-    """A number, or the number in a tensor of one element; ``None`` for other values."""
+    """A number, also from an fp32 tensor of one element; ``None`` for other values."""
     if isinstance(value, (int, float)):
         return float(value)
     for _, tensor in archive.tensors([value]):

@@ -1,7 +1,6 @@
-"""Which of the shim's choices on Megatron the installed TransformerEngine cannot run.
+"""The doctor's remark on optimizer states that the installed TransformerEngine cannot run.
 
-The doctor uses this module, which is outside the backend since it must run without torch and
-Megatron.
+The doctor runs without torch and Megatron, so this module is outside the backend ``megatron``.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ _DISPATCH = "bf16-dispatch"
 
 
 def told(who: str, seams: Iterable[SeamStatus], version: str | None, error: str | None) -> str:
-    """The doctor's remark about a framework; empty where TransformerEngine sets no limit.
+    """The doctor's remark about a framework; empty if TransformerEngine sets no limit.
 
     Args:
         who: the framework and its version.
-        seams: the framework's seams and the status that they would have.
-        version: TransformerEngine's version; ``None`` where it is not installed.
-        error: why TransformerEngine cannot be imported.
+        seams: the status that each of the framework's seams would have in a job.
+        version: the version of TransformerEngine; ``None`` if it is not installed.
+        error: the reason why TransformerEngine cannot be imported; ``None`` if it can.
     """
     if not any(
         (seam.feature, seam.state) == (_DISPATCH, "pending") and seam.target.startswith("megatron.")

@@ -1,12 +1,13 @@
-"""miles on Megatron-core: optimizer states as its flags ask, fp16, and counted skipped steps.
+"""Adapter for miles on Megatron-core: optimizer states, fp16, and counted skipped steps.
 
-miles began as a copy of slime and, like slime, prepares its gradients twice. Unlike slime, it may
-have no optimizer, its step returns three values, and it reports a skipped step with the norm 0.0.
+miles began as a copy of slime and, like slime, prepares its gradients twice in a step. Unlike
+slime, miles may have no optimizer, returns three values from a step, and reports a skipped step
+with a grad norm of 0.0.
 
-Not touched: Muon, and the optimizers of several LoRA adapters. miles makes both with other
-functions, and never in fp16.
+The shim patches neither Muon nor the optimizers of several LoRA adapters. miles makes both kinds
+with other functions, and never in fp16.
 
-Delete when: miles prepares its gradients once, and reports loss scale and skipped steps.
+Delete this module when miles prepares its gradients once, and reports loss scale and skipped steps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ NEED_MASTERS = (
 
 
 def read(args: Any, role: str) -> Wishes:
-    """Read what the flags of one role ask for."""
+    """Read one role's flags into ``Wishes``."""
     written = [name for name in NEED_MASTERS if getattr(args, name, False)]
     blockers = [f"miles' {name} reads Megatron's own fp32 masters" for name in written]
     return megatron.wishes_of_flags(args, f"{versioned('miles')}, flags", role, blockers)
@@ -46,20 +47,20 @@ def read(args: Any, role: str) -> Wishes:
 
 @seam(f"{MODEL}:setup_model_and_optimizer", BUILDING, why="makes bucket and optimizer", **HERE)
 def build(call: Call, args: Any, role: str = "actor") -> Any:
-    """Record that a model is being built, and how to read its flags."""
+    """Record that miles builds a model, and the function that reads the model's flags."""
     with megatron.building("miles", lambda: read(args, role)):
         return call.proceed()
 
 
 @seam(megatron.CONFIG_INIT, SETTLING, why="miles makes its config inline", **HERE)
 def configure(call: Call) -> Any:
-    """Put the settled fields into miles' config."""
+    """Write the fields that the shim chose into the OptimizerConfig that miles makes."""
     return megatron.fill_inline(call, "miles")
 
 
 @seam(MAKE, ALIGNMENT, why="gets config and buckets", aliases=(USED,), **HERE)
 def check(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Compare the config with the live model before the optimizer is made."""
+    """Compare the OptimizerConfig with the live model before miles makes the optimizer."""
     if megatron.current_build("miles") is not None:
         megatron.check("miles", config, model_chunks)
     return call.proceed()
@@ -67,7 +68,7 @@ def check(call: Call, config: Any, model_chunks: Any) -> Any:
 
 @seam(f"{MODEL}:train_one_step", SCALING, why="asserts that a step was not skipped", **HERE)
 def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any, Any]:
-    """Treat an overflow as a skipped step with norm NaN; report loss scale and skipped steps."""
+    """Count an overflow as a skipped step with grad norm NaN; report loss scale and skips."""
     before = megatron.metrics(optimizer)
     with megatron.skipping(succeeds=True):
         losses, norm, outcome = call.proceed()

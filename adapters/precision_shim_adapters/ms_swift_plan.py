@@ -1,7 +1,7 @@
 """Plan ms-swift's Megatron jobs from their launch line, with ms-swift's own parser.
 
-The arguments' ``__post_init__`` looks for GPUs and a model, so the plan does not run it.
-``_complete`` repeats what it does to dtypes.
+The plan does not run the arguments' ``__post_init__``, which needs GPUs and a model.
+``_complete`` sets the dtypes as ms-swift's ``__post_init__`` does.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _GPUS = "NPROC_PER_NODE"
 
 
 def plan_job(job: Job) -> Request:
-    """Read a launch line ``megatron sft ...``.
+    """Read a launch line that starts with ``megatron`` and ``pt``, ``sft`` or ``rlhf``.
 
     Raises:
-        PlanError: ms-swift cannot parse it, a model cannot be read, or the plan lacks an option of
-            it.
+        PlanError: ms-swift cannot parse the line, the model cannot be read, or the plan does not
+            support an option.
     """
     args, kind = _parsed(job)
     where = _where()
@@ -92,7 +92,7 @@ def _parsed(job: Job) -> tuple[Any, type]:
 
         kind = getattr(arguments, _CLASSES[words[0]])
         found, unknown = HfArgumentParser(kind).parse_known_args(words[1:])
-    except (Exception, SystemExit) as error:  # an import may end in anything
+    except (Exception, SystemExit) as error:  # the import may raise any error
         raise PlanError(
             f"{_where()}, {job.target}: its arguments cannot be read: {said(error)}. Run the plan "
             "in the environment of the job, and correct the line."
@@ -103,7 +103,7 @@ def _parsed(job: Job) -> tuple[Any, type]:
 
 
 def _complete(args: Any, model: Model) -> None:
-    """Set the dtypes as ms-swift does: an fp32 model trains in fp16, unless both flags are off."""
+    """Set the dtypes as ms-swift does; an fp32 model trains in fp16 unless ``fp16`` is False."""
     config = model.config
     name = args.torch_dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     dtype = parse_dtype(str(name)) or torch.bfloat16

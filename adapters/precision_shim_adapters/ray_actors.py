@@ -1,8 +1,8 @@
-"""Ray's actor classes: find the class under an actor class, and make the actor class again.
+"""Find the plain class that Ray made an actor class from, and make the actor class again.
 
 ``ray.remote`` copies a class's methods when it decorates the class, before a post-import hook can
-patch them. So an adapter that must act in an actor makes the actor class again, under the same name
-and with the same options.
+patch the methods. An adapter that patches an actor's methods therefore makes the actor class again,
+with the same name and options.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from precision_shim.errors import SeamError
 
 
 def plain_class(actor_class: Any) -> Any:
-    """The class that ``ray.remote`` was called with; ``None`` for another argument."""
+    """The class that ``ray.remote`` decorated; ``None`` if the argument is no actor class."""
     modified = getattr(getattr(actor_class, "__ray_metadata__", None), "modified_class", None)
     return getattr(modified, "__ray_actor_class__", None)
 
 
 def name_of_actor() -> str:
-    """The name of the actor in this process; empty for one without a name, and outside of Ray."""
+    """The name of this process's Ray actor; empty without a name, or if Ray is not running."""
     import ray
 
     return str(ray.get_runtime_context().get_actor_name() or "") if ray.is_initialized() else ""
@@ -37,7 +37,7 @@ def make_again(actor_class: Any, plain: Any) -> Any:
 
 
 def class_beneath(actor_class: Any) -> Any:
-    """The class that ``ray.remote`` was called with.
+    """The class that ``ray.remote`` decorated.
 
     Raises:
         SeamError: the argument is no actor class made by ``ray.remote``.
@@ -51,10 +51,10 @@ def class_beneath(actor_class: Any) -> Any:
 
 
 def put_in_front(mixin: type, actor_class: Any) -> Any:
-    """Make an actor class with the same name and options that inherits from a mixin first.
+    """Make an actor class again with a mixin as the worker's first base class.
 
-    The mixin must be importable, so that Ray pickles it by reference. Its methods may take
-    ``*args, **kwargs``: the new class gives them the signatures of the framework's methods, so that
+    The mixin must be importable, so that Ray pickles it by reference. The mixin's methods may take
+    ``*args, **kwargs``. The new class declares the methods with the framework's signatures, so that
     Ray still rejects wrong arguments in the calling process.
 
     Raises:
@@ -69,10 +69,10 @@ def put_in_front(mixin: type, actor_class: Any) -> Any:
 
 
 def _imitate(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that calls ``method`` with the signature, name and doc of ``beneath``."""
+    """Make a function with the signature, name and doc of ``beneath`` that calls ``method``."""
 
-    # The function must read no global of this module: Ray pickles the class by value, and would
-    # pickle those globals with it.
+    # ``call`` must read no global of this module, because Ray pickles the class by value and would
+    # pickle the globals as well.
     def call(*args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
 
@@ -82,7 +82,7 @@ def _imitate(beneath: Callable[..., Any], method: Callable[..., Any]) -> Callabl
     if inspect.iscoroutinefunction(method):
         call = call_async
     functools.update_wrapper(call, beneath)
-    # Ray follows ``__wrapped__`` to the framework's method, and would pickle that with the class.
+    # Ray would follow ``__wrapped__`` and pickle the framework's method with the class.
     del call.__wrapped__  # type: ignore[attr-defined]
     call.__signature__ = inspect.signature(beneath)  # type: ignore[attr-defined]
     return call

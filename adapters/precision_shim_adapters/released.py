@@ -1,4 +1,4 @@
-"""Whether a framework's files are unchanged since its wheel: their values are then defaults."""
+"""Check that a framework's files are as released, so that their values count as defaults."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def are_released(distribution: str, paths: Iterable[Path]) -> bool:
-    """Whether each file belongs to a distribution and has the content that its wheel had.
+    """Whether each file belongs to a distribution and is unchanged since the distribution's wheel.
 
-    Files of a source checkout have no recorded content: a user may have edited them.
+    The result is false for a source checkout, because a user may have edited its files.
 
     Args:
         distribution: the framework's name on PyPI.
@@ -33,6 +33,6 @@ def are_released(distribution: str, paths: Iterable[Path]) -> bool:
 
 
 def _digest(path: Path) -> str:
-    """The digest of a file, in the form of a wheel's ``RECORD``."""
+    """A file's SHA-256 digest, encoded as in a wheel's ``RECORD``."""
     digest = hashlib.sha256(path.read_bytes()).digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()

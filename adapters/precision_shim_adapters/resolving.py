@@ -1,4 +1,4 @@
-"""Turn an OmegaConf config into plain data even where some references cannot be resolved.
+"""Turn an OmegaConf config into plain data, even if some references cannot be resolved.
 
 A job's config may refer to variables or files that the machine running ``plan`` does not have.
 """
@@ -13,12 +13,12 @@ Keys = Mapping[str, Any]
 
 
 def plain(made: Any, only: Keys | bool = True, unresolved: list[str] | None = None) -> Any:
-    """The config with its references resolved; a reference that cannot be resolved is ``None``.
+    """A config as plain data; a reference that cannot be resolved becomes ``None``.
 
     Args:
         made: the config.
         only: the keys to read; resolving the whole config of a large job takes 50 ms.
-        unresolved: gets the keys whose references cannot be resolved.
+        unresolved: a list, to which the keys that cannot be resolved are appended.
     """
     from omegaconf import DictConfig, ListConfig
 
@@ -35,7 +35,7 @@ def plain(made: Any, only: Keys | bool = True, unresolved: list[str] | None = No
 
 
 def tell_unresolved(keys: Sequence[str]) -> list[str]:
-    """The plan's note about references that it could not resolve; empty where there are none."""
+    """The plan's note about keys that could not be resolved; empty if there are none."""
     if not keys:
         return []
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""

@@ -1,14 +1,14 @@
-"""ROLL on Megatron-core: loss scaling for fp16, and counted skipped steps.
+"""Adapter for ROLL on Megatron-core: loss scaling for fp16, and counted skipped steps.
 
-ROLL's strategy never gives the model a ``grad_scale_func``, so Megatron divides the gradients by a
-scale that the loss was never multiplied by. ROLL's config has no field for the optimizer's dtypes.
-ROLL's offload packs all states of an optimizer into one buffer of one dtype, so low-precision
-states would come back rounded: the shim leaves them fp32.
+ROLL's strategy never sets the model's ``grad_scale_func``. Megatron therefore divides the gradients
+by the loss scale, but does not multiply the loss by this scale. ROLL's config has no field for the
+optimizer's dtypes. ROLL's offload packs all states of an optimizer into one buffer of one dtype,
+which would round low-precision states. The shim therefore leaves the states fp32.
 
-Not touched: mcore_adapter's own trainer, which scales its loss, and the rollout engines. FSDP2:
-see ``roll_fsdp``.
+The shim patches neither the rollout engines nor mcore_adapter's own trainer, which scales its loss.
+``roll_fsdp`` patches ROLL on FSDP2.
 
-Delete when: ROLL scales its loss on Megatron, and accepts and reports a skipped step.
+Delete this module when ROLL scales its loss on Megatron, and accepts and reports a skipped step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ USED = f"{MODULE}:get_megatron_optimizer"
 OFFLOAD = "ROLL's offload moves all states of an optimizer in one dtype"
 HERE: dict[str, Any] = {
     "group": GROUP,
-    "optional": True,  # another project on PyPI has a package of this name
+    "optional": True,  # another PyPI project also has a package ``roll``
     "delete_when": "ROLL scales its loss on Megatron, and takes a skipped step",
 }
 
 
 def read(strategy: Any) -> Wishes:
-    """Read what ``strategy_config`` asks for; ROLL passes none of its dtypes on to Megatron."""
+    """Read ROLL's config into ``Wishes``; ROLL passes no optimizer dtype to Megatron."""
     args = strategy.megatron_train_args
     written = strategy.worker_config.strategy_args.strategy_config
     dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
@@ -51,7 +51,7 @@ def read(strategy: Any) -> Wishes:
         blockers=(OFFLOAD,),
         optimizer=str(args.optimizer),
         distributed=bool(args.use_distributed_optimizer),
-        # In bf16 ROLL overwrites what the user wrote.
+        # In bf16 ROLL overwrites the user's ``accumulate_allreduce_grads_in_fp32``.
         bucket_in_fp32=None if bucket is None or args.bf16 else bool(bucket),
         nan_check_written="check_for_nan_in_loss_and_grad" in written,
     )
@@ -59,14 +59,14 @@ def read(strategy: Any) -> Wishes:
 
 @seam(f"{STRATEGY}.initialize", BUILDING, why="makes bucket and optimizer", **HERE)
 def build(call: Call) -> Any:
-    """Record that a model is being built, and how to read its config."""
+    """Record that ROLL builds a model, and the function that reads the model's config."""
     with megatron.building("roll", lambda: read(call.instance)):
         return call.proceed()
 
 
 @seam(f"{STRATEGY}.initialize", SCALING, why="its optimizer's scale reaches no loss", **HERE)
 def scale(call: Call) -> Any:
-    """Let Megatron scale the loss: set ``grad_scale_func`` of the model's config."""
+    """Set ``grad_scale_func`` in the model's config, so that Megatron scales the loss."""
     result = call.proceed()
     strategy = call.instance
     for chunk in strategy.models_wrapped if strategy.megatron_train_args.fp16 else ():
@@ -77,20 +77,20 @@ def scale(call: Call) -> Any:
 
 @seam(megatron.CONFIG_INIT, SETTLING, why="ROLL makes its config inline", **HERE)
 def configure(call: Call) -> Any:
-    """Put the settled fields into ROLL's config."""
+    """Write the fields that the shim chose into the OptimizerConfig that ROLL makes."""
     return megatron.fill_inline(call, "roll")
 
 
 @seam(MAKE, ALIGNMENT, why="gets config and buckets", aliases=(USED,), **HERE)
 def check(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Compare the config with the live model before the optimizer is made."""
+    """Compare the OptimizerConfig with the live model before ROLL makes the optimizer."""
     megatron.check("roll", config, model_chunks)
     return call.proceed()
 
 
 @seam(f"{STRATEGY}.train_step", SCALING, why="raises an error at a skipped step", **HERE)
 def step(call: Call) -> dict[str, Any]:
-    """Treat an overflow as a skipped step, and report loss scale and skipped steps."""
+    """Count an overflow as a skipped step, and report loss scale and skipped steps."""
     strategy = call.instance
     with megatron.skipping(succeeds=True):
         found = call.proceed()

@@ -1,9 +1,9 @@
-"""ROLL's checkpoints on Megatron, for the doctor; needs no torch.
+"""Read ROLL's Megatron checkpoints for ``precision-shim checkpoint``, without torch.
 
-Next to the optimizer's distributed checkpoint ROLL saves the weights in one file per rank
-(``ckpt_format: legacy``, its default).
+With ``ckpt_format: legacy``, the default, ROLL saves the weights in one file per rank, next to the
+optimizer's distributed checkpoint.
 
-Delete when: ROLL saves the weights in a distributed checkpoint too.
+Delete this module when ROLL saves the weights in a distributed checkpoint too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .megatron_checkpoints import fill_part as fill_with_states
 
 
 def fill_part(unit: Unit, part: Part) -> None:
-    """Read an optimizer's states, and the weights in the ranks' files next to them."""
+    """Add an optimizer's states, and the weights from the ranks' files, to a ``Part``."""
     fill_with_states(unit, part)
     for file in sorted(unit.path.parent.glob("mp_rank_*/model_optim_rng.pt")):
         for keys, tensor in Archive(file).tensors():

@@ -1,10 +1,10 @@
-"""ROLL on FSDP2 in fp16: completed steps, counted skips, and the scaler in checkpoints.
+"""ROLL on FSDP2 in fp16: complete scaled steps, count skipped steps, save the scaler.
 
-ROLL scales its loss with torch's GradScaler. But with a scaler its loop neither steps the LR
-scheduler nor clears the gradients, which then add up over all steps. No checkpoint holds the
-scaler.
+ROLL scales its loss with torch's GradScaler. But with a scaler, ROLL's loop neither steps the LR
+scheduler nor clears the gradients, so the gradients add up over all steps. ROLL does not save the
+scaler in checkpoints.
 
-Delete when: ROLL ends a scaled step as it ends any other, and saves its scaler.
+Delete this module when ROLL completes a scaled step like any other step, and saves its scaler.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _OWN = "ROLL's own scaler, counted and kept with the checkpoints"
 
 @seam(f"{STRATEGY}.initialize", why="makes the scaler", relies_on=("scaler", "scheduler"), **HERE)
 def make(call: Call) -> Any:
-    """Replace ROLL's scaler with one that skips a step on all ranks alike and can be saved."""
+    """Replace ROLL's scaler by the shim's, which skips a step on all ranks and can be saved."""
     result = call.proceed()
     strategy = call.instance
-    if type(strategy.scaler) is ShardedGradScaler:  # a subclass is the user's choice
+    if type(strategy.scaler) is ShardedGradScaler:  # keep a user's own subclass
         ScaledTraining.make(
             "roll",
             strategy.worker_config.name,
@@ -51,14 +51,14 @@ def make(call: Call) -> Any:
 
 
 def training_of(strategy: Any) -> ScaledTraining | None:
-    """A strategy's training; ``None`` where its loss is not scaled."""
+    """A strategy's ``ScaledTraining``; ``None`` if the strategy's loss is not scaled."""
     name = strategy.worker_config.name
     return ScaledTraining.of_attribute(strategy, "scaler", "roll", name)
 
 
 @seam(f"{STRATEGY}.train_step", why="leaves a scaled step unfinished", **HERE)
 def step(call: Call) -> Any:
-    """Complete each scaled step; report loss scale, skipped steps, and NaN as a skip's norm."""
+    """Complete each scaled step; report loss scale, skipped steps, and a skip's norm as NaN."""
     strategy = call.instance
     training = training_of(strategy)
     if training is None:
@@ -67,17 +67,17 @@ def step(call: Call) -> Any:
         found = call.proceed()
     name = strategy.worker_config.name
     key = f"{name}/grad_norm"
-    if key in found:  # without it, the call only accumulated gradients
+    if key in found:  # without a norm, the call only accumulated gradients
         found[key] = training.norm(found[key])
     return {**found, **training.metrics(f"{name}/")}
 
 
 @contextmanager
 def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
-    """Step the scheduler and clear the gradients after a scaler's step, where ROLL did not.
+    """Step the scheduler and clear the gradients after a scaled step, unless ROLL does so.
 
-    This happens when the next loss is scaled, or at the end: by then ROLL's own loop would have
-    done both.
+    The shim compares ``scheduler.last_epoch`` when the next loss is scaled, or at the end of the
+    call. ROLL's own loop would have stepped the scheduler before.
     """
     scaler, scheduler = strategy.scaler, strategy.scheduler
     at: list[int] = []
@@ -114,7 +114,7 @@ def _ended(strategy: Any, training: ScaledTraining) -> Iterator[None]:
 
 @seam(f"{MODULE}:FSDP2StrategyBase.save_checkpoint", why="knows the directory", **HERE)
 def save(call: Call, save_dir: Any) -> Any:
-    """Write the scaler's state beside the checkpoint, before ROLL uploads it."""
+    """Write the scaler's state beside the checkpoint, before ROLL uploads the checkpoint."""
     training = training_of(call.instance) if hasattr(call.instance, "scaler") else None
     if training is not None and not call.instance.save_only_model:
         training.save(save_dir)

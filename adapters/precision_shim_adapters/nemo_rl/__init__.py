@@ -1,20 +1,20 @@
-"""The adapter for NeMo-RL, and why its seams are where they are.
+"""The adapter for NeMo-RL, and the reasons for its choice of seams.
 
-NeMo-RL's workers are Ray actors: ``@ray.remote`` copies their methods while the module is imported,
-and ``train`` has a decorator that makes Ray pickle it by value. A later patch of the worker's
-module or class does not reach the actor. So the shim replaces the actor class in its module by an
-actor class of the same name and options, made from a subclass. The shim patches the functions that
-a worker calls in the modules that define them.
+NeMo-RL's workers are Ray actors. ``@ray.remote`` copies a worker's methods while the module is
+imported, and a decorator makes Ray pickle the method ``train`` by value. A later patch of a
+worker's module or class has no effect in the actor. The shim therefore replaces the actor class in
+its module by an actor class made from a subclass, with the same name and options. To change a
+function that a worker calls, the shim patches the module that defines the function.
 
-In NeMo-RL 0.6 and later the class under the actor class is importable. The shim patches its methods
-as well, which reaches workers that inherit from it under other names (``worker_extension_cls_fqn``,
-quantized workers).
+In NeMo-RL 0.6 and later, the plain class from which Ray made the actor class is importable. The
+shim patches the plain class's methods as well, for workers that inherit from it under other names
+(``worker_extension_cls_fqn``, quantized workers).
 
-Deliberately not patched: ``begin_train_step`` and ``finish_train_step`` of NeMo-RL's newest commit.
-DTensor workers do not have them. A Megatron worker's optimizer skips steps there too, but the
-metrics lack ``loss_scale`` and ``skipped_steps``.
+The shim deliberately does not patch ``begin_train_step`` and ``finish_train_step`` of NeMo-RL's
+newest commit, which DTensor workers lack. With ``begin_train_step``, a Megatron worker's optimizer
+skips steps too, but the metrics lack ``loss_scale`` and ``skipped_steps``.
 
-Delete when: NeMo-RL scales the loss of its float16 policies and saves the scaler.
+Delete this package when NeMo-RL scales the loss of its float16 policies and saves the scaler.
 """
 
 from __future__ import annotations

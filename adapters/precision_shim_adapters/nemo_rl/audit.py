@@ -1,4 +1,4 @@
-"""NeMo-RL: audit the optimizers of DTensor workers, and report lost updates for all workers."""
+"""NeMo-RL: audit DTensor workers' optimizers, and report all workers' updates lost to rounding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RELIES_ON = ("__init__", "optimizer", "model")
 
 
 def see(worker: Any) -> None:
-    """Audit a worker's optimizer, if it has one."""
+    """Audit a worker's optimizer, if the worker has one."""
     optimizer = getattr(worker, "optimizer", None)
 
     def scaler() -> Any:
@@ -50,7 +50,7 @@ def see(worker: Any) -> None:
 
 
 def _tell_audit(worker: Any) -> None:
-    """Tell the audit which dtype the config asks of the rollout."""
+    """Pass the rollout's dtype, as named in the config, to the audit."""
     config = getattr(worker, "cfg", None)
     asked = asked_of(config) if isinstance(config, Mapping) else None
     if asked is None or not isinstance(config, Mapping):
@@ -60,14 +60,14 @@ def _tell_audit(worker: Any) -> None:
 
 
 class AuditedWorker:
-    """A mixin in front of a worker's class; importable, so that Ray pickles it by reference."""
+    """A mixin that audits a DTensor worker; importable, so that Ray pickles it by reference."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         see(self)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and report the lost updates if the shim measures them."""
+        """Train, and report the updates lost to rounding if the shim measures them."""
         method = super().train  # type: ignore[misc]
         return around(report_lost_updates, method, self, args, kwargs, positional=TRAIN)
 
@@ -80,7 +80,7 @@ class AuditedWorker:
     replaces=True,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make an actor class with the same name and options whose worker the shim audits.
+    """Make the actor class again, with a worker that the shim audits.
 
     Raises:
         SeamError: the argument is no actor class made by ``ray.remote``.
@@ -96,7 +96,7 @@ def redecorate(actor_class: Any) -> Any:
     relies_on=("optimizer", "model"),
 )
 def look_at(call: Call) -> Any:
-    """Audit a new worker; ``AuditedWorker`` audits itself after its own ``__init__``."""
+    """Audit a new worker, unless it is an ``AuditedWorker``, whose ``__init__`` audits it."""
     result = call.proceed()
     if not isinstance(call.instance, AuditedWorker):
         see(call.instance)
@@ -115,10 +115,10 @@ def look_at(call: Call) -> Any:
     optional=True,
 )
 def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
-    """Add the shares of lost updates to the metrics of a worker's ``train``.
+    """Add the shares of updates lost to rounding to the metrics of a worker's ``train``.
 
-    NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums most of them over micro-batches
-    and ranks: so the shim adds each share once per call, on rank 0.
+    NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
+    ranks. The shim therefore adds each share once per call, on rank 0.
     """
     _tell_meter(call.instance)
     result = call.proceed()
@@ -130,10 +130,10 @@ def report_lost_updates(call: Call, eval_mode: Any = False) -> Any:
 
 
 def _tell_meter(worker: Any) -> None:
-    """Tell the meter in which dtypes a policy's weights reach the rollout.
+    """Record for the lost-update meter in which dtypes a policy sends weights to the rollout.
 
-    A value model has no rollout. DTensor workers first cast to the policy's dtype, and merge LoRA
-    while they send; Megatron workers send their parameters as they are.
+    A value model has no rollout. DTensor workers first cast weights to the policy's dtype, and
+    merge LoRA while sending. Megatron workers send their parameters unchanged.
     """
     group, optimizer = group_at(worker), getattr(worker, "optimizer", None)
     config = getattr(worker, "cfg", None)

@@ -1,7 +1,8 @@
 """NeMo-RL's DTensor workers in float16: loss scaling, metrics, checkpoints, and the actor class.
 
-The seams patch the methods of a worker; where Ray pickles the class by value, ``ScaledWorker``
-calls the same functions. Where both apply, only the outer call acts.
+The seams patch a worker's methods. For a class that Ray pickles by value, ``ScaledWorker`` calls
+the seams' functions. If a seam and ``ScaledWorker`` call the same function, only the outer call
+has an effect.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _FP16: dict[str, Any] = {"feature": FEATURE, "upstream": _PULL, "delete_when": _
 
 
 def _at_method(name: str) -> list[dict[str, Any]]:
-    """The seam targets for a method of each DTensor worker whose class Ray pickles by reference."""
+    """The seam targets for one method of each DTensor worker class that is importable."""
     return [
         worker.at(f"{worker.beneath}.{name}", worker.beneath, relies_on=(*_RELIES_ON, worker.clips))
         for worker in DTENSOR
@@ -64,23 +65,23 @@ def _at_method(name: str) -> list[dict[str, Any]]:
 
 
 class ScaledWorker:
-    """A mixin in front of a worker's class; importable, so that Ray pickles it by reference."""
+    """A mixin that scales a worker's loss; importable, so that Ray pickles it by reference."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         around(build, super().__init__, self, args, kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, in float16 with a scaled loss."""
+        """Train; a float16 model trains with a scaled loss."""
         method = super().train  # type: ignore[misc]
         return around(train, method, self, args, kwargs, positional=TRAIN)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Save a checkpoint, with the scaler's state beside the optimizer's."""
+        """Save a checkpoint, including the scaler's state."""
         method = super().save_checkpoint  # type: ignore[misc]
         return around(save_checkpoint, method, self, args, kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint, with the scaler's state."""
+        """Load a checkpoint, including the scaler's state."""
         method = super().load_checkpoint  # type: ignore[misc]
         return around(load_checkpoint, method, self, args, kwargs)
 
@@ -96,10 +97,10 @@ class ScaledWorker:
     **_FP16,
 )
 def redecorate(actor_class: Any) -> Any:
-    """Make an actor class with the same name and options whose worker scales its loss.
+    """Make the actor class again, with a worker that scales its loss.
 
     Raises:
-        SeamError: the argument is no actor class made by ``ray.remote``, or its methods lack a
+        SeamError: the argument is no actor class made by ``ray.remote``, or a method lacks a
             parameter in ``_READ``.
     """
     worker = class_beneath(actor_class)
@@ -113,7 +114,7 @@ def redecorate(actor_class: Any) -> Any:
 
 @contextlib.contextmanager
 def _outermost(instance: Any, what: str) -> Iterator[bool]:
-    """Yield whether this is the outer call: the mixin and the patched method may both get here."""
+    """Yield whether this call is the outer of two; the mixin may call the patched method."""
     inside: set[str] = instance.__dict__.setdefault("_precision_shim_inside", set())
     if what in inside:
         yield False
@@ -155,30 +156,30 @@ def build(call: Call, weights_path: Any, optimizer_path: Any) -> None:
             because=scaled_because(name),
             configured=read_section(instance.cfg, name),
         )
-        # Restore here: in __init__ the first kind of worker calls load_checkpoint before the scaler
-        # exists, and in 0.6 and later the second kind loads without load_checkpoint.
+        # Restore the scaler here, because the first kind of worker calls load_checkpoint before the
+        # scaler exists. In NeMo-RL 0.6 and later the second kind does not call load_checkpoint.
         if optimizer_path and weights_path:
             training.restore(optimizer_path, files_of_rank(optimizer_path))
         training.keep(instance)
 
 
 def group_of(name: str, *, second: bool) -> str:
-    """The group of the workers of a model.
+    """The group of the seams on a model's DTensor workers.
 
     Args:
-        name: the model's key in the config: ``"policy"``, ``"value"``.
-        second: whether the workers are of the second kind, ``dtensor_cfg._v2``.
+        name: the model's key in the config, ``"policy"`` or ``"value"``.
+        second: whether ``dtensor_cfg._v2`` selects the second kind of DTensor worker.
     """
     return VALUE_V2 if name == "value" else V2 if second else V1
 
 
 def scaled_because(name: str) -> str:
-    """Why the shim scales a model's loss; ``name`` is the model's key in the config."""
+    """The reported reason for scaling a model's loss; ``name`` is the model's key."""
     return f"{name}.precision is float16, and NeMo-RL does not scale the loss"
 
 
 def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The optional block of a config, by the names of ``ScalerSettings``.
+    """Read scaler settings from a config's optional block, keyed as in ``ScalerSettings``.
 
     Raises:
         SettingsError: a value is not allowed; the message has key, value and allowed values.
@@ -191,7 +192,7 @@ def read_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _training_of(instance: Any) -> ScaledTraining | None:
-    """A worker's scaled training, if the feature is in force in this process."""
+    """A worker's ``ScaledTraining``; ``None`` if fp16 scaling is off in this process."""
     training = ScaledTraining.of(instance)
     if training is None or not in_force(FRAMEWORK, FEATURE, group_at(instance)):
         return None
@@ -221,7 +222,7 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
 
 @seam(
     at=[
-        # ``only_if`` the worker's module exists: another kind of worker uses the same function.
+        # Require the worker's module, because another kind of worker uses the same function.
         each.at(
             each.clip,
             *((each.module,) if each.optional else ()),
@@ -230,7 +231,7 @@ def train(call: Call, loss_fn: Any, eval_mode: Any = False) -> Any:
         for each in DTENSOR
     ],
     why="the first look at the gradients: norm and clipping want them unscaled",
-    optional=True,  # a process without nemo_automodel has no such worker
+    optional=True,  # a process may lack nemo_automodel and its workers
     **_FP16,
 )
 def unscale_first(call: Call) -> Any:
@@ -242,10 +243,10 @@ def unscale_first(call: Call) -> Any:
 
 
 def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
-    """Add the scaler's metrics to a worker's result.
+    """Add the scaler's metrics to the result of a worker's ``train``.
 
-    NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums most of them over micro-batches
-    and ranks: so the shim adds each metric once per call, on rank 0.
+    NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
+    ranks. The shim therefore adds each metric once per call, on rank 0.
     """
     if result.get("grad_norm") is not None:
         result["grad_norm"] = training.norm(result["grad_norm"])
@@ -260,7 +261,7 @@ def _report(result: dict[str, Any], training: ScaledTraining) -> dict[str, Any]:
 
 @seam(at=_at_method("save_checkpoint"), why=INHERITED, **_FP16)
 def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
-    """Save a checkpoint, and write the scaler's state where NeMo-RL saves the optimizer's."""
+    """Save a checkpoint; if NeMo-RL saves the optimizer, save the scaler's state as well."""
     with _outermost(call.instance, "save") as outermost:
         result = call.proceed()
         training = _training_of(call.instance)
@@ -274,7 +275,7 @@ def save_checkpoint(call: Call, optimizer_path: Any) -> Any:
 
 @seam(at=_at_method("load_checkpoint"), why=INHERITED, **_FP16)
 def load_checkpoint(call: Call, optimizer_path: Any) -> Any:
-    """Load a checkpoint, and restore the scaler where NeMo-RL restores the optimizer."""
+    """Load a checkpoint; if NeMo-RL restores the optimizer, restore the scaler as well."""
     with _outermost(call.instance, "load") as outermost:
         result = call.proceed()
         training = _training_of(call.instance)

@@ -1,8 +1,8 @@
-"""NeMo-RL: ask the engines of its generation workers what they hold, for the audit.
+"""NeMo-RL: query the generation workers' vLLM engines for their dtypes, for the audit.
 
-A generation worker is a Ray actor with vLLM's ``LLM`` or ``AsyncLLM``. As with the policies'
-workers, the actor class is replaced by one with a mixin in front; from 0.7 the methods of the
-importable class under it are patched as well, for the quantised workers that inherit from it.
+A generation worker is a Ray actor that runs vLLM's ``LLM`` or ``AsyncLLM``. The shim replaces a
+worker's actor class by an actor class with a mixin. In NeMo-RL 0.7 and later, the shim also patches
+the methods of the importable plain class, from which the quantised workers inherit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SYNCS = ("update_weights_via_ipc_zmq", "update_weights_from_collective")
 
 
 def _methods(worker: Worker, *names: str) -> list[dict[str, Any]]:
-    """Places of the class under the actor class, in versions that have it."""
+    """The seam targets for methods of the plain class, in versions where it is importable."""
     return [
         worker.at(f"{worker.beneath}.{name}", worker.beneath, relies_on=("llm",), optional=True)
         for name in names
@@ -32,7 +32,7 @@ def _methods(worker: Worker, *names: str) -> list[dict[str, Any]]:
 
 
 def _actor_class(worker: Worker, suffix: str = "") -> tuple[dict[str, Any], ...]:
-    """The places of the actor class."""
+    """The seam targets for an actor class."""
     names = (f"{name}{suffix}" for name in (_NEW, *_SYNCS))
     return worker.actor_class(worker.beneath, "llm", *names)
 
@@ -42,13 +42,13 @@ def _whose() -> Whose:
 
 
 def _engine_of(worker: Any, asks_itself: type | tuple[()] = ()) -> Any:
-    """A worker's engine, if it is to be asked now.
+    """A worker's vLLM engine; ``None`` if the shim must not query the engine in this call.
 
-    The workers beside the first of an engine on several GPUs have none.
+    If an engine runs on several GPUs, only its first worker has the engine object.
 
     Args:
         worker: the worker.
-        asks_itself: the mixin whose workers are asked by the mixin's own methods.
+        asks_itself: a mixin whose own methods query the engine of a worker that inherits from it.
     """
     if isinstance(worker, asks_itself) or not in_force(FRAMEWORK, FEATURE, GROUP):
         return None
@@ -64,25 +64,25 @@ def _ask(worker: Any, engine: Any, sync: bool = False) -> None:
 
 
 class AskedWorker:
-    """A mixin in front of a worker's class; importable, so that Ray pickles it by reference.
+    """A mixin that queries a worker's engine; importable, so that Ray pickles it by reference.
 
-    A weight sync that fails returns ``False``.
+    A method that receives weights returns ``False`` if the weight sync fails.
     """
 
     def post_init(self, *args: Any, **kwargs: Any) -> Any:
-        """What NeMo-RL calls when all workers are made."""
+        """Query the engine after NeMo-RL has made all workers."""
         result = super().post_init(*args, **kwargs)  # type: ignore[misc]
         _ask(self, _engine_of(self))
         return result
 
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
-        """Receive weights from the same GPU."""
+        """Receive weights from the same GPU, and query the engine."""
         done = super().update_weights_via_ipc_zmq(*args, **kwargs)  # type: ignore[misc]
         _ask(self, _engine_of(self) if done else None, sync=True)
         return done
 
     def update_weights_from_collective(self, *args: Any, **kwargs: Any) -> Any:
-        """Receive weights from other GPUs."""
+        """Receive weights from other GPUs, and query the engine."""
         done = super().update_weights_from_collective(*args, **kwargs)  # type: ignore[misc]
         _ask(self, _engine_of(self) if done else None, sync=True)
         return done
@@ -102,7 +102,7 @@ def redecorate(actor_class: Any) -> Any:
 
 @seam(feature=FEATURE, at=_methods(SYNC, _NEW), why=INHERITED, delete_when=_DELETE)
 def ask_new(call: Call) -> Any:
-    """Ask the engine of a new worker that has another actor class."""
+    """Query the engine of a new worker that does not inherit from ``AskedWorker``."""
     result = call.proceed()
     _ask(call.instance, _engine_of(call.instance, AskedWorker))
     return result
@@ -110,7 +110,7 @@ def ask_new(call: Call) -> Any:
 
 @seam(feature=FEATURE, at=_methods(SYNC, *_SYNCS), why=INHERITED, delete_when=_DELETE)
 def ask_after_sync(call: Call) -> Any:
-    """Ask it again after some of the weight syncs."""
+    """Query a worker's engine again after some of the weight syncs."""
     done = call.proceed()
     _ask(call.instance, _engine_of(call.instance, AskedWorker) if done else None, sync=True)
     return done
@@ -128,20 +128,20 @@ class AskedAsyncWorker:
     """See ``AskedWorker``."""
 
     async def post_init_async(self, *args: Any, **kwargs: Any) -> Any:
-        """What NeMo-RL calls when all workers are made."""
+        """Query the engine after NeMo-RL has made all workers."""
         result = await super().post_init_async(*args, **kwargs)  # type: ignore[misc]
         await _ask_async(self, _engine_of(self))
         return result
 
     async def update_weights_via_ipc_zmq_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Receive weights from the same GPU."""
+        """Receive weights from the same GPU, and query the engine."""
         method = super().update_weights_via_ipc_zmq_async  # type: ignore[misc]
         done = await method(*args, **kwargs)
         await _ask_async(self, _engine_of(self) if done else None, sync=True)
         return done
 
     async def update_weights_from_collective_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Receive weights from other GPUs."""
+        """Receive weights from other GPUs, and query the engine."""
         method = super().update_weights_from_collective_async  # type: ignore[misc]
         done = await method(*args, **kwargs)
         await _ask_async(self, _engine_of(self) if done else None, sync=True)

@@ -1,8 +1,7 @@
 """NeMo-RL: audit the weights that a policy sends to the rollout.
 
-Each worker, on DTensor and on Megatron, hands its stream of weights to one of three functions. The
-workers are Ray actors, whose methods no late patch reaches; the functions are looked up in their
-modules.
+Each worker, on DTensor or on Megatron, passes its stream of weights to one of three functions. The
+shim patches the functions that get the stream, since a later patch of an actor's methods is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _WHY = "gets the stream of weights of every kind of worker"
     optional=True,
 )
 def look_at_stream(call: Call, params_generator: Any) -> Any:
-    """Let the weights be looked at while they are taken."""
+    """Observe the stream of weights while NeMo-RL sends it."""
     seen = sending.observe(params_generator, FRAMEWORK, "policy")
     if seen is not params_generator:
         call.arguments["params_generator"] = seen
@@ -57,7 +56,7 @@ def look_at_stream(call: Call, params_generator: Any) -> Any:
     optional=True,
 )
 def look_at_broadcast(call: Call, iterator: Any) -> Any:
-    """The same where the rollout has GPUs of its own."""
+    """Observe the stream of weights while NeMo-RL broadcasts it to a rollout on other GPUs."""
     seen = sending.observe(iterator, FRAMEWORK, "policy")
     if seen is not iterator:
         call.arguments["iterator"] = seen

@@ -1,4 +1,4 @@
-"""Check a policy's dtypes as NeMo-RL's workers do."""
+"""Check a policy's dtypes by the rules of NeMo-RL's workers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _FLAGS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 def names(
     section: Mapping[str, Any], key: str, subject: str, fields: Iterable[str]
 ) -> Iterator[Problem]:
-    """Problems of keys whose value is no dtype name in NeMo-RL; keys that are missing are legal.
+    """Yield a problem for each key whose value is no NeMo-RL dtype name; missing keys are legal.
 
     Args:
         section: the config section of a policy, a value model or a teacher.
-        key: the config's key of the section.
+        key: the section's key in the config.
         subject: which model.
         fields: keys within the section, dotted if nested.
     """
@@ -57,9 +57,9 @@ def names(
 
 
 def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
-    """Problems of optimizer flags that contradict ``precision``, which NeMo-RL's asserts refuse."""
+    """Yield a problem for each optimizer flag that NeMo-RL refuses because of ``precision``."""
     if not any("use_precision_aware_optimizer" in look(one).names for one in _CHECKS):
-        return  # 0.4 has no such check
+        return  # NeMo-RL 0.4 checks no flags
     dtype = DTYPES[section.get("precision", "bfloat16")]
     optimizer = section["megatron_cfg"].get("optimizer") or {}
     place = f"{key}.megatron_cfg.optimizer"

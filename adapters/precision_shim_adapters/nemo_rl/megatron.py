@@ -1,21 +1,21 @@
-"""NeMo-RL on Megatron: read its policy config, and the seams where it builds a model.
+"""NeMo-RL on Megatron: the reading of a policy config, and the seams at which a model is built.
 
-A policy config has the optimizer's fields in the form that goes to Megatron-Bridge, so every key in
-it counts as the user's. The shipped YAML files have nearly all fields, including
-``grad_reduce_in_fp32``, which NeMo-RL reads without a default. NeMo-RL itself turns on Bridge's
-check of gradients; no config key does.
+A policy config has the optimizer's fields as Megatron-Bridge reads them. The shim therefore counts
+each optimizer field as written by the user. NeMo-RL's own YAML files set nearly all fields,
+including ``grad_reduce_in_fp32``, for which NeMo-RL's code has no default. NeMo-RL's code turns on
+Megatron-Bridge's check of gradients; no config key turns it on.
 
-Why these seams. The function that makes a worker's model and optimizer gets the policy config and
-Bridge's config, for policy and value workers alike. Ray pickles this function by reference, unlike
-the worker's own methods. The seam at Megatron's DDP reads the live parameters. Bridge's
-``setup_optimizer`` makes every kind of optimizer from the OptimizerConfig. Coercion needs no seam
-here: Bridge's OptimizerConfig of 0.4 runs Megatron's check when it is made. Later versions run the
-check in ``finalize()``, which the worker's ``validate()`` calls before the worker builds anything.
-Deliberately not patched: the conversion of a Hugging Face checkpoint, which trains nothing.
+The function that makes a worker's model and optimizer gets the policy config and Bridge's config.
+The shim patches the model-building function, since Ray pickles it by reference, unlike a worker's
+methods. The seam at Megatron's DDP reads the live parameters. Bridge's ``setup_optimizer`` makes
+every kind of optimizer from the OptimizerConfig. The backend coerces dtype names in Megatron's
+check of the config. Megatron-Bridge 0.4 runs this check when it makes an OptimizerConfig, and later
+versions in ``finalize()``. A worker's ``validate()`` calls ``finalize()`` before the build starts.
+The shim does not patch the conversion of a Hugging Face checkpoint, which trains nothing.
 
-NeMo-RL accepts a step that Megatron skipped, but the missing grad norm ends ``train`` in a policy
-worker and is reported as 0 in a value worker. So the shim keeps the success flag False and sets the
-grad norm to NaN.
+NeMo-RL accepts a step that Megatron skipped. But the missing grad norm makes a policy worker's
+``train`` fail, and a value worker reports the norm as 0. For a skipped step the shim therefore
+returns the success flag False and the grad norm NaN.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SETUP_ALIASES = (
 def read_wishes(
     config: Mapping[str, Any], subject: str, megatron_fsdp: bool, trains: bool
 ) -> Wishes:
-    """Read the wishes from a policy config.
+    """Read a model's ``Wishes`` from a policy config.
 
     Args:
         config: the worker's policy config.
@@ -78,12 +78,12 @@ def read_wishes(
         bucket_in_fp32=bool(ddp[bucket]) if bucket in ddp else None,
         scaler=config.get(BLOCK) or {},
         scaler_where=f"{where}.{BLOCK}",
-        unchecked=("params_dtype",),  # "float32" in every shipped YAML; Megatron ignores it
+        unchecked=("params_dtype",),  # set in NeMo-RL's YAMLs, ignored by Megatron
         trains=trains,
     )
 
 
-# -- which model is being built ----------------------------------------------------------------
+# -- the model that is being built -------------------------------------------------------------
 
 
 _BUILD: dict[str, Any] = {
@@ -100,7 +100,7 @@ reference."""
 
 @seam(at=[{"target": target, "only_if": (target,)} for target in INLINE], **_BUILD)
 def worker_build_inline(call: Call, policy_cfg: Any, load_optimizer: Any, cfg: Any) -> Any:
-    """Announce that a worker of 0.4 or 0.5 builds its model, and its optimizer if it trains."""
+    """Record that a worker of NeMo-RL 0.4 or 0.5 builds a model, and whether the model trains."""
     return _build_model(call, policy_cfg, cfg.ddp, "policy", bool(load_optimizer))
 
 
@@ -117,16 +117,16 @@ def worker_build(
     megatron_cfg: Any,
     additional_pre_wrap_hooks: Any = None,
 ) -> Any:
-    """Announce that a worker builds its model, and its optimizer if it is no teacher's."""
-    # Only the value worker passes these hooks, which add the value head.
+    """Record that a worker builds a model, and whether the model trains or is a teacher."""
+    # Only a value worker passes ``additional_pre_wrap_hooks``, which add the value head.
     subject = "value" if additional_pre_wrap_hooks else "policy"
     return _build_model(call, policy_cfg, megatron_cfg.ddp, subject, bool(load_optimizer))
 
 
 def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, trains: bool) -> Any:
     fsdp = bool(getattr(ddp_config, "use_megatron_fsdp", False))
-    # Up to 0.5 the worker builds the reference model in ``__init__``, which Ray pickles by value:
-    # no seam reaches it, but its DDP gets the policy's DDP config.
+    # Up to NeMo-RL 0.5 the worker builds the reference model in ``__init__``, which no seam can
+    # patch, because Ray pickles it by value. The reference's DDP has the policy's DDP config.
     megatron.expect_reference(
         ddp_config, FRAMEWORK, partial(read_wishes, policy_cfg, "reference", fsdp, False)
     )
@@ -147,9 +147,9 @@ def _build_model(call: Call, policy_cfg: Any, ddp_config: Any, subject: str, tra
     optional=True,
 )
 def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
-    """Make the OptimizerConfig follow the model in fields that the policy config does not have.
+    """Set the fields of the OptimizerConfig that the policy config lacks, by the model's dtype.
 
-    A worker calls it once, after its DDP is built.
+    A worker calls ``setup_optimizer`` once, after its DDP is built.
     """
     build = megatron.current_build(FRAMEWORK)
     if build is None:
@@ -160,7 +160,7 @@ def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
     megatron.check(FRAMEWORK, config, model)
     call.arguments["optimizer_config"] = config
     optimizer, *rest = call.proceed()
-    # No seam reaches ``train`` of a worker in an actor; all steps of this optimizer are NeMo-RL's.
+    # Set the result of a skipped step here, because no seam can patch ``train`` of an actor.
     megatron.answer_skips(optimizer, succeeds=False)
     return (optimizer, *rest)
 
@@ -176,7 +176,7 @@ def set_up_optimizer(call: Call, optimizer_config: Any, model: Any) -> Any:
     only_if=(f"{SETUP}:make_policy_like_config",),
 )
 def keep_block(call: Call, config: Any) -> Any:
-    """Copy the shim's block into the policy config that a value worker makes for itself."""
+    """Copy the shim's config block into the policy config that a value worker makes."""
     made = call.proceed()
     return {**made, BLOCK: config[BLOCK]} if BLOCK in config else made
 
@@ -199,8 +199,8 @@ _RELIES_ON = ("train", "optimizer", "all_mb_metrics", "grad_norm", "eval_mode")
 def report(call: Call, eval_mode: Any = False) -> Any:
     """Add the loss scale and the skipped steps to the metrics of a worker's ``train``.
 
-    NeMo-RL passes on only the lists in ``all_mb_metrics``, and sums most of them over
-    micro-batches and ranks: so the shim adds each metric once per call, on rank 0.
+    NeMo-RL reports only the lists in ``all_mb_metrics``, and sums most lists over micro-batches and
+    ranks. The shim therefore adds each metric once per call, on rank 0.
     """
     result = call.proceed()
     if not eval_mode and torch.distributed.get_rank() == 0:
@@ -215,8 +215,8 @@ def report(call: Call, eval_mode: Any = False) -> Any:
 def times_loss_scale(function: Any, worker: Any) -> Any:
     """Multiply a worker's gradient scale for an auxiliary loss by the loss scale.
 
-    NeMo-RL 0.7 and later sets such scales for the auxiliary losses of MoE and of multi-token
-    prediction. Megatron 0.19 and later uses them instead of the loss scale.
+    NeMo-RL 0.7 and later sets a gradient scale for the auxiliary losses of MoE and of multi-token
+    prediction. Megatron 0.19 and later uses the auxiliary losses' scale instead of the loss scale.
     """
     optimizer = worker.optimizer
     if function is None or hasattr(function, "_precision_shim"):
@@ -243,7 +243,7 @@ def times_loss_scale(function: Any, worker: Any) -> Any:
     optional=True,
 )
 def scale_own(call: Call, func: Any) -> Any:
-    """Multiply the scale that a worker sets for an MoE or multi-token loss by the loss scale."""
+    """Multiply a worker's gradient scale for an MoE or multi-token loss by the loss scale."""
     call.arguments["func"] = times_loss_scale(func, call.instance)
     return call.proceed()
 
@@ -252,10 +252,10 @@ def scale_own(call: Call, func: Any) -> Any:
 
 
 class ReportingWorker:
-    """A mixin in front of a worker's class; importable, so that Ray pickles it by reference."""
+    """A mixin that reports a worker's metrics; importable, so that Ray pickles it by reference."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, and report the loss scale and the lost updates if the shim measures them."""
+        """Train; report the loss scale, and updates lost to rounding if the shim measures them."""
         own = super().train  # type: ignore[misc]
 
         def method(*args: Any, **kwargs: Any) -> Any:

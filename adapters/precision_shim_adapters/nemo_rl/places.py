@@ -1,4 +1,4 @@
-"""The modules of NeMo-RL's workers, version by version; nothing here inspects NeMo-RL on import."""
+"""The modules of NeMo-RL's workers in each version; importing this file does not import NeMo-RL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VALUES = "nemo_rl.models.value.workers"
 
 @dataclass(frozen=True)
 class Worker:
-    """One kind of worker in one of the modules that it has been in.
+    """One kind of worker, in one of the modules that have defined it.
 
     Attributes:
         module: the worker's module.
@@ -34,12 +34,12 @@ class Worker:
 
     @property
     def beneath(self) -> str:
-        """The class under the actor class, importable in 0.6 and later."""
+        """The plain class from which Ray made the actor class; older NeMo-RL lacks the name."""
         return f"{self.module}:{self.name}Impl"
 
     @property
     def clips(self) -> str:
-        """The name of ``clip`` in the worker's module."""
+        """The name under which the worker's module imports ``clip``."""
         return self.clip.partition(":")[2]
 
     @property
@@ -48,7 +48,7 @@ class Worker:
         return self.group if self.group.endswith("metrics") else f"{self.group} metrics"
 
     def at(self, target: str, *only_if: str, **others: Any) -> dict[str, Any]:
-        """A place of this worker, in the form that ``seam`` takes.
+        """The arguments of ``seam`` for one target on this worker.
 
         Args:
             target: see ``Seam``.
@@ -64,16 +64,16 @@ class Worker:
         }
 
     def method(self, name: str, **others: Any) -> dict[str, Any]:
-        """A method of the class under the actor class, if this version has it; see ``at``."""
+        """A target for a method of ``beneath``, in versions that have the method; see ``at``."""
         target = f"{self.beneath}.{name}"
         return self.at(target, target, **others)
 
     def actor_class(self, method: str, *relies_on: str) -> tuple[dict[str, Any], ...]:
-        """The actor class's seam targets, in versions with and without a separate class under it.
+        """The actor class's seam targets, in versions with and without an importable plain class.
 
         Args:
-            method: a symbol of the separate class; its presence tells the versions apart.
-            relies_on: what the actor class must contain if it has the methods itself.
+            method: a symbol of the plain class; only versions with that class have the symbol.
+            relies_on: names in the actor class's own source, in versions without a plain class.
         """
         target, optional = f"{self.module}:{self.name}", self.optional
         return (

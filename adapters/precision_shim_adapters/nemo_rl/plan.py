@@ -1,7 +1,7 @@
-"""Plan NeMo-RL's jobs from their YAML, the YAML files that it inherits, and overrides.
+"""Plan NeMo-RL's jobs from a YAML file, the YAML files that it inherits from, and overrides.
 
-NeMo-RL's own loader reads them, which needs hydra and no torch. ``nemo_rl.megatron`` reads the
-optimizer's wishes from the config, as in a worker.
+NeMo-RL's own loader reads the YAML files; it needs hydra, but no torch. ``nemo_rl.megatron`` reads
+the optimizer's ``Wishes`` from the config, as in a worker.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def plan_job(job: Job) -> Request:
 
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
-    """What the driver will report about the agreement of policy, rollout and teacher."""
+    """Predict the driver's report on the dtypes of policy, rollout and teacher."""
     try:
         generation = config["policy"].get("generation")
         if generation:
@@ -86,7 +86,7 @@ def _where() -> str:
 
 
 def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
-    """The config of a job, with overrides.
+    """Load a job's config, and apply its overrides.
 
     Args:
         job: the job.
@@ -106,14 +106,14 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
     register = getattr(loader, "register_omegaconf_resolvers", None)
     if register is not None:
         register()
-    else:  # up to 0.5 each example registers this resolver
+    else:  # up to NeMo-RL 0.5 each example registers ``mul``
         OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
     try:
         made = loader.load_config(path)
         if overrides:
             made = loader.parse_hydra_overrides(made, overrides)
         config = plain(made, unresolved=unresolved)
-    except Exception as error:  # files, YAML, hydra and omegaconf each have exception classes
+    except Exception as error:  # file, YAML, hydra and omegaconf raise various errors
         raise PlanError(
             f"{_where()}, {path}: {said(error)}. Correct the override or the file."
         ) from error
@@ -123,7 +123,7 @@ def load(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
 
 
 def _find_named(job: Job) -> tuple[Path, list[str]]:
-    """The file of the config, and the overrides."""
+    """The path of a job's config file, and the job's overrides."""
     given, overrides = "", []
     words = iter(job.arguments)
     for word in words:
@@ -142,7 +142,7 @@ def _find_named(job: Job) -> tuple[Path, list[str]]:
 
 
 def _default(job: Job) -> Path:
-    """The default config file of an example, read from the example's source."""
+    """The path of an example's default config file, found in the example's source."""
     if job.source is None:
         raise PlanError(
             f"{_where()}, {job.target}: there is no such file, and no --config. Start from the "
@@ -178,11 +178,11 @@ def _gpus(config: Mapping[str, Any]) -> int:
 
 
 def _find_reward_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The resources of a reward model that runs as an environment; empty where the job has none."""
+    """The resources of a reward model that runs as an environment; empty if the job has none."""
     section = (config.get("env") or {}).get("reward_model") or {}
     data = config.get("data") or {}
-    # ``data`` has the environment's name at its top level in 0.5, in these sections later; 0.4 has
-    # a switch instead.
+    # NeMo-RL 0.5 has ``env_name`` in ``data``, later versions in sections of ``data``. NeMo-RL 0.4
+    # has ``enabled`` in the reward model's section instead.
     places = [data, *(data.get(name) for name in ("train", "validation", "default"))]
     names = [place.get("env_name") for place in places if isinstance(place, Mapping)]
     used = section.get("enabled") is True or "reward_model" in names
@@ -190,7 +190,7 @@ def _find_reward_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count_teachers(config: Mapping[str, Any]) -> int:
-    """The nodes of on-policy distillation's teachers, where they have nodes of their own."""
+    """The number of nodes that are reserved for the teachers of on-policy distillation."""
     section = config.get("on_policy_distillation") or {}
     apart = section.get("non_colocated_teachers") or {}
     if not (section.get("enabled") and apart.get("enabled")):
@@ -212,7 +212,7 @@ def _models(job: Job, config: Mapping[str, Any], world: int) -> Iterator[Plannab
     for key, subject in _ROLES.items():
         section = config.get(key)
         if isinstance(section, Mapping) and section.get("model_name"):
-            if teachers:  # such a job has no rollout, so the student stays on its GPUs
+            if teachers:  # with teachers there is no rollout: the student stays on its GPUs
                 section = {**section, "generation": None}
             yield _model(job, section, key, subject, world)
     for place, section in enumerate(teachers):
@@ -286,7 +286,7 @@ def _on_megatron(
 
 
 def _find_parked(section: Mapping[str, Any], key: str) -> dict[str, tuple[str, ...]]:
-    """The components that NeMo-RL moves to the host while the rollout or another model runs."""
+    """The components that NeMo-RL offloads while the rollout or another model runs."""
     shared = (section.get("generation") or {}).get("colocated") or {}
     if key.startswith("teachers."):
         return {key: WEIGHTS + STATES}
@@ -319,7 +319,7 @@ def _on_dtensor(
         subject,
         job.model(section["model_name"], section.get("hf_config_overrides")),
         world,
-        "fp32",  # NeMo-RL always loads in float32, and computes in policy.precision
+        "fp32",  # NeMo-RL loads weights in float32, and computes in policy.precision
         tensor=number_of(cfg, f"{key}.dtensor_cfg.tensor_parallel_size", _where()),
         context=number_of(cfg, f"{key}.dtensor_cfg.context_parallel_size", _where()),
         replicas=number_of(cfg, f"{key}.dtensor_cfg.dp_replicate_size", _where()),

@@ -1,6 +1,6 @@
-"""Probes: check the rules' assumptions about the installed NeMo-RL and NeMo-Automodel.
+"""Probes that check the shim's assumptions about the installed NeMo-RL and NeMo-Automodel.
 
-NeMo-RL's Megatron workers skip a step when Megatron does; ``megatron.reading.probes`` covers that.
+``megatron.reading.probes`` checks the steps that Megatron skips in NeMo-RL's Megatron workers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _make_overflowed() -> torch.nn.Linear:
     needs=(_SETUP,),
 )
 def names() -> Answer:
-    """The shim scales a worker's loss where its precision is "float16"."""
+    """The shim scales the loss of a worker whose precision is "float16"."""
     from nemo_rl.models.automodel.setup import STRING_TO_DTYPE
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,7 +61,7 @@ _WORKERS = {
     needs=("ray", *dict.fromkeys(_WORKERS.values())) if _WORKERS else ("nemo_rl.models.policy",),
 )
 def actor_classes() -> Answer:
-    """The shim makes the actor class again, with a mixin in front."""
+    """The shim makes the actor class again, with a mixin as first base class."""
     found = {}
     for name, module in _WORKERS.items():
         beneath = plain_class(getattr(importlib.import_module(module), name))
@@ -84,7 +84,7 @@ def _parameters(method: Any) -> tuple[str, ...]:
     needs=(_CLIP_V1,),
 )
 def norm_v1() -> Answer:
-    """The shim's scaler skips the step after such a norm."""
+    """The shim's scaler skips a step whose grad norm is infinite."""
     from nemo_rl.models.dtensor.parallelize import get_grad_norm
 
     from precision_shim.testing.megatron_cpu import megatron_on_cpu, model_parallel
@@ -104,10 +104,10 @@ def norm_v1() -> Answer:
     needs=(_CLIP_V2,),
 )
 def norm_v2() -> Answer:
-    """The shim's scaler skips the step after such a norm."""
+    """The shim's scaler skips a step whose grad norm is infinite."""
     from nemo_automodel.components.training import utils
 
-    if not hasattr(utils, "scale_grads_and_clip_grad_norm"):  # until 0.4 in another module
+    if not hasattr(utils, "scale_grads_and_clip_grad_norm"):  # NeMo-RL 0.4: elsewhere
         return Answer("elsewhere", "elsewhere")
     found = utils.scale_grads_and_clip_grad_norm(1.0, [_make_overflowed()], foreach=False)
     return Answer(float("inf"), float(found))
@@ -121,7 +121,7 @@ def norm_v2() -> Answer:
     needs=(_AUXILIARY,),
 )
 def auxiliary() -> Answer:
-    """The shim multiplies that number by the loss scale."""
+    """The shim multiplies the scale of auxiliary losses by the loss scale."""
     from nemo_automodel.components.moe.megatron import moe_utils
 
     holder = getattr(moe_utils, "MoEAuxLossAutoScaler", None)

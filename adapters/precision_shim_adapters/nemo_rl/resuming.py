@@ -16,7 +16,7 @@ _SECOND = ("model", "optim")
 
 
 def megatron(part: Part, here: Here) -> Outcome:
-    """The outcome on Megatron; ``here.config`` has fields of ``megatron_cfg.optimizer``."""
+    """Predict the resume on Megatron; ``here.config`` has ``megatron_cfg.optimizer`` fields."""
     fields = megatrons.assume_fields(part, here)
     ddp = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
     config = {
@@ -28,7 +28,7 @@ def megatron(part: Part, here: Here) -> Outcome:
 
 
 def dtensor(part: Part, here: Here) -> Outcome:
-    """The outcome on DTensor; the names of the directories tell the two kinds of workers apart."""
+    """Predict the resume on DTensor; directory names show which kind of worker saved the files."""
     second = any(unit.path.name in _SECOND for unit in part.units)
     group = group_of(part.subject or "policy", second=second)
     return torchs.foretell(FRAMEWORK, part, here, group)

@@ -1,8 +1,8 @@
-"""NeMo-RL: ask the SGLang servers of its generation workers what they hold, for the audit.
+"""NeMo-RL: query the generation workers' SGLang servers for their dtypes, for the audit.
 
-A generation worker starts SGLang's HTTP server in a process of its own. The driver has the URLs of
-the servers, and asks them there. Each weight sync ends in the driver, too, when it has the servers
-allocate their KV caches again.
+A generation worker starts SGLang's HTTP server in a separate process. The shim queries the servers
+from the driver, which has their URLs. Each weight sync also ends in the driver, with a call that
+makes the servers allocate their KV caches again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAST = ["kv_cache"]
 
 
 def why_not_asked(backend: str) -> str:
-    """Why no engine of a backend can be asked; empty where they are asked."""
+    """The reason why the shim cannot query a backend's engines; empty if it can."""
     if backend == "vllm" or (backend == "sglang" and is_there(_GENERATION)):
         return ""
     return f"NeMo-RL's workers of {backend} are not asked"
@@ -44,7 +44,7 @@ def why_not_asked(backend: str) -> str:
     optional=True,
 )
 def ask_new(call: Call) -> None:
-    """Ask the new servers what they hold."""
+    """Query the new servers for their dtypes."""
     call.proceed()
     _ask(call.instance)
 
@@ -59,7 +59,7 @@ def ask_new(call: Call) -> None:
     optional=True,
 )
 def ask_after_sync(call: Call, tags: Any = None) -> Any:
-    """Ask them again after some of the weight syncs."""
+    """Query the servers again after some of the weight syncs."""
     result = call.proceed()
     if tags == _LAST:
         _ask(call.instance, count_sync(call.instance))
@@ -72,7 +72,7 @@ def _ask(generation: Any, sync: int = 0) -> None:
     try:
         method = next(name for name in _URLS if hasattr(generation, name))
         urls = sorted(filter(None, getattr(generation, method)()))
-    except Exception as error:  # an audit must not end a rollout
+    except Exception as error:  # a failed audit must not end a rollout
         sending.write(unasked(Whose(FRAMEWORK, ROLLOUT, "servers"), sync, error))
         return
     for url in urls:

@@ -1,12 +1,11 @@
-"""Both sides of a NeMo-RL job: what the policy, the rollout and a teacher compute in.
+"""The dtypes in which a NeMo-RL job's policy, rollout and teacher compute.
 
 In NeMo-RL's YAML files ``policy.generation.vllm_cfg.precision`` is ``${policy.precision}``, so by
 default the rollout has the policy's dtype. In the config that the adapter reads, an interpolated
-value looks like a written one. So each value counts as the user's, and only SGLang's dtype can be
-missing. The reference model is the policy itself with other weights. Megatron's own rollout
-(``backend: megatron``) and the teachers of ``on_policy_distillation`` take the policy's config.
-
-``setup`` runs in the driver, before it asks Ray for workers.
+value looks like a written value. Each value therefore counts as the user's, and only SGLang's dtype
+can be missing. The reference model is the policy itself with other weights. Megatron's own rollout
+(``backend: megatron``) and the teachers of ``on_policy_distillation`` use the policy's config.
+NeMo-RL's ``setup`` runs in the driver, before the driver starts workers.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ _SECTIONS = {"vllm": ("vllm_cfg", "precision"), "sglang": ("sglang_cfg", "dtype"
 
 @dataclass(frozen=True)
 class Sides:
-    """The engines of a job.
+    """The models of a job whose dtypes the shim compares.
 
     Attributes:
         trainer: the policy.
         others: the rollout, and the teacher if there is one.
-        kind: the model's type if vLLM generates; see ``model_type``.
+        kind: the policy's ``model_type`` if vLLM generates; empty otherwise.
     """
 
     trainer: Engine
@@ -61,16 +60,16 @@ class Sides:
 
 
 def coerce_names(generation: Any, place: str = PLACE) -> None:
-    """Replace the dtype name in a generation config by the one that vLLM and SGLang take.
+    """Replace the dtype name in a generation config by the name that vLLM and SGLang accept.
 
-    It writes into the config, as NeMo-RL's own ``configure_generation_config`` does.
+    The config is changed in place, as in NeMo-RL's own ``configure_generation_config``.
 
     Args:
         generation: the config.
         place: the config's key.
 
     Raises:
-        DtypeError: the name is unknown, or vLLM would get two dtypes.
+        DtypeError: the name is unknown, or vLLM would receive two dtypes.
     """
     name, field = _SECTIONS.get(str(generation.get("backend")), ("", ""))
     section = generation.get(name) or {}
@@ -99,10 +98,10 @@ def coerce_names(generation: Any, place: str = PLACE) -> None:
     relies_on=("vllm_cfg", "backend"),
 )
 def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
-    """Complete a generation config with a dtype name that the engine takes.
+    """Replace the dtype name in a generation config before NeMo-RL completes the config.
 
     Raises:
-        DtypeError: the name is unknown, or vLLM would get two dtypes.
+        DtypeError: the name is unknown, or vLLM would receive two dtypes.
     """
     coerce_names(config, "generation" if is_eval else PLACE)
     return call.proceed()
@@ -112,13 +111,13 @@ def configure(call: Call, config: Any, is_eval: Any = False) -> Any:
 
 
 def read_sides(config: Any) -> Sides | None:
-    """The engines of a job; ``None`` without a rollout, or if the policy's dtype is no known name.
+    """Read the dtypes of a job; ``None`` without a rollout, or for an unknown policy dtype.
 
     Args:
-        config: NeMo-RL's ``MasterConfig``: a mapping, or in 0.7 and later an object.
+        config: the job's ``MasterConfig``, a mapping, or in NeMo-RL 0.7 and later an object.
 
     Raises:
-        DtypeError: the rollout's name is unknown.
+        DtypeError: the rollout's dtype name is unknown.
     """
     policy = _part(config, "policy")
     dtype = DTYPES.get(policy.get("precision"))
@@ -157,7 +156,7 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
         return
     key, value = f"{PLACE}.{name}.{field}", (generation.get(name) or {}).get(field)
     if value is None:
-        if name == "sglang_cfg" and name in generation:  # NeMo-RL then passes SGLang no dtype
+        if name == "sglang_cfg" and name in generation:  # NeMo-RL passes SGLang no dtype
             yield Engine("rollout", AUTO, key, written=False, because=f"{key} is left out")
         return
     read = engine_name(value, key, versioned(FRAMEWORK), (AUTO, FP8))
@@ -166,10 +165,10 @@ def _rollout(generation: Mapping[str, Any], trainer: Engine) -> Iterator[Engine]
 
 
 def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The dtype name that a policy's rollout is asked for, and its key; ``None`` without a rollout.
+    """The rollout's dtype name in a policy's config, and its key; ``None`` without a rollout.
 
     Args:
-        policy: the policy's config, as its worker has it.
+        policy: the policy's config in the policy's worker.
     """
     generation, dtype = policy.get("generation"), DTYPES.get(policy.get("precision", ""))
     if dtype is None or not isinstance(generation, Mapping):
@@ -180,10 +179,10 @@ def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def rollout_dtype(policy: Mapping[str, Any]) -> str:
-    """Canonical name of what a policy's rollout computes in; empty without a rollout.
+    """Canonical name of the dtype in which a policy's rollout computes; empty without a rollout.
 
     Args:
-        policy: the policy's config, as its worker has it.
+        policy: the policy's config in the policy's worker.
     """
     generation, dtype = policy.get("generation"), DTYPES.get(policy.get("precision", ""))
     if dtype is None or not isinstance(generation, Mapping):
@@ -217,8 +216,8 @@ def compare_engines(call: Call, master_config: Any) -> Any:
     """Compare the dtypes of policy, rollout and teacher, and report whether they agree.
 
     Raises:
-        DtypeError: the rollout's name is unknown.
-        UnsupportedPrecisionError: in strict mode, a float16 policy's engines disagree with it.
+        DtypeError: the rollout's dtype name is unknown.
+        UnsupportedPrecisionError: in strict mode, the policy is float16 and an engine is not.
     """
     both = read_sides(master_config)
     if both is not None:

@@ -1,22 +1,23 @@
-"""The adapter for SkyRL, and why its seams are where they are.
+"""The adapter for SkyRL, and the reasons for its choice of seams.
 
-SkyRL's ``init_megatron_optim_config`` gets neither the model nor its dtype, and SkyRL decides the
-bucket's dtype earlier, in ``make_megatron_module``. So the shim announces the model in the function
-that calls both (``MegatronPolicyWorkerBase.init_model``), reads the live parameters in Megatron's
-own DDP, and makes one plan for both. SkyRL's own function still runs: the shim adds its values to
-the kwargs that SkyRL merges over its own values. What the user wrote overrides the shim's values.
-While the dataclasses are built, the shim marks in them what the user wrote, and the marks reach the
-workers with the config. The inference engines' ``model_dtype`` is marked in the same way; the
-driver compares it with the policy's dtype where SkyRL validates the config.
+SkyRL's ``init_megatron_optim_config`` receives neither the model nor its dtype. SkyRL chooses the
+bucket's dtype earlier, in ``make_megatron_module``. The shim makes one plan for optimizer and
+bucket. A seam at ``MegatronPolicyWorkerBase.init_model``, which builds model and optimizer, records
+the build. A seam at Megatron's DDP reads the live parameters. The shim adds its values to the
+kwargs that override SkyRL's own values in the OptimizerConfig. The user's values override the
+shim's values. While SkyRL builds its config dataclasses, the shim marks the values that the user
+wrote. The workers receive the marks with the config. The shim also marks the inference engines'
+``model_dtype``. The driver compares ``model_dtype`` with the policy's dtype when SkyRL validates
+the config.
 
-On FSDP the strategy object makes the optimizer, runs the backward pass, clips, steps and saves:
-all places that loss scaling needs, for policy and critic alike.
+On FSDP the shim patches SkyRL's strategy object for loss scaling. The strategy makes the optimizer,
+runs the backward pass, clips, steps and saves, for policy and critic alike.
 
-Deliberately not patched: vLLM, and what the JAX backend computes. In an inference server the audit
-asks vLLM's engine through its public methods.
+The shim patches neither vLLM nor the computations of SkyRL's JAX backend. In an inference server
+the audit queries vLLM's engine through the engine's public methods.
 
-Delete when: SkyRL dispatches on the model's dtype, distinguishes written values from defaults, and
-scales fp16 losses; see each seam.
+Delete this package when SkyRL dispatches on the model's dtype, distinguishes written values from
+defaults, and scales fp16 losses; see each seam.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SkyRL: audit the optimizers on FSDP, and report lost updates for every backend."""
+"""SkyRL: audit the optimizers on FSDP, and report updates lost to rounding on every backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .sides import asked_of, way_of_weights
     relies_on=("AdamW",),
 )
 def train_model(call: Call) -> Any:
-    """Audit the optimizer of a policy or a critic."""
+    """Audit the optimizer of a policy or a critic on FSDP."""
     model, optimizer, scheduler = call.proceed()
     strategy = call.instance
 
@@ -59,7 +59,7 @@ def train_model(call: Call) -> Any:
     optional=True,
 )
 def report_lost_updates(call: Call) -> Any:
-    """Add the shares of lost updates to the metrics of a forward-backward pass."""
+    """Add the shares of updates lost to rounding to the metrics of a forward-backward pass."""
     output = call.proceed()
     add_figures(output, meters.metrics(getattr(call.instance, "optimizer", None)))
     return output
@@ -75,7 +75,7 @@ def report_lost_updates(call: Call) -> Any:
     optional=True,
 )
 async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
-    """Tell meter and audit in which dtypes the policy's weights reach the inference engines."""
+    """Record for meter and audit in which dtypes the inference engines receive the weights."""
     worker = call.instance
     model = getattr(getattr(worker.cfg, "policy", None), "model", None)
     path = str(getattr(model, "path", "") or "")
@@ -84,6 +84,6 @@ async def know_rollout(call: Call, inference_engine_cfg: Any) -> Any:
     names = way_of_weights(inference_engine_cfg, path)
     lora = getattr(getattr(model, "lora", None), "rank", 0)
     if lora and worker.cfg.strategy == "megatron":
-        names = ("",)  # Megatron-Bridge merges the factors while it exports the weights
+        names = ("",)  # Megatron-Bridge merges LoRA into the weights that it exports
     tell_meter(getattr(worker, "optimizer", None), *names)
     return await call.proceed()

@@ -1,14 +1,14 @@
-"""SkyRL's config: distinguish what the user wrote from the defaults of the dataclasses.
+"""SkyRL's config: distinguish the user's values from the defaults of the dataclasses.
 
-A SkyRL config built from a command line or a YAML looks the same whether the user wrote a value or
-left it at the default. So the shim marks what the user wrote while SkyRL builds the dataclasses.
-Copies and pickles must keep the marks, since workers get a pickled config, and
-``dataclasses.asdict`` must not show them.
+A SkyRL config built from a command line or a YAML does not show whether the user wrote a value or
+left it at the default. The shim therefore marks the user's values while SkyRL builds the
+dataclasses. Copies and pickles must keep the marks, since workers receive a pickled config. The
+result of ``dataclasses.asdict`` must not contain the marks.
 
-Where ``grad_reduce_in_fp32`` or ``model_dtype`` is not written, the shim deletes the instance's
-attribute: a read then gives the class's default, and an assignment sets the attribute again. The
-shim also marks the keys of ``optimizer_config_kwargs`` that the user wrote, since in SkyRL 0.3 and
-later the dataclass adds the others.
+If the user did not write ``grad_reduce_in_fp32`` or ``model_dtype``, the shim deletes the
+instance's attribute. A read of a deleted attribute returns the class's default, and an assignment
+sets it again. The shim also marks the user's keys of ``optimizer_config_kwargs``, to which SkyRL
+0.3 and later adds default keys.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _overriding: ContextVar[bool] = ContextVar("precision_shim_skyrl_overriding", de
 """Whether SkyRL is building the config from overrides: written by ``note_overrides``."""
 
 
-# -- while the dataclasses are built ---------------------------------------------------------
+# -- marking the user's values ---------------------------------------------------------------
 
 
 @seam(
@@ -78,7 +78,7 @@ def leave_default_to_class(call: Call, grad_reduce_in_fp32: Any) -> Any:
     delete_when=f"{_DELETE}, and SkyRL takes all spellings of a dtype",
 )
 def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
-    """Replace a written ``model_dtype`` by the engine's dtype name, and mark it as written.
+    """Replace the user's ``model_dtype`` by the engine's dtype name, and mark it as written.
 
     Raises:
         DtypeError: the value names no dtype that an engine computes in.
@@ -88,8 +88,8 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
         try:
             call.arguments[MODEL_DTYPE] = named(model_dtype)
         except DtypeError:
-            # On a ValueError within from_cli_overrides SkyRL 0.2 builds the config in another way,
-            # with the default value. In that case note_overrides raises.
+            # Within from_cli_overrides SkyRL 0.2 would catch this ValueError and use the default
+            # dtype. For calls within from_cli_overrides, note_overrides raises the error later.
             if not _overriding.get():
                 raise
     result = call.proceed()
@@ -106,8 +106,8 @@ def name_engines_dtype(call: Call, model_dtype: Any) -> Any:
     delete_when=_DELETE,
 )
 def note_written_kwargs(call: Call, optimizer_config_kwargs: Any) -> Any:
-    """Mark which optimizer settings the user gave in a YAML or in code."""
-    # Read the keys before the call: SkyRL 0.3 and later adds defaults to the caller's dict.
+    """Mark the optimizer settings that the user wrote in a YAML or in code."""
+    # Read the keys before the call, which in SkyRL 0.3 and later adds defaults to the dict.
     written = _keys(call.arguments.get(KWARGS))
     result = call.proceed()
     vars(call.instance)[_WRITTEN] = written
@@ -155,12 +155,12 @@ def note_old_style(call: Call) -> Any:
 def note_overrides(call: Call, args: Any) -> Any:
     """Mark the settings that the user wrote as overrides on a command line.
 
-    SkyRL merges overrides in the old style over a YAML that spells out every default, so the marks
-    come from the overrides themselves. Without that YAML the marks from ``__init__`` are right,
-    even for a config class with values of its own.
+    SkyRL merges overrides in the old style into a YAML that contains every default, so the shim
+    reads the marks from the overrides. Without a base YAML the marks set in ``__init__`` are right,
+    even for a config class with its own values.
 
     Raises:
-        DtypeError: ``model_dtype`` names no dtype that an engine computes in.
+        DtypeError: the value of ``model_dtype`` is no dtype that an engine computes in.
     """
     old_style, overriding = _old_style.set(False), _overriding.set(True)
     try:
@@ -176,10 +176,10 @@ def note_overrides(call: Call, args: Any) -> Any:
 
 
 def note_command_line(config: Any, words: list[str]) -> None:
-    """Mark in a config what a command line wrote, where no seam ran while SkyRL built the config.
+    """Mark a config's values from a command line, if no seam ran while SkyRL built the config.
 
     Args:
-        config: the config that ``from_cli_overrides`` made from the words.
+        config: the config that ``from_cli_overrides`` made from ``words``.
         words: the overrides.
     """
     for role in ("policy", "ref"):
@@ -208,7 +208,7 @@ def _keep_overrides(config: Any, given: Any) -> None:
 
 
 def _keys(given: Any) -> tuple[str, ...]:
-    """The keys of the given kwargs; in 0.2 ``given`` may be the string "None" instead of None."""
+    """The keys of ``given``; empty for None, which in SkyRL 0.2 may be the string "None"."""
     return tuple(str(key) for key in given) if isinstance(given, Mapping) else ()
 
 
@@ -219,11 +219,11 @@ def _leave_to_class(config: Any, key: str) -> None:
         del own[key]
 
 
-# -- where the config is read ----------------------------------------------------------------
+# -- reading the marks -----------------------------------------------------------------------
 
 
 def bucket_is_written(ddp_config: Any) -> bool:
-    """Whether the user wrote ``grad_reduce_in_fp32``; true where the shim cannot know."""
+    """Whether the user wrote ``grad_reduce_in_fp32``; true if that is unknown."""
     if ddp_config is None:
         return False
     if isinstance(ddp_config, Mapping):
@@ -235,27 +235,27 @@ def bucket_is_written(ddp_config: Any) -> bool:
 
 
 def model_dtype_is_written(inference_engine: Any) -> bool:
-    """Whether the user wrote ``model_dtype``; true where the shim cannot know."""
+    """Whether the user wrote ``model_dtype``; true if that is unknown."""
     return MODEL_DTYPE in vars(inference_engine)
 
 
 def named(value: Any, section: str = INFERENCE, key: str = MODEL_DTYPE) -> str:
-    """The engine's name of a dtype that the user wrote for the inference engines.
+    """The inference engines' name for a dtype that the user wrote.
 
     Args:
         value: the value.
         section: the config's section.
-        key: the key in the section.
+        key: the dtype's key in the section.
 
     Raises:
         DtypeError: the value names no dtype that an engine computes in.
     """
     if isinstance(value, str) and value in ENGINE_NAMES.values():
-        return value  # called often, and SkyRL's version takes milliseconds to find
+        return value  # without calling ``versioned``, which takes milliseconds
     return engine_name(value, f"{section}.{key}", versioned("skyrl"))
 
 
 def written_kwargs(megatron_config: Any) -> frozenset[str] | None:
-    """Keys of ``optimizer_config_kwargs`` that the user wrote, or ``None`` if that is not known."""
+    """The user's keys of ``optimizer_config_kwargs``; ``None`` if they are not known."""
     written = getattr(megatron_config, "__dict__", {}).get(_WRITTEN)
     return None if written is None else frozenset(written)

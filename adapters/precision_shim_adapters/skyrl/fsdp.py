@@ -1,9 +1,9 @@
 """SkyRL on FSDP in fp16: autocast, loss scaling, the scaler's checkpoint and metrics.
 
-``fsdp_config.mixed_precision.param_dtype="fp16"`` makes FSDP compute with fp16 parameters. SkyRL's
-workers then run the model under an autocast to bf16, and no scaler keeps small gradients from
-becoming zero. The shim switches the autocast to fp16, and gives a scaler to the strategy that makes
-the optimizer.
+``fsdp_config.mixed_precision.param_dtype="fp16"`` makes FSDP compute with fp16 parameters. But
+SkyRL's workers run an fp16 model under an autocast to bf16, and have no scaler that keeps small
+gradients from becoming zero. The shim switches the autocast to fp16, and adds a scaler to the
+strategy that makes the optimizer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FP16: dict[str, Any] = {
 
 
 def scaled_because(subject: str) -> str:
-    """Why the shim scales a model's loss; ``subject`` is the model's key in the config."""
+    """The reported reason for scaling a model's loss; ``subject`` is the model's key."""
     return f"{subject}.fsdp_config.mixed_precision.param_dtype is fp16"
 
 
@@ -51,14 +51,14 @@ MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
-    """The dtypes that SkyRL gives FSDP, by the keys of ``mixed_precision``.
+    """The dtypes that SkyRL passes to FSDP, keyed as in ``mixed_precision``.
 
     Args:
         config: ``fsdp_config``.
         section: the key of ``config`` in the job's config, for messages.
 
     Raises:
-        DtypeError: SkyRL does not know a name; its own error would name no key.
+        DtypeError: a dtype name is unknown to SkyRL, whose own error would not name the key.
     """
     mixed = getattr(config, "mixed_precision", None)
     if mixed is None:
@@ -87,7 +87,7 @@ def follow_param_dtype(call: Call) -> Any:
     """Make SkyRL's autocast follow FSDP's ``param_dtype``.
 
     Raises:
-        DtypeError: ``mixed_precision`` has a name that is no dtype.
+        DtypeError: a value in ``mixed_precision`` is no dtype name.
     """
     mixed_dtypes(call.instance.fsdp_config)
     module = call.proceed()
@@ -108,7 +108,7 @@ def follow_param_dtype(call: Call) -> Any:
 def scale_train_model(call: Call) -> Any:
     """Give an fp16 model's strategy a scaler when SkyRL makes the optimizer.
 
-    The inference-only workers of 0.3 have no optimizer and get no scaler.
+    The inference-only workers of SkyRL 0.3 have no optimizer and get no scaler.
     """
     model, optimizer, scheduler = call.proceed()
     if optimizer is not None and _is_fp16(call.instance):
@@ -146,8 +146,8 @@ def scale_loss(call: Call, loss: Any) -> Any:
 def step(call: Call, optimizer: Any) -> Any:
     """Unscale the gradients before SkyRL clips them, and step the optimizer with the scaler.
 
-    SkyRL itself takes no step where the grad norm is not finite. With ``max_grad_norm`` at 0 SkyRL
-    does not compute the norm: then the scaler skips the step.
+    SkyRL itself skips a step whose grad norm is not finite. With ``max_grad_norm=0`` SkyRL does not
+    compute the norm, and the scaler skips a step that overflowed.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -157,7 +157,7 @@ def step(call: Call, optimizer: Any) -> Any:
         return call.proceed()
     with training.one_step(optimizer):
         grad_norm = call.proceed()
-    # For a skipped step SkyRL returns None or, where it skipped itself, a norm that is not finite.
+    # SkyRL returns None, or a norm that is not finite, for a skipped step.
     return torch.tensor(math.nan) if training.skipped else grad_norm
 
 
@@ -207,10 +207,10 @@ def _name(strategy: Any, what: str) -> str:
 
 
 def _files(strategy: Any, directory: Any) -> Files:
-    """This rank's files that SkyRL writes before the scaler's state.
+    """The files that SkyRL writes on this rank before the scaler's state.
 
-    SkyRL overwrites them in place: a job killed between two files leaves files of two saves. The
-    paths of a remote checkpoint are no local files, and a record ignores them.
+    SkyRL overwrites a checkpoint's files in place, so a job killed between two files leaves files
+    of two saves. A scaler's record ignores the paths of a remote checkpoint, which are not local.
     """
     names = [_name(strategy, what) for what in ("model", "optim")]
     return {name: os.path.join(str(directory), name) for name in names}
@@ -229,12 +229,12 @@ def _files(strategy: Any, directory: Any) -> Files:
     **_FP16,
 )
 def report(call: Call) -> Any:
-    """Add the scaler's metrics to those of a policy's or critic's forward-backward pass."""
+    """Add the scaler's metrics to the metrics of a policy's or critic's forward-backward pass."""
     output = call.proceed()
     training = ScaledTraining.of(call.instance.strategy)
     if training is not None:
-        # This is the scale of this pass. Reading it does not wait for the device: SkyRL's read of
-        # the loss already did.
+        # Report the loss scale of this pass. Reading the scale does not wait for the device, since
+        # SkyRL has already read the loss.
         scale = float(training.scaler.get_scale())
         add_figures(output, {**training.metrics(), "loss_scale": scale})
     return output

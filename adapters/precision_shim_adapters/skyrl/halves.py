@@ -1,8 +1,8 @@
 """SkyRL: audit the weights that the policy sends to the inference engines.
 
-SkyRL 0.4 and later makes a source of weights over the live model, which vLLM's sender iterates once
-in each weight sync. Earlier versions make an extractor that yields the weights in chunks. Where
-weights are sent in fp8, one source wraps another, and only the outer source's weights are sent.
+SkyRL 0.4 and later makes a source, an iterable of the live model's weights. In each weight sync,
+vLLM's sender iterates over the source once. SkyRL before 0.4 makes an extractor that yields weights
+in chunks. For fp8, a source wraps another source, and only the outer source's weights are sent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _stored: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
     optional=True,
 )
 def wrap(call: Call, source: Any) -> None:
-    """Note that a source is wrapped: its own weights are not what is sent."""
+    """Record that another source wraps ``source``, whose own weights SkyRL does not send."""
     _wrapped.add(source)
     call.proceed()
 
@@ -70,7 +70,7 @@ def wrap(call: Call, source: Any) -> None:
     optional=True,
 )
 def look_at_source(call: Call) -> Iterator[Any]:
-    """Yield the same weights, and observe them while they are taken."""
+    """Yield a source's weights unchanged, and observe them for the audit."""
     weights, source = call.proceed(), call.instance
     if source not in _wrapped:
         weights = sending.observe(weights, "skyrl", "policy", then=_stored.get(source))
@@ -88,7 +88,7 @@ def look_at_source(call: Call) -> Iterator[Any]:
     optional=True,
 )
 def know_base(call: Call, source: Any) -> Any:
-    """Note the base checkpoint's dtype, on the rank that sends the weights."""
+    """Record the base checkpoint's dtype, on the rank that sends the weights."""
     publisher = call.instance
     if sending.is_wanted() and publisher._current_rank() == 0:
         stored = dtypes_of_locations(publisher._ensure_base_locations())
@@ -115,7 +115,7 @@ def know_base(call: Call, source: Any) -> Any:
     optional=True,
 )
 def look_at_chunks(call: Call) -> Iterator[Any]:
-    """Observe the weights in chunks, in SkyRL before 0.4."""
+    """Observe the chunks of weights that SkyRL before 0.4 sends."""
     yield from sending.observe(call.proceed(), "skyrl", "policy", pairs=_pairs)
 
 

@@ -1,7 +1,7 @@
-"""Warn of fp16 on SkyRL's JAX backend, because the shim scales losses of torch only.
+"""Warn of fp16 on SkyRL's JAX backend, because the shim scales only losses of torch.
 
-The backend trains adapters in the dtype that the checkpoint's own config names; SkyRL has no key
-for that dtype.
+The JAX backend trains LoRA adapters in the dtype of the checkpoint's own config; SkyRL has no key
+for the dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SkyRL on Megatron: read its configs, and the seams where it builds a model."""
+"""SkyRL on Megatron: the reading of its configs, and the seams at which it builds a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _PACKING = ("use_sample_packing", "remove_microbatch_padding")
 
 
 def native_coercion(symbol: Symbol, settings: Settings) -> str | None:
-    """Return a remark if SkyRL itself turns dtype names into dtypes, as 0.3 does."""
+    """Return a remark if SkyRL itself turns dtype names into dtypes, as SkyRL 0.3 does."""
     if "coerce_optimizer_dtype_kwargs" in symbol.names:
         return (
             "SkyRL coerces optimizer_config_kwargs; what the installed TransformerEngine rules out "
@@ -59,22 +59,22 @@ def _read_asked(optim_config: Any, kwargs: Any, written: frozenset[str] | None) 
     Args:
         optim_config: SkyRL's own optimizer config.
         kwargs: ``optimizer_config_kwargs``; may be ``None``.
-        written: the keys of ``kwargs`` that the user wrote; ``None`` if that is not known.
+        written: the keys of ``kwargs`` that the user wrote; ``None`` if they are not known.
     """
     asked = {} if kwargs is None else {str(key): kwargs[key] for key in kwargs}
-    # Every config has use_precision_aware_optimizer=False by default. Take this False for the
-    # user's only where the user wrote it, or where the shim cannot know.
+    # use_precision_aware_optimizer is False by default. Count False as the user's value only if the
+    # user wrote it, or if the user's keys are not known.
     default = written is not None and PRECISION_AWARE not in written
     if default and asked.get(PRECISION_AWARE) is False:
         del asked[PRECISION_AWARE]
     betas = getattr(optim_config, "adam_betas", None)
-    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # SkyRL passes it since 0.3
+    if betas is not None and "adam_beta2" in look(OPTIMIZER).names:  # since SkyRL 0.3
         asked.setdefault("adam_beta2", float(betas[1]))
     return asked
 
 
 def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
-    """A direct caller's wishes; SkyRL sets bf16 itself, and the caller's fp16 overrides it."""
+    """A direct caller's ``Wishes``; SkyRL sets bf16 itself, which the caller's fp16 overrides."""
     asked = _read_asked(optim_config, kwargs, None)
     flagged = torch.bfloat16 if asked.get("bf16", True) else torch.float32
     return Wishes(
@@ -86,7 +86,7 @@ def _of_caller(optim_config: Any, kwargs: Any) -> Wishes:
 
 
 def of_worker(worker: Any, ddp_config: Any) -> Wishes:
-    """Read the wishes of a worker that already has its provider."""
+    """Read the ``Wishes`` of a worker that already has its model provider."""
     return of_config(
         worker.cfg,
         _role(worker),
@@ -99,14 +99,14 @@ def of_worker(worker: Any, ddp_config: Any) -> Wishes:
 def of_config(
     trainer: Any, role: str, ddp_config: Any, *, heads: int | None, adapters: bool = False
 ) -> Wishes:
-    """Read one model's wishes from a trainer's config.
+    """Read one model's ``Wishes`` from a trainer's config.
 
     Args:
         trainer: the trainer's config.
         role: which model.
         ddp_config: the config of the model's DDP.
         heads: the model's number of heads for multi-token prediction.
-        adapters: whether the model's worker keeps a store of LoRA adapters.
+        adapters: whether the model's worker has a store of LoRA adapters.
     """
     config = getattr(trainer, role)
     optim_config = getattr(config, "optimizer_config", None)
@@ -126,11 +126,11 @@ def of_config(
         subject=role,
         asked=asked,
         declared=torch.bfloat16 if trainer.bf16 else torch.float32,
-        # The blockers do not apply to a precision-aware optimizer that the user asked for.
+        # The blockers do not apply if the user wrote use_precision_aware_optimizer=True.
         blockers=() if asked.get(PRECISION_AWARE) else tuple(blockers),
         optimizer=str(getattr(optim_config, "optimizer", "adam")),
         bucket_in_fp32=bucket,
-        # SkyRL's dataclass has no such field, so only a caller's mapping can have it.
+        # SkyRL's dataclass has no ``check_for_nan_in_grad``; only a caller's mapping can have it.
         nan_check_written=by_mapping and "check_for_nan_in_grad" in ddp_config,
     )
 
@@ -175,9 +175,9 @@ def _role(worker: Any) -> str:
     optional=True,
 )
 def configure(call: Call, optim_config: Any, optimizer_config_kwargs: Any) -> Any:
-    """Make SkyRL's OptimizerConfig follow the model's dtype.
+    """Set the fields of SkyRL's OptimizerConfig by the model's dtype.
 
-    A policy worker calls it once, after its DDP is built.
+    A policy worker calls ``init_megatron_optim_config`` once, after its DDP is built.
     """
     build = megatron.current_build("skyrl")
     if build is None:
@@ -204,7 +204,7 @@ def check_optimizer(call: Call, model: Any, config: Any) -> Any:
     return call.proceed()
 
 
-# -- which model is being built ----------------------------------------------------------------
+# -- the model that is being built -------------------------------------------------------------
 
 
 @seam(
@@ -217,7 +217,7 @@ def check_optimizer(call: Call, model: Any, config: Any) -> Any:
     optional=True,
 )
 def worker_build(call: Call) -> Any:
-    """Announce that a policy worker builds its model and optimizer."""
+    """Record that a policy worker builds its model and optimizer."""
     worker = call.instance
     ddp_config = worker.cfg.policy.megatron_config.ddp_config
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
@@ -234,17 +234,17 @@ def worker_build(call: Call) -> Any:
     optional=True,
 )
 def module_build(call: Call, ddp_config: Any) -> Any:
-    """Announce a build for a caller outside ``init_model``."""
+    """Record that a model is built, for a caller outside ``init_model``."""
     worker = call.instance
     provider = worker.provider
     changes = any(in_force("skyrl", one, "megatron") for one in (DISPATCH, ALIGNMENT, SCALING))
     if (
-        changes  # the feature ``audit`` alone must change nothing
+        changes  # with only the feature ``audit``, change nothing
         and provider.fp16
         and provider.pipeline_dtype is torch.float32
         and not worker.cfg.bf16
     ):
-        # SkyRL sets bf16 or fp32; but the pipeline stages of an fp16 model exchange fp16.
+        # SkyRL sets pipeline_dtype to bf16 or fp32, but an fp16 model's stages exchange fp16.
         provider.pipeline_dtype = torch.float16
     with megatron.building("skyrl", lambda: of_worker(worker, ddp_config)):
         return call.proceed()
@@ -255,7 +255,7 @@ def module_build(call: Call, ddp_config: Any) -> Any:
 
 @dataclasses.dataclass
 class _Flag:
-    """``trainer.bf16``, and the checkpoint's dtype if ``follow_flag`` overrode it."""
+    """The value of ``trainer.bf16``, and the checkpoint's dtype if ``follow_flag`` changed it."""
 
     bf16: bool
     over: torch.dtype | None = None
@@ -277,7 +277,7 @@ _flag: ContextVar[_Flag | None] = ContextVar("precision_shim_skyrl_flag", defaul
 def note_flag(call: Call, bf16: Any) -> Any:
     """Pass ``bf16`` to ``follow_flag``, which sets the dtype of a worker's model.
 
-    The shim reports the decision afterwards, since ``transformer_config_kwargs`` may override it.
+    The shim reports the dtype afterwards, since ``transformer_config_kwargs`` may override it.
     """
     flag = _Flag(bool(bf16))
     token = _flag.set(flag)
@@ -305,11 +305,11 @@ def note_flag(call: Call, bf16: Any) -> Any:
 def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
     """The dtype of the model that Megatron will build from a provider.
 
-    Megatron-Bridge 0.6 reads ``bf16`` again when it builds the model. An older release sets the
-    provider's ``bf16`` where ``trainer.bf16`` is true, and uses the provider's dtype otherwise.
+    Megatron-Bridge 0.6 reads ``trainer.bf16`` again when it builds the model. An older release sets
+    the provider's ``bf16`` if ``trainer.bf16`` is true; otherwise it uses the provider's dtype.
 
     Args:
-        provider: the provider, with the user's own settings.
+        provider: the model provider, with the user's own settings.
         bf16: ``trainer.bf16``.
     """
     if "pipeline_dtype" in look(_BUILDER).names and (bf16 or not provider.fp16):
@@ -320,11 +320,11 @@ def _dtype_of(provider: Any, bf16: bool) -> torch.dtype:
 
 
 def _warn_of_attention(worker: Any) -> None:
-    """Warn where TransformerEngine has no attention for an fp32 model.
+    """Warn if TransformerEngine has no attention for an fp32 model.
 
-    TransformerEngine's flash and fused attention take fp16 and bf16 only, and its unfused attention
-    has limits of its own. (SkyRL's ``attention_backend`` has no effect: it is a string, which
-    Megatron compares with an enum.)
+    TransformerEngine's flash and fused attention accept fp16 and bf16 only, and its unfused
+    attention has other limits. SkyRL's ``attention_backend`` has no effect, because it is a string
+    that Megatron compares with an enum.
     """
     release = fused_adam_support().version
     if release is None:
@@ -354,13 +354,12 @@ def _warn_of_attention(worker: Any) -> None:
     optional=True,
 )
 def follow_flag(call: Call) -> Any:
-    """Give a provider the dtype of ``trainer.bf16``, before SkyRL applies the user's own settings.
+    """Set a provider's dtype by ``trainer.bf16``, before SkyRL applies the user's own settings.
 
-    Megatron-Bridge takes the checkpoint's dtype. Without this seam, ``bf16=false`` has no effect on
-    a bf16 checkpoint, and ``bf16=true`` contradicts an fp16 checkpoint; an fp16 checkpoint with
-    ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later obeys the flag when it builds the
-    parameters. That is too late for the user's own ``fp16=true``, which contradicts a bf16
-    checkpoint earlier.
+    Megatron-Bridge sets the provider's dtype to the checkpoint's. Without this seam, ``bf16=false``
+    has no effect on a bf16 checkpoint, and ``bf16=true`` contradicts an fp16 checkpoint. An fp16
+    checkpoint with ``bf16=false`` stays fp16. Megatron-Bridge 0.6 and later applies ``bf16`` when
+    building the parameters. A user's own ``fp16=true`` contradicts a bf16 checkpoint before then.
     """
     provider = call.proceed()
     flag = _flag.get()
@@ -377,7 +376,7 @@ def follow_flag(call: Call) -> Any:
 
 
 def _obey(provider: Any, *, bf16: bool) -> torch.dtype | None:
-    """Give a provider the dtype of ``trainer.bf16``; returns it, or ``None`` for no change."""
+    """Set a provider's dtype by ``trainer.bf16``; return the dtype, or ``None`` for no change."""
     if provider.bf16 and not bf16:
         wanted = torch.float32
     elif provider.fp16 and bf16:
@@ -399,7 +398,7 @@ def foreseen_dtype(trainer: Any, role: str, checkpoint: str, *, obeyed: bool) ->
         obeyed: whether ``follow_flag`` is in force in the worker.
 
     Returns:
-        The dtype; ``None`` where it depends on a checkpoint that is not on this machine.
+        The dtype; ``None`` if it depends on a checkpoint that is not on this machine.
     """
     written = getattr(trainer, role).megatron_config.transformer_config_kwargs or {}
     bf16 = bool(trainer.bf16)

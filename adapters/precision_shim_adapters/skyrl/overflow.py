@@ -1,8 +1,8 @@
-"""SkyRL on Megatron in fp16: skipped steps in SkyRL's metrics.
+"""SkyRL on Megatron in fp16: report skipped steps in SkyRL's metrics.
 
-SkyRL ignores the success flag of Megatron's ``step``, and leaves a grad norm of None out of its
-metrics: a skipped step leaves no trace. The shim reports it with grad norm NaN. SkyRL's learning
-rate scheduler counts a skipped step, and the shim does not change that.
+SkyRL ignores the success flag of Megatron's ``step``, and omits a grad norm of None from its
+metrics, so a skipped step leaves no trace. The shim reports a skipped step with grad norm NaN.
+SkyRL's learning rate scheduler counts skipped steps, also with the shim.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def step(call: Call, optimizer: Any) -> Any:
 
 
 def _count_steps(optimizer: Any) -> AbstractContextManager[None]:
-    """Count steps where SkyRL replaces the optimizer's step, for multi-token prediction heads."""
+    """Count steps even if SkyRL replaced the optimizer's ``step``, for multi-token prediction."""
     if "step" not in vars(optimizer):
         return nullcontext()
 
@@ -82,7 +82,7 @@ def _count_steps(optimizer: Any) -> AbstractContextManager[None]:
 def note_scaled(call: Call, model: Any) -> Any:
     """Record on the driver, after each pass, which model's workers scale their loss.
 
-    The driver has no scaler, so it looks for ``loss_scale`` in the workers' metrics.
+    The driver has no scaler, so the shim looks for ``loss_scale`` in the workers' metrics.
     """
     output = call.proceed()
     scaled = _scaled.setdefault(call.instance, set())
@@ -100,16 +100,16 @@ def note_scaled(call: Call, model: Any) -> Any:
     optional=True,
 )
 def report_to_client(call: Call, model_id: Any) -> Any:
-    """Remove a skipped step's grad norm of NaN from the reply to a Tinker client, which is JSON.
+    """Remove a skipped step's NaN grad norm from the JSON reply to a Tinker client.
 
-    For a model whose workers scale the loss, NaN means a skipped step. For other models it means
-    that training diverged, and SkyRL's own error stays.
+    For a model whose workers scale the loss, NaN means a skipped step. For other models NaN means
+    that training diverged, and the shim does not change SkyRL's own error.
     """
     output = call.proceed()
     norm = output.metrics.get(_TINKERS_NORM)
     if norm is None or not math.isnan(norm):
         return output
-    role_of = getattr(call.instance, "_get_role", None)  # missing in 0.2, which has a policy only
+    role_of = getattr(call.instance, "_get_role", None)  # SkyRL 0.2 has only a policy
     role = role_of(model_id) if role_of is not None else "policy"
     if role in _scaled.get(call.instance._dispatch, ()):
         del output.metrics[_TINKERS_NORM]
@@ -138,12 +138,12 @@ def report(call: Call) -> Any:
 def add_figures(output: Any, figures: dict[str, float]) -> None:
     """Add values to a worker's metrics."""
     found = _figures_in(output)
-    if found:  # without a micro-batch SkyRL expects no metrics
+    if found:  # without micro-batches SkyRL expects no metrics
         found.update(figures)
 
 
 def _figures_in(output: Any) -> dict[str, Any]:
-    """A worker's metrics: the output is their dict (0.2) or an object with that dict (0.3)."""
+    """A worker's metrics; SkyRL 0.2 returns a dict of metrics, 0.3 an object with this dict."""
     figures = output if isinstance(output, dict) else getattr(output, "metrics", None)
     return {} if figures is None else figures
 
@@ -161,7 +161,7 @@ def _figures_in(output: Any) -> dict[str, Any]:
     ),
 )
 def keep_last(call: Call, metrics: Any) -> Any:
-    """Report the last loss scale and count instead of their means over mini-batches."""
+    """Report the last loss scale and skipped-step count, not the means over mini-batches."""
     reduced = call.proceed()
     reduced.update({key: metrics[key][-1] for key in (_SCALE, _SKIPPED) if key in reduced})
     return reduced
@@ -171,7 +171,7 @@ def keep_last(call: Call, metrics: Any) -> Any:
 
 
 class _Bf16Sized(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A Megatron-Bridge whose conversion tasks show fp16 weights as bf16, which has equal size."""
+    """A proxy of Megatron-Bridge with fp16 weights shown as bf16, a dtype of the same size."""
 
     def get_conversion_tasks(self, *args: Any, **kwargs: Any) -> Any:
         return [_resize(task) for task in self.__wrapped__.get_conversion_tasks(*args, **kwargs)]
@@ -195,9 +195,9 @@ def _resize(task: Any) -> Any:
     optional=True,
 )
 def size_fp16(call: Call) -> Any:
-    """Let the weight extractor, whose table of sizes has two dtypes, size fp16 weights as bf16.
+    """Make the weight extractor, whose table of sizes lacks fp16, use bf16's size for fp16.
 
-    The extractor keeps only indices from this call; it reads the weights again for every transfer.
+    The extractor keeps only indices from this call, and reads the weights again for each transfer.
     """
     extractor = call.instance
     bridge = extractor.bridge

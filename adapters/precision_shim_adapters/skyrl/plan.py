@@ -1,7 +1,7 @@
-"""Plan SkyRL's jobs from their command line, with SkyRL's own loader of its dataclasses.
+"""Plan SkyRL's jobs from their command line, with SkyRL's own config loader.
 
-The loader needs no torch. ``skyrl.megatron`` reads the optimizer's wishes from the config, as in a
-worker.
+The loader needs no torch. ``skyrl.megatron`` reads the optimizer's ``Wishes`` from the config, as
+in a worker.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def plan_job(job: Job) -> Request:
 
 
 def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
-    """What the driver will report about policy, reference model and inference engines."""
+    """Predict the driver's report on the dtypes of policy, reference model and engines."""
     if _tunes(job) or job.target.endswith(_NO_TRAINER):
         return [], []
     on = job.in_force(AGREEMENT, ROLLOUT)
@@ -75,7 +75,7 @@ def _sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
         engine_name(config.generator.inference_engine.model_dtype, sides.KEY, _where(), also=())
         both = sides.sides_of(config, job.in_force, directory)
     except DtypeError as error:
-        # A wrong name in a model's own section is a problem of that model already.
+        # The plan already reports a wrong dtype name in a model's own section.
         own = error.key.startswith(INFERENCE)
         return ([Problem.of(error, "rollout", error.key)] if own else []), []
     trainer = both.trainer
@@ -100,11 +100,11 @@ def _where() -> str:
 
 
 def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
-    """Load a job's config, marked with what the user wrote; also return unknown keys and problems.
+    """Load a job's config with marked user values; also return unknown keys and problems.
 
-    Only a user's own entry point may have overrides that SkyRL does not know. Where the shim is on
-    in this process, loading raises for a wrong dtype name of the engines: the name becomes a
-    problem.
+    Only a user's own entry point may have overrides that SkyRL does not define. If the shim is on
+    in this process, SkyRL's loader raises a DtypeError for a wrong ``model_dtype``. ``load``
+    returns the error as a problem.
 
     Raises:
         PlanError: SkyRL cannot load the config.
@@ -128,7 +128,7 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
             words = kept
             wrong.append(Problem.of(error, "rollout", error.key))
             continue
-        except Exception as error:  # omegaconf and SkyRL raise several classes
+        except Exception as error:  # omegaconf and SkyRL raise various errors
             text = " ".join(str(error).split())
             unknown = [] if job.target.startswith("skyrl.") else _unknown(text, words)
             if not unknown:
@@ -140,21 +140,21 @@ def load(job: Job) -> tuple[Any, list[str], list[Problem]]:
 
 
 def _unknown(message: str, words: list[str]) -> list[str]:
-    """The overrides that SkyRL's message "Invalid fields" names."""
+    """The overrides that SkyRL's error message "Invalid fields" lists."""
     match = re.search(r"Invalid fields \{(.*?)\}", message)
     names = set(re.findall(r"'([^']+)'", match.group(1))) if match else set()
     return [word for word in words if names & set(word.partition("=")[0].split("."))]
 
 
 def _tunes(job: Job) -> bool:
-    """Whether a job fine-tunes without a rollout."""
+    """Whether a job is supervised fine-tuning, without a rollout."""
     modules = find_imported(job.source) if job.source is not None else []
     tunes = any("sft_config" in module or "sft_trainer" in module for module in modules)
     return tunes or job.target.endswith("main_sft")
 
 
 def _load(configs: Any, job: Job, words: list[str]) -> Any:
-    """The training config; SkyRL's own function turns a fine-tuning config into one."""
+    """Load the training config; SkyRL's own function converts a fine-tuning config."""
     if _tunes(job):
         from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
 
@@ -234,7 +234,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
             f"trainer.placement.{role}_num_gpus_per_node",
             where,
             vars(config),
-            sequence_parallel=True,  # SkyRL turns it on with tensor parallelism
+            sequence_parallel=True,  # SkyRL enables sequence parallelism with tensor parallelism
             within="transformer_config_kwargs",
             within_names=("virtual", *UNEVEN),
         ),
@@ -249,7 +249,7 @@ def _on_megatron(job: Job, trainer: Any, role: str, model: Model, world: int) ->
 
 
 def _together(trainer: Any, role: str) -> str:
-    """The key that makes a model share its GPUs, as in ``WorkerDispatch``; empty if none does."""
+    """The key by which a model shares its GPUs, as in ``WorkerDispatch``; empty without one."""
     if trainer.placement.colocate_all:
         return "colocate_all"
     shares = role in ("policy", "ref") and trainer.placement.colocate_policy_ref
@@ -261,7 +261,7 @@ def _place(trainer: Any, role: str) -> str:
 
 
 def _find_parked(trainer: Any, role: str) -> dict[str, tuple[str, ...]]:
-    """The components that SkyRL moves to the host while another model or the rollout runs."""
+    """The components that SkyRL offloads while the rollout or another model runs."""
     key = _together(trainer, role)
     alone = key == "colocate_policy_ref" and "ref" not in _roles(trainer)
     return {f"trainer.placement.{key}": WEIGHTS + STATES} if key and not alone else {}
@@ -282,7 +282,7 @@ def _on_fsdp(job: Job, trainer: Any, role: str, model: Model, world: int) -> Pla
         role,
         model,
         world,
-        "bf16" if low else "fp32",  # SkyRL loads trained models in fp32, whatever trainer.bf16
+        "bf16" if low else "fp32",  # SkyRL loads a trained model in fp32, also with trainer.bf16
         shards=int(config.fsdp_size),
         context=int(getattr(section, "sequence_parallel_size", 1)),
         compute=compute,

@@ -1,4 +1,4 @@
-"""Probes: check the rules' assumptions about SkyRL against the installed version."""
+"""Probes that check the shim's assumptions about the installed SkyRL."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def optimizer_config() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def coercion() -> Answer:
-    """Where SkyRL coerces dtype names itself, the shim does not."""
+    """The shim does not coerce dtype names if SkyRL does."""
     from skyrl.backends.skyrl_train.distributed.megatron.optimizer import (
         init_megatron_optim_config,
     )
@@ -71,7 +71,7 @@ def coercion() -> Answer:
     needs=(_CONFIG,),
 )
 def defaults() -> Answer:
-    """The shim distinguishes these defaults from values that the user wrote."""
+    """The shim distinguishes SkyRL's defaults from values that the user wrote."""
     from skyrl.train.config.config import MegatronConfig, MegatronDDPConfig
 
     kwargs = MegatronConfig().optimizer_config_kwargs
@@ -108,7 +108,7 @@ def overflow() -> Answer:
     needs=(_FSDP,),
 )
 def fsdp_step() -> Answer:
-    """The shim steps the optimizer with its scaler there, which counts skipped steps."""
+    """In ``optimizer_step`` the shim's scaler steps the optimizer and counts skipped steps."""
     from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy
 
     layer = torch.nn.Linear(1, 1)
@@ -133,7 +133,7 @@ def fsdp_step() -> Answer:
     needs=(f"{_TRAIN}.workers.worker_utils",),
 )
 def metrics() -> Answer:
-    """The shim replaces the mean by the last value."""
+    """The shim replaces the mean of a loss scale by the last value."""
     from skyrl.backends.skyrl_train.workers.worker_utils import reduce_metrics
 
     return Answer({"loss_scale": 6.0}, reduce_metrics({"loss_scale": [8.0, 4.0]}))

@@ -1,4 +1,4 @@
-"""SkyRL's other processes: pass on the shim's variables, and actor classes with patched methods."""
+"""Pass the shim's variables and patched actor classes to SkyRL's other processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..ray_actors import make_again, plain_class
     relies_on=("env_vars",),
 )
 def carry_variables(call: Call) -> Any:
-    """Add the shim's variables to those that a driver forwards to its workers.
+    """Add the shim's environment variables to those that a driver forwards to its workers.
 
-    Variables that ``ray job submit`` has already set are left out: Ray rejects a key that is set
-    twice.
+    The shim omits variables that ``ray job submit`` has already set, because Ray rejects a key that
+    is set twice.
     """
     env_vars = call.proceed()
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
@@ -44,9 +44,9 @@ def carry_variables(call: Call) -> Any:
 def renew_actor_class(call: Call) -> Any:
     """Make the actor class again before SkyRL starts a group of workers.
 
-    SkyRL's modules call ``ray.remote`` on their last lines, before the shim patches them. Ray keeps
-    the unpatched methods and pickles them by value, because their names now refer to the patched
-    ones: workers would run the unpatched methods even where the shim patched their own modules.
+    SkyRL's modules call ``ray.remote`` on their last lines, before the shim patches them. Ray would
+    pickle the unpatched methods by value, because their names now refer to the patched methods.
+    Workers would run the unpatched methods even if the shim patched the workers' own modules.
     """
     call.instance.ray_actor_type = _renew(call.instance.ray_actor_type)
     return call.proceed()
@@ -54,5 +54,5 @@ def renew_actor_class(call: Call) -> Any:
 
 def _renew(actor_class: Any) -> Any:
     plain = plain_class(actor_class)
-    # ``plain`` is None where this is not an actor class yet, or another kind of class.
+    # ``plain`` is None if ``actor_class`` is not a class that ``ray.remote`` made.
     return actor_class if plain is None else make_again(actor_class, plain)

@@ -12,11 +12,11 @@ from .fsdp import GROUP
 
 
 def megatron(part: Part, here: Here) -> Outcome:
-    """The outcome on Megatron; ``here.config`` has fields of ``optimizer_config_kwargs``."""
+    """Predict the resume on Megatron; ``here.config`` has ``optimizer_config_kwargs`` fields."""
     wishes = megatrons.assume_wishes(part, here, f"skyrl, {KWARGS}", part.subject or "policy")
     return megatrons.foretell("skyrl", part, here, wishes, mends_offload=True)
 
 
 def fsdp(part: Part, here: Here) -> Outcome:
-    """The outcome on FSDP."""
+    """Predict the resume on FSDP."""
     return torchs.foretell("skyrl", part, here, GROUP)

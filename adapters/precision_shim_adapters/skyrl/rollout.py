@@ -1,8 +1,8 @@
-"""SkyRL: compare the dtypes of policy, reference model and inference engines; align if asked.
+"""SkyRL: compare the dtypes of policy, reference model and inference engines.
 
-SkyRL validates a job's config in the driver, before it starts Ray; what the shim writes there
-reaches every actor with the config. SkyRL casts the weights to ``model_dtype`` once before it sends
-them, in every version and on every path except the delta sync.
+SkyRL validates a job's config in the driver, before Ray starts, so every actor receives the dtypes
+that the shim writes into the config. SkyRL casts the weights to ``model_dtype`` once before it
+sends them, in every version and on every path except the delta sync.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ENTRYPOINTS = "skyrl.train.entrypoints"
     relies_on=("generator",),
 )
 def hand_on_names(call: Call, cfg: Any) -> Any:
-    """Replace the inference engines' dtype names by names that the engines take.
+    """Replace the inference engines' dtype names by names that the engines accept.
 
     Raises:
         DtypeError: a key names no dtype that an engine computes in.
@@ -66,11 +66,11 @@ def hand_on_names(call: Call, cfg: Any) -> Any:
     aliases=("skyrl.train.utils:validate_cfg", f"{_ENTRYPOINTS}.main_base:validate_cfg"),
 )
 def compare(call: Call, cfg: Any) -> Any:
-    """Report the dtypes of policy, reference model and engines; set them to the policy's if asked.
+    """Compare the models' dtypes; ``PRECISION_SHIM_ROLLOUT=follow`` sets them to the policy's.
 
     Raises:
-        DtypeError: a key names no dtype.
-        UnsupportedPrecisionError: in strict mode, another engine disagrees with an fp16 policy.
+        DtypeError: a key's value is no dtype name.
+        UnsupportedPrecisionError: in strict mode, the policy is fp16 and an engine is not.
     """
     sides.hand_on_names(cfg)
     result = call.proceed()
@@ -88,11 +88,11 @@ def compare(call: Call, cfg: Any) -> Any:
     optional=True,
 )
 def compare_tinkers(call: Call) -> Any:
-    """Report the engines' dtypes for a Tinker server; set them to the policy's if asked.
+    """Compare a Tinker server's dtypes, as ``compare`` does for a training job.
 
     Raises:
-        DtypeError: a key names no dtype.
-        UnsupportedPrecisionError: in strict mode, the engines disagree with an fp16 policy.
+        DtypeError: a key's value is no dtype name.
+        UnsupportedPrecisionError: in strict mode, the policy is fp16 and an engine is not.
     """
     config = call.proceed()
     sides.hand_on_names(config)
@@ -102,7 +102,7 @@ def compare_tinkers(call: Call) -> Any:
 
 def _settle(config: Any) -> None:
     where = versioned("skyrl")
-    # SkyRL parses model_dtype for each weight sync, and knows no "auto".
+    # SkyRL parses model_dtype for each weight sync, and rejects "auto".
     engine_name(config.generator.inference_engine.model_dtype, sides.KEY, where, also=())
     both = sides.sides_of(config, partial(in_force, "skyrl"))
     if both.trainer is None:
@@ -126,7 +126,7 @@ def _settle(config: Any) -> None:
     optional=True,
 )
 def tell_of_delta(call: Call, source: Any) -> Any:
-    """Report, in the worker that sends the first delta, which dtype carries the weights."""
+    """Report the dtype of the sent weights, in the worker that sends the first delta."""
     publisher = call.instance
     sent = getattr(source, "_dtype", None)
     if publisher.version == 0 and publisher._current_rank() == 0 and sent is not None:

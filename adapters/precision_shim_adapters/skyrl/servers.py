@@ -1,9 +1,9 @@
-"""SkyRL: ask the engines of its inference servers what they hold, for the audit.
+"""SkyRL: query the inference servers' vLLM engines for their dtypes, for the audit.
 
-An inference server is a Ray actor that serves vLLM's own HTTP endpoints and some of SkyRL's. SkyRL
-adds its endpoints in a method that gets the engine, before the server starts. In SkyRL 0.4 and
-later each weight sync ends with a request to vLLM's ``/finish_weight_update``. In earlier versions
-a method's name in a request's body ends it; the shim does not ask those servers.
+An inference server is a Ray actor that serves vLLM's HTTP endpoints and endpoints of SkyRL. SkyRL
+adds its endpoints in a method that receives the engine, before the server starts. In SkyRL 0.4 and
+later each weight sync ends with a request to vLLM's ``/finish_weight_update``. Before 0.4 a weight
+sync ends with a method's name in a request's body, and the shim does not query the servers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 
 def why_not_asked() -> str:
-    """Why no inference server can be asked; empty where they are asked."""
+    """The reason why the shim cannot query inference servers; empty if it can."""
     return "" if is_there(_ENDS_BY_ENDPOINT) else "SkyRL's inference servers are not asked"
 
 
 class AskAfterSync:
-    """An ASGI middleware that asks the engine before the server confirms the end of a sync.
+    """An ASGI middleware that queries the engine before the server confirms the end of a sync.
 
     Args:
-        app: the application behind it.
+        app: the application that the middleware wraps.
         engine: the server's engine.
         whose: which engine it is.
     """
@@ -71,7 +71,7 @@ class AskAfterSync:
     optional=True,
 )
 def ask_server(call: Call, app: Any, engine: Any, cli_args: Any) -> Any:
-    """Ask a new server's engine, and again after some of the weight syncs."""
+    """Query a new server's engine at its start, and again after some of the weight syncs."""
     result = call.proceed()
     if sending.is_wanted():
         whose = Whose("skyrl", ROLLOUT, f"server {socket.gethostname()}:{cli_args.port}")
@@ -81,6 +81,6 @@ def ask_server(call: Call, app: Any, engine: Any, cli_args: Any) -> Any:
         behind = app.middleware_stack
         if behind is None:
             app.add_middleware(AskAfterSync, engine=engine, whose=whose)
-        else:  # vLLM has built the stack, and Starlette then adds none
+        else:  # Starlette adds no middleware to a stack that is built
             app.middleware_stack = AskAfterSync(behind, engine, whose)
     return result

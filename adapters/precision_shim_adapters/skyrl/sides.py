@@ -1,6 +1,6 @@
 """The dtypes in which a SkyRL job's policy, reference model and inference engines compute.
 
-They follow from the job's config; the driver and ``precision-shim plan`` both use this module.
+The driver and ``precision-shim plan`` use this module to read the dtypes from the job's config.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _AUTOCAST = "SkyRL runs the model under an autocast to bf16"
 
 @dataclass(frozen=True)
 class Sides:
-    """The engines of a job.
+    """The models of a job whose dtypes the shim compares.
 
     Attributes:
-        trainer: the policy; ``None`` where its dtype depends on a checkpoint on another machine.
+        trainer: the policy; ``None`` if its dtype depends on a checkpoint on another machine.
         others: the reference model, if the job has one, and the inference engines.
-        model_type: the policy's type in its HF config; empty if it is not known.
+        model_type: the ``model_type`` in the policy's HF config; empty if it is not known.
     """
 
     trainer: Engine | None
@@ -58,15 +58,15 @@ class Sides:
 
 
 def sides_of(config: Any, in_force: InForce, directory: str = "") -> Sides:
-    """Read the engines of a job that generates.
+    """Read the dtypes of the models of a job that has a rollout.
 
     Args:
         config: SkyRL's whole config.
         in_force: see ``InForce``.
-        directory: the model's directory, in place of the one in the config.
+        directory: the model's directory, if it is not the directory in the config.
 
     Raises:
-        DtypeError: a key names no dtype.
+        DtypeError: a key's value is no dtype name.
     """
     trainer = config.trainer
     others = (
@@ -115,13 +115,13 @@ def _on_megatron(trainer: Any, role: str, in_force: InForce, directory: str) -> 
 def megatron_dtype(
     trainer: Any, role: str, in_force: InForce, directory: str = ""
 ) -> torch.dtype | None:
-    """The dtype of a model on Megatron; ``None`` where it depends on another machine's checkpoint.
+    """The dtype of a model on Megatron; ``None`` if it depends on another machine's checkpoint.
 
     Args:
         trainer: the trainer's config.
         role: which model.
         in_force: see ``InForce``.
-        directory: the model's directory, in place of the one in the config.
+        directory: the model's directory, if it is not the directory in the config.
     """
     path = getattr(trainer, role).model.path or trainer.policy.model.path
     return megatron.foreseen_dtype(
@@ -144,13 +144,13 @@ def _on_fsdp(trainer: Any, role: str, in_force: InForce) -> Engine:
         key,
         written=getattr(config, "mixed_precision", None) is not None,
         because="" if follows or asked == "bf16" else f"{_AUTOCAST}, whatever {key} says",
-        # Under that autocast no value makes the matrix products fp32.
+        # Under SkyRL's autocast to bf16 no value makes the matrix products fp32.
         values={"bf16": "bfloat16", "fp16": "float16"},
     )
 
 
 def not_compared(config: Any) -> tuple[str, str]:
-    """The decision's text and reason where the policy's dtype is not known."""
+    """The text and reason of the decision for a policy whose dtype is not known."""
     return (
         "not compared with the policy",
         f"trainer.bf16={config.trainer.bf16}, and the dtype of the checkpoint decides, which is "
@@ -196,7 +196,7 @@ def _over_own(own: Engine, section: str, values: Mapping[str, Any]) -> Engine:
 
 
 def _over(engines: Any) -> dict[str, Mapping[str, Any]]:
-    """The sections that override SkyRL's own values, each for some of the engines."""
+    """The config sections whose values override SkyRL's own values for some of the engines."""
     first, *roles = _OVER
     by_role = getattr(engines, "enable_pd", False) and any(
         getattr(engines, role, None) for role in roles
@@ -220,7 +220,7 @@ def _canonical(name: str) -> str:
     return AUTO if dtype is None else name_of(dtype)
 
 
-# -- what the shim writes ------------------------------------------------------------------------
+# -- values that the shim writes into the config -------------------------------------------------
 
 
 def hand_on_names(config: Any) -> None:
@@ -241,11 +241,11 @@ def hand_on_names(config: Any) -> None:
 
 
 def send_in_engines_dtype(config: Any) -> None:
-    """Let SkyRL send the weights in the dtype that the engines compute in.
+    """Make SkyRL send the weights in the dtype in which the engines compute.
 
-    SkyRL casts the weights to ``model_dtype`` before it sends them. Where a section of ``_OVER``
-    gives all engines another dtype and the user wrote no ``model_dtype``, the weights would be
-    rounded twice.
+    SkyRL casts the weights to ``model_dtype`` before it sends them. If a section of ``_OVER`` sets
+    another dtype for all engines, weights would be rounded twice. A ``model_dtype`` that the user
+    wrote stays unchanged.
     """
     engines = config.generator.inference_engine
     computes = {rollout.computes for rollout in _rollouts(config)}
@@ -257,7 +257,7 @@ def send_in_engines_dtype(config: Any) -> None:
 
 
 def write(config: Any, engine: Engine, value: str) -> None:
-    """Write a value to the key of an engine; see ``rollout.settle``."""
+    """Write a value to an engine's config key; see ``rollout.settle``."""
     if engine.key == KEY:
         config.generator.inference_engine.model_dtype = value
     elif engine.key.endswith(_FP16):
@@ -272,11 +272,11 @@ def write(config: Any, engine: Engine, value: str) -> None:
         config.trainer.ref.fsdp_config.mixed_precision = MixedPrecisionConfig(param_dtype=value)
 
 
-# -- weights on their way ------------------------------------------------------------------------
+# -- weight syncs --------------------------------------------------------------------------------
 
 
 def wires_of(config: Any) -> list[Wire]:
-    """The weight syncs of a job, from its config after the shim has written to it."""
+    """Read a job's weight syncs from its config, after the shim has changed the config."""
     engines = config.generator.inference_engine
     sent = _canonical(named(engines.model_dtype))
     wires = []
@@ -304,7 +304,7 @@ def wires_of(config: Any) -> list[Wire]:
 
 
 def asked_of(engines: Any) -> tuple[str, str]:
-    """The dtype name that all inference engines are asked for, and its key; empty if they differ.
+    """The config's dtype name for all inference engines, and its key; no name if they differ.
 
     Args:
         engines: the section ``generator.inference_engine``.
@@ -317,7 +317,7 @@ def asked_of(engines: Any) -> tuple[str, str]:
 
 
 def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
-    """Names of the dtypes that a weight is rounded to in a sync; ``"auto"`` where not known.
+    """Names of the dtypes that a weight is rounded to in a sync; ``"auto"`` if not known.
 
     Args:
         engines: the section ``generator.inference_engine``.
@@ -329,7 +329,7 @@ def way_of_weights(engines: Any, path: str) -> tuple[str, ...]:
         for engine in _read_asked(engines)
     }
     if len(computes) > 1 or engines.weight_sync_backend == "delta":
-        return (AUTO,)  # a delta has the dtypes of the base checkpoint, tensor by tensor
+        return (AUTO,)  # a delta has each tensor's dtype in the base checkpoint
     return (sent, *computes)
 
 
@@ -343,8 +343,8 @@ def dtypes_of_locations(locations: Mapping[str, Any]) -> frozenset[str]:
 def delta_wires(computes: set[str], stored: frozenset[str]) -> list[Wire]:
     """The weight syncs of SkyRL's delta backend, one for each dtype of the base checkpoint.
 
-    The receiver patches the bytes of a copy of the base checkpoint, so that the weights go out in
-    the dtypes of its files, whatever ``model_dtype`` says.
+    The receiver patches the bytes of a copy of the base checkpoint. SkyRL therefore sends the
+    weights in the dtypes of the checkpoint's files and ignores ``model_dtype``.
 
     Args:
         computes: canonical names of the dtypes that the engines compute in.

@@ -1,4 +1,4 @@
-"""SkyRL on Megatron: master weights after SkyRL loads only the weights of a checkpoint."""
+"""SkyRL on Megatron: reload master weights if SkyRL loads only a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .megatron import TRAIN
 def load_checkpoint(
     call: Call, model: Any, optimizer: Any = None, load_optimizer_states: bool = True
 ) -> Any:
-    """Load a checkpoint; reload the master weights where SkyRL loaded only the weights.
+    """Load a checkpoint; reload the master weights if SkyRL loaded only the weights.
 
-    SkyRL's workers pass the optimizer only to load its states; otherwise the shim takes it from the
-    model's wrapper.
+    SkyRL's workers pass ``optimizer`` only to load the optimizer's states. If ``optimizer`` is
+    None, the shim reads the optimizer from the model's wrapper.
     """
     result = call.proceed()
     owner = optimizer or getattr(model, "actor_optimizer", None)

@@ -1,21 +1,20 @@
-"""The adapter for torchtitan, and why its seams are where they are.
+"""The adapter for torchtitan, and the reasons for its choice of seams.
 
-Two loops step torchtitan's trainers: for RL a controller in another process that calls the
-trainer's endpoints, for pre-training ``Trainer.train``. Both clip with the same function and step
-the same container of optimizers. When the RL trainer computes a loss, no running function shows
-that a step will follow; so the shim scales every loss of a trainer whose ``optim_step`` is the
-shim's. ``Trainer`` has one method for a step, and the shim scales only losses inside that method,
-since other code builds a ``Trainer`` and runs its own loop.
+In RL, a controller in another process calls the endpoints of torchtitan's trainer. In pre-training,
+``Trainer.train`` runs the training loop. RL and pre-training clip with the same function and step
+the same class of optimizer container. The RL trainer computes losses outside ``optim_step``, so the
+shim scales every loss of an RL trainer whose ``optim_step`` it has replaced. The shim scales only
+losses inside ``Trainer.train_step``, since other code builds a ``Trainer`` and runs its own loop.
 
-Two seams replace the symbol itself and use no wrapt wrapper: ``optim_step`` is a Monarch object,
-and dynamo compiles the attention.
+Two seams replace the symbol itself and use no wrapt wrapper, because ``optim_step`` is a Monarch
+object and dynamo compiles the attention.
 
-Deliberately not patched: the experts' grouped products, which torchtitan computes in bfloat16 in
-training and in its generator; ``PolicyTrainer.push_model_state_dict``, which sends one state dict
-and casts it where the dtypes differ; trainers with a loop of their own (Flux, TorchFT, Forge, the
-graph trainer), of which the shim warns by name.
+The shim does not patch the experts' grouped products, which torchtitan computes in bfloat16 in
+training and in its generator. ``PolicyTrainer.push_model_state_dict`` needs no patch, because it
+casts the state dict that it sends. The shim only warns of trainers with their own loop (Flux,
+TorchFT, Forge, the graph trainer).
 
-Delete when: torchtitan scales the loss of float16 training and saves the scaler.
+Delete this package when torchtitan scales the loss of float16 training and saves the scaler.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Varlen attention of a float16 model: computed in float16, as in the generator.
+"""Compute a float16 model's varlen attention in float16, as its generator does.
 
-torchtitan casts queries, keys and values to bfloat16 for the kernel, which takes float16 as well,
-and casts the result back. The shim puts a plain function in its place: torchtitan compiles blocks
-with ``fullgraph=True``, and dynamo cannot trace a wrapt wrapper.
+torchtitan casts queries, keys and values to bfloat16 for the kernel, although the kernel accepts
+float16, and casts the result back. The shim replaces the attention by a plain function, because
+torchtitan compiles blocks with ``fullgraph=True`` and dynamo cannot trace a wrapt wrapper.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _CAST, _KEPT = "bfloat16", "float16"
     replaces=True,
 )
 def keep_float16(forward: Any) -> Any:
-    """Make an attention function that does not cast float16.
+    """Make an attention function that does not cast float16 to bfloat16.
 
-    The new function calls torchtitan's own function. For float16 inputs it calls a copy of that
-    function in which the name ``bfloat16`` is replaced by ``float16``.
+    The new function calls torchtitan's own function. For float16 inputs the new function calls a
+    copy of torchtitan's function in which the name ``bfloat16`` is replaced by ``float16``.
 
     Raises:
-        SeamError: this version's function does not cast to bfloat16, or also names float16.
+        SeamError: torchtitan's function does not cast to bfloat16, or also mentions float16.
     """
     code = getattr(forward, "__code__", None)
     names = getattr(code, "co_names", ())
@@ -55,7 +55,7 @@ def keep_float16(forward: Any) -> Any:
     )
     in_float16.__kwdefaults__ = forward.__kwdefaults__
 
-    # Keep ``wraps``: Module.parallelize reads the names of the parameters.
+    # Keep ``wraps``, since torchtitan's Module.parallelize reads the names of the parameters.
     @functools.wraps(forward)
     def attend(self: Any, *args: Any, **kwargs: Any) -> Any:
         for given in (*args, *kwargs.values()):

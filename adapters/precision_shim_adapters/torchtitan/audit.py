@@ -1,4 +1,4 @@
-"""Audit both trainers, and add the lost updates to their metrics."""
+"""Audit torchtitan's two trainers, and add updates lost to rounding to their metrics."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _see(trainer: Any, subject: str) -> None:
         FRAMEWORK,
         subject,
         trainer.optimizers,
-        # A skipped step runs the container's step but no inner step, so inner optimizers may have
-        # no states. They step in order: after the last one has stepped, all have states.
+        # A skipped step calls the container's step but no inner optimizer's step. Inner optimizers
+        # step in order, so all of them have states after the last inner optimizer has stepped.
         inner=optimizers[-1],
         model=trainer.model_parts,
         scaler=scaler,
@@ -94,10 +94,10 @@ _LOST = "torchtitan says which of its updates are lost to rounding"
     replaces=True,
 )
 def report_from_endpoint(endpoint: Any) -> Any:
-    """Make an endpoint that reports the shares of lost updates next to the grad norm.
+    """Make an endpoint that reports the shares of updates lost to rounding.
 
     Raises:
-        SeamError: Monarch's ``concurrent_endpoint`` did not make the endpoint.
+        SeamError: the endpoint was not made by Monarch's ``concurrent_endpoint``.
     """
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:
@@ -119,7 +119,7 @@ def report_from_endpoint(endpoint: Any) -> Any:
     relies_on=("optimizers",),
 )
 def report_in_log(call: Call, extra_metrics: Any = None) -> Any:
-    """Log the shares of lost updates next to the grad norm."""
+    """Log the shares of updates lost to rounding next to the grad norm."""
     figures = meters.metrics(call.instance.optimizers)
     if figures:
         call.arguments["extra_metrics"] = {**(extra_metrics or {}), **figures}

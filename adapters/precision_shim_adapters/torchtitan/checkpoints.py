@@ -1,8 +1,8 @@
-"""Checkpoints: save the scaler's record as a tensor in ``train_state``, and restore it.
+"""Save the scaler's record as a tensor in a checkpoint's ``train_state``, and restore it.
 
-torch's distributed checkpoint unpickles everything that is not a tensor. A load asks the file for
-every key of the trainer's state, and a missing key is an error. So the shim first reads the
-checkpoint's metadata, with a reader that imports and calls nothing.
+torch's distributed checkpoint unpickles every value that is not a tensor. A load fails if the
+checkpoint lacks a key of the trainer's state. The shim therefore first reads the checkpoint's
+metadata, with a pickle reader that imports and calls nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OTHERWISE = (
 
 @dataclass(frozen=True)
 class _Load:
-    """The checkpoint that is being loaded: its path, and the size of its record, if any."""
+    """The path of the checkpoint being loaded, and the size of its scaler record, if any."""
 
     where: str
     size: tuple[int, ...] | None
@@ -57,7 +57,7 @@ _loading: ContextVar[_Load | None] = ContextVar("precision_shim_torchtitan_load"
 def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
     """Load a checkpoint, with the scaler's record if the checkpoint has one."""
     trainer = None if from_hf else state_dict.get(STATE)
-    if ScaledTraining.of(trainer) is None:  # no scaler, or a load of the model alone
+    if ScaledTraining.of(trainer) is None:  # the trainer has no scaler, or only the model is loaded
         return call.proceed()
     where = f"{checkpoint_id} ({STATE}.{KEY})"
     token = _loading.set(_Load(where, _size_of_record(str(checkpoint_id), where)))
@@ -68,7 +68,7 @@ def load(call: Call, state_dict: Any, checkpoint_id: Any, from_hf: Any) -> Any:
 
 
 def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
-    """The size of a checkpoint's record, from its metadata, which rank 0 reads.
+    """The size of a checkpoint's scaler record; rank 0 reads it from the metadata.
 
     Raises:
         ScalerCheckpointError: the metadata cannot be read, or the record is no tensor of bytes;
@@ -78,7 +78,7 @@ def _size_of_record(checkpoint: str, where: str) -> tuple[int, ...] | None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             box = [_look(checkpoint, where)]
-        except ScalerCheckpointError as error:  # raise after the broadcast: other ranks wait for it
+        except ScalerCheckpointError as error:  # raised below, after the broadcast
             box = [str(error)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(box, src=0)
@@ -97,7 +97,7 @@ def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
         raise ScalerCheckpointError(
             f"{error} Whether it has a loss scaler's state cannot be told. {_ANOTHER}"
         ) from None
-    except Exception as error:  # the client of a remote file system raises its own classes
+    except Exception as error:  # remote file systems raise their own errors
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         raise ScalerCheckpointError(
             f"{file_name}: it cannot be read ({why}). Whether the checkpoint has a loss scaler's "
@@ -115,7 +115,7 @@ def _look(checkpoint: str, where: str) -> tuple[int, ...] | None:
 
 
 def _open_metadata(checkpoint: str) -> Any:
-    """Open a checkpoint's metadata, also on a remote file system that torch can read."""
+    """Open a checkpoint's metadata file, which may be on a remote file system."""
     if "://" not in checkpoint:
         return open(os.path.join(checkpoint, METADATA), "rb")
     from torch.distributed.checkpoint._storage_utils import _storage_setup
@@ -130,7 +130,7 @@ def _open_metadata(checkpoint: str) -> Any:
     **SCALED,
 )
 def state_dict(call: Call) -> Any:
-    """Add the scaler's record; during a load, an empty tensor of the stored record's size."""
+    """Add the scaler's record to the state; during a load, add zeros of the record's size."""
     state = call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:

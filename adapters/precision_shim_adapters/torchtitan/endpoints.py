@@ -1,6 +1,6 @@
-"""Make Monarch actors' endpoints again, with the shim's code around the actor's own method.
+"""Make a Monarch actor's endpoint again, with the shim's code around the actor's own method.
 
-An endpoint is an object that an actor looks up by name; Monarch would not call a wrapper around it.
+Monarch looks up an endpoint object by name, and would not call a wrapper around the object.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ UNSCALES = "_precision_shim_unscales"
 def remake(
     endpoint: Any, act: Callable[[Any, Callable[[], Awaitable[Any]]], Awaitable[Any]], **marks: Any
 ) -> Any:
-    """Make an endpoint of the same name that calls ``act``.
+    """Make an endpoint with the old endpoint's name that calls ``act``.
 
     Args:
         endpoint: an endpoint made by Monarch's ``concurrent_endpoint``.
-        act: gets the actor and a function that calls the old endpoint's method; returns the new
-            endpoint's result.
-        marks: attributes of the new endpoint; it also keeps the old endpoint's ``UNSCALES``.
+        act: is called with the actor and a function that calls the old endpoint's method;
+            returns the new endpoint's result.
+        marks: attributes of the new endpoint, which also receives the old endpoint's ``UNSCALES``.
 
     Raises:
-        SeamError: ``concurrent_endpoint`` did not make the endpoint.
+        SeamError: the endpoint was not made by ``concurrent_endpoint``.
     """
     from monarch.actor import concurrent_endpoint
 
@@ -40,7 +40,7 @@ def remake(
         return await act(self, lambda: method(self, *args, **kwargs))
 
     made = concurrent_endpoint(acting, propagate=endpoint._propagator)
-    made.__set_name__(None, method.__name__)  # Python calls it only when it makes a class
+    made.__set_name__(None, method.__name__)  # Python calls __set_name__ only for classes
     if hasattr(endpoint, UNSCALES):
         marks.setdefault(UNSCALES, True)
     for name, value in marks.items():

@@ -1,7 +1,7 @@
-"""torchtitan: audit the weights that go to the generators, and ask the generators what they hold.
+"""torchtitan: audit the weights sent to the generators, and query the generators' engines.
 
-The trainer puts one state dict into TorchStore, after it has cast it. A generator is a Monarch
-actor with vLLM's ``LLMEngine``; each of its ranks has the engine of its own shard.
+The trainer casts its state dict and then puts it into TorchStore. A generator is a Monarch actor
+that runs vLLM's ``LLMEngine``; each rank has an engine with the rank's own shard.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEY = "model_state_dict"
     optional=True,
 )
 async def look_at_state_dict(call: Call, state_dict: Any, key: Any) -> Any:
-    """Observe the weights that go into the store."""
+    """Observe the weights that the trainer puts into TorchStore."""
     if key == _KEY and isinstance(state_dict, Mapping):
         items: Any = state_dict.items()
         seen = sending.observe(items, FRAMEWORK, "policy")
@@ -42,7 +42,7 @@ async def look_at_state_dict(call: Call, state_dict: Any, key: Any) -> Any:
     return await call.proceed()
 
 
-# -- what a generator holds ----------------------------------------------------------------------
+# -- the engines of the generators ---------------------------------------------------------------
 
 
 @seam(
@@ -55,7 +55,7 @@ async def look_at_state_dict(call: Call, state_dict: Any, key: Any) -> Any:
     optional=True,
 )
 def ask_new_generator(call: Call) -> None:
-    """Ask the engine of a new generator what it holds."""
+    """Query a new generator's engine for its dtypes."""
     call.proceed()
     _ask(call.instance)
 
@@ -70,7 +70,7 @@ def ask_new_generator(call: Call) -> None:
     optional=True,
 )
 async def ask_after_pull(call: Call) -> None:
-    """Ask a generator's engine again after some of the weight syncs."""
+    """Query a generator's engine again after some of the weight syncs."""
     await call.proceed()
     _ask(call.instance, count_sync(call.instance))
 
@@ -83,5 +83,5 @@ def _ask(generator: Any, sync: int = 0) -> None:
 def _whose(generator: Any) -> Whose:
     from monarch.actor import context
 
-    actor = context().actor_instance.name  # generator_0, ... where there are several
+    actor = context().actor_instance.name  # such as generator_0
     return Whose(FRAMEWORK, SUBJECT, f"{actor}, rank {generator._rank}")

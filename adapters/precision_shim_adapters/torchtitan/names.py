@@ -1,8 +1,8 @@
-"""Dtype names of training: replace every spelling by torchtitan's own before torchtitan reads it.
+"""Replace every spelling of a training dtype by torchtitan's own before torchtitan reads it.
 
-torchtitan compares names, and looks them up in a dict of three. So the shim replaces a name when
-torchtitan builds a config, and again when a trainer gets the config, since other code may assign a
-name in between. ``sides`` does this for the generator's dtype name.
+torchtitan compares dtype names as strings, and looks them up in a dict of three names. The shim
+replaces a name when torchtitan builds a config. Other code may assign a name later, so the shim
+checks the names again when a trainer receives the config. ``sides`` replaces the generator's name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def own_name(value: Any, key: str) -> Any:
     """Torchtitan's own name for a dtype name or a ``torch.dtype``.
 
     Args:
-        value: the config's value; a value of another type is returned unchanged.
+        value: the config's value; returned unchanged if it is neither a string nor a dtype.
         key: the config's key, for the message.
 
     Raises:
@@ -80,7 +80,7 @@ def coerce_training(training: Any) -> None:
     refuse_float16_states(training)
 
 
-# -- where a config is built -------------------------------------------------------------------
+# -- dtype names in a new config ---------------------------------------------------------------
 
 
 @seam(
@@ -92,7 +92,7 @@ def coerce_training(training: Any) -> None:
     delete_when=_DELETE,
 )
 def build_training(call: Call, dtype: Any, mixed_precision_param: Any) -> None:
-    """Build a ``TrainingConfig`` with torchtitan's own names."""
+    """Build a ``TrainingConfig`` with torchtitan's own dtype names."""
     call.proceed()
     coerce_training(call.instance)
 
@@ -107,16 +107,16 @@ def build_training(call: Call, dtype: Any, mixed_precision_param: Any) -> None:
     relies_on=("tyro", "cli"),
 )
 def parse_args(call: Call) -> Any:
-    """Let the command line accept every spelling, without adding an option."""
+    """Make the command line accept every spelling of a dtype, without a new option."""
     with any_name():
         return call.proceed()
 
 
 @contextmanager
 def any_name() -> Iterator[None]:
-    """Make tyro accept any word for a dtype; ``build_training`` then checks the name.
+    """Make tyro accept any word for a dtype; ``build_training`` checks the name later.
 
-    This changes the annotations of the class, since tyro reads these and not the fields' types.
+    The function changes the class's annotations, since tyro reads them and not the fields' types.
     """
     import tyro
     from torchtitan.config.configs import TrainingConfig
@@ -132,7 +132,7 @@ def any_name() -> Iterator[None]:
         annotations.update(before)
 
 
-# -- where a trainer gets its config -----------------------------------------------------------
+# -- dtype names in a trainer's config ---------------------------------------------------------
 
 
 @seam(

@@ -46,13 +46,13 @@ OWN_NAMES = {
 
 
 def computes_in_float16(training: Any) -> bool:
-    """Whether a ``TrainingConfig`` asks for a model that computes in float16."""
+    """Whether a ``TrainingConfig`` makes the model compute in float16."""
     name = training.mixed_precision_param
     return isinstance(name, str) and parse_dtype(name) is torch.float16
 
 
 def refuse_float16_states(training: Any) -> None:
-    """Raise where parameters and optimizer states themselves would be in float16.
+    """Refuse a config with parameters and optimizer states in float16.
 
     Raises:
         DtypeError: ``training.dtype`` is float16.
@@ -72,13 +72,13 @@ def _has_scaler(target: str) -> bool:
 
 
 def native_rl(symbol: Symbol, settings: Any) -> str | None:
-    """Whether the RL trainer's ``optim_step`` names a scaler; no version does yet."""
+    """Return a remark if the RL trainer's ``optim_step`` has a scaler; no version has one yet."""
     scaler = _has_scaler(f"{POLICY}.optim_step")
     return "torchtitan's RL trainer has a loss scaler of its own" if scaler else None
 
 
 def native_pretraining(symbol: Symbol, settings: Any) -> str | None:
-    """Whether ``Trainer.train_step`` names a scaler; no version does yet."""
+    """Return a remark if ``Trainer.train_step`` has a scaler; no version has one yet."""
     scaler = _has_scaler(f"{TRAINER}.train_step")
     return "torchtitan's Trainer has a loss scaler of its own" if scaler else None
 

@@ -1,7 +1,7 @@
-"""Plan torchtitan's jobs: load the config with its own manager, build its model on the meta device.
+"""Plan torchtitan's jobs, with torchtitan's config manager and its model on the meta device.
 
 Unlike other frameworks' configs, torchtitan's configs are Python code that imports torch. All
-models train on FSDP2 with torch's optimizers.
+torchtitan models train on FSDP2 with torch's optimizers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def plan_job(job: Job) -> Request:
         PlanError: the config or the model cannot be read.
     """
     config = load(job)
-    trainer = getattr(config, "trainer", config)  # in RL the trainer's config is nested
+    trainer = getattr(config, "trainer", config)  # in RL the config contains the trainer's config
     follows = trainer is not config and job.settings["rollout"] == "follow"
     if follows and job.in_force(FEATURE, ROLLOUT):
         with sides.marked():
@@ -110,20 +110,20 @@ def _where() -> str:
 
 
 def load(job: Job) -> Any:
-    """The config of a job, from torchtitan's own manager.
+    """Load a job's config with torchtitan's own config manager.
 
     Raises:
         PlanError: torchtitan cannot load the config.
     """
     said = io.StringIO()
-    # In the job, names.parse_args makes the command line accept these spellings.
+    # Accept every spelling of a dtype, as names.parse_args does in the job.
     spellings = names.any_name if _coerces(job) else nullcontext
     try:
         from torchtitan.config import ConfigManager
 
         with redirect_stderr(said), spellings():
             return ConfigManager().parse_args(list(job.arguments))
-    except (Exception, SystemExit) as error:  # tyro raises SystemExit for a wrong word
+    except (Exception, SystemExit) as error:  # tyro raises SystemExit for a wrong argument
         ended = isinstance(error, SystemExit)
         text = " ".join(_FRAME.sub(" ", said.getvalue() if ended else str(error)).split())
         missing = isinstance(error, ImportError)
@@ -139,7 +139,7 @@ def _coerces(job: Job) -> bool:
 
 
 def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
-    """Problems of group sizes below one GPU, with which nothing can be counted."""
+    """Yield a problem for each parallel degree below 1, with which GPUs cannot be counted."""
     for name in _DEGREES:
         value = getattr(parallel, name)
         if value < 1:
@@ -152,7 +152,7 @@ def _small(subject: str, prefix: str, parallel: Any) -> Iterator[Problem]:
 
 
 def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Problem]:
-    """Replace the dtype names by torchtitan's own, as in the job; report unknown names."""
+    """Replace dtype names by torchtitan's own, as in the job; yield a problem for unknown names."""
     if not _coerces(job):
         return
     try:
@@ -164,7 +164,7 @@ def _dtypes(job: Job, subject: str, config: Any, trainer: Any) -> Iterator[Probl
 
 
 def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
-    """What the controller will report about the agreement of trainer and generator."""
+    """Predict the controller's report on the dtypes of trainer and generator."""
     on = job.in_force(FEATURE, ROLLOUT)
     if on:
         try:
@@ -180,9 +180,9 @@ def _both_sides(job: Job, config: Any) -> tuple[list[Problem], list[str]]:
 
 
 def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Problem]:
-    """Problems of group sizes that do not multiply to the number of GPUs.
+    """Yield a problem if the parallel degrees do not multiply to the number of GPUs.
 
-    ``fp16.plan.problems`` finds a number of GPUs that is no multiple of the groups.
+    ``fp16.plan.problems`` reports a number of GPUs that is no multiple of the degrees.
     """
     replicas, tensor = parallel.data_parallel_replicate_degree, parallel.tensor_parallel_degree
     context, shards = parallel.context_parallel_degree, parallel.data_parallel_shard_degree
@@ -210,7 +210,7 @@ def _apart(subject: str, prefix: str, parallel: Any, world: int) -> Iterator[Pro
 def _heads(
     subject: str, prefix: str, parallel: Any, config: Any, model: Model
 ) -> Iterator[Problem]:
-    """Problems of heads in torchtitan's own config, for a model without a transformers config."""
+    """Yield problems of attention heads, for a model without a transformers config."""
     if model.config or config.model_spec is None:
         return
     attention = getattr(config.model_spec.model, "first_attention", None)
@@ -222,7 +222,7 @@ def _heads(
 
 
 def _experts(subject: str, prefix: str, parallel: Any, model: Model) -> Iterator[Problem]:
-    """Problems of experts that do not divide evenly over the expert-parallel ranks."""
+    """Yield a problem if the experts do not divide evenly over the expert-parallel ranks."""
     ways = parallel.expert_parallel_degree
     counts = {model.experts} if model.config else set()
     counts |= {weight.shape[0] for weight in model.weights if _EXPERTS in weight.name}
@@ -267,7 +267,7 @@ def _name(value: object) -> str:
 
 
 def _optimizer(config: Any) -> str:
-    """The optimizer of the parameter groups; the first that is not Adam, if there is any."""
+    """The parameter groups' first optimizer that is not Adam; if all are Adam, the first."""
     names = [
         str(named)
         for group in getattr(config, "param_groups", None) or ()
@@ -290,7 +290,7 @@ def _model(job: Job, config: Any) -> Model:
 
 
 def built(spec: Any) -> Model:
-    """Names and shapes of torchtitan's own model.
+    """Names and shapes of the weights of torchtitan's own model.
 
     Raises:
         PlanError: the model cannot be built on the meta device, or has frozen parameters.
@@ -300,7 +300,7 @@ def built(spec: Any) -> Model:
     try:
         with torch.device("meta"):
             model = spec.model.build()
-    except Exception as error:  # a model's own code may raise any class
+    except Exception as error:  # a model's own code may raise any error
         raise PlanError(
             f"{_where()}: its model cannot be built on the meta device "
             f"({type(error).__name__}: {error}). Name its size with --parameters."

@@ -1,4 +1,4 @@
-"""Pre-training and SFT in float16: ``Trainer`` and the subclasses that keep its loop."""
+"""Pre-training and SFT in float16, in ``Trainer`` and in subclasses with Trainer's own loop."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build(call: Call, config: Any) -> None:
     trainer = call.instance
     fits = not computes_in_float16(config.training) or _has_our_loop(trainer)
     call.proceed()
-    if not fits or not computes_in_float16(config.training):  # the call may have changed it
+    if not fits or not computes_in_float16(config.training):  # __init__ may change the config
         return
     training = make(trainer, "model")
 
@@ -102,7 +102,7 @@ def _has_our_loop(trainer: Any) -> bool:
     optional=True,
 )
 def other_loop(call: Call, config: Any) -> Any:
-    """Warn (strict: raise) that the shim does not scale the loss of this trainer in float16."""
+    """Warn (strict: raise) that the shim does not scale the trainer's float16 loss."""
     if computes_in_float16(config.training):
         leave(type(call.instance).__name__, ["__init__", "training loop"], "with Trainer")
     return call.proceed()
@@ -122,7 +122,7 @@ def other_loop(call: Call, config: Any) -> Any:
     **ON_PRETRAINING,
 )
 def train_step(call: Call) -> Any:
-    """Run torchtitan's step, in which the scaler steps the optimizer."""
+    """Run torchtitan's step so that the scaler steps the optimizers."""
     training = ScaledTraining.of(call.instance)
     if training is None:
         return call.proceed()

@@ -1,4 +1,4 @@
-"""Probes: check the rules' assumptions about torchtitan against the installed version."""
+"""Probes that check the shim's assumptions about the installed torchtitan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RL = "torchtitan.experiments.rl.actors.trainer"
 
 
 class _Step:
-    """A trainer of one layer with what torchtitan's step reads; it records the calls."""
+    """A stand-in for a trainer of one layer, which records the calls of torchtitan's step."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -62,7 +62,7 @@ class _Step:
     needs=("torchtitan.config",),
 )
 def names() -> Answer:
-    """The shim replaces every spelling by one of these names."""
+    """The shim replaces every spelling of a dtype by one of torchtitan's three names."""
     from torchtitan.config import TORCH_DTYPE_MAP
 
     return Answer({name: dtype for dtype, name in OWN_NAMES.items()}, dict(TORCH_DTYPE_MAP))
@@ -97,7 +97,7 @@ def defaults() -> Answer:
     needs=("torchtitan.trainer",),
 )
 def train_step() -> Answer:
-    """torchtitan has no loss scaler: the shim's scaler skips such a step."""
+    """torchtitan has no loss scaler; the shim's scaler skips a step whose norm is infinite."""
     from torchtitan.trainer import Trainer
 
     trainer = _Step()
@@ -113,7 +113,7 @@ def train_step() -> Answer:
     needs=("monarch.actor", _RL),
 )
 def optim_step() -> Answer:
-    """From this method the shim makes an endpoint that steps the optimizer with the scaler."""
+    """The shim replaces ``optim_step`` by an endpoint whose scaler steps the optimizers."""
     from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 
     method = PolicyTrainer.optim_step._method.__wrapped__
@@ -135,7 +135,7 @@ def optim_step() -> Answer:
     needs=("torchtitan.components.loss",),
 )
 def chunked_loss() -> Answer:
-    """The shim therefore scales the inner loss."""
+    """The shim scales the inner loss, whose backward pass ``ChunkedLossWrapper`` runs."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=2))
@@ -175,7 +175,7 @@ def initial_states() -> Answer:
     needs=("torchtitan.models.common.attention",),
 )
 def attention() -> Answer:
-    """The shim's attention computes in float16 instead."""
+    """The shim's attention function computes in float16 instead of bfloat16."""
     from torchtitan.models.common import attention as module
 
     seen = []

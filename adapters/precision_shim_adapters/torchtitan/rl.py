@@ -1,7 +1,7 @@
-"""The RL trainer in float16: ``PolicyTrainer``, a Monarch actor.
+"""Loss scaling for the RL trainer in float16, the Monarch actor ``PolicyTrainer``.
 
-Another endpoint computes the gradients before ``optim_step``. So the shim replaces ``optim_step``
-by an endpoint that unscales, and scales the loss only where this endpoint is in place.
+The trainer computes gradients in another endpoint than ``optim_step``. The shim replaces
+``optim_step`` by an endpoint that unscales, and scales losses only of trainers with this endpoint.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def build(call: Call, config: Any) -> Any:
 def _own_endpoints(trainer: Any) -> list[str]:
     """The endpoints in which a subclass computes gradients or steps in its own way.
 
-    A step other than the shim's does not unscale. Gradients of a loss that the shim does not scale
-    would be divided by the scale in the shim's step.
+    A subclass's own ``optim_step`` does not unscale the gradients. The shim's ``optim_step`` would
+    divide the gradients of an unscaled loss by the scale.
     """
     own = [] if hasattr(type(trainer).optim_step, UNSCALES) else ["optim_step"]
     return own + _list_overridden(trainer, "forward_backward")
@@ -84,7 +84,7 @@ def _list_overridden(trainer: Any, name: str) -> list[str]:
     **ON_RL,
 )
 def build_trainer(call: Call, config: Any) -> None:
-    """Build a trainer; complete its scaled training once its optimizers exist."""
+    """Build a trainer; store its ``ScaledTraining`` on the optimizers once they exist."""
     call.proceed()
     training = ScaledTraining.of(call.instance)
     if training is None:
@@ -114,10 +114,10 @@ def build_trainer(call: Call, config: Any) -> None:
     **ON_RL,
 )
 def make_endpoint(endpoint: Any) -> Any:
-    """Make an endpoint that steps with its trainer's scaler, if the trainer has one.
+    """Make an endpoint that steps with the trainer's scaler, if the trainer has a scaler.
 
     Raises:
-        SeamError: Monarch's ``concurrent_endpoint`` did not make the endpoint.
+        SeamError: the endpoint was not made by Monarch's ``concurrent_endpoint``.
     """
 
     async def step(trainer: Any, own: Callable[[], Awaitable[Any]]) -> Any:

@@ -1,8 +1,8 @@
-"""Loss scaling for both trainers: scale the innermost loss, unscale before clipping.
+"""Loss scaling for both torchtitan trainers: scale the innermost loss, unscale before clipping.
 
-Why the innermost loss: ``ChunkedLossWrapper`` runs each chunk's backward pass itself, and a
-pipeline's schedule keeps the loss function from its construction. So scaling the loss that they
-return, or replacing ``trainer.loss_fn``, would not scale their gradients.
+``ChunkedLossWrapper`` runs each chunk's backward pass itself, and a pipeline's schedule stores the
+loss function when the schedule is built. Scaling the loss that either returns, or replacing
+``trainer.loss_fn``, would not scale the gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INIT_OPTIM_STATE = "torchtitan.components.optimizer.utils:init_optim_state"
 
 
 def make(trainer: Any, subject: str) -> ScaledTraining:
-    """Make the scaled training of a float16 model, and keep it on the trainer.
+    """Make a float16 model's ``ScaledTraining``, and store it on the trainer.
 
     Args:
         trainer: a ``PolicyTrainer`` or a ``Trainer``.
@@ -53,7 +53,7 @@ def leave(name: str, own: Iterable[str], instead: str) -> None:
     Args:
         name: the name of the trainer's class.
         own: the trainer's methods that are not torchtitan's.
-        instead: what the user can do, other than train in bfloat16.
+        instead: the message's second remedy; the first is to train in bfloat16.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, instead of the warning.
@@ -68,12 +68,12 @@ def leave(name: str, own: Iterable[str], instead: str) -> None:
 
 
 def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> None:
-    """Pass each loss whose backward pass torchtitan runs to a function.
+    """Call ``attach`` with each loss whose backward pass torchtitan runs.
 
     Args:
-        trainer: a ``PolicyTrainer`` or a ``Trainer`` that has its loss function, and its pipeline
-            schedule if it has one.
-        attach: scales the gradients of a loss.
+        trainer: a ``PolicyTrainer`` or a ``Trainer`` whose loss function, and pipeline schedule if
+            any, exist.
+        attach: a function that scales the gradients of a loss.
     """
     from torchtitan.components.loss import ChunkedLossWrapper
 
@@ -88,13 +88,13 @@ def scale_innermost(trainer: Any, attach: Callable[[torch.Tensor], None]) -> Non
 
 
 def ready(training: ScaledTraining, trainer: Any) -> None:
-    """Keep the training on the optimizers too, and report the dtypes of attention and experts."""
+    """Store the training on the optimizers, and report the dtypes of attention and experts."""
     for optimizer in trainer.optimizers:
         training.keep(optimizer)
     attention.tell(training.subject, trainer.model_parts)
 
 
-# -- the first look at the gradients -----------------------------------------------------------
+# -- unscaling and clipping --------------------------------------------------------------------
 
 
 @seam(
@@ -114,12 +114,12 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     overflow = scaler.overflow if isinstance(scaler, LossScaler) else None
     if overflow is None:
         return norm
-    # Newer versions of Trainer assert a finite norm before the step that the scaler skips: return 0
-    # for an overflow, without a copy from the device. The metrics report NaN for a skipped step.
+    # Newer versions of Trainer assert a finite norm before the step. Return 0 for an overflow,
+    # without a copy from the device. The metrics report NaN for a skipped step.
     return torch.where(overflow.to(norm.device, non_blocking=True), torch.zeros_like(norm), norm)
 
 
-# -- the state of an optimizer that has taken no step ------------------------------------------
+# -- states of an optimizer before its first step ----------------------------------------------
 
 
 @seam(
@@ -133,7 +133,7 @@ def clip(call: Call, parameters: Any, max_norm: Any) -> Any:
     aliases=("torchtitan.components.optimizer.optimizer:init_optim_state",),
 )
 def init_optim_state(call: Call, optim: Any) -> Any:
-    """Make the states of a scaled training's optimizer with a step count of 0."""
+    """Create an optimizer's states with a step count of 0, if the loss is scaled."""
     if ScaledTraining.of(optim) is None or optim.state:
         return call.proceed()
     return states_of_no_step(optim, call.proceed)

@@ -1,10 +1,9 @@
-"""Both sides of an RL job: the dtype that the trainer computes in, and the generator's.
+"""The dtypes in which the trainer and the generator of an RL job compute.
 
-torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver: it has
+torchtitan's RL package has no reference model and no teacher. ``Controller`` is the driver, and has
 the whole config before it starts the processes of the trainer and of the generators. The trainer
-sends its weights in the generator's dtype, rounded once, so it needs that dtype's name as well.
-
-vLLM runs torchtitan's own model, whose ``model_type`` is none that vLLM refuses in float16.
+sends its weights in the generator's dtype, rounded once, so it needs the dtype's name as well.
+vLLM runs torchtitan's own model, whose ``model_type`` vLLM accepts in float16.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ _UNWRITTEN: dict[str, str] = {}
 
 
 def coerce_generator(config: Any) -> None:
-    """Replace the dtype name in a generator's config by the one that vLLM and torchtitan take.
+    """Replace the dtype name in a generator's config by vLLM's and torchtitan's name for it.
 
     Raises:
         DtypeError: the name is unknown.
     """
     value = config.model_dtype
     name = _name(value, (AUTO,))
-    if name != value:  # an equal name stays the same object: see ``unwritten``
+    if name != value:  # keep an equal string: its identity is a mark
         config.model_dtype = name
 
 
@@ -61,7 +60,7 @@ def generator_dtype_name(value: Any) -> Any:
     """torchtitan's own name of the generator's dtype, in which the trainer sends the weights.
 
     Raises:
-        DtypeError: the name is unknown, or is ``auto``, so that vLLM would choose the dtype.
+        DtypeError: the name is unknown, or is ``auto``, which lets vLLM choose the dtype.
     """
     if isinstance(value, str) and value.strip().lower() == AUTO:
         raise DtypeError(
@@ -75,33 +74,33 @@ def generator_dtype_name(value: Any) -> Any:
 
 
 def _name(value: Any, also: Sequence[str]) -> Any:
-    if value is None or value == "":  # the trainer sends the weights in its own dtype
+    if value is None or value == "":  # the weights are sent in the trainer's dtype
         return value
     return engine_name(value, KEY, versioned(FRAMEWORK), also)
 
 
-# -- what the user wrote ------------------------------------------------------------------------
+# -- values that the user wrote -----------------------------------------------------------------
 
 
 def unwritten(name: str) -> str:
     """A string equal to a dtype's name that marks a value that the user did not write.
 
-    The mark is the string's identity: an equal name that the user writes, on the command line or in
-    Python, is another object. tyro and ``dataclasses.replace`` pass the object on.
+    The mark is the string's identity. An equal name from the command line or from Python code is
+    another string object. The marked object survives tyro and ``dataclasses.replace``.
     """
     return _UNWRITTEN.setdefault(name, name[:1] + name[1:])
 
 
 def is_written(value: object) -> bool:
-    """Whether the user wrote a value, as far as that can be told."""
+    """Whether the user wrote a value; true unless the shim marked the value as unwritten."""
     return not (isinstance(value, str) and _UNWRITTEN.get(value) is value)
 
 
 def mark_released(config: Any, arguments: Sequence[str]) -> None:
-    """Mark the generator's dtype as unwritten if it is from a released config function.
+    """Mark the generator's dtype as unwritten if torchtitan's own config function set it.
 
     Args:
-        config: what the config function returned, before the command line changes it.
+        config: the config function's result, before the command line changes it.
         arguments: the job's arguments, with ``--module`` and ``--config``.
     """
     generator = getattr(config, "generator", None)
@@ -111,7 +110,7 @@ def mark_released(config: Any, arguments: Sequence[str]) -> None:
 
 
 def _is_released(arguments: Sequence[str]) -> bool:
-    """Whether the config function is in a file that is unchanged since torchtitan's wheel."""
+    """Whether the config function's file is unchanged since torchtitan's release."""
     name = _word(arguments, "--module").strip()
     modules = (sys.modules.get(place.format(name)) for place in _MODULES if name)
     module = next((imported for imported in modules if imported is not None), None)
@@ -124,7 +123,7 @@ def _is_released(arguments: Sequence[str]) -> bool:
 
 
 def _word(arguments: Sequence[str], option: str) -> str:
-    """The value of an option; of several values the last, as torchtitan reads it."""
+    """The last value given for a command-line option, as torchtitan reads it."""
     given, words = "", iter(arguments)
     for word in words:
         head, equals, value = word.partition("=")
@@ -135,7 +134,7 @@ def _word(arguments: Sequence[str], option: str) -> str:
 
 @contextmanager
 def marked() -> Iterator[None]:
-    """Mark for the plan the same values that the seams mark in a job."""
+    """In the plan, mark the same values as unwritten that the seams mark in a job."""
     from torchtitan.config import ConfigManager
     from torchtitan.experiments.rl.actors.generator import VLLMGenerator
 
@@ -161,7 +160,7 @@ def marked() -> Iterator[None]:
 
 
 def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
-    """The trainer and the generator; ``None`` where one of the two dtypes is not known.
+    """The dtypes of trainer and generator; ``None`` if one of the two is not known.
 
     Args:
         training: the trainer's ``TrainingConfig``.
@@ -186,7 +185,7 @@ def engines(training: Any, model_dtype: Any) -> tuple[Engine, Engine] | None:
     optional=True,
 )
 def build_generator_config(call: Call, model_dtype: Any) -> None:
-    """Build a generator's config with a name that vLLM and torchtitan take."""
+    """Build a generator's config with a dtype name that vLLM and torchtitan accept."""
     call.proceed()
     config = call.instance
     if "model_dtype" not in call.arguments and isinstance(config.model_dtype, str):
@@ -203,7 +202,7 @@ def build_generator_config(call: Call, model_dtype: Any) -> None:
     optional=True,
 )
 def build_generator(call: Call, config: Any) -> Any:
-    """Replace the dtype name in a generator's config by one that vLLM takes."""
+    """Replace the dtype name in a generator's config by a name that vLLM accepts."""
     coerce_generator(config)
     return call.proceed()
 
@@ -217,7 +216,7 @@ def build_generator(call: Call, config: Any) -> Any:
     optional=True,
 )
 def build_controller(call: Call, config: Any) -> Any:
-    """Report whether trainer and generator agree; set the generator's dtype if asked.
+    """Compare trainer and generator; ``PRECISION_SHIM_ROLLOUT=follow`` sets the generator's dtype.
 
     Raises:
         DtypeError: the generator's dtype is unknown, or ``auto``.
@@ -247,9 +246,9 @@ def build_controller(call: Call, config: Any) -> Any:
     optional=True,
 )
 def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
-    """Replace the name in which the trainer sends its weights, and report both dtypes.
+    """Replace the name of the dtype in which the trainer sends its weights; report both dtypes.
 
-    The driver warns; here a warning would come from every rank.
+    Only the driver warns of different dtypes, because this function runs on every rank.
     """
     name = generator_dtype_name(generator_dtype)
     if "generator_dtype" in call.arguments:
@@ -271,7 +270,7 @@ def build_policy_trainer(call: Call, config: Any, generator_dtype: Any) -> None:
     optional=True,
 )
 def load_config(call: Call, args: Any) -> Any:
-    """Under ``PRECISION_SHIM_ROLLOUT=follow``, mark what torchtitan's own config function wrote."""
+    """With ``PRECISION_SHIM_ROLLOUT=follow``, mark the dtype from torchtitan's config function."""
     config = call.proceed()
     if current_settings()["rollout"] == "follow":
         mark_released(config[0], args)
