@@ -22,7 +22,7 @@ class PrecisionShimStart:
 # In a virtual environment Python executes start-up files twice. The second execution does nothing,
 # even if the shim was removed before it.
 if "precision_shim.process.startup" not in sys.modules and not any(
-    hasattr(one, "finds_nothing") for one in sys.meta_path
+    hasattr(finder, "finds_nothing") for finder in sys.meta_path
 ):
     named = os.environ.get("PRECISION_SHIM_FRAMEWORKS", "").lower().replace("-", "_")
     names = {

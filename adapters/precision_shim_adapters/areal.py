@@ -56,9 +56,9 @@ def read(engine: Any) -> Wishes:
 
 
 def _written(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    defaults = {one.name: one.default for one in dataclasses.fields(config)}
-    found = {name: getattr(config, name) for name in names}
-    return {name: value for name, value in found.items() if value != defaults[name]}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    values = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in values.items() if value != defaults[name]}
 
 
 @seam(
@@ -73,11 +73,11 @@ def name_dtypes(call: Call, config: Any) -> None:
     """Give the engine a config with torch's names for the states' dtypes."""
     where, theirs = versioned("areal"), config.megatron
     dtypes = {
-        one: coerce_dtype(getattr(theirs, one), key=f"megatron.{one}", where=where)
-        for one in STATES
+        name: coerce_dtype(getattr(theirs, name), key=f"megatron.{name}", where=where)
+        for name in STATES
     }
-    names = {one: str(dtype).removeprefix("torch.") for one, dtype in dtypes.items()}
-    if names != {one: getattr(theirs, one) for one in STATES}:
+    names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    if names != {name: getattr(theirs, name) for name in STATES}:
         config, inner = copy.copy(config), copy.copy(theirs)
         vars(inner).update(names)
         config.megatron = inner
@@ -114,8 +114,8 @@ def settle(call: Call, config: Any, model_chunks: Any) -> Any:
 def step(call: Call) -> dict[str, float]:
     """Accept a skipped step, and add loss scale and skipped steps to AReaL's statistics."""
     with megatron.skipping(succeeds=False):
-        found: dict[str, float] = call.proceed()
-    return {**found, **megatron.metrics(call.instance.optimizer)}
+        statistics: dict[str, float] = call.proceed()
+    return {**statistics, **megatron.metrics(call.instance.optimizer)}
 
 
 ADAPTER = Adapter.of(

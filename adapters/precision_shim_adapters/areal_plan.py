@@ -37,7 +37,7 @@ def plan_job(job: Job) -> Request:
         f"without the shim AReaL keeps whole fp32 master weights, also where {PRECISION_AWARE} is "
         "on: 2 bytes per parameter more than such a model is counted here",
     )
-    aware = any(one.wishes.precision_aware_by_itself for one in models)
+    aware = any(model.wishes.precision_aware_by_itself for model in models)
     version = versioned("areal").partition(" ")[2] or None
     world = models[0].sizes.world
     return Request("areal", version, world, models, megatron=True, notes=notes if aware else ())
@@ -63,9 +63,9 @@ def load(job: Job) -> Any:
             "class of AReaL's, which says what its config is. Plan the job from a script that has."
         )
     try:
-        found, _ = cli_args.parse_cli_args(list(job.arguments))
+        config, _ = cli_args.parse_cli_args(list(job.arguments))
         return OmegaConf.to_object(
-            cli_args.to_structured_cfg(found, config_cls=getattr(cli_args, name))
+            cli_args.to_structured_cfg(config, config_cls=getattr(cli_args, name))
         )
     except (Exception, SystemExit) as error:  # hydra, omegaconf and argparse raise various errors
         raise PlanError(

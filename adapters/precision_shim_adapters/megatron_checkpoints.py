@@ -99,9 +99,9 @@ def _take_common(tree: dict[Any, Any], part: Part) -> None:
     sharding = (tree.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if isinstance(sharding, str):
         part.facts.setdefault("sharding", sharding)
-    for found in _values_of(tree.get("optimizer"), "param_state_sharding_type"):
-        if isinstance(found, str):
-            part.facts["sharding"] = found
+    for value in _values_of(tree.get("optimizer"), "param_state_sharding_type"):
+        if isinstance(value, str):
+            part.facts["sharding"] = value
 
 
 def _note_dtypes(part: Part, params: str, bucket: str) -> None:

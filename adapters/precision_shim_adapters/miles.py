@@ -72,10 +72,10 @@ def step(call: Call, optimizer: Any) -> tuple[dict[str, Any], Any, Any]:
     before = megatron.metrics(optimizer)
     with megatron.skipping(succeeds=True):
         losses, norm, outcome = call.proceed()
-    found = megatron.metrics(optimizer)
-    if found.get("skipped_steps", 0.0) > before.get("skipped_steps", 0.0):
+    figures = megatron.metrics(optimizer)
+    if figures.get("skipped_steps", 0.0) > before.get("skipped_steps", 0.0):
         norm = math.nan
-    return {**losses, **found}, norm, outcome
+    return {**losses, **figures}, norm, outcome
 
 
 ADAPTER = Adapter.of(

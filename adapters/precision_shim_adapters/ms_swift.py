@@ -40,7 +40,7 @@ def read(args: Any, kind: Any = None) -> Wishes:
         args: ms-swift's arguments, or a namespace with their names.
         kind: the class of the arguments; ``None``: that of ``args``.
     """
-    defaults = {one.name: coerced(one.default) for one in dataclasses.fields(kind or args)}
+    defaults = {field.name: coerced(field.default) for field in dataclasses.fields(kind or args)}
     asked = {name: coerced(getattr(args, name)) for name in _FIELDS}
     asked = {name: value for name, value in asked.items() if value != defaults[name]}
     if args.fp8_format is not None:

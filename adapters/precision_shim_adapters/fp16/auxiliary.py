@@ -33,8 +33,8 @@ def auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tenso
         nonlocal own, ours
         if holder.main_loss_backward_scale is not ours:  # the framework has set it since
             own = holder.main_loss_backward_scale
-        one = torch.ones((), device=loss.device)
-        ours = training.scaler.scale(one) * (1.0 if own is None else own)
+        unit = torch.ones((), device=loss.device)
+        ours = training.scaler.scale(unit) * (1.0 if own is None else own)
         holder.main_loss_backward_scale = ours
 
     try:

@@ -20,15 +20,15 @@ def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> An
         optimizer: an optimizer without states.
         initialize: makes the states.
     """
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    gradients = [parameter.grad for parameter in parameters]
-    for one in parameters:
-        one.grad = None
+    parameters = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in parameters]
+    for param in parameters:
+        param.grad = None
     try:
         result = initialize()
     finally:
-        for one, gradient in zip(parameters, gradients, strict=True):
-            one.grad = gradient
+        for param, gradient in zip(parameters, gradients, strict=True):
+            param.grad = gradient
     for state in optimizer.state.values():
         count = state.get("step")
         if isinstance(count, torch.Tensor):

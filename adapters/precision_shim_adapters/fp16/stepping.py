@@ -89,12 +89,12 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
         args: positional arguments of the step.
         kwargs: keyword arguments of the step.
     """
-    for one in (optimizer, *inner):
-        one._opt_called = True  # type: ignore[attr-defined]
+    for each in (optimizer, *inner):
+        each._opt_called = True  # type: ignore[attr-defined]
     if inner:
         with ExitStack() as muted:
-            for one in inner:
-                muted.enter_context(steps_through(_nothing, one))
+            for each in inner:
+                muted.enter_context(steps_through(_nothing, each))
             optimizer.step(*args, **kwargs)
 
 
@@ -104,4 +104,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def has_gradients(optimizer: Optimizer) -> bool:
     """Whether any parameter has a gradient."""
-    return any(one.grad is not None for group in optimizer.param_groups for one in group["params"])
+    return any(
+        parameter.grad is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )

@@ -47,8 +47,8 @@ def look_at_stream(call: Call, params_generator: Any) -> Any:
     FEATURE,
     group=GROUP,
     aliases=tuple(
-        f"{_WORKERS}.{one}_policy_worker{version}:packed_broadcast_producer"
-        for one, version in (("dtensor", ""), ("dtensor", "_v2"), ("megatron", ""))
+        f"{_WORKERS}.{kind}_policy_worker{version}:packed_broadcast_producer"
+        for kind, version in (("dtensor", ""), ("dtensor", "_v2"), ("megatron", ""))
     ),
     why=_WHY,
     delete_when=_DELETE,

@@ -58,7 +58,7 @@ def names(
 
 def of_megatron(section: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
     """Yield a problem for each optimizer flag that NeMo-RL refuses because of ``precision``."""
-    if not any("use_precision_aware_optimizer" in look(one).names for one in _CHECKS):
+    if not any("use_precision_aware_optimizer" in look(function).names for function in _CHECKS):
         return  # NeMo-RL 0.4 checks no flags
     dtype = DTYPES[section.get("precision", "bfloat16")]
     optimizer = section["megatron_cfg"].get("optimizer") or {}

@@ -118,7 +118,7 @@ DTENSOR = (
 )
 """The kinds of DTensor workers, once per module that they have been in."""
 
-_GROUPS = {name: one.group for one in DTENSOR for name in (one.name, f"{one.name}Impl")}
+_GROUPS = {name: worker.group for worker in DTENSOR for name in (worker.name, f"{worker.name}Impl")}
 
 
 def group_at(instance: Any) -> str:

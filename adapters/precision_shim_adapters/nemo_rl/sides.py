@@ -128,8 +128,8 @@ def read_sides(config: Any) -> Sides | None:
     path = str(policy.get("model_name") or "")
     kind = model_type(path)
     rollouts = (
-        resolve_auto(one, str(generation.get("backend")), checkpoint_dtype(path), kind)
-        for one in _rollout(generation, trainer)
+        resolve_auto(engine, str(generation.get("backend")), checkpoint_dtype(path), kind)
+        for engine in _rollout(generation, trainer)
     )
     others = (*rollouts, *_teacher(_part(config, "teacher")))
     return Sides(trainer, others, kind if generation.get("backend") == "vllm" else "")
@@ -173,8 +173,8 @@ def asked_of(policy: Mapping[str, Any]) -> tuple[str, str] | None:
     generation, dtype = policy.get("generation"), DTYPES.get(policy.get("precision", ""))
     if dtype is None or not isinstance(generation, Mapping):
         return None
-    for one in _rollout(generation, Engine("policy", name_of(dtype), "policy.precision")):
-        return ENGINE_NAMES.get(one.computes, one.computes), one.key
+    for engine in _rollout(generation, Engine("policy", name_of(dtype), "policy.precision")):
+        return ENGINE_NAMES.get(engine.computes, engine.computes), engine.key
     return None
 
 
@@ -188,8 +188,8 @@ def rollout_dtype(policy: Mapping[str, Any]) -> str:
     if dtype is None or not isinstance(generation, Mapping):
         return ""
     path, backend = str(policy.get("model_name") or ""), str(generation.get("backend"))
-    for one in _rollout(generation, Engine("policy", name_of(dtype), "policy.precision")):
-        return resolve_auto(one, backend, checkpoint_dtype(path), model_type(path)).computes
+    for engine in _rollout(generation, Engine("policy", name_of(dtype), "policy.precision")):
+        return resolve_auto(engine, backend, checkpoint_dtype(path), model_type(path)).computes
     return ""
 
 

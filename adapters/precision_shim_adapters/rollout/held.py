@@ -133,17 +133,17 @@ def _with(known: Held, answers: Iterable[Mapping[str, Any]]) -> Held:
     caches: set[str] = set()
     ignored = known.ignored
     exact = sampled = 0
-    for one in answers:
-        for name, (dtype, elements, in_quantised) in one["parameters"].items():
+    for answer in answers:
+        for name, (dtype, elements, in_quantised) in answer["parameters"].items():
             of_kind, short = kinds.setdefault(kind_of(name), {}), dtype_name(dtype)
             of_kind[short] = of_kind.get(short, 0) + elements
             if not in_quantised:
                 dtypes[short] = dtypes.get(short, 0) + elements
-        quantised |= dict.fromkeys(one["quantised"])
-        plain |= dict.fromkeys(one["plain"])
-        caches |= {dtype_name(dtype) for dtype in one["kv_cache"]}
-        ignored = ignored if one["ignored"] is None else tuple(one["ignored"])
-        exact, sampled = exact + one["exact"], sampled + one["sampled"]
+        quantised |= dict.fromkeys(answer["quantised"])
+        plain |= dict.fromkeys(answer["plain"])
+        caches |= {dtype_name(dtype) for dtype in answer["kv_cache"]}
+        ignored = ignored if answer["ignored"] is None else tuple(answer["ignored"])
+        exact, sampled = exact + answer["exact"], sampled + answer["sampled"]
     return replace(
         known,
         kinds=kinds,

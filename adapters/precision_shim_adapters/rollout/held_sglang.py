@@ -31,7 +31,7 @@ from .in_engine import count_exact
 MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "GraniteForCausalLM")
 """The models whose weights SGLang returns by the names in ``NAMES``."""
 
-NAMES = tuple(f"model.layers.0.self_attn.{one}_proj.weight" for one in "kv")
+NAMES = tuple(f"model.layers.0.self_attn.{kind}_proj.weight" for kind in "kv")
 ROWS = 16
 SAMPLE = "k_proj and v_proj of the first layer"
 
@@ -80,7 +80,9 @@ async def ask_manager(manager: Any, whose: Whose, sync: int = 0) -> Held:
         from sglang.srt.managers.io_struct import GetWeightsByNameReqInput
 
         wanted = [GetWeightsByNameReqInput(name=name, truncate_size=ROWS) for name in NAMES]
-        return _with(known, [await _answer(manager.get_weights_by_name(one)) for one in wanted])
+        return _with(
+            known, [await _answer(manager.get_weights_by_name(request)) for request in wanted]
+        )
     except Exception as error:  # an audit must not end a rollout
         return replace(known, not_answered=reason_of(error))
 
@@ -156,7 +158,7 @@ def _with(known: Held, answers: Sequence[Any]) -> Held:
     """Add the share that bf16 represents exactly; the values may come from several replicas."""
     if None in answers or [] in answers:
         return replace(known, not_answered=f"SGLang has not found {', '.join(NAMES)}")
-    counts = [count_exact(torch.tensor(one)) for one in answers]
+    counts = [count_exact(torch.tensor(answer)) for answer in answers]
     exact, sampled = torch.stack(counts).sum(0).tolist()
     share = exact / sampled if sampled else None
     return replace(known, weights=Weights({}, share, sampled), sample=SAMPLE)

@@ -28,7 +28,7 @@ def ignored_layers(quant_config: Any) -> list[str] | None:
     for name in names:
         found = getattr(quant_config, name, None)
         if isinstance(found, (list, tuple)):
-            return [str(one) for one in found]
+            return [str(entry) for entry in found]
     return None
 
 
@@ -38,7 +38,7 @@ def _targets_kinds(quant_config: Any) -> bool:
     It may name single layers instead; a layer that it leaves out is then in no list.
     """
     targets = getattr(quant_config, "target_scheme_map", None)
-    return isinstance(targets, Mapping) and all(str(one).isidentifier() for one in targets)
+    return isinstance(targets, Mapping) and all(str(target).isidentifier() for target in targets)
 
 
 def read_model(model: torch.nn.Module) -> dict[str, Any]:
@@ -58,18 +58,18 @@ def read_model(model: torch.nn.Module) -> dict[str, Any]:
             scales.append(name)
         elif method.endswith("Method") and not method.startswith("Unquantized"):
             quantised.append(name)
-        caches |= {str(one.dtype) for one in _tensors(vars(module).get("kv_cache"))}
-    skipped = tuple(f"{one}." for one in (*quantised, *scales))
+        caches |= {str(cache.dtype) for cache in _tensors(vars(module).get("kv_cache"))}
+    skipped = tuple(f"{name}." for name in (*quantised, *scales))
     parameters = {
-        name: (str(one.dtype), one.numel(), name.startswith(skipped))
-        for name, one in model.named_parameters()
+        name: (str(parameter.dtype), parameter.numel(), name.startswith(skipped))
+        for name, parameter in model.named_parameters()
     }
     sampled = [
-        one
-        for name, one in model.named_parameters()
-        if not parameters[name][2] and one.numel() and one.dtype.itemsize > 1
+        parameter
+        for name, parameter in model.named_parameters()
+        if not parameters[name][2] and parameter.numel() and parameter.dtype.itemsize > 1
     ]
-    counts = [count_exact(one) for one in sampled[:: len(sampled) // MOST_TENSORS + 1]]
+    counts = [count_exact(parameter) for parameter in sampled[:: len(sampled) // MOST_TENSORS + 1]]
     exact, normal = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
     return {
         "parameters": parameters,
@@ -88,7 +88,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [one for each in value for one in _tensors(each)]
+        return [tensor for each in value for tensor in _tensors(each)]
     return []
 
 

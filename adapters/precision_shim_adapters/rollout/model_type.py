@@ -36,9 +36,9 @@ def checkpoint_dtype(path: str) -> str:
         path: see ``model_type``.
     """
     config = _config(path)
-    for one in (config, config.get("text_config")):
-        if isinstance(one, dict):
-            named = one.get("dtype") or one.get("torch_dtype")
+    for section in (config, config.get("text_config")):
+        if isinstance(section, dict):
+            named = section.get("dtype") or section.get("torch_dtype")
             if named is not None:
                 return CANONICAL.get(str(named).removeprefix("torch."), "")
     return ""

@@ -32,12 +32,12 @@ def problems_of(
         model_type: the model's type in its HF config; empty if it is not known.
     """
     problems, notes = [], []
-    for one in others:
-        if on and follows(trainer, one, model_type, settings["rollout"]):
-            one = replace(one, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
-        verdict = compare(trainer, one, model_type)
-        notes.append(f"{one.subject}: {FEATURE}: {verdict.chosen} ({verdict.because})")
+    for other in others:
+        if on and follows(trainer, other, model_type, settings["rollout"]):
+            other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
+        verdict = compare(trainer, other, model_type)
+        notes.append(f"{other.subject}: {FEATURE}: {verdict.chosen} ({verdict.because})")
         if verdict.lost:
             message, remedy = message_of(where, trainer, verdict, settings["rollout"])
-            problems.append(Problem("rollout-dtype", one.subject, one.key, message, remedy))
+            problems.append(Problem("rollout-dtype", other.subject, other.key, message, remedy))
     return problems, notes

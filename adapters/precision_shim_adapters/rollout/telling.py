@@ -64,13 +64,17 @@ def settle(
     """
     settings = current_settings()
     framework, verdicts = where.split(" ", 1)[0], []
-    for one in others:
-        name = follows(trainer, one, model_type, settings["rollout"]) if write else ""
+    for other in others:
+        name = follows(trainer, other, model_type, settings["rollout"]) if write else ""
         if write is not None and name:
-            write(one, name)
-            one = replace(one, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
-        verdicts.append(compare(trainer, one, model_type))
-    said = {(one.subject, one.chosen) for one in decisions() if one.feature == FEATURE}
+            write(other, name)
+            other = replace(other, computes=trainer.computes, because=FOLLOWED)  # noqa: PLW2901
+        verdicts.append(compare(trainer, other, model_type))
+    said = {
+        (decision.subject, decision.chosen)
+        for decision in decisions()
+        if decision.feature == FEATURE
+    }
     for verdict in verdicts:
         # A framework may check its config twice; the second check finds what the first one wrote.
         if (verdict.engine.subject, verdict.chosen) not in said:

@@ -62,10 +62,10 @@ def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) 
         UnsupportedPrecisionError: in strict mode, weights are rounded on the way to an fp16 engine.
     """
     framework = where.split(" ", 1)[0]
-    for one in wires:
-        if one.rounds:
-            decide(framework, one.subject, FEATURE, one.chosen, one.because)
-    lost = [f"{_message(where, one)}. {one.remedy}" for one in wires if one.lost]
+    for wire in wires:
+        if wire.rounds:
+            decide(framework, wire.subject, FEATURE, wire.chosen, wire.because)
+    lost = [f"{_message(where, wire)}. {wire.remedy}" for wire in wires if wire.lost]
     if lost and may_raise and current_settings().strict:
         raise UnsupportedPrecisionError("\n".join(lost))
     for message in lost:
@@ -75,12 +75,14 @@ def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) 
 def wire_problems(where: str, wires: Sequence[Wire]) -> tuple[list[Problem], list[str]]:
     """What ``tell_of_wires`` will warn of, as problems, and a note for each sync that rounds."""
     problems = [
-        Problem("rollout-dtype", one.subject, one.key, _message(where, one), one.remedy)
-        for one in wires
-        if one.lost
+        Problem("rollout-dtype", wire.subject, wire.key, _message(where, wire), wire.remedy)
+        for wire in wires
+        if wire.lost
     ]
     notes = [
-        f"{one.subject}: {FEATURE}: {one.chosen} ({one.because})" for one in wires if one.rounds
+        f"{wire.subject}: {FEATURE}: {wire.chosen} ({wire.because})"
+        for wire in wires
+        if wire.rounds
     ]
     return problems, notes
 

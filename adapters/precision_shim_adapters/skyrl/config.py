@@ -194,7 +194,9 @@ def _keep_overrides(config: Any, given: Any) -> None:
 
     lines = [f"{key}={value}" for key, value in given.items()] if isinstance(given, dict) else given
     overrides = OmegaConf.from_cli(list(lines))
-    if all(OmegaConf.select(overrides, f"{one}.{MODEL_DTYPE}") is None for one in _SECTIONS):
+    if all(
+        OmegaConf.select(overrides, f"{section}.{MODEL_DTYPE}") is None for section in _SECTIONS
+    ):
         _leave_to_class(config.generator.inference_engine, MODEL_DTYPE)
     for role in ("policy", "ref"):
         base = f"trainer.{role}.megatron_config"

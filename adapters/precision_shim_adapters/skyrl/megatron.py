@@ -237,7 +237,9 @@ def module_build(call: Call, ddp_config: Any) -> Any:
     """Record that a model is built, for a caller outside ``init_model``."""
     worker = call.instance
     provider = worker.provider
-    changes = any(in_force("skyrl", one, "megatron") for one in (DISPATCH, ALIGNMENT, SCALING))
+    changes = any(
+        in_force("skyrl", feature, "megatron") for feature in (DISPATCH, ALIGNMENT, SCALING)
+    )
     if (
         changes  # with only the feature ``audit``, change nothing
         and provider.fp16

@@ -33,7 +33,8 @@ def optimizer_config() -> Answer:
         SimpleNamespace(), {"bf16": False, "params_dtype": torch.float32}
     )
     found = [
-        (one.bf16, str(one.params_dtype), one.use_distributed_optimizer) for one in (plain, written)
+        (config.bf16, str(config.params_dtype), config.use_distributed_optimizer)
+        for config in (plain, written)
     ]
     return Answer([(True, "torch.bfloat16", True), (False, "torch.float32", True)], found)
 

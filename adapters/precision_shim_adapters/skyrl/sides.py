@@ -202,8 +202,8 @@ def _over(engines: Any) -> dict[str, Mapping[str, Any]]:
         getattr(engines, role, None) for role in roles
     )
     return {
-        f"{INFERENCE}.{one}": getattr(engines, one, None) or {}
-        for one in (roles if by_role else (first,))
+        f"{INFERENCE}.{role}": getattr(engines, role, None) or {}
+        for role in (roles if by_role else (first,))
     }
 
 

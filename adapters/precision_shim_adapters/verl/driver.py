@@ -68,11 +68,11 @@ def name_dtype(call: Call) -> Any:
     at=[
         {
             "target": "verl.utils.device:auto_set_device",
-            "aliases": tuple(f"{one}:auto_set_device" for one in _PROGRAMS),
+            "aliases": tuple(f"{program}:auto_set_device" for program in _PROGRAMS),
         },
         {
             "target": "verl.utils.config:validate_config",
-            "aliases": tuple(f"{one}:validate_config" for one in _PROGRAMS),
+            "aliases": tuple(f"{program}:validate_config" for program in _PROGRAMS),
         },
     ],
     why="the rollout's and the reference model's dtypes have defaults of their own",

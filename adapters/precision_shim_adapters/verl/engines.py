@@ -69,7 +69,7 @@ def on(engine: str, **more: Any) -> dict[str, Any]:
 
 
 def _at(method: str, *engines: str) -> list[dict[str, Any]]:
-    return [{"target": f"{one}.{method}", **on(one)} for one in engines]
+    return [{"target": f"{engine}.{method}", **on(engine)} for engine in engines]
 
 
 def is_fp16(value: object) -> bool:
@@ -81,10 +81,10 @@ def policy_of(module: Any) -> torch.dtype | None:
     """The dtype in which FSDP2 gathers a module's parameters; ``None`` where it shards nothing."""
     from torch.distributed.fsdp import FSDPModule
 
-    for one in module.modules():
-        if isinstance(one, FSDPModule):
-            found: torch.dtype | None = one._get_fsdp_state()._mp_policy.param_dtype
-            return found
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            gathered: torch.dtype | None = submodule._get_fsdp_state()._mp_policy.param_dtype
+            return gathered
     return None
 
 
@@ -210,8 +210,8 @@ def watch_engine(engine: Any) -> None:
 @seam(
     feature="audit",
     at=[
-        {"target": f"{one}.{method}", "group": GROUPS[one], "only_if": SINCE[one]}
-        for one, method in ((VEOMNI, "_build_model_optimizer"), (AUTOMODEL, "initialize"))
+        {"target": f"{engine}.{method}", "group": GROUPS[engine], "only_if": SINCE[engine]}
+        for engine, method in ((VEOMNI, "_build_model_optimizer"), (AUTOMODEL, "initialize"))
     ],
     why="model, optimizer and scaler stand together for the first time",
     delete_when="verl says which precision its optimizers have",
@@ -234,15 +234,15 @@ def _follow(symbol: Symbol, settings: Any) -> str | None:
 
 NATIVE = tuple(
     Seam(
-        target=f"{one}.initialize",
+        target=f"{engine}.initialize",
         feature=feature,
         wrapper=None,
-        group=GROUPS[one],
+        group=GROUPS[engine],
         why="torch's AdamW keeps its states in its parameters' dtype; there is no Megatron bucket",
         native=_follow,
         optional=True,
     )
-    for one in (VEOMNI, AUTOMODEL, TITAN)
+    for engine in (VEOMNI, AUTOMODEL, TITAN)
     for feature in ("bf16-dispatch", "grad-bucket-alignment")
 )
 """The states and the reduction of engines without a Megatron optimizer, for ``status()``."""
@@ -266,12 +266,12 @@ def refusal(engine: str) -> str:
     feature=FEATURE,
     at=[
         {
-            "target": f"{one}.__init__",
-            "group": GROUPS[one],
+            "target": f"{engine}.__init__",
+            "group": GROUPS[engine],
             "refusal": why,
-            "unless": SINCE[one],
+            "unless": SINCE[engine],
         }
-        for one, why in REFUSED.items()
+        for engine, why in REFUSED.items()
     ],
     why="says so where fp16 is asked of the engine, before it builds an optimizer",
     delete_when="verl 0.9.0 is the oldest in use",
@@ -281,8 +281,8 @@ def refuse_fp16(call: Call, engine_config: Any) -> Any:
     """Warn (strict: raise) where the config asks an older verl's engine for float16."""
     if not asks_fp16(engine_config) or getattr(engine_config, "forward_only", False):
         return call.proceed()
-    kinds = {one.__name__ for one in type(call.instance).__mro__}
-    reason = next(why for one, why in REFUSED.items() if one.rpartition(":")[2] in kinds)
+    kinds = {base.__name__ for base in type(call.instance).__mro__}
+    reason = next(why for refused, why in REFUSED.items() if refused.rpartition(":")[2] in kinds)
     message = (
         f"{versioned('verl')}: {reason}. It trains in bfloat16 whatever dtype says, and the shim "
         "cannot scale its loss. Train in bfloat16, or in float16 with the fsdp2, fsdp or megatron "

@@ -118,7 +118,8 @@ def _rounds_to(sender: Any) -> torch.dtype | None:
 @seam(
     feature=FEATURE,
     at=[
-        f"verl.workers.rollout.{one}_rollout.{one}_rollout:{_ADAPTER}" for one in ("vllm", "sglang")
+        f"verl.workers.rollout.{engine}_rollout.{engine}_rollout:{_ADAPTER}"
+        for engine in ("vllm", "sglang")
     ],
     only_if=("verl.workers.fsdp_workers",),
     group=f"legacy {SENT}",

@@ -101,8 +101,8 @@ def read_sharded(
     sizes = {"shards": "fsdp_size", "context": "ulysses_sequence_parallel_size"}
     if strategy == "fsdp_turbo":
         turbo: Any = engine.get("turbo_config")
-        for one in _TURBOS:
-            turbo = turbo.get(one) if isinstance(turbo, Mapping) else None
+        for name in _TURBOS:
+            turbo = turbo.get(name) if isinstance(turbo, Mapping) else None
         dtype = parse_dtype(str(turbo))
         if dtype is None:
             place = f"{key}.turbo_config.{'.'.join(_TURBOS)}"

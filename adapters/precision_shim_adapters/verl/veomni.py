@@ -67,7 +67,7 @@ def build(call: Call) -> Any:
     parts = inside(engine.optimizer)
     if parts and not hasattr(engine.optimizer, "param_groups"):
         # VeOmni's container (expert parallelism, Muon) lacks param_groups, which a scaler reads.
-        engine.optimizer.param_groups = [group for one in parts for group in one.param_groups]
+        engine.optimizer.param_groups = [group for part in parts for group in part.param_groups]
     scale(engine, BECAUSE)
     return result
 

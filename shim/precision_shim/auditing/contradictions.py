@@ -39,28 +39,28 @@ def contradictions(sent: Sequence[Sent], held: Sequence[Held]) -> Iterator[Contr
         sent: a record of the sent weights for each rank of the trainer.
         held: a record for each engine, including engines of models other than the trained policy.
     """
-    rollouts = [one for one in held if one.subject == ROLLOUT]
+    rollouts = [engine for engine in held if engine.subject == ROLLOUT]
     for engine in rollouts:
         for ask in _once(sent):
             yield from _engine_dtype(ask, engine)
-    for one in sent:
-        yield from _of_wire(one, rollouts)
+    for record in sent:
+        yield from _of_wire(record, rollouts)
         for engine in rollouts:
-            yield from _received(one, engine)
-            yield from _sent_in_8_bits(one, engine)
+            yield from _received(record, engine)
+            yield from _sent_in_8_bits(record, engine)
     for engine in held:  # both checks need no sent weights, so the engine may have any model
         yield from _held_dtype(engine)
         yield from _left_out(engine)
 
 
 def _once(sent: Sequence[Sent]) -> Iterable[Sent]:
-    return {(one.asked, one.key): one for one in sent}.values()
+    return {(record.asked, record.key): record for record in sent}.values()
 
 
 def computes(sent: Sent, rollouts: Sequence[Held]) -> set[str]:
     """Return the compute dtypes of the rollout engines; without engines, the configured dtype."""
     if rollouts:
-        return {one.computes for one in rollouts}
+        return {engine.computes for engine in rollouts}
     return {CANONICAL[sent.asked]} if sent.asked in CANONICAL else set()
 
 
@@ -166,13 +166,13 @@ def _sent_in_8_bits(one: Sent, engine: Held) -> Iterator[Contradiction]:
     plain = {joined(name): name for name in engine.plain}
     quantised = {joined(name) for name in engine.quantised}
     names = {joined(name) for name in one.quantised}
-    found = [plain[name] for name in sorted(names - quantised) if name in plain]
-    if found:
+    weights = [plain[name] for name in sorted(names - quantised) if name in plain]
+    if weights:
         yield Contradiction(
             "layers-quantised",
             _who(engine),
-            f"the engine holds {_count(found)} without quantisation, and they were sent in 8 bits: "
-            f"{_some(found)}. Give trainer and engine one list of layers to leave out.",
+            f"the engine holds {_count(weights)} without quantisation, and they were sent in 8 "
+            f"bits: {_some(weights)}. Give trainer and engine one list of layers to leave out.",
         )
 
 
@@ -180,13 +180,13 @@ def _left_out(engine: Held) -> Iterator[Contradiction]:
     """Yield contradictions for a quantised engine's 16-bit layers outside its ignore list."""
     if not engine.quantization or not engine.quantised or engine.ignored is None:
         return
-    plain = [one for one in engine.plain if kind_of(one) in ("attention", "mlp", "experts")]
-    unnamed = [one for one in plain if not is_named(one, engine.ignored)]
+    plain = [layer for layer in engine.plain if kind_of(layer) in ("attention", "mlp", "experts")]
+    unnamed = [layer for layer in plain if not is_named(layer, engine.ignored)]
     by_word: dict[str, list[str]] = {}
-    for one in unnamed:
-        word = holds_a_word_of(one, engine.ignored)
+    for layer in unnamed:
+        word = holds_a_word_of(layer, engine.ignored)
         if word:
-            by_word.setdefault(word, []).append(one)
+            by_word.setdefault(word, []).append(layer)
     for word, layers in by_word.items():
         yield Contradiction(
             "layers-quantised",
@@ -195,9 +195,9 @@ def _left_out(engine: Held) -> Iterator[Contradiction]:
             f"for: {_some(layers)}. The list of layers to leave out has {word!r}, which is only a "
             "piece of their names. Write whole names there, or a regular expression.",
         )
-    mixed = {_like(one) for one in engine.quantised}
-    some = [one for one in unnamed if not holds_a_word_of(one, engine.ignored)]
-    odd = [one for one in some if _like(one) in mixed]
+    mixed = {_like(layer) for layer in engine.quantised}
+    some = [layer for layer in unnamed if not holds_a_word_of(layer, engine.ignored)]
+    odd = [layer for layer in some if _like(layer) in mixed]
     if odd:
         yield Contradiction(
             "layers-quantised",

@@ -28,7 +28,7 @@ class Counter:
         self._before = set(self._counted)
 
     def _storages(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
-        return [(one, one.untyped_storage()) for one in plain(tensor)]
+        return [(piece, piece.untyped_storage()) for piece in plain(tensor)]
 
     def count(self, tensors: Iterable[torch.Tensor], more: Iterable[torch.Tensor] = ()) -> Measured:
         """Count tensors whose storages no earlier component has counted.
@@ -51,15 +51,15 @@ class Counter:
             if not storages or any(storage._cdata in self._before for _, storage in storages):
                 continue
             found.elements += numel
-            for one, storage in storages:
-                found.dtypes.add(one.dtype)
-                found.devices.add(one.device.type)
+            for piece, storage in storages:
+                found.dtypes.add(piece.dtype)
+                found.devices.add(piece.device.type)
                 if storage.nbytes():  # frameworks resize storages of offloaded tensors to 0
-                    found.bytes += one.numel() * one.element_size()
-                self._add(one, storage, found)
+                    found.bytes += piece.numel() * piece.element_size()
+                self._add(piece, storage, found)
         for tensor in more:
-            for one, storage in self._storages(tensor):
-                self._add(one, storage, found)
+            for piece, storage in self._storages(tensor):
+                self._add(piece, storage, found)
         return found
 
     def _add(self, tensor: torch.Tensor, storage: Any, found: Measured) -> None:
@@ -119,10 +119,11 @@ def _tensors(
     if component in of_model:
         return of_model[component]
     if component == "master":
-        return (tensor for one in owned for tensor in one.masters), ()
+        return (tensor for state in owned for tensor in state.masters), ()
     if component == "other":
-        return (*(tensor for one in owned for tensor in one.other), *reading.other), ()
-    return (state for one in owned if (state := getattr(one, component)) is not None), ()
+        return (*(tensor for state in owned for tensor in state.other), *reading.other), ()
+    states = (getattr(state, component) for state in owned)
+    return (tensor for tensor in states if tensor is not None), ()
 
 
 def component_of(reading: Reading, name: str, found: Measured, covered: int) -> AuditComponent:
@@ -139,7 +140,7 @@ def component_of(reading: Reading, name: str, found: Measured, covered: int) -> 
         name == "grad_copies"
         and reading.copies_later
         and not found.elements
-        and any(not one.has_state for one in reading.owned)
+        and any(not state.has_state for state in reading.owned)
     )
     if later or (name == "other" and reading.states_unknown):
         state = "later"

@@ -96,7 +96,7 @@ class Sent:
     def of(cls, values: Mapping[str, Any]) -> Sent:
         """Make a ``Sent`` from the values in a JSON file."""
         groups = {
-            side: {str(name): Weights.of(one) for name, one in values[side].items()}
+            side: {str(name): Weights.of(weights) for name, weights in values[side].items()}
             for side in ("sent", "own")
         }
         numbers = {name: int(values[name]) for name in ("rank", "world_size", "sync")}
@@ -168,8 +168,8 @@ class Held:
                 **several,
                 "sync": int(values["sync"]),
                 "kinds": {
-                    str(kind): {str(name): int(count) for name, count in one.items()}
-                    for kind, one in values["kinds"].items()
+                    str(kind): {str(name): int(count) for name, count in counts.items()}
+                    for kind, counts in values["kinds"].items()
                 },
                 "ignored": None if ignored is None else tuple(map(str, ignored)),
                 "weights": None if weights is None else Weights.of(weights),

@@ -61,7 +61,11 @@ def put_model(framework: str, subject: str, model: Sequence[weakref.ref[Any]]) -
 
 def model_of(framework: str, subject: str) -> list[Any]:
     """Return the modules of a model that were not garbage-collected."""
-    return [one for ref in _models.get((framework, subject), ()) if (one := ref()) is not None]
+    return [
+        optimizer
+        for ref in _models.get((framework, subject), ())
+        if (optimizer := ref()) is not None
+    ]
 
 
 def at_clear(undo: Callable[[], object]) -> None:

@@ -40,7 +40,7 @@ def joined(layer: str) -> str:
     """Return an engine's name for a layer: no prefix, and one name for fused layers or experts."""
     _, numbered, rest = layer.rpartition("layers.")
     whole, _, last = f"{numbered}{rest}".rpartition(".")
-    last = next((one for one, parts in _JOINED.items() if last in parts), last)
+    last = next((joined for joined, parts in _JOINED.items() if last in parts), last)
     return _EXPERT.sub(".experts", f"{whole}.{last}" if whole else last)
 
 
@@ -60,7 +60,7 @@ def is_named(layer: str, ignored: Sequence[str]) -> bool:
         ignored: the list's entries. An entry is a name, a part of a name between dots, a pattern
             with ``*``, or a regular expression that begins with ``re:``.
     """
-    return any(_names(one, name) for one in ignored for name in _spellings(layer))
+    return any(_names(entry, name) for entry in ignored for name in _spellings(layer))
 
 
 def _names(entry: str, name: str) -> bool:
@@ -71,14 +71,14 @@ def _names(entry: str, name: str) -> bool:
     if f".{entry}." in f".{name}.":
         return True
     # The entry may have a prefix that the layer lacks, as in "language_model.model.layers.0".
-    both = (one.rpartition("layers.")[1:] for one in (entry, name))
+    both = (path.rpartition("layers.")[1:] for path in (entry, name))
     one, other = ("".join(parts) for parts in both)
     return one.startswith("layers.") and f"{other}.".startswith(f"{one}.")
 
 
 def holds_a_word_of(layer: str, ignored: Sequence[str]) -> str:
     """Return the first list entry that is a substring of a layer's name; empty if none is."""
-    for one in ignored:
-        if not one.startswith("re:") and any(one in name for name in _spellings(layer)):
-            return one
+    for entry in ignored:
+        if not entry.startswith("re:") and any(entry in name for name in _spellings(layer)):
+            return entry
     return ""

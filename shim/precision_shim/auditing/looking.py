@@ -85,7 +85,7 @@ def look(
         named = rules.parse_expected(expected)
         readings = read_optimizers(model, optimizer, scaler, whole=whole)
         measured, host = measure(readings)
-        parts = [_part(*one) for one in zip(readings, measured, strict=True)]
+        parts = [_part(*pair) for pair in zip(readings, measured, strict=True)]
         where = where_of(framework, readings[0].framework)
         problems: list[Finding] = []
         notes: list[Finding] = []
@@ -140,10 +140,10 @@ def _updates(reading: Reading) -> dict[str, Any] | None:
 
 
 def _totals(measured: Sequence[Mapping[str, Measured]], host: int) -> dict[str, int]:
-    every = [one for counts in measured for one in counts.values()]
+    every = [measured_bytes for counts in measured for measured_bytes in counts.values()]
     return {
-        "bytes": sum(one.bytes for one in every),
-        "allocated": sum(one.allocated for one in every),
+        "bytes": sum(measured.bytes for measured in every),
+        "allocated": sum(measured.allocated for measured in every),
         "host": host,
         # The allocator keeps this number on the host: reading it needs no access to the device.
         "cuda_allocated": int(torch.cuda.memory_allocated()),
@@ -186,14 +186,14 @@ def _compare(
     parts: Sequence[AuditPart], problems: Iterable[Finding], group: Any, where: str
 ) -> tuple[dict[str, Any], list[Finding]]:
     everyone = _gather(signature(parts, problems), group)
-    for rank, one in everyone:
-        if _FAILED in one:
+    for rank, statement in everyone:
+        if _FAILED in statement:
             raise AuditError(
                 f"audit(group=...): rank {rank} could not be audited, and nothing was compared: "
-                f"{one[_FAILED]}"
+                f"{statement[_FAILED]}"
             )
     (first, said), *others = everyone
-    differ = {rank: found for rank, one in others if (found := unlike(said, one))}
+    differ = {rank: found for rank, statement in others if (found := unlike(said, statement))}
     ranks: dict[str, Any] = {"compared": len(everyone), "differ": sorted(differ)}
     findings = []
     if differ:

@@ -38,30 +38,32 @@ class Pair:
         """Return the records and contradictions as lines of text."""
         lines = [f"{self.whose}, trainer and rollout" + (f", job {self.job}" if self.job else "")]
         by_text: dict[str, list[int]] = {}
-        for one in self.sent:
-            by_text.setdefault(_sent_text(one), []).append(one.rank)
+        for record in self.sent:
+            by_text.setdefault(_sent_text(record), []).append(record.rank)
         lines += [f"  sent, {numbers(ranks)}: {text}" for text, ranks in by_text.items()]
         by_engine: dict[str, list[str]] = {}
         for engine in self.held:
             by_engine.setdefault(_held_text(engine), []).append(engine.name)
         lines += [f"  held, {', '.join(names)}: {text}" for text, names in by_engine.items()]
         if not self.held:
-            reasons = {one.not_asked for one in self.sent} - {""}
+            reasons = {record.not_asked for record in self.sent} - {""}
             lines.append(f"  held: not known: {'; '.join(sorted(reasons)) or 'no engine told it'}")
         if not self.sent:
             lines.append("  sent: not known: no process of the trainer told it")
         for (code, message), who in self.problems().items():
-            ranks = [one for one in who if isinstance(one, int)]
+            ranks = [rank for rank in who if isinstance(rank, int)]
             shown = [numbers(ranks)] if ranks else []
-            shown += [one for one in who if isinstance(one, str)]
+            shown += [name for name in who if isinstance(name, str)]
             lines.append(f"  contradiction, {', '.join(shown)}: {code}: {message}")
         return lines
 
     def problems(self) -> Mapping[tuple[str, str], list[int | str]]:
         """Return the ranks and engines that have each contradiction, by code and message."""
         by_text: dict[tuple[str, str], list[int | str]] = {}
-        for one in self.found:
-            by_text.setdefault((one.code, one.message), []).append(one.who)
+        for contradiction in self.found:
+            by_text.setdefault((contradiction.code, contradiction.message), []).append(
+                contradiction.who
+            )
         return {key: list(dict.fromkeys(who)) for key, who in by_text.items()}
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,8 +72,8 @@ class Pair:
             "framework": self.whose,
             "job": self.job,
             "ok": self.ok,
-            "sent": {one.rank: _sent_text(one) for one in self.sent},
-            "held": {one.name: _held_text(one) for one in self.held},
+            "sent": {record.rank: _sent_text(record) for record in self.sent},
+            "held": {record.name: _held_text(record) for record in self.held},
             "contradictions": [
                 {"code": code, "message": message, "who": who}
                 for (code, message), who in self.problems().items()
@@ -82,14 +84,14 @@ class Pair:
 def pair(halves: Iterable[Half]) -> list[Pair]:
     """Group records by framework and job, and compare the records of each group."""
     groups: dict[tuple[str, str], list[Half]] = {}
-    for one in halves:
-        groups.setdefault((one.framework, one.job), []).append(one)
+    for record in halves:
+        groups.setdefault((record.framework, record.job), []).append(record)
     found = []
     for (whose, job), several in sorted(groups.items()):
-        sent = tuple(one for one in several if isinstance(one, Sent))
-        held = tuple(one for one in several if isinstance(one, Held))
-        sent = tuple(sorted(sent, key=lambda one: (one.subject, one.rank)))
-        held = tuple(sorted(held, key=lambda one: (one.subject, one.name)))
+        sent = tuple(record for record in several if isinstance(record, Sent))
+        held = tuple(record for record in several if isinstance(record, Held))
+        sent = tuple(sorted(sent, key=lambda record: (record.subject, record.rank)))
+        held = tuple(sorted(held, key=lambda record: (record.subject, record.name)))
         found.append(Pair(whose, job, sent, held, tuple(contradictions(sent, held))))
     return found
 

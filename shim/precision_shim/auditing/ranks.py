@@ -24,11 +24,11 @@ def signature(parts: Sequence[AuditPart], found: Iterable[Finding]) -> dict[str,
     said: dict[str, Any] = {f"{name}: problems": sorted(some) for name, some in codes.items()}
     for part in parts:
         said[f"{part.name}: scaler"] = part.scaler
-        waits = any(one.state == "later" for one in part.components.values())
-        for name, one in part.components.items():
-            untold = waits and not one.dtypes
+        waits = any(component.state == "later" for component in part.components.values())
+        for name, component in part.components.items():
+            untold = waits and not component.dtypes
             if name not in _PASSING and (part.owned or name in OF_MODEL) and not untold:
-                said[f"{part.name}: {name}"] = list(one.dtypes)
+                said[f"{part.name}: {name}"] = list(component.dtypes)
     return said
 
 
@@ -110,13 +110,13 @@ def compare(audits: Iterable[tuple[str, Audit]]) -> list[Comparison]:
     groups: dict[tuple[str, str], dict[int, Audit]] = {}
     worlds: dict[str, int] = {}
     present: dict[str, set[int]] = {}
-    for number, one in audits:
-        whose = f"{one.framework} {one.subject}".strip()
-        part = "+".join(part.name for part in one.parts)
+    for number, audit in audits:
+        whose = f"{audit.framework} {audit.subject}".strip()
+        part = "+".join(part.name for part in audit.parts)
         part += f", optimizer {number}" if number else ""
-        groups.setdefault((whose, part), {})[one.rank] = one
-        worlds[whose] = max(worlds.get(whose, 0), one.world_size)
-        present.setdefault(whose, set()).add(one.rank)
+        groups.setdefault((whose, part), {})[audit.rank] = audit
+        worlds[whose] = max(worlds.get(whose, 0), audit.world_size)
+        present.setdefault(whose, set()).add(audit.rank)
     return [
         _compare(
             whose,
@@ -144,16 +144,16 @@ def _compare(
         for rank in ranks
     }
     most = _majority(said)
-    if all(unlike(most, one) for one in said.values()):
+    if all(unlike(most, statement) for statement in said.values()):
         # If no rank agrees with the majority on all keys, compare with the rank that differs least.
-        most = min(said.values(), key=lambda one: len(unlike(most, one)))
+        most = min(said.values(), key=lambda statement: len(unlike(most, statement)))
     differ = {rank: what for rank in ranks if (what := unlike(most, said[rank]))}
     alike = tuple(rank for rank in ranks if rank not in differ)
     problems: dict[str, list[int]] = {}
     for rank in ranks:
-        for one in found[rank].problems:
-            problems.setdefault(f"{one.code}: {one.message}", []).append(rank)
-    example = max((found[rank] for rank in alike), key=lambda one: one.complete)
+        for problem in found[rank].problems:
+            problems.setdefault(f"{problem.code}: {problem.message}", []).append(rank)
+    example = max((found[rank] for rank in alike), key=lambda audit: audit.complete)
     return Comparison(
         whose=whose,
         part=part,
@@ -171,8 +171,8 @@ def _majority(said: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the most frequent value of each key; in a tie, the value of the lowest rank."""
     votes: dict[str, Counter[str]] = {}
     values: dict[tuple[str, str], Any] = {}
-    for one in said.values():
-        for key, value in one.items():
+    for statement in said.values():
+        for key, value in statement.items():
             votes.setdefault(key, Counter())[shown(value)] += 1
             values.setdefault((key, shown(value)), value)
     return {key: values[key, counts.most_common(1)[0][0]] for key, counts in votes.items()}

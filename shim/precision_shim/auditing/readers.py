@@ -47,8 +47,8 @@ def read_optimizers(
             "audit(None, None): there is nothing to read. Pass a module, an optimizer, or both."
         )
     groups: dict[str, list[Any]] = {}
-    for one in optimizers:
-        groups.setdefault(_reader(one), []).append(one)
+    for each in optimizers:
+        groups.setdefault(_reader(each), []).append(each)
     readings: list[Reading] = []
     for place, several in groups.items():
         if place:
@@ -72,11 +72,11 @@ def _chunks(model: Any) -> list[torch.nn.Module]:
     if model is None:
         return []
     chunks = list(model) if isinstance(model, (list, tuple, torch.nn.ModuleList)) else [model]
-    for one in chunks:
-        if not isinstance(one, torch.nn.Module):
+    for chunk in chunks:
+        if not isinstance(chunk, torch.nn.Module):
             raise AuditError(
-                f"audit(model=...): {_kind(one)} is no module; allowed: a torch.nn.Module, a list "
-                "of them (Megatron's model chunks), or None."
+                f"audit(model=...): {_kind(chunk)} is no module; allowed: a torch.nn.Module, a "
+                "list of them (Megatron's model chunks), or None."
             )
     return chunks
 
@@ -86,8 +86,8 @@ def _each(optimizer: Any) -> Iterator[Any]:
     if optimizer is None:
         return
     if isinstance(optimizer, (list, tuple)):
-        for one in optimizer:
-            yield from _each(one)
+        for inner in optimizer:
+            yield from _each(inner)
         return
     for name in ("chained_optimizers", "optimizers"):
         inside = getattr(optimizer, name, None)
@@ -110,9 +110,9 @@ def _reader(optimizer: Any) -> str:
         return ""  # torch's reader, even for a class in a package with a reader of its own
     for third_party in (False, True):  # load third parties' adapters only if no own reader fits
         known = audit_readers(third_party=third_party)
-        for one in packages:
-            if one in known:
-                return known[one]
+        for package in packages:
+            if package in known:
+                return known[package]
     return ""
 
 
@@ -127,7 +127,7 @@ def _give_the_rest(
 
     If ``whole`` is false, trainable parameters are left out: another optimizer may train them.
     """
-    taken = {id(one) for each in readings for one in (*each.trainable, *each.frozen)}
+    taken = {id(parameter) for each in readings for parameter in (*each.trainable, *each.frozen)}
     gathered = shards_by_gathered(chunks)
     first = readings[0]
     for parameter in unique(p for chunk in chunks for p in chunk.parameters()):
@@ -155,7 +155,7 @@ def _other_tensors(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
                 found.append(value)
             elif type(value).__module__ not in _NO_HELPERS and hasattr(value, "__dict__"):
                 helpers[id(value)] = value
-    for one in helpers.values():
-        if not isinstance(one, (torch.nn.Module, type)) and isinstance(vars(one), dict):
-            found += tensors_of(one)
+    for helper in helpers.values():
+        if not isinstance(helper, (torch.nn.Module, type)) and isinstance(vars(helper), dict):
+            found += tensors_of(helper)
     return found

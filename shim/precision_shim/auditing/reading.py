@@ -97,7 +97,7 @@ class Owned:
             elif name == "exp_avg_sq":
                 self.exp_avg_sq = value
             elif name in ("master_param", "master_weight"):
-                if all(value is not one for one in self.masters):
+                if all(value is not master for master in self.masters):
                     self.masters += (value,)
             else:
                 other.append(value)
@@ -177,17 +177,17 @@ class Reading:
     def states_unknown(self) -> bool:
         """Whether the states are missing and the optimizer does not declare their dtypes."""
         told = self.foretold.exp_avg is not None or self.stateless
-        return bool(self.owned) and not told and not any(one.has_state for one in self.owned)
+        return bool(self.owned) and not told and not any(state.has_state for state in self.owned)
 
     @property
     def parameters(self) -> int:
         """Number of trainable parameters of the model."""
-        return sum(one.numel() for one in self.trainable)
+        return sum(parameter.numel() for parameter in self.trainable)
 
     @property
     def owned_parameters(self) -> int:
         """Number of trainable parameters that the optimizer updates on this rank."""
-        return sum(local(one.stepped).numel() for one in self.owned)
+        return sum(local(state.stepped).numel() for state in self.owned)
 
     @property
     def scaler_name(self) -> str | None:
@@ -199,14 +199,14 @@ class Reading:
 
     def later(self, component: str) -> set[torch.dtype]:
         """Return the dtypes of a component's missing states, which the first step will create."""
-        waiting = [one for one in self.owned if not one.has_state]
+        waiting = [state for state in self.owned if not state.has_state]
         if component == "master":
             tell = self.foretold.master
-            found = {tell(one.dtype) for one in waiting if not one.masters} if tell else set()
+            found = {tell(state.dtype) for state in waiting if not state.masters} if tell else set()
         else:
             by_tensor = getattr(self.foretold, component, None)
-            found = {by_tensor(one.stepped) for one in waiting} if by_tensor else set()
-        return {one for one in found if one is not None}
+            found = {by_tensor(state.stepped) for state in waiting} if by_tensor else set()
+        return {dtype for dtype in found if dtype is not None}
 
 
 # -- tensors -------------------------------------------------------------------------------------
@@ -219,13 +219,13 @@ def unique(tensors: Iterable[Any]) -> list[Any]:
 
 def tensors_of(thing: Any) -> list[torch.Tensor]:
     """Return an object's attributes that are tensors."""
-    return [one for one in vars(thing).values() if isinstance(one, torch.Tensor)]
+    return [value for value in vars(thing).values() if isinstance(value, torch.Tensor)]
 
 
 def gradients_of(parameter: torch.Tensor) -> list[torch.Tensor]:
     """Return a parameter's ``grad`` and ``decoupled_grad``, if they are tensors."""
     found = (parameter.grad, getattr(parameter, "decoupled_grad", None))
-    return [one for one in found if isinstance(one, torch.Tensor)]
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,11 +240,13 @@ def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         yield tensor
         return
-    inner = [one for name in _INNER if isinstance(one := getattr(tensor, name, None), torch.Tensor)]
+    inner = [
+        held for name in _INNER if isinstance(held := getattr(tensor, name, None), torch.Tensor)
+    ]
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if not inner and callable(flatten):
         inner = [getattr(tensor, name) for name in flatten()[0]]
     if not inner:
         yield tensor
-    for one in inner:
-        yield from plain(one)
+    for held in inner:
+        yield from plain(held)

@@ -141,7 +141,9 @@ class Audit:
     def complete(self) -> bool:
         """Whether all tensors exist; before the first step some may be in the state ``"later"``."""
         return not any(
-            one.state == "later" for part in self.parts for one in part.components.values()
+            component.state == "later"
+            for part in self.parts
+            for component in part.components.values()
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,15 +159,15 @@ class Audit:
                 {
                     **{key: value for key, value in vars(part).items() if key != "components"},
                     "components": {
-                        name: {**asdict(one), "dtypes": list(one.dtypes)}
-                        for name, one in part.components.items()
+                        name: {**asdict(component), "dtypes": list(component.dtypes)}
+                        for name, component in part.components.items()
                     },
                 }
                 for part in self.parts
             ],
             "totals": dict(self.totals),
-            "problems": [asdict(one) for one in self.problems],
-            "notes": [asdict(one) for one in self.notes],
+            "problems": [asdict(finding) for finding in self.problems],
+            "notes": [asdict(finding) for finding in self.notes],
             "ranks": None if self.ranks is None else dict(self.ranks),
         }
 
@@ -186,17 +188,17 @@ class Audit:
                     **{
                         **part,
                         "components": {
-                            name: AuditComponent(**{**one, "dtypes": tuple(one["dtypes"])})
+                            name: AuditComponent(**{**entry, "dtypes": tuple(entry["dtypes"])})
                             for name in COMPONENTS
-                            for one in (part["components"][name],)
+                            for entry in (part["components"][name],)
                         },
                     }
                 )
                 for part in values["parts"]
             ),
             totals=dict(values["totals"]),
-            problems=tuple(Finding(**one) for one in values["problems"]),
-            notes=tuple(Finding(**one) for one in values["notes"]),
+            problems=tuple(Finding(**finding) for finding in values["problems"]),
+            notes=tuple(Finding(**finding) for finding in values["notes"]),
             ranks=values["ranks"],
         )
 
@@ -213,7 +215,7 @@ class Audit:
         """Return the dtypes in use and the codes of problems and notes, in one line."""
         parts = []
         for part in self.parts:
-            held = {name: "+".join(one.dtypes) for name, one in part.components.items()}
+            held = {name: "+".join(component.dtypes) for name, component in part.components.items()}
             words = [f"{held['params'] or 'no'} parameters"]
             words += [
                 f"{held[name]} {word}"
@@ -226,8 +228,8 @@ class Audit:
                 words.append(part.scaler)
             name = "" if len(self.parts) == 1 and part.name == "model" else f"{part.name}: "
             parts.append(name + ", ".join(words))
-        codes = ", ".join(dict.fromkeys(one.code for one in self.problems))
-        noted = ", ".join(dict.fromkeys(one.code for one in self.notes))
+        codes = ", ".join(dict.fromkeys(finding.code for finding in self.problems))
+        noted = ", ".join(dict.fromkeys(finding.code for finding in self.notes))
         verdict = f"problems: {codes}" if codes else "no problems"
         return "; ".join((*parts, verdict, *([f"notes: {noted}"] if noted else ())))
 
@@ -240,30 +242,34 @@ class Audit:
         if self.ranks is not None:
             unlike = ", ".join(map(str, self.ranks["differ"])) or "none"
             lines.append(f"ranks compared: {self.ranks['compared']}, that differ: {unlike}")
-        for title, found in (("problems", self.problems), ("notes", self.notes)):
-            if found:
-                lines += ["", title, *(f"{_INDENT}{one.code}: {one.message}" for one in found)]
+        for title, findings in (("problems", self.problems), ("notes", self.notes)):
+            if findings:
+                lines += [
+                    "",
+                    title,
+                    *(f"{_INDENT}{finding.code}: {finding.message}" for finding in findings),
+                ]
         return "\n".join(lines)
 
 
 def _part(part: AuditPart) -> list[str]:
     rows: list[Sequence[str]] = [_TITLES]
     per_parameter = 0.0
-    for name, one in part.components.items():
-        if one.state == "none":
+    for name, component in part.components.items():
+        if component.state == "none":
             continue
         if name in PER_PARAMETER:
-            per_parameter += one.bytes_per_parameter
+            per_parameter += component.bytes_per_parameter
         rows.append(
             (
                 name,
-                "+".join(one.dtypes) or "?",
-                f"{one.bytes_per_parameter:.2f}" if name in PER_PARAMETER else "",
-                f"{one.bytes:,}",
-                f"{one.allocated:,}",
-                f"1/{part.data_parallel_size}" if one.sharded else "whole",
-                one.device,
-                one.state,
+                "+".join(component.dtypes) or "?",
+                f"{component.bytes_per_parameter:.2f}" if name in PER_PARAMETER else "",
+                f"{component.bytes:,}",
+                f"{component.allocated:,}",
+                f"1/{part.data_parallel_size}" if component.sharded else "whole",
+                component.device,
+                component.state,
             )
         )
     figures = part.components.values()
@@ -272,8 +278,8 @@ def _part(part: AuditPart) -> list[str]:
             "together",
             "",
             f"{per_parameter:.2f}",
-            f"{sum(one.bytes for one in figures):,}",
-            f"{sum(one.allocated for one in figures):,}",
+            f"{sum(component.bytes for component in figures):,}",
+            f"{sum(component.allocated for component in figures):,}",
             "",
             "",
             "",

@@ -109,7 +109,7 @@ def problems(
 
 def _teller(part: str | None, where: str) -> Callable[..., Finding]:
     def tell(code: str, component: str | None, expected: str, found: str, remedy: str) -> Finding:
-        place = ", ".join(one for one in (where, part, component) if one)
+        place = ", ".join(word for word in (where, part, component) if word)
         message = f"{place}: expected {expected}, found {found}: {remedy}."
         return Finding(code, part, component, expected, found, message)
 
@@ -121,7 +121,7 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def _is_fp16(reading: Reading) -> bool:
-    return any(one.dtype is torch.float16 for one in reading.trainable)
+    return any(parameter.dtype is torch.float16 for parameter in reading.trainable)
 
 
 _Told = Iterator[tuple[str, str, str, str, str]]
@@ -149,8 +149,8 @@ def _moment(reading: Reading, component: str) -> _Told:
     wanted: torch.dtype | None = getattr(reading.wanted, component)
     if wanted is None or reading.wanted is None:
         return
-    states = (getattr(one, component) for one in reading.owned)
-    found = {one.dtype for one in states if one is not None} | reading.later(component)
+    states = (getattr(state, component) for state in reading.owned)
+    found = {value.dtype for value in states if value is not None} | reading.later(component)
     wrong = found - {wanted}
     if wrong:
         due = name_of(wanted)
@@ -167,29 +167,29 @@ def _masters(reading: Reading) -> _Told:
     told = reading.foretold.master
     lacking: list[Owned] = []
     wrong: dict[tuple[str, str], None] = {}
-    for one in reading.owned:
-        if one.dtype not in wanted.masters:
+    for state in reading.owned:
+        if state.dtype not in wanted.masters:
             continue
-        due = wanted.masters[one.dtype]
+        due = wanted.masters[state.dtype]
         found: torch.dtype | None
-        if one.masters:
-            found = one.masters[0].dtype
-        elif told is not None and not one.has_state:
-            found = told(one.dtype)
+        if state.masters:
+            found = state.masters[0].dtype
+        elif told is not None and not state.has_state:
+            found = told(state.dtype)
         else:
             found = None
         if found is None:
-            lacking.append(one)
+            lacking.append(state)
         elif found is not due:
             wrong[name_of(due), name_of(found)] = None
     if lacking:
-        asked = _names(wanted.masters[one.dtype] for one in lacking)
+        asked = _names(wanted.masters[state.dtype] for state in lacking)
         yield (
             "master-missing",
             "master",
             asked,
             f"none for {len(lacking)} of {len(reading.owned)} tensors",
-            wanted.remedy("master-missing", asked, params=_names(one.dtype for one in lacking)),
+            wanted.remedy("master-missing", asked, params=_names(state.dtype for state in lacking)),
         )
     for due_name, found_name in wrong:
         remedy = wanted.remedy("master-dtype", due_name)
@@ -200,7 +200,9 @@ def _params(reading: Reading) -> _Told:
     wanted = reading.wanted
     if wanted is None or wanted.params is None:
         return
-    found = {one.dtype for one in reading.trainable if one.dtype.is_floating_point}
+    found = {
+        parameter.dtype for parameter in reading.trainable if parameter.dtype.is_floating_point
+    }
     # A model may keep some parameters in fp32, such as a router's weights.
     wrong = found - {wanted.params, torch.float32}
     if wanted.params is not torch.float32 and found == {torch.float32}:
@@ -221,17 +223,17 @@ def _params(reading: Reading) -> _Told:
 def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
     """Yield findings that contradict no config but put the training's precision at risk."""
     tell = _teller(part.name, where)
-    bare = [one for one in reading.owned if one.dtype in SIXTEEN_BIT and not one.masters]
+    bare = [state for state in reading.owned if state.dtype in SIXTEEN_BIT and not state.masters]
     told = reading.foretold.master
-    bare = [one for one in bare if one.has_state or told is None or told(one.dtype) is None]
+    bare = [state for state in bare if state.has_state or told is None or told(state.dtype) is None]
     if reading.wanted is None and bare:
         yield tell(
             "no-master",
             "master",
             "fp32",
             NOTHING,
-            f"the optimizer steps {_names(one.dtype for one in bare)} parameters themselves, and "
-            "updates below half a bit of a weight round away: keep the parameters in fp32 (FSDP's "
+            f"the optimizer steps {_names(state.dtype for state in bare)} parameters themselves, "
+            "and updates below half a bit of a weight round away: keep the parameters in fp32 (FSDP's "
             "mixed precision computes in 16 bits all the same) or use an optimizer with masters",
         )
     if part.updates is not None:
@@ -240,7 +242,7 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
     meter = meters.of(reading.steppers[0]) if reading.steppers else None
     if meter is not None and meter.unmeasured:
         yield tell(lost.UNMEASURED, None, "a rule that is known", NOTHING, meter.unmeasured)
-    second = {one.exp_avg_sq.dtype for one in reading.owned if one.exp_avg_sq is not None}
+    second = {state.exp_avg_sq.dtype for state in reading.owned if state.exp_avg_sq is not None}
     second |= reading.later("exp_avg_sq")
     stuck = [b for b in reading.betas if len(b) > 1 and not second_moment_can_decay(b[1])]
     if torch.bfloat16 in second and stuck:

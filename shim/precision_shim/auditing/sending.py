@@ -151,11 +151,11 @@ class _Group:
 
     def weights(self) -> Weights:
         """Read the counts from the device."""
-        for device in {one.device for one in self.counts if one.device.type == "cuda"}:
+        for device in {counter.device for counter in self.counts if counter.device.type == "cuda"}:
             torch.cuda.synchronize(device)  # frameworks pack weights on their own CUDA streams
         exact = sampled = 0
-        for device in {one.device for one in self.counts}:
-            mine = [one for one in self.counts if one.device == device]
+        for device in {counter.device for counter in self.counts}:
+            mine = [counter for counter in self.counts if counter.device == device]
             both = torch.stack(mine).sum(0).tolist()
             exact, sampled = exact + both[0], sampled + both[1]
         return Weights(self.elements, exact / sampled if sampled else None, sampled)
@@ -208,24 +208,24 @@ class _Looker:
     def _look_at_own(self) -> None:
         gathered = shards_by_gathered(self._chunks)
         named = {
-            id(one): (name, gathered.get(id(one), one))
+            id(parameter): (name, gathered.get(id(parameter), parameter))
             for chunk in self._chunks
-            for name, one in chunk.named_parameters()
+            for name, parameter in chunk.named_parameters()
         }
         self._every = max(1, len(named) // MOST_TENSORS)
         groups: dict[str, list[torch.Tensor]] = {}
         found: dict[str, _Group] = {}
-        for name, one in named.values():
+        for name, parameter in named.values():
             group = _group_of(name)
-            found.setdefault(group, _Group()).add(one)
-            if _can_be_sampled(one):
-                groups.setdefault(group, []).append(one)
+            found.setdefault(group, _Group()).add(parameter)
+            if _can_be_sampled(parameter):
+                groups.setdefault(group, []).append(parameter)
         sample = Sample(list(groups.values()), MOST_ELEMENTS)
         for group, taken in zip(groups, sample.taken, strict=True):
             found[group].counts += [
                 _counts(take.raw(groups[group][place])) for place, take in taken.items()
             ]
-        self._own = {group: one.weights() for group, one in found.items()}
+        self._own = {group: counter.weights() for group, counter in found.items()}
 
     def _look_at(self, name: str, tensor: torch.Tensor) -> None:
         group = self._sent.setdefault(_group_of(name), _Group())
@@ -250,7 +250,7 @@ class _Looker:
             asked=asked.name,
             key=asked.key,
             sync=self._sync,
-            sent={group: one.weights() for group, one in self._sent.items()},
+            sent={group: counter.weights() for group, counter in self._sent.items()},
             own=self._own,
             then="" if self._then is None else name_of(self._then),
             quantised=tuple(self._quantised),
@@ -258,8 +258,11 @@ class _Looker:
         )
         write(sent)
         if rank == 0:
-            for one in contradictions([sent], []):
-                _journal.warn(f"{framework} {subject}: {one.code}: {one.message}", stacklevel=None)
+            for contradiction in contradictions([sent], []):
+                _journal.warn(
+                    f"{framework} {subject}: {contradiction.code}: {contradiction.message}",
+                    stacklevel=None,
+                )
 
 
 def write(half: halves.Half) -> None:

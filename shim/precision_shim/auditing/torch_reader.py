@@ -46,7 +46,11 @@ def read_torch(
             reading.owned.append(owned)
             if not is_master:
                 reading.trainable.append(p)
-        meshes = [p for p in params if any(one.is_shard() for one in getattr(p, "placements", ()))]
+        meshes = [
+            p
+            for p in params
+            if any(placement.is_shard() for placement in getattr(p, "placements", ()))
+        ]
         reading.sharded = reading.params_sharded = bool(meshes)
         reading.data_parallel_size = _data_parallel_size(chunks, meshes or params)
         reading.gradients = [grad for p in params for grad in gradients_of(p)]
@@ -64,10 +68,10 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
     groups = [group for group in optimizer.param_groups if group.get("params")]
     reading.betas = tuple(
         dict.fromkeys(
-            tuple(float(one) for one in group["betas"])
+            tuple(float(beta) for beta in group["betas"])
             for group in groups
             if isinstance(group.get("betas"), (tuple, list))
-            and not any(isinstance(one, torch.Tensor) for one in group["betas"])
+            and not any(isinstance(beta, torch.Tensor) for beta in group["betas"])
         )
     )
     reading.other += [
@@ -79,7 +83,7 @@ def read_inner(reading: Reading, optimizer: torch.optim.Optimizer) -> None:
     # Add tensors in the optimizer's attributes (an overflow flag) and its groups (a tensor lr).
     reading.other += tensors_of(optimizer)
     reading.other += [
-        one for group in groups for one in group.values() if isinstance(one, torch.Tensor)
+        value for group in groups for value in group.values() if isinstance(value, torch.Tensor)
     ]
     reading.foretold = foretold(optimizer)
     reading.stateless = isinstance(optimizer, torch.optim.SGD) and not any(
@@ -114,7 +118,10 @@ def foretold(optimizer: torch.optim.Optimizer) -> Foretold:
 def _data_parallel_size(
     chunks: Sequence[torch.nn.Module], parameters: Sequence[torch.Tensor]
 ) -> int:
-    mesh = next((one.device_mesh for one in parameters if hasattr(one, "device_mesh")), None)
+    mesh = next(
+        (parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh")),
+        None,
+    )
     if mesh is not None:
         names = mesh.mesh_dim_names or (None,) * mesh.ndim
         size = 1
@@ -122,8 +129,8 @@ def _data_parallel_size(
             if name not in _MODEL_PARALLEL:
                 size *= mesh.size(dimension)
         return size
-    groups = (vars(one).get("process_group") for one in chunks)  # torch's DDP, FSDP1
-    group = next((one for one in groups if one is not None), None)
+    groups = (vars(chunk).get("process_group") for chunk in chunks)  # torch's DDP, FSDP1
+    group = next((group for group in groups if group is not None), None)
     return int(group.size()) if group is not None else 1
 
 
@@ -144,9 +151,9 @@ def shards_by_gathered(chunks: Sequence[torch.nn.Module]) -> dict[int, torch.Ten
             getattr(state, "_fsdp_param_group", None)
         ]
         for group in groups:
-            for one in getattr(group, "fsdp_params", ()):
-                whole = getattr(one, "_unsharded_param", None)
-                shard = getattr(one, "sharded_param", None)
+            for parameter in getattr(group, "fsdp_params", ()):
+                whole = getattr(parameter, "_unsharded_param", None)
+                shard = getattr(parameter, "sharded_param", None)
                 if whole is not None and shard is not None:
                     found[id(whole)] = shard
     return found

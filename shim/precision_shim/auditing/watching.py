@@ -107,7 +107,7 @@ class _Watcher:
         self._names = names
         self._optimizer = weakref.ref(optimizer)
         several = model if isinstance(model, (list, tuple)) else [model]
-        self._model = [weakref.ref(one) for one in several if one is not None]
+        self._model = [weakref.ref(module) for module in several if module is not None]
         kept.put_model(*names, self._model)
         self._scaler = scaler
         self._by_user = by_user or (lambda _: False)
@@ -123,7 +123,7 @@ class _Watcher:
             return None
         framework, subject = self._names
         try:
-            model = [one for ref in self._model if (one := ref()) is not None]
+            model = [module for ref in self._model if (module := ref()) is not None]
             scaler = None if self._scaler is None else self._scaler()
             audit = look(
                 model or None,
@@ -147,11 +147,11 @@ class _Watcher:
     def watch_updates(self, every: int) -> None:
         """Attach the lost-update meter; on failure, warn that lost updates are not measured."""
         framework, subject = self._names
-        model = [one for ref in self._model if (one := ref()) is not None] or None
+        model = [module for ref in self._model if (module := ref()) is not None] or None
         try:
-            for one in read_optimizers(model, self._optimizer(), whole=False):
+            for reading in read_optimizers(model, self._optimizer(), whole=False):
                 attach(
-                    one,
+                    reading,
                     every,
                     model=model,
                     framework=framework,
@@ -168,10 +168,10 @@ class _Watcher:
             return
         part = meter.names[1]
         parts = [
-            replace(one, updates=figures.to_dict()) if one.name == part else one
-            for one in audit.parts
+            replace(each, updates=figures.to_dict()) if each.name == part else each
+            for each in audit.parts
         ]
-        notes = [one for one in audit.notes if (one.code, one.part) != (lost.CODE, part)]
+        notes = [note for note in audit.notes if (note.code, note.part) != (lost.CODE, part)]
         found = lost.findings(figures.to_dict(), part, meter.names[0])
         notes += [Finding(*fields) for _, fields in found]
         audit = replace(audit, parts=tuple(parts), notes=tuple(notes))
@@ -184,16 +184,18 @@ class _Watcher:
 
     def _judge(self, audit: Audit) -> None:
         if current_settings().strict:
-            wrong = [one.message for one in audit.problems if not self._by_user(one)]
+            wrong = [problem.message for problem in audit.problems if not self._by_user(problem)]
             if wrong:
                 raise InconsistentPrecisionError(
                     f"{' '.join(wrong)} (precision_shim's audit under strict; take it away with "
                     "PRECISION_SHIM_FEATURES=-audit)"
                 )
-        for one in audit.problems:
-            if self._told(one):
+        for problem in audit.problems:
+            if self._told(problem):
                 continue
-            _journal.warn(f"{audit.subject or 'audit'}: {one.code}: {one.message}", stacklevel=None)
+            _journal.warn(
+                f"{audit.subject or 'audit'}: {problem.code}: {problem.message}", stacklevel=None
+            )
 
     def _write(self, audit: Audit) -> None:
         directory = current_settings()["audit_dir"]

@@ -50,7 +50,9 @@ def read_entries(source: bytes | IO[bytes], where: str) -> dict[str, Stored]:
             f"{where}: a pickle, but not the metadata of a distributed checkpoint."
         )
     try:
-        return {key: _read_entry(one) for key, one in metadata.get("state_dict_metadata").items()}
+        return {
+            key: _read_entry(entry) for key, entry in metadata.get("state_dict_metadata").items()
+        }
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointUnreadableError(
             f"{where}: the metadata of a distributed checkpoint in a form that is not known "

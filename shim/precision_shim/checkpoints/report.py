@@ -54,7 +54,7 @@ class Examined:
     def lines(self) -> Iterator[str]:
         """Yield the result as lines of text."""
         part = self.part
-        whose = " ".join(one for one in (part.framework, part.subject) if one)
+        whose = " ".join(word for word in (part.framework, part.subject) if word)
         yield f"{part.path}" + (f": {whose}" if whose else "")
         rows: list[tuple[str, str]] = []
         sharding = part.facts.get("sharding")

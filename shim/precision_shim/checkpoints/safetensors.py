@@ -28,4 +28,4 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         if size < 8 or not 2 <= length <= min(size - 8, _LARGEST):
             raise ValueError("its header is not whole")
         entries = json.loads(file.read(length))
-    return {name: one for name, one in entries.items() if name != "__metadata__"}, 8 + length
+    return {name: entry for name, entry in entries.items() if name != "__metadata__"}, 8 + length

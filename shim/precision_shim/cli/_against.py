@@ -262,7 +262,7 @@ def _judge(entry: Framework, tree: Tree) -> Report:
         holds[distribution] = versions(distribution, (package,)) or "unknown"
         old = {target: _sight(target) for target in targets}
         installed = _installed.version_of(distribution, (package,))
-        basis = {one: digest_of(seen.found.node) for one, seen in old.items() if seen.found}
+        basis = {target: digest_of(seen.found.node) for target, seen in old.items() if seen.found}
         against[distribution] = f"{installed}, installed here"
         if installed is None:
             newest = (_symbols.versions_of(_symbols.shipped(), distribution) or [""])[-1]

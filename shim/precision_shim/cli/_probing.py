@@ -39,7 +39,7 @@ def answer(modules: Iterable[str]) -> None:
     """Run the probes of modules in this child process, and print the outcomes as JSON."""
     _startup.stop()
     output, sys.stdout = sys.stdout, sys.stderr  # frameworks print while they are imported
-    outcomes = [asdict(run(one)) for module in modules for one in probes_in(module)]
+    outcomes = [asdict(run(probe)) for module in modules for probe in probes_in(module)]
     sys.stdout = output
     print(json.dumps(outcomes))
 
@@ -85,11 +85,11 @@ def probing(asked: argparse.Namespace) -> int:
     if not told:
         print("precision-shim doctor: no framework to probe is installed here", file=sys.stderr)
         return 2
-    failed = any(one["state"] == "fails" for each in told.values() for one in each["probes"])
+    failed = any(probe["state"] == "fails" for each in told.values() for probe in each["probes"])
     if asked.as_json:
         print(json.dumps({"frameworks": told, "ok": not failed}, indent=2))
     else:
-        show("\n".join(line for name, one in told.items() for line in _text(name, one)))
+        show("\n".join(line for name, result in told.items() for line in _text(name, result)))
     return 1 if failed else 0
 
 

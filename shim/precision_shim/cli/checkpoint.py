@@ -172,8 +172,8 @@ def _check(text: str, name: str) -> None:
         return
     near = meant(name, (*fields, *beside))
     raise SettingsError(
-        f"--config {text!r}: {' and '.join(one.name for one in configs)} has no field {name!r} here"
-        f"{'; ' if near else '.'}{near} Allowed: its fields, and {', '.join(beside)}."
+        f"--config {text!r}: {' and '.join(config.name for config in configs)} has no field "
+        f"{name!r} here{'; ' if near else '.'}{near} Allowed: its fields, and {', '.join(beside)}."
     )
 
 

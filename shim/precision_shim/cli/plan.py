@@ -129,7 +129,7 @@ def _read(asked: argparse.Namespace, words: list[str]) -> tuple[Job, Request, Ru
     options = command.Options(
         asked.model, asked.parameters, asked.transformer_engine, asked.megatron_core
     )
-    planned = [one for one in entries.values() if not one.by_name]
+    planned = [entry for entry in entries.values() if not entry.by_name]
     job = command.read_launch_line(
         words, planned, _settings.resolve(known_frameworks=entries), options
     )

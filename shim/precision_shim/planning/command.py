@@ -137,7 +137,9 @@ def read_launch_line(
         PlanError: no word is an entry point of a framework.
     """
     environ = {}
-    by_package = {package: one.framework for one in known for package in one.packages}
+    by_package = {
+        package: framework.framework for framework in known for package in framework.packages
+    }
     for place, word in enumerate(words):
         assignment = _ASSIGNMENT.fullmatch(word)
         if assignment and not _is_script(word):
@@ -185,9 +187,9 @@ def _console_script(word: str, by_package: Mapping[str, str]) -> str:
     """Return the module behind an installed command of a framework; empty for any other word."""
     if not _COMMAND.fullmatch(word):
         return ""
-    for one in importlib.metadata.entry_points(group="console_scripts", name=word):
-        if one.module.partition(".")[0] in by_package:
-            return one.module
+    for script in importlib.metadata.entry_points(group="console_scripts", name=word):
+        if script.module.partition(".")[0] in by_package:
+            return script.module
     return ""
 
 

@@ -82,7 +82,7 @@ def _stack(axes: Any, bars: list[tuple[str, Mapping[str, float]]]) -> None:
     places = range(len(bars))
     below = [0.0] * len(bars)
     for name, colour in _COLOURS.items():
-        heights = [one[name] for _, one in bars]
+        heights = [bar[name] for _, bar in bars]
         if any(heights):
             axes.bar(places, heights, bottom=below, color=colour, label=name, width=0.7)
             below = [a + b for a, b in zip(below, heights, strict=True)]

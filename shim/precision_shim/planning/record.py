@@ -261,6 +261,8 @@ class Plan:
         most = 0
         for model in self.models:
             top = max(stage.totals["peak"] for stage in getattr(model, side))
-            others = (one for one in self.models if one is not model and one.place == model.place)
+            others = (
+                other for other in self.models if other is not model and other.place == model.place
+            )
             most = max(most, top + sum(other.stays.get(side, 0) for other in others))
         return most

@@ -113,9 +113,9 @@ def make(job: Job, request: Request, rules: Rules) -> Plan:
     """Plan all models of a job."""
     problems = list(request.problems)
     models = []
-    for one in request.models:
-        model, found = one.plan(job, rules)
-        problems += found
+    for plannable in request.models:
+        model, faults = plannable.plan(job, rules)
+        problems += faults
         if model is not None:
             models.append(model)
     return Plan(

@@ -84,7 +84,7 @@ def list_parked(stages: Sequence[Stage], by_key: Mapping[str, Sequence[str]]) ->
                 for name in counts.keys() & part.components.keys():
                     held = part.components[name]
                     counts[name] += held.bytes - held.host
-        most = max(sums, key=lambda one: sum(one.values()))
+        most = max(sums, key=lambda held: sum(held.values()))
         moved = [name for name in components if most[name]]
         if moved:
             lines.append(
@@ -155,7 +155,7 @@ def _part(before: Part, after: Part) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     name = "" if before.name == "model" else f"{before.name} "
     for component in COMPONENTS:
-        sides = [one.components.get(component) for one in (before, after)]
+        sides = [stage.components.get(component) for stage in (before, after)]
         if not any(sides):
             continue
         cells = []

@@ -26,9 +26,9 @@ def asked_for(settings: Settings, framework: str) -> bool:
 def offered(known: Mapping[str, Framework], settings: Settings | None) -> dict[str, Framework]:
     """Return the frameworks to report; ``settings`` must name those with ``by_name``."""
     return {
-        name: one
-        for name, one in known.items()
-        if not one.by_name or (settings is not None and asked_for(settings, name))
+        name: entry
+        for name, entry in known.items()
+        if not entry.by_name or (settings is not None and asked_for(settings, name))
     }
 
 

@@ -74,7 +74,7 @@ class _Session:
         return asked_for(self.settings, framework)
 
     def asked_frameworks(self) -> list[Framework]:
-        return [one for name, one in self.known.items() if self.wants(name)]
+        return [entry for name, entry in self.known.items() if self.wants(name)]
 
     def _wake(self, package: str) -> None:
         for entry in self.asked_frameworks():
@@ -163,7 +163,11 @@ def _install(
             _journal.say(f"{PREFIX}={os.environ[PREFIX]} is set: install() does nothing")
             return None
         asked = (features, frameworks, strict, settings)
-        if _current is not None and _current.fault is None and all(one is None for one in asked):
+        if (
+            _current is not None
+            and _current.fault is None
+            and all(argument is None for argument in asked)
+        ):
             if export:
                 _export(_current, _current.settings)
             return None

@@ -204,7 +204,7 @@ def _nearest(name: str, known: Iterable[str]) -> list[str]:
     from difflib import get_close_matches  # only an error needs it
 
     # Compare without the common prefix, which would make any two names look alike.
-    rest = {one.removeprefix(f"{PREFIX}_"): one for one in known}
+    rest = {variable.removeprefix(f"{PREFIX}_"): variable for variable in known}
     word = name.removeprefix(f"{PREFIX}_")
     begun = [begins for begins in rest if word and begins.startswith(word)]
     return [rest[match] for match in (get_close_matches(word, rest, n=1) or begun)[:1]]

@@ -87,7 +87,7 @@ def stop() -> None:
 
 
 def _first() -> "Any":
-    return next((one for one in sys.meta_path if type(one).__name__ == FIRST), None)
+    return next((finder for finder in sys.meta_path if type(finder).__name__ == FIRST), None)
 
 
 def _wake_words() -> "set[str]":

@@ -53,7 +53,10 @@ def _shards(optimizer: torch.optim.Optimizer) -> Any:
         grad = parameter.grad
         return SimpleNamespace(grad=grad.to_local()) if isinstance(grad, DTensor) else parameter
 
-    groups = [{"params": [shard(one) for one in own["params"]]} for own in optimizer.param_groups]
+    groups = [
+        {"params": [shard(parameter) for parameter in own["params"]]}
+        for own in optimizer.param_groups
+    ]
     return SimpleNamespace(param_groups=groups)
 
 

@@ -223,7 +223,7 @@ def missing(seam: Seam, symbol: Symbol) -> str:
     lacking = [parameter for parameter in seam.parameters if parameter not in symbol.parameters]
     if lacking:
         return f"{seam.target} has no parameter {', '.join(map(repr, lacking))}"
-    lacking = [one for one in seam.relies_on if one not in symbol.names]
+    lacking = [name for name in seam.relies_on if name not in symbol.names]
     if lacking:
         return f"{seam.target}: its source no longer mentions {', '.join(map(repr, lacking))}"
     return ""

@@ -69,7 +69,7 @@ class Site:
 
     def layer(self, key: object) -> Layer | None:
         """Return the layer with this key, or ``None``."""
-        return next((one for one in self.layers if one.key == key), None)
+        return next((layer for layer in self.layers if layer.key == key), None)
 
 
 class Sites:

@@ -136,7 +136,7 @@ def measure_bytes(model_chunks: Any, optimizer: Any) -> MeasuredBytes:
     owned = sum(reading.owned_parameters for reading in readings)
 
     def part(name: str) -> Part:
-        counts = [one[name] for one in measured]
+        counts = [figures[name] for figures in measured]
         covered = trainable if name in OF_MODEL else owned
         dtypes = {dtype for count in counts for dtype in count.dtypes}
         return Part(

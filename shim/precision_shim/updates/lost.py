@@ -132,7 +132,9 @@ def share(figures: Iterable[Figures], name: str) -> float | None:
 def metrics(figures: Sequence[Figures], prefix: str = "") -> dict[str, float]:
     """Return the measured shares, keyed by their names in a framework's metrics."""
     shares = {name: share(figures, name) for name in METRICS}
-    return {f"{prefix}{METRICS[name]}": one for name, one in shares.items() if one is not None}
+    return {
+        f"{prefix}{METRICS[name]}": share for name, share in shares.items() if share is not None
+    }
 
 
 # -- for people ------------------------------------------------------------------------------------

@@ -91,8 +91,8 @@ def _steppers(optimizer: Any) -> Iterator[Any]:
     for name in ("chained_optimizers", "optimizers", ""):
         inside = getattr(optimizer, name, None) if name else optimizer
         if isinstance(inside, (list, tuple)):
-            for one in inside:
-                yield from _steppers(one)
+            for each in inside:
+                yield from _steppers(each)
             return
     if hasattr(optimizer, "register_step_post_hook"):
         yield optimizer

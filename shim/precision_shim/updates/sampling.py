@@ -49,17 +49,19 @@ class Sample:
         self.sizes = [sum(map(_numel, group)) for group in groups]
         self._shapes = _shapes(groups)
         tensors = allot([len(group) for group in groups], MOST_TENSORS)
-        chosen = [_some(one, most) for one, most in zip(groups, tensors, strict=True)]
+        chosen = [_some(group, most) for group, most in zip(groups, tensors, strict=True)]
         elements = allot(
             [
-                sum(_numel(one[place]) for place in places)
-                for one, places in zip(groups, chosen, strict=True)
+                sum(_numel(group[place]) for place in places)
+                for group, places in zip(groups, chosen, strict=True)
             ],
             budget,
         )
         self.taken = [
-            _draw(one, places, count, seed)
-            for seed, (one, places, count) in enumerate(zip(groups, chosen, elements, strict=True))
+            _draw(group, places, count, seed)
+            for seed, (group, places, count) in enumerate(
+                zip(groups, chosen, elements, strict=True)
+            )
         ]
 
     def fits(self, groups: Sequence[Sequence[torch.Tensor]], budget: int) -> bool:

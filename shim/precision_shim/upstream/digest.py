@@ -84,12 +84,12 @@ def _field(name: str, value: Any, in_class: bool) -> Iterator[str]:
         yield from _walk(value, in_class)
     elif isinstance(value, list):
         yield "["
-        for one in value:
-            if isinstance(one, ast.AST):
-                if not is_remark(one):
-                    yield from _walk(one, in_class)
+        for item in value:
+            if isinstance(item, ast.AST):
+                if not is_remark(item):
+                    yield from _walk(item, in_class)
             else:  # None in dict keys or keyword defaults, or a name in a global statement
-                yield repr(one)
+                yield repr(item)
         yield "]"
     else:
         yield repr(value)

@@ -95,9 +95,9 @@ def probes_in(module: str) -> tuple[Probe, ...]:
         SeamError: the module declares no probe.
     """
     probes = [
-        getattr(one, _MARK)
-        for one in vars(importlib.import_module(module)).values()
-        if callable(one) and hasattr(one, _MARK)
+        getattr(function, _MARK)
+        for function in vars(importlib.import_module(module)).values()
+        if callable(function) and hasattr(function, _MARK)
     ]
     if not probes:
         raise SeamError(f"{module} declares no probe: no function has a probe(...).")

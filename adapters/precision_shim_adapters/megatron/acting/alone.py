@@ -106,7 +106,7 @@ def _stop_checking(chunk: Any) -> bool:
     """Give the bucket groups, which check the gradients, a config with the check off."""
     kinds = ("bucket_groups", "expert_parallel_bucket_groups")
     groups = [group for kind in kinds for group in getattr(chunk, kind, ())]
-    checking = [one for one in groups if one.ddp_config.check_for_nan_in_grad]
+    checking = [group for group in groups if group.ddp_config.check_for_nan_in_grad]
     for group in checking:  # a copy: another model may have the same config
         group.ddp_config = copy.copy(group.ddp_config)
         group.ddp_config.check_for_nan_in_grad = False

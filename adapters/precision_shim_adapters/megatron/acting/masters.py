@@ -104,8 +104,8 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
         optimizer: Megatron's optimizer, chained or single, or ``None``.
     """
     reloaded = False
-    for one in _each(optimizer):
-        if getattr(getattr(one, "ddp_config", None), "use_megatron_fsdp", False):
+    for inner in _each(optimizer):
+        if getattr(getattr(inner, "ddp_config", None), "use_megatron_fsdp", False):
             # Some versions of Megatron-FSDP ignore the reload silently, others end the job.
             warn(
                 f"{framework} {subject}, {megatron_label()}: weights were loaded without the "
@@ -113,8 +113,8 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
                 "the next step may write the former weights back. Load the optimizer's states as "
                 "well, or build the model from these weights."
             )
-        elif hasattr(one, "_copy_model_params_to_main_params"):  # not the fp32 optimizer
-            one.reload_model_params()
+        elif hasattr(inner, "_copy_model_params_to_main_params"):  # not the fp32 optimizer
+            inner.reload_model_params()
             reloaded = True
     if reloaded:
         decide(
@@ -132,7 +132,7 @@ def _each(optimizer: Any) -> Iterator[Any]:
     # a chain of several optimizers raises.
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
-        for one in chained:
-            yield from _each(one)
+        for inner in chained:
+            yield from _each(inner)
     elif getattr(optimizer, "optimizer", None) is not None:
         yield optimizer

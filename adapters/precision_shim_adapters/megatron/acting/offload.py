@@ -70,7 +70,9 @@ def load_masters(call: Call, optimizers: Any) -> Any:
 
 def _fused_states(optimizers: Any) -> Iterator[dict[str, Any]]:
     """FusedAdam's states that hold ``master_param``, of one optimizer or of a chain."""
-    for one in getattr(optimizers, "chained_optimizers", [optimizers]):
+    for inner in getattr(optimizers, "chained_optimizers", [optimizers]):
         # Megatron's offloading optimizer moves its own sub_optimizers.
-        if one.optimizer is not None and not hasattr(one.optimizer, "sub_optimizers"):
-            yield from (state for state in one.optimizer.state.values() if "master_param" in state)
+        if inner.optimizer is not None and not hasattr(inner.optimizer, "sub_optimizers"):
+            yield from (
+                state for state in inner.optimizer.state.values() if "master_param" in state
+            )

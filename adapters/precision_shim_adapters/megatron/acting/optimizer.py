@@ -362,7 +362,7 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
         "main_grads_dtype of the optimizer's config fit the model and its DDP's "
         "grad_reduce_in_fp32, or leave them to the shim."
     )
-    if current_settings().strict and not any(one is not None for one in told):
+    if current_settings().strict and not any(dtype is not None for dtype in told):
         raise InconsistentPrecisionError(message)
     warn(message)
 

@@ -59,7 +59,7 @@ def dynamic_scalers(optimizer: Any) -> list[Any]:
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    scalers = (getattr(one, "grad_scaler", None) for one in _unchain(optimizer))
+    scalers = (getattr(inner, "grad_scaler", None) for inner in _unchain(optimizer))
     return [scaler for scaler in scalers if isinstance(scaler, DynamicGradScaler)]
 
 
@@ -67,7 +67,7 @@ def _unchain(optimizer: Any) -> list[Any]:
     """The optimizers in a chain, or the optimizer itself if it is no chain."""
     if not hasattr(optimizer, "chained_optimizers"):
         return [optimizer]
-    return [one for inner in optimizer.chained_optimizers for one in _unchain(inner)]
+    return [leaf for inner in optimizer.chained_optimizers for leaf in _unchain(inner)]
 
 
 _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.WeakKeyDictionary()
@@ -115,8 +115,8 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 def _account(optimizer: Any) -> Account | None:
     """An optimizer's account; for a chain without one, that of the first optimizer that has one."""
-    known = (_accounts.get(one) for one in (optimizer, *_unchain(optimizer)))
-    return next((one for one in known if one is not None), None)
+    known = (_accounts.get(inner) for inner in (optimizer, *_unchain(optimizer)))
+    return next((account for account in known if account is not None), None)
 
 
 @contextmanager
@@ -195,8 +195,8 @@ def _make_states(optimizer: Any) -> None:
     Megatron cannot save without states: a job whose first steps are all skipped would end at its
     first checkpoint. (With torch's Adam in place of FusedAdam, Megatron cannot load its own save.)
     """
-    for one in _unchain(optimizer):
-        inner = getattr(one, "optimizer", None)
+    for unchained in _unchain(optimizer):
+        inner = getattr(unchained, "optimizer", None)
         make = getattr(inner, "initialize_state", None)  # FusedAdam's, which its step calls
         if inner is None or make is None or inner.state:
             continue
@@ -303,15 +303,15 @@ _in_chain: ContextVar[bool] = ContextVar("precision_shim_in_chain", default=Fals
 
 def _parts(optimizer: Any) -> list[_Answer | None]:
     return [
-        _answers.get(one)
-        for one in _unchain(optimizer)
-        if one is not optimizer and dynamic_scalers(one)
+        _answers.get(inner)
+        for inner in _unchain(optimizer)
+        if inner is not optimizer and dynamic_scalers(inner)
     ]
 
 
 def _forget(optimizer: Any) -> None:
-    for one in _unchain(optimizer):  # a chain's answer holds as long as those of all its parts
-        _answers.pop(one, None)
+    for inner in _unchain(optimizer):  # a chain's answer holds as long as those of all its parts
+        _answers.pop(inner, None)
 
 
 @seam(

@@ -48,7 +48,7 @@ def tell_unscaled(optimizers: Iterable[Any]) -> None:
     """Warn if the scale of none of these optimizers was read since their last step."""
     from megatron.core import parallel_state
 
-    asked = [one for one in optimizers if one in _asked]
+    asked = [optimizer for optimizer in optimizers if optimizer in _asked]
     _asked.difference_update(asked)
     # Only the last stage of a pipeline has a loss. Without Megatron's groups the stage is not
     # known.
@@ -100,7 +100,9 @@ def _is_scaled(loss: Any, scale: torch.Tensor) -> bool:
             return False
         if node.name().startswith("MulBackward"):
             factors = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
-            if any(one is not None and one.data_ptr() == scale.data_ptr() for one in factors):
+            if any(
+                factor is not None and factor.data_ptr() == scale.data_ptr() for factor in factors
+            ):
                 return True
-        node = next((one for one, _ in node.next_functions if one is not None), None)
+        node = next((function for function, _ in node.next_functions if function is not None), None)
     return False

@@ -137,5 +137,5 @@ LEAST = {
 
 def divisors(number: int) -> str:
     """The divisors of a number up to 512, for a message."""
-    numbers = [one for one in range(1, min(number, 512) + 1) if number % one == 0]
+    numbers = [divisor for divisor in range(1, min(number, 512) + 1) if number % divisor == 0]
     return ", ".join(map(str, numbers))

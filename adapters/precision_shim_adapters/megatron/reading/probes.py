@@ -328,10 +328,10 @@ def main_grads() -> Answer:
                 main_grads_dtype=asked,
             )
             made = get_megatron_optimizer(config, [chunk])
-            (one,) = getattr(made, "chained_optimizers", [made])
-            one._copy_model_grads_to_main_grads()
-            ((parameter, *_),) = [group["params"] for group in one.optimizer.param_groups][:1]
-            keys = [list(ranges) for ranges in one.gbuf_ranges]
+            (inner,) = getattr(made, "chained_optimizers", [made])
+            inner._copy_model_grads_to_main_grads()
+            ((parameter, *_),) = [group["params"] for group in inner.optimizer.param_groups][:1]
+            keys = [list(ranges) for ranges in inner.gbuf_ranges]
             found[str(asked)] = (parameter.decoupled_grad.dtype, keys)
         real = fp32 if in_fp32 else bf16
         assumed[str(asked)] = (real, [[(bf16, real)]])

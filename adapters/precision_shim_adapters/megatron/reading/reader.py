@@ -171,8 +171,8 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
     reading.gradients += list((getattr(inner, "cpu_copy_map_grad", None) or {}).values())
     reading.gradients += [grad for p in reading.trainable for grad in gradients_of(p)]
     read_inner(reading, inner)
-    for one in steppers:
-        read_inner(reading, one)
+    for each in steppers:
+        read_inner(reading, each)
     told = reading.foretold
     if beneath and told.exp_avg is not None and told.exp_avg_sq is not None:
         # The inner optimizers make states for the copies; callers pass the original tensor.

@@ -152,7 +152,7 @@ def foretell(
             return Outcome(
                 FAILS, f"its keys name a {stored} gradient bucket, and the job has a {wanted} one"
             )
-    counting = any(holds(one, offloaded.GROUP) for one in offloaded.FEATURES)
+    counting = any(holds(feature, offloaded.GROUP) for feature in offloaded.FEATURES)
     shimmed = holds(DISPATCH, STATES)
     states = (
         _cannot_count(part, live, counting, mends_offload)
@@ -205,7 +205,7 @@ def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcom
     if uncounted and shimmed:
         return Outcome(REFUSED, lacking)
     if plain:
-        stepped = any(one.name.endswith(_STEPPED) for one in part.held.get(OTHER, ()))
+        stepped = any(tensor.name.endswith(_STEPPED) for tensor in part.held.get(OTHER, ()))
         if not stepped or not (live.on_host == 1.0 or (uncounted and live.on_host == 0.0)):
             return Outcome(FAILS, f"{fails} and partly on the GPU, or from such a form")
     return Outcome(MISREAD, lacking) if uncounted else None

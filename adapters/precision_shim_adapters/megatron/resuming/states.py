@@ -77,7 +77,7 @@ def place_fp32_first(call: Call) -> Any:
     known, ranges = result = call.proceed()
     places = {}
     for index, group in enumerate(ranges):
-        ordered = sorted(group["params"], key=lambda one: one.dtype is not torch.float32)
+        ordered = sorted(group["params"], key=lambda param: param.dtype is not torch.float32)
         places.update({parameter: (index, place) for place, parameter in enumerate(ordered)})
     # Keep Megatron's order of the keys, since other code of Megatron iterates over the map.
     return {parameter: places[parameter] for parameter in known}, *result[1:]
