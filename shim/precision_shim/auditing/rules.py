@@ -233,8 +233,9 @@ def notes(reading: Reading, part: AuditPart, where: str) -> Iterator[Finding]:
             "fp32",
             NOTHING,
             f"the optimizer steps {_names(state.dtype for state in bare)} parameters themselves, "
-            "and updates below half a bit of a weight round away: keep the parameters in fp32 (FSDP's "
-            "mixed precision computes in 16 bits all the same) or use an optimizer with masters",
+            "and updates below half a bit of a weight round away: keep the parameters in fp32 "
+            "(FSDP's mixed precision computes in 16 bits all the same) or use an optimizer with "
+            "masters",
         )
     if part.updates is not None:
         for _, fields in lost.findings(part.updates, part.name, where):
