@@ -1,18 +1,18 @@
-"""The backend for every framework on Megatron-core: adapters read configs and call its functions.
+"""The backend for every framework on Megatron-core; adapters call the functions below.
 
-What an adapter of a small trainer needs:
+An adapter of a small trainer needs:
 
 1. In its ``Adapter``: ``seams=collect(megatron.SEAMS, ...)``, ``paths={**megatron.PATHS, ...}``,
    ``effects=megatron.EFFECTS``.
 2. A function that reads the framework's config into ``Wishes``.
-3. Around the function that builds model and optimizer, a seam for ``BUILDING`` in the group
-   ``GROUP``: ``with building("mine", read): return call.proceed()``.
-4. Where the framework makes Megatron's OptimizerConfig, a seam for ``SETTLING``: make the config
-   from the ``fields`` of ``settle(build)``, and pass it to ``keep_layout`` of what ``settle``
-   returned.
-5. Where the framework makes the optimizer, a seam for ``grad-bucket-alignment``: ``check(...)``.
-6. Around the framework's step, a seam for ``fp16-scaling``: ``with skipping(succeeds=...)``; and
-   ``metrics(optimizer)`` where the framework reports its metrics.
+3. A seam for ``BUILDING`` in the group ``GROUP`` around the function that builds model and
+   optimizer: ``with building("mine", read): return call.proceed()``.
+4. A seam for ``SETTLING`` at the function that makes Megatron's OptimizerConfig. With ``settled =
+   settle(build)``, the wrapper makes the config from ``settled.fields``, and passes the config to
+   ``settled.keep_layout``.
+5. A seam for ``grad-bucket-alignment`` at the function that makes the optimizer: ``check(...)``.
+6. A seam for ``fp16-scaling`` around the framework's step: ``with skipping(succeeds=...)``. The
+   function that reports the framework's metrics also calls ``metrics(optimizer)``.
 """
 
 from __future__ import annotations
