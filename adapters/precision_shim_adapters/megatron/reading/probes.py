@@ -307,7 +307,7 @@ def gradient_check() -> Answer:
     needs=("megatron.core.optimizer", "megatron.core.distributed", "megatron.core.transformer"),
 )
 def main_grads() -> Answer:
-    """The shim gives the bucket this dtype, and writes the keys of the job without the shim."""
+    """The bucket follows ``main_grads_dtype``; saves have the keys of the job without the shim."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     fp32, bf16 = torch.float32, torch.bfloat16

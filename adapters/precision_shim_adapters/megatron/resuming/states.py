@@ -282,7 +282,7 @@ def spread_parameters(call: Call, state_dict: Any) -> Any:
         del _loading[optimizer]
     if "param_state" not in state_dict:
         return result
-    # If only a rank that refused its states raised, the other ranks would wait forever.
+    # Ranks own different parameters: if only one rank raised, the other ranks would wait forever.
     device = next(iter(optimizer.model_param_group_index_map), torch.zeros(0)).device
     flag = torch.tensor([float(bool(refused))], device=device)
     torch.distributed.all_reduce(
