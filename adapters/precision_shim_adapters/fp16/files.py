@@ -1,4 +1,4 @@
-"""List the files of a torch distributed checkpoint that a rank's scaler record names."""
+"""Assign a torch distributed checkpoint's files to ranks, for the ranks' scaler records."""
 
 from __future__ import annotations
 

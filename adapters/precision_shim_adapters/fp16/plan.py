@@ -59,7 +59,7 @@ class ShardedModel:
         value_head: whether the output layer is a value head with one output.
         keys: maps ``world``, ``shards``, ``tensor`` and ``optimizer`` to config keys, for messages.
         decisions: the shim's decisions about this model.
-        parked: maps a config key to the components that it moves to the host between phases.
+        parked: maps a config key to the components that it moves to the host while not used.
         place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
@@ -114,7 +114,7 @@ def scaling(
         job: the model's job.
         compute: dtype of the parameters while a layer computes, canonical.
         group: the group of the seams that would scale the loss.
-        because: the reason, worded as the worker reports it.
+        because: the reason that the worker would report.
         configured: reads the framework's scaler block, see ``settings_for``.
         framework_default: see ``settings_for``.
     """

@@ -27,7 +27,7 @@ def settings_for(
     Args:
         configured: maps names of ``ScalerSettings`` to values that the user wrote in the
             framework's config; these values override the shim's variables.
-        framework_default: the settings of the framework's own scaler; without any, the defaults of
+        framework_default: the settings of the framework's own scaler; if ``None``, the defaults of
             the shim's variables apply.
         shim: the shim's settings; ``None`` for the settings in force.
     """

@@ -1,4 +1,4 @@
-"""Make the states that a checkpoint needs of an optimizer that has not stepped yet."""
+"""Make an optimizer's states before its first step, because a checkpoint needs them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> An
     """Make the states of an optimizer without states, with a step count of 0.
 
     torch's distributed checkpoint and torchtitan make missing states by a step on zero gradients.
-    Both of them count this extra step, and make no states if gradients are set. If all steps before
-    a save were skipped, the checkpoint would not resume exactly, or not load at all.
+    Both frameworks count the step on zero gradients, and make no states if gradients are set. If
+    all steps before a save were skipped, the checkpoint would not resume exactly, or not load.
 
     Args:
         optimizer: an optimizer without states.

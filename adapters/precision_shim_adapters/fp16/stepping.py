@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Wraps a loss function; scales the gradients of its loss before it returns the loss.
+    """Wraps a loss function, and scales the gradients of each loss before returning the loss.
 
     Args:
         loss_function: returns a loss, or a tuple whose first item is a loss.
@@ -46,8 +46,8 @@ def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterato
     """Replace ``optimizer.step`` by a function while a framework's loop runs.
 
     Within the function, ``optimizer.step`` is the optimizer's own step, which a scaler can call.
-    End this context with the loop: torch's distributed checkpoints step the optimizer on dummy
-    gradients.
+    Leave ``steps_through`` when the loop ends, because torch's distributed checkpoints step the
+    optimizer on dummy gradients.
     """
     # The LR scheduler has put a step-counting wrapper on the optimizer: call this wrapper, and
     # restore it afterwards.

@@ -136,7 +136,7 @@ class ScaledTraining:
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
-        """Make ``current`` return this training for functions called inside."""
+        """Make ``current`` return this training for functions called within the context."""
         token = _current.set(self)
         try:
             yield
@@ -262,7 +262,7 @@ class ScaledTraining:
         """``loss_scale`` and ``skipped_steps`` for a framework's metrics.
 
         ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the job's first
-        step, across resumes. A scaler that is not the shim's has only ``loss_scale``.
+        step, across resumes. If the scaler is not the shim's, the dict has only ``loss_scale``.
         """
         if not self.scaler.is_enabled():
             return {}

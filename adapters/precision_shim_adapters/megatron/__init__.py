@@ -1,18 +1,19 @@
 """The backend for every framework on Megatron-core; adapters call the functions below.
 
-An adapter of a small trainer needs:
+Write an adapter of a small trainer in these steps:
 
-1. In its ``Adapter``: ``seams=collect(megatron.SEAMS, ...)``, ``paths={**megatron.PATHS, ...}``,
-   ``effects=megatron.EFFECTS``.
-2. A function that reads the framework's config into ``Wishes``.
-3. A seam for ``BUILDING`` in the group ``GROUP`` around the function that builds model and
-   optimizer: ``with building("mine", read): return call.proceed()``.
-4. A seam for ``SETTLING`` at the function that makes Megatron's OptimizerConfig. With ``settled =
-   settle(build)``, the wrapper makes the config from ``settled.fields``, and passes the config to
+1. In the ``Adapter``, pass ``seams=collect(megatron.SEAMS, ...)``, ``effects=megatron.EFFECTS`` and
+   ``paths={**megatron.PATHS, ...}``.
+2. Write a function ``read`` that reads the framework's config into ``Wishes``.
+3. Put a seam for ``BUILDING`` in the group ``GROUP`` around the function that builds model and
+   optimizer, with ``with building("mine", read): return call.proceed()``.
+4. Put a seam for ``SETTLING`` at the function that makes Megatron's OptimizerConfig. With
+   ``settled = settle(build)``, make the config from ``settled.fields``, and pass the config to
    ``settled.keep_layout``.
-5. A seam for ``grad-bucket-alignment`` at the function that makes the optimizer: ``check(...)``.
-6. A seam for ``fp16-scaling`` around the framework's step: ``with skipping(succeeds=...)``. The
-   function that reports the framework's metrics also calls ``metrics(optimizer)``.
+5. Put a seam for ``grad-bucket-alignment`` with ``check(...)`` at the function that makes the
+   optimizer.
+6. Put a seam for ``fp16-scaling`` with ``with skipping(succeeds=...)`` around the framework's step.
+   Add ``metrics(optimizer)`` to the framework's metrics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compare the dtypes in which a job's trainer and its other engines compute, and report them.
+"""Compare the dtypes in which a job's trainer and its other engines compute; report differences.
 
 An adapter reads its framework's config into one ``Engine`` for the trainer and one for each other
 engine, and calls ``settle`` in the driver, before the framework requests GPUs. ``engine_name``

@@ -88,7 +88,7 @@ async def audit_async(engine: Any, whose: Whose, sync: int = 0) -> None:
 
 
 def is_due(sync: int) -> bool:
-    """Whether the audit reads an engine now, at its start and after some of its weight syncs."""
+    """Whether the audit reads an engine now: at the engine's start and after some syncs."""
     return sending.is_wanted() and (not sync or sync in sending.AT)
 
 

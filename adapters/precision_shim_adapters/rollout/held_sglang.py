@@ -1,7 +1,7 @@
 """Read an SGLang engine's dtypes and weights through its public calls, for the audit.
 
 In the process of the engine's ``TokenizerManager`` the shim calls the manager; elsewhere it calls
-the engine's HTTP server. Both return the arguments that the scheduler uses. Only the manager has
+the engine's HTTP server. Both of them return the scheduler's arguments. Only the manager has
 the model's config as SGLang resolved it, with the dtype that SGLang chose for ``auto``.
 
 For some models SGLang returns a weight's values by the weight's name, converted to fp32, so the
@@ -163,7 +163,9 @@ def _with(known: Held, answers: Sequence[Any]) -> Held:
 
 
 async def _answer(asked: Awaitable[Any]) -> Any:
-    """Return an engine's answer. After a timeout a task awaits the late answer that SGLang keeps.
+    """Return an engine's answer, or raise after a timeout.
+
+    SGLang keeps a late answer for its caller, so a task awaits the answer after a timeout too.
 
     Raises:
         TimeoutError: the engine has not answered yet.

@@ -1,7 +1,7 @@
 """Read the model of one of vLLM's workers, without changing it; vLLM calls ``read_model``.
 
-vLLM pickles ``read_model`` by its name, so each worker imports this module. The module therefore
-imports as little as possible.
+To unpickle ``read_model`` by its name, each worker imports this module, which imports as little as
+possible.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _targets_kinds(quant_config: Any) -> bool:
 def read_model(model: torch.nn.Module) -> dict[str, Any]:
     """Read dtypes, quantised layers, KV cache and a sample of the weights, as plain data.
 
-    The host synchronizes with the device once.
+    The host waits only once for the device.
 
     Args:
         model: the model of a worker.

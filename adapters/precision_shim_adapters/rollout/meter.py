@@ -15,8 +15,8 @@ def tell_meter(optimizer: Any, *names: str, merged: bool = False) -> None:
     Args:
         optimizer: the optimizer of a framework, Megatron or torch; ``None`` if nothing is trained.
         names: canonical names of the dtypes that a weight is rounded to, in order; the last is the
-            engine's dtype. With any other name, such as ``"auto"`` or ``"fp8"``, the meter measures
-            nothing.
+            engine's dtype. If a name is not canonical, such as ``"auto"`` or ``"fp8"``, the meter
+            measures nothing.
         merged: whether LoRA is merged into the weights before they are sent.
     """
     known = all(name in ENGINE_NAMES for name in names)

@@ -23,7 +23,7 @@ def model_type(path: str) -> str:
             Hugging Face model in the local cache.
 
     Returns:
-        The type; empty if the model is not on this machine.
+        The model's type; empty if the model is not on this machine.
     """
     found = _config(path).get("model_type")
     return found if isinstance(found, str) else ""

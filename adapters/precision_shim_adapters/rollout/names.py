@@ -24,7 +24,7 @@ def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("aut
         ``"float16"``, ``"bfloat16"``, ``"float32"``, or a name of ``also``.
 
     Raises:
-        DtypeError: the value is no such name. The engine's own error would come from another
+        DtypeError: the value is no dtype name. The engine's own error would come from another
             process, and would not name the key.
     """
     text = str(value).strip().lower()

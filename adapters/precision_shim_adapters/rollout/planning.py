@@ -28,7 +28,7 @@ def problems_of(
         trainer: the trained policy.
         others: the job's other engines.
         settings: the shim's settings for the job.
-        on: whether ``rollout-agreement`` is in force in the driver; if not, no engine follows.
+        on: whether ``rollout-agreement`` is in force; otherwise no engine follows the trainer.
         model_type: the model's type in its HF config; empty if unknown.
     """
     problems, notes = [], []

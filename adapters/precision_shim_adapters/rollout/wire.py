@@ -1,4 +1,4 @@
-"""Report the dtype in which weights are sent to an engine, and whether it rounds weights."""
+"""Report the dtype in which weights are sent to an engine, and whether sending rounds them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Wire:
         subject: the engine that receives the weights, such as ``"rollout"``.
         computes: canonical name of the dtype that the engine computes in.
         sent: canonical name of the dtype in which the weights are sent.
-        because: why the weights are sent in that dtype.
+        because: why the weights are sent in the dtype ``sent``.
         key: the config's key for the dtype of the sent weights.
         remedy: the remedy, as a sentence.
     """

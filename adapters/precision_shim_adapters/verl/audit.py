@@ -1,7 +1,7 @@
 """Audit the optimizer of verl on FSDP after verl has built model and optimizer.
 
-The module also reports the lost updates of 0.7.1's legacy workers; ``metrics`` reports those of
-engines.
+The module also reports the lost updates of 0.7.1's legacy workers; ``metrics`` reports the lost
+updates of engines.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def legacy(call: Call) -> Any:
     **_LEGACY,
 )
 def legacy_rollout(call: Call) -> Any:
-    """Pass the dtype in which 0.7.1's rollout receives the weights to meter and audit."""
+    """Pass the dtype of the weights in 0.7.1's rollout to the meter and to the audit."""
     result = call.proceed()
     worker = call.instance
     lora = worker.config.model.get("lora_rank", 0) or worker.config.model.get("lora_adapter_path")

@@ -1,9 +1,10 @@
 """Compare in verl's driver the dtypes in which actor, reference model and rollout compute.
 
-Every entry point of verl first calls ``auto_set_device`` on its config. This call is in the driver,
-before Ray starts a worker, and while Hydra still has the user's overrides. A program that itself
-calls ``run_ppo`` calls ``validate_config`` (up to 0.8 in the task runner). A user's own driver for
-verl's trainer may call neither function, so the actor's workers compare the dtypes again.
+Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
+the driver, before Ray starts a worker, and while Hydra still has the user's overrides. If a program
+itself calls ``run_ppo``, verl calls ``validate_config`` (up to 0.8 in the task runner). A user's
+own driver for verl's trainer may call neither of the two functions, so the actor's workers compare
+the dtypes again.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def name_dtype(call: Call) -> Any:
         DtypeError: a name is no dtype.
     """
     config, where = call.instance, versioned("verl")
-    # The dataclass is frozen.
-    if config.dtype is not None:  # for None the engine itself chooses
+    # Assign by ``object.__setattr__``, because the dataclass is frozen.
+    if config.dtype is not None:  # For None the engine chooses.
         object.__setattr__(config, "dtype", engine_name(config.dtype, "rollout.dtype", where))
     kwargs = {}
     for name, inner in (config.engine_kwargs or {}).items():

@@ -1,9 +1,9 @@
 """The seams that verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
 
-None of these four engines makes a loss scaler. VeOmni, Automodel and torchtitan engines compute the
-loss with a function that the caller passes, and skip a step whose grad norm is not finite. For
-these three the shim scales the loss of the passed function, and unscales the gradients before the
-engine clips them. FSDP Turbo runs the FSDP engine's loop, which uses the engine's ``scaler``.
+None of the four engines makes a loss scaler. VeOmni, Automodel and torchtitan engines compute the
+loss with a function that the caller passes, and skip a step whose grad norm is not finite. The shim
+scales the loss of the passed function, and unscales the gradients before the engine clips them.
+FSDP Turbo runs the FSDP engine's loop, which uses the engine's ``scaler``.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any
     relies_on=("isfinite", "optimizer"),
 )
 def step(call: Call) -> Any:
-    """Unscale gradients before verl clips, use the scaler, return NaN for a skipped step."""
+    """Unscale before verl clips gradients, step by the scaler, return NaN for a skipped step."""
     training = training_of(call.instance)
     if training is None:
         return call.proceed()
@@ -219,7 +219,7 @@ def watch_engine(engine: Any) -> None:
     optional=True,
 )
 def audit(call: Call) -> Any:
-    """Audit the optimizer of a VeOmni or Automodel engine (torchtitan's adapter has a seam)."""
+    """Audit a VeOmni or Automodel engine's optimizer; torchtitan's adapter audits torchtitan's."""
     result = call.proceed()
     watch_engine(call.instance)
     return result

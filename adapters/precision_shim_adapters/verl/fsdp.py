@@ -2,9 +2,9 @@
 
 verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``; verl 0.7 and before make
 it in the legacy actor. The shim replaces either scaler by a ``LossScaler`` with verl's own values.
-0.7.1's FSDP engine and legacy critic train fp16 parameters without a scaler. For these two, the
-shim scales the loss when verl computes it, and unscales the gradients before verl clips them. verl
-itself skips a step whose grad norm is not finite.
+The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters without a scaler. For this
+engine and this critic, the shim scales the loss when verl computes it, and unscales the gradients
+before verl clips them. If a grad norm is not finite, verl itself skips the step.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def build_actor(call: Call) -> Any:
     if actor.scaler is not None:
         _instead_of(actor.scaler, actor)
     elif config is not None and computed(config, actor.param_dtype) is torch.float16:
-        # The actor's loop can use a scaler, but verl makes one only for fsdp_config.dtype.
+        # verl makes a scaler only for fsdp_config.dtype, but the actor's loop can use any scaler.
         make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
     keep_at_optimizer(actor)
@@ -192,7 +192,7 @@ def _where_none_was(owner: Any, where: str) -> None:
 
 
 def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
-    """Make the scaled training of an engine or a legacy actor or critic, and store it there.
+    """Make a ``ScaledTraining`` and store it on an engine or on a legacy actor or critic.
 
     Args:
         owner: the engine, or the legacy actor or critic.
@@ -267,7 +267,7 @@ MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
-    """Map the keys of ``mixed_precision`` to the dtypes that verl passes to FSDP.
+    """Map the keys of ``mixed_precision`` to dtypes that verl passes to FSDP; empty without it.
 
     Args:
         config: an engine's config.

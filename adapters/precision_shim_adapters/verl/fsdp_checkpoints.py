@@ -6,8 +6,8 @@ optimizer.
 
 The shim writes the scaler's state after verl's own files and binds the state to these files, since
 verl overwrites its files in place, one after the other. If a job is killed between verl's last file
-and the shim's, the scaler's state is lost, and a resume warns. At that moment verl has already
-removed the older checkpoint.
+and the shim's file, the scaler's state is lost, and a resume warns. The older checkpoint is lost as
+well, since verl has already removed it.
 """
 
 from __future__ import annotations

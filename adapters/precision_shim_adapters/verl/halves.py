@@ -1,8 +1,8 @@
 """Audit the weights that verl's actor sends, and the engines of verl's rollout servers.
 
 An actor's engine returns its weights as a generator that has not started, for verl's own weight
-sync and for a checkpoint engine. 0.7.1's legacy workers make the generator inside a method, and
-pass it to the rollout's ``ServerAdapter``. The seams of this module run after the seams of
+sync and for a checkpoint engine. The legacy workers of 0.7.1 make this generator inside a method,
+and pass it to the rollout's ``ServerAdapter``. The seams of this module run after the seams of
 ``sync``, and so read the weights that the shim sends.
 
 A rollout server is verl's own Ray actor around vLLM's ``AsyncLLM``, or around SGLang's
@@ -42,7 +42,7 @@ _legacy: list[str] = []
 
 
 def tell_asked(rollout: Any) -> None:
-    """Record the dtype that the config asks of a worker's rollout, for the audit.
+    """Record the configured dtype of a worker's rollout, for the audit.
 
     Args:
         rollout: the section ``actor_rollout_ref.rollout``, as the worker has it.
@@ -96,7 +96,7 @@ def know_rollout(call: Call) -> Any:
     optional=True,
 )
 def look_at_stream(call: Call) -> Any:
-    """Return the same weights in a generator that also passes each weight to the audit."""
+    """Return an engine's weights in a generator that also passes each weight to the audit."""
     stream, *rest = result = call.proceed()
     engine = call.instance
     if engine not in _senders:
@@ -107,7 +107,7 @@ def look_at_stream(call: Call) -> Any:
 
 
 def _rounds_to(sender: Any) -> torch.dtype | None:
-    """The dtype that a checkpoint engine rounds the weights to before it sends them."""
+    """The dtype to which a checkpoint engine rounds the weights before sending them."""
     dtype = getattr(sender, "rollout_dtype", None)
     if dtype is None or not (sync.casts(sender) or sync.is_delta(sender)):
         return None
@@ -128,7 +128,7 @@ def _rounds_to(sender: Any) -> torch.dtype | None:
     optional=True,
 )
 async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
-    """Pass on a legacy worker's weights in a generator that also passes each to the audit."""
+    """Replace a legacy worker's weights by a generator that also passes each to the audit."""
     if _legacy:
         seen = sending.observe(weights, "verl", "actor")
         if seen is not weights:
@@ -231,7 +231,7 @@ async def _ask_sglang(server: Any, sync: int = 0) -> None:
 
 
 def _whose() -> Whose:
-    """Identify this process's engine by verl's name of the Ray actor, the same in each run."""
+    """Name this process's engine by its Ray actor, whose name is the same in each run."""
     name = name_of_actor() or "server"
     others = {"reward": "reward model", "teacher": "teacher"}
     subject = next((long for short, long in others.items() if f"_{short}_" in name), ROLLOUT)

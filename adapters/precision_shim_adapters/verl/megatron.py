@@ -94,7 +94,7 @@ def _overrides(optim_config: Any) -> dict[str, Any]:
 
 
 def has_fields() -> bool:
-    """Whether this verl's own function reads the opt-in's fields."""
+    """Whether the installed verl's ``init_megatron_optim_config`` reads the opt-in's fields."""
     return "bf16" in look(CONFIG).parameters
 
 
@@ -133,7 +133,7 @@ def read_wishes(
         where=f"{versioned('verl')}, {_KEY}",
         asked=_overrides(optim_config),
         auto="as-configured" if fields else "guarded",
-        native={torch.float16: ROWS[torch.float16]},  # verl's fp16 branch, in every version
+        native={torch.float16: ROWS[torch.float16]},  # verl's fp16 branch sets these fields
         opt_in=_opt_in(optim_config, fields),
         reads_opt_in=fields,
         optimizer=str(_read(optim_config, "optimizer", "adam")),
@@ -159,7 +159,7 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
     Args:
         config: the engine's config.
         optim_config: the optimizer's config.
-        known: ``subject``, ``declared`` and ``trains`` of ``Wishes``.
+        known: the attributes ``subject``, ``declared`` and ``trains`` of ``Wishes``.
     """
     blockers = []
     if _read(config, "use_megatron_fsdp", False):
@@ -185,7 +185,7 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """verl's optimizer config with another ``override_optimizer_config``.
 
     verl's configs are frozen dataclasses, which cannot be changed, or OmegaConf nodes, which cannot
-    contain a ``torch.dtype``. This proxy therefore reads all other keys from the caller's object,
+    contain a ``torch.dtype``. ``_WithOverrides`` reads all other keys from the caller's object,
     which stays unchanged.
     """
 

@@ -1,7 +1,7 @@
 """Add loss scale and skipped steps in fp16, and the share of lost updates, to verl's metrics.
 
-The seams in this module serve every engine of verl. 0.7.1's legacy workers have their own dicts of
-metrics, to which the seams at the workers' steps add the values.
+The seams in this module serve every engine of verl. The legacy workers of 0.7.1 have their own
+dicts of metrics, to which the seams at the workers' steps add the values.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def report(call: Call) -> Any:
     """Add the loss scaler's metrics next to the grad norm, after each batch of a training worker.
 
     The shim does not add these metrics earlier, because verl would gather them over the
-    data-parallel ranks. Gathering makes a list of a number, and ``train_mini_batch`` fails on it.
+    data-parallel ranks. Gathering makes a number a list, and ``train_mini_batch`` fails on a list.
     """
     result = call.proceed()
     _add(result, of_engine(call.instance.engine))

@@ -298,8 +298,8 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
 def _bucket(section: _Section, wishes: Wishes) -> bool:
     """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
-    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False; in 0.9 and
-    later the engine writes a value that follows from its optimizer's fields.
+    verl's ``get_model`` and mbridge write True. Megatron-Bridge's default is False. In 0.9 and
+    later the engine derives the value from its optimizer's fields.
     """
     aware = bool(wishes.opt_in.get(PRECISION_AWARE))
     low = wishes.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32

@@ -137,7 +137,7 @@ def alignment() -> Answer:
     needs=(_MODEL,),
 )
 def default_bucket() -> Answer:
-    """The bucket's dtype in verl if the user wrote no dtype."""
+    """verl's bucket is fp32 unless the user wrote another dtype."""
     from megatron.core.enums import ModelType
     from verl.utils import megatron_utils
 

@@ -1,12 +1,12 @@
 """Send verl's weights to the rollout engine in the engine's dtype, rounded once.
 
 Two of verl's engines round every weight to bf16 on the way to the rollout, regardless of
-``actor_rollout_ref.rollout.dtype``. These are the torchtitan engine and the FSDP engine (before
+``actor_rollout_ref.rollout.dtype``. The two are the torchtitan engine and the FSDP engine (before
 0.9; since 0.9 only for merged LoRA). ``get_per_tensor_param`` of these engines returns the weights
-as a generator that has not started. The shim reads which tensors verl's generator would gather.
-The shim then returns its own generator, which gathers the same tensors in the same order and rounds
-them to the rollout's dtype. The shim does not start verl's generator, since running it is
-collective. For a bf16 rollout the shim returns verl's generator itself.
+as a generator that has not started. The shim reads which tensors verl's generator would gather. The
+shim then returns its own generator, which gathers the same tensors in the same order and rounds
+them to the rollout's dtype. The shim does not start verl's generator, since its run would be a
+collective operation. For a bf16 rollout the shim returns verl's generator itself.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
@@ -89,7 +89,7 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Pass the dtypes that round the weights, ``before`` and the rollout's, to the meter."""
+    """Pass to the meter the dtypes to which weights are rounded, ``before`` and the rollout's."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
@@ -278,7 +278,7 @@ def _shares(whole: torch.Tensor, param: DTensor) -> bool:
     **_FIRST,
 )
 def checkpoint_engine(call: Call) -> Any:
-    """Set the rollout's dtype on a checkpoint engine that rounds, unless the user wrote a dtype.
+    """Set the rollout's dtype on a checkpoint engine that rounds weights, unless the user set one.
 
     Raises:
         DtypeError: a rollout dtype is no dtype that an engine computes in.
@@ -359,7 +359,7 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
         return "", False
     vllm = engine == "vllm"
     if vllm and not look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found:
-        return "", False  # verl before 0.9.1 itself raises for vLLM here
+        return "", False  # verl before 0.9.1 itself raises an error for vLLM
     if not vllm and strategy in ("fsdp", "fsdp2"):
         return "", False
     what = (

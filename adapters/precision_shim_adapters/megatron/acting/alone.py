@@ -35,7 +35,7 @@ _MAKE = "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups"
 def start_lower(call: Call, initial_scale: float, min_scale: float, growth_interval: float) -> Any:
     """Lower Megatron's default initial loss scale, which costs 25 skipped steps.
 
-    Megatron's default is 2**32. Its hysteresis of 2 means that the first overflow does not change
+    Megatron's default is 2**32. With Megatron's hysteresis of 2, the first overflow does not change
     the scale; every further overflow halves the scale, so 25 skips in a row reach 2**8.
     """
     if current_build() is not None:
@@ -103,7 +103,7 @@ def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
 
 
 def _stop_checking(chunk: Any) -> bool:
-    """Turn off the check of gradients in the config of each of a DDP's bucket groups."""
+    """Turn off the check of gradients in the configs of a DDP's bucket groups."""
     kinds = ("bucket_groups", "expert_parallel_bucket_groups")
     groups = [group for kind in kinds for group in getattr(chunk, kind, ())]
     checking = [one for one in groups if one.ddp_config.check_for_nan_in_grad]

@@ -1,8 +1,8 @@
 """The record of the model that a framework is building, read by the backend's seams.
 
 A framework makes the gradient bucket before the OptimizerConfig, in another function; one plan must
-decide both. Therefore an adapter wraps the code that makes DDP and optimizer in ``building``, with
-a function that reads the framework's config into ``Wishes``.
+decide both. An adapter wraps the code that makes DDP and optimizer in ``building``, and passes a
+function that reads the framework's config into ``Wishes``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Build:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of all parameters in ``seen``, or the dtype that the framework declares."""
+        """The one dtype of the parameters in ``seen``, or else the framework's declared dtype."""
         return self.seen.single or self.wishes.declared
 
     def plan(self, model: TrainableDtypes | None = None) -> Planned:
@@ -95,10 +95,10 @@ def current_build(framework: str | None = None) -> Build | None:
 
 @contextmanager
 def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
-    """Record that a framework is building a model; within another ``building``, yield that build.
+    """Record that a framework is building a model; within another ``building``, yield its build.
 
-    Put ``building`` around the function that builds DDP and optimizer, or around the function for
-    each of them. The backend's seams that act while a model is built do nothing outside
+    Put ``building`` around the function that builds DDP and optimizer, or around both functions if
+    there are two. The backend's seams that act while a model is built do nothing outside
     ``building``.
 
     Args:
@@ -120,7 +120,7 @@ def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]) -> None:
     """Announce a build for the DDP that the framework will make with this config object.
 
-    An adapter calls this if its framework builds the reference model outside ``building``.
+    Needed if a framework builds the reference model outside ``building``, in code without a seam.
 
     Args:
         ddp_config: the config object; kept by a weak reference only.

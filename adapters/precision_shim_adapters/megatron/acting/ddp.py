@@ -1,4 +1,4 @@
-"""The seams at Megatron's DDP: they read the parameters' dtypes and set the bucket's dtype.
+"""The seams at Megatron's DDP read the parameters' dtypes and set the bucket's dtype.
 
 Every path to a gradient bucket (a framework's own ``get_model``, mbridge, Megatron-Bridge) calls
 ``DistributedDataParallel.__init__`` with the parameters whose gradients the bucket will contain.
@@ -79,7 +79,7 @@ def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any =
         call.arguments["ddp_config"] = changed
     realigned = changed.grad_reduce_in_fp32 != ddp_config.grad_reduce_in_fp32
     # In Megatron 0.18 and later the caller may pass a parameter layout for the caller's bucket
-    # dtype. Without this argument the DDP computes a layout itself.
+    # dtype. Without a passed layout the DDP computes its own layout.
     if realigned and full_param_layout is not None:
         call.arguments["full_param_layout"] = None
     result = call.proceed()

@@ -1,10 +1,10 @@
 """Read the settings of a trainer with Megatron's own flags in one flat argparse namespace.
 
-A trainer of this kind makes its ``OptimizerConfig`` inline, from every attribute of the namespace
-that has a field's name. While the trainer builds a model, the adapter therefore changes the
+A trainer with Megatron's flags makes its ``OptimizerConfig`` inline, from every attribute of the
+namespace that has a field's name. While the trainer builds a model, the adapter changes the
 arguments of ``OptimizerConfig.__init__``.
 
-Delete when: these trainers pass only the flags that the user wrote to Megatron's OptimizerConfig.
+Delete when: such trainers pass to OptimizerConfig only the flags that the user wrote.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _meant(value: Any) -> Any:
 def fill_inline(call: Call, framework: str) -> Any:
     """Put the fields from ``settle`` into an OptimizerConfig while the trainer makes the config.
 
-    A seam at ``CONFIG_INIT`` calls this; outside the framework's ``building`` it does nothing.
+    A seam at ``CONFIG_INIT`` calls ``fill_inline``; outside ``building`` it changes nothing.
 
     Args:
         call: the call of ``OptimizerConfig.__init__``.
@@ -96,7 +96,7 @@ def fill_inline(call: Call, framework: str) -> Any:
 def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:
     """Restrict the backend's seams to environments in which the trainer's module is installed.
 
-    An adapter needs this if other projects use the trainer's package name as well.
+    Needed if other projects use the trainer's package name as well.
 
     Args:
         seams: ``megatron.SEAMS``.

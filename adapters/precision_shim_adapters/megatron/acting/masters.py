@@ -1,10 +1,10 @@
 """Reload master weights after a framework loaded weights without the optimizer's states.
 
 Megatron's optimizers update master weights and copy them over the parameters. After a load of the
-weights alone, the next step overwrites the loaded weights with the former ones, unless the
-framework calls Megatron's ``reload_model_params``. NeMo-RL's Megatron-Bridge calls it, verl and
-SkyRL do not. ``reload_model_params`` itself reloads neither the master weights in FusedAdam's state
-nor the copies that the optimizer for CPU offload updates.
+weights alone, the next step overwrites the loaded weights with the former weights, unless the
+framework calls Megatron's ``reload_model_params``. NeMo-RL's Megatron-Bridge calls
+``reload_model_params``; verl and SkyRL do not. ``reload_model_params`` reloads neither the master
+weights in FusedAdam's state nor the copies that the optimizer for CPU offload updates.
 
 Each rank reloads the master weights that it owns, without communication.
 
@@ -80,13 +80,13 @@ def _reload_offloaded(optimizer: Any, inner: Any) -> None:
 
 
 def _reload_fused(inner: Any) -> None:
-    """Reload the master weights in FusedAdam's state, which exist only after the first step."""
+    """Reload the master weights in FusedAdam's state, which has none before its first step."""
     for shard, state in inner.state.items():
         master = state.get("master_param")
         if not isinstance(master, torch.Tensor):
             continue
         if master.dtype is torch.int16:
-            master.zero_()  # the loaded weights leave no remainder
+            master.zero_()  # loaded bf16 weights have no remainder
         else:
             # ``set_scaled_state`` applies FusedAdam's scale. Master weights may be on the host.
             inner.set_scaled_state(shard, "master_param", shard.detach().float().to(master.device))
@@ -95,8 +95,8 @@ def _reload_fused(inner: Any) -> None:
 def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
     """Overwrite an optimizer's master weights with weights that were loaded without its states.
 
-    An adapter's seam for ``FEATURES`` in ``GROUP`` calls this after the framework loaded weights.
-    The moments and step counts stay unchanged.
+    An adapter calls ``reload_masters`` after the framework loaded the weights, in a seam for
+    ``FEATURES`` in the group ``GROUP``. The moments and step counts stay unchanged.
 
     Args:
         framework: the framework's name.
@@ -127,7 +127,7 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
 
 
 def _each(optimizer: Any) -> Iterator[Any]:
-    """The single optimizers of a chain with nested chains, without stubs for frozen models."""
+    """Yield the single optimizers of a chain and its inner chains, except stubs of frozen models."""
     # Megatron's layer-wise optimizer is a chain within a chain. Reading ``optimizer`` of a chain of
     # several optimizers raises an error.
     chained = getattr(optimizer, "chained_optimizers", None)

@@ -20,11 +20,11 @@ PATHS = {"offload": "Megatron (offload of states)"}
 
 
 def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -> list[Seam]:
-    """The seams at a framework's two offload functions; each framework has the same two names.
+    """The seams at a framework's two offload functions; all frameworks use the same two names.
 
     Args:
         module: the module with ``offload_megatron_optimizer`` and ``load_megatron_optimizer``.
-        importers: modules that import these functions by value.
+        importers: modules that import the two functions by value.
         why: see ``Seam``.
         delete_when: see ``Seam``.
     """

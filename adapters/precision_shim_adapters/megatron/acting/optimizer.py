@@ -1,6 +1,6 @@
 """Coerce dtypes in Megatron's OptimizerConfig, choose its fields, compare it with the model.
 
-Every config runs ``OptimizerConfig.__post_init__``, also of a subclass or with deferred validation.
+Every config runs ``OptimizerConfig.__post_init__``, even with a subclass or deferred validation.
 Each framework has its own function that fills the config, and its adapter calls ``settle`` in a
 seam at this function. A seam at the function that makes the optimizer calls ``check``.
 
@@ -73,7 +73,7 @@ CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__
     optional=True,
 )
 def refuse_what_cannot_run(call: Call) -> Any:
-    """Raise, with the reason, if the installed FusedAdam cannot be precision-aware.
+    """Raise an error with the reason if the installed FusedAdam cannot be precision-aware.
 
     Megatron's config class calls ``__post_init__`` when a config is made, Megatron-Bridge's config
     class only in ``finalize``.
@@ -155,7 +155,7 @@ class Settled:
     def keep_layout(self, config: Any) -> None:
         """Record whether the user or the shim made a config precision-aware, for checkpoints.
 
-        An adapter calls this with the config object that the optimizer receives.
+        An adapter calls ``keep_layout`` with the config object that the optimizer receives.
         """
         if self.by_user is not None:
             note_precision_aware(config, by_user=self.by_user)
@@ -165,7 +165,7 @@ def settle(build: Build, *, native: bool = False) -> Settled:
     """Choose the OptimizerConfig's fields for a model whose DDP is built, and report the decision.
 
     An adapter calls ``settle`` in a seam at the framework's function that makes the config. The
-    seam's features are ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``; each of them
+    seam's features are ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``; each feature
     acts if it is in force.
 
     Args:
@@ -204,8 +204,8 @@ def settle(build: Build, *, native: bool = False) -> Settled:
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     """Copy an OptimizerConfig with other field values and validate the copy again.
 
-    Returns the same object if no value differs. An adapter calls this if its framework makes the
-    config before the model.
+    Returns the same object if no value differs. Adapters call ``with_fields`` if the
+    framework makes the config before the model.
     """
     lacking = object()
     fields = {

@@ -1,4 +1,4 @@
-"""fp16 on Megatron-core: an overflow skips the step in every framework.
+"""Make an fp16 overflow skip the step in every framework on Megatron-core.
 
 Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
 the step and saves its scaler's state. Four things go wrong without the shim. Frameworks treat a
@@ -11,14 +11,14 @@ Every framework's step calls ``ChainedOptimizer.step`` or, for a single optimize
 ``MixedPrecisionOptimizer.step``. The shim changes the return value of these two functions if the
 adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling ``step``,
 so the shim counts steps in ``prepare_grads``, which all trainers call to check for an overflow.
-When a chain's ``prepare_grads`` returns, all scalers have checked and no optimizer has stepped.
+When a chain's ``prepare_grads`` returns, all scalers have checked, and no optimizer has stepped.
 ``DynamicGradScaler.__init__`` receives the growth and backoff factors, for which configs have no
 field. (For the DDP's check of gradients, see ``ddp``.)
 
-Deliberately not patched: ``ConstantGradScaler``, and the gradient norm's threshold in 0.18. A user
-chose ``ConstantGradScaler`` by a static ``loss_scale``, and at an overflow the framework raises its
-own error. A norm above the threshold is no overflow. Megatron's checkpoint contains the scaler but
-not the shim's counts.
+The shim deliberately patches neither ``ConstantGradScaler`` nor the gradient norm's threshold in
+0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static ``loss_scale``, and at an
+overflow the framework raises its own error. A norm above the threshold is no overflow. Megatron's
+checkpoint contains the scaler but not the shim's counts.
 
 Delete when: frameworks accept a skipped step, and chained optimizers share a scaler.
 """
@@ -75,7 +75,7 @@ _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.Weak
 
 
 def scale_of(scaler: Any) -> float:
-    """A scaler's scale as a number, copied from the device only if the tensor is a new one.
+    """A scaler's scale as a number, copied from the device only if the tensor is a new object.
 
     Megatron never changes the tensor in place: each new scale is a new tensor.
     """
@@ -121,13 +121,13 @@ def _account(optimizer: Any) -> Account | None:
 
 @contextmanager
 def skipping(*, succeeds: bool) -> Iterator[None]:
-    """Set the success flag that Megatron's step returns to the framework if it is skipped.
+    """Set the success flag that a skipped step of Megatron's optimizer returns to the framework.
 
-    An adapter puts this around its framework's own step, in a seam for ``fp16-scaling``.
+    An adapter puts ``skipping`` around its framework's step, in a seam for ``fp16-scaling``.
 
     Args:
         succeeds: the success flag to return for a skipped step; true for a framework that ends
-            the job at a failed step. The returned grad norm is NaN for both values.
+            the job at a failed step. A skipped step's grad norm is NaN either way.
     """
     token = _succeeds.set(succeeds)
     try:
@@ -167,7 +167,7 @@ def answer_a_skip(call: Call) -> Any:
 def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     """Run a step; return the flag from ``skipping`` or ``answer_skips`` if the step is skipped.
 
-    An adapter calls this if its framework replaces the optimizer's step by its own function.
+    Adapters call ``answer_step`` if the framework replaces the optimizer's step by its own.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -183,7 +183,7 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
         return result
     successful, grad_norm, zeros = result
     # megatron-core 0.18 also fails a step whose gradient norm exceeds a threshold, and returns
-    # the norm. For an overflow it returns None as the norm.
+    # the norm. For an overflow, megatron-core returns None as the norm.
     if successful or grad_norm is not None:
         return result
     return succeeds, math.nan, zeros
@@ -197,7 +197,7 @@ def _make_states(optimizer: Any) -> None:
     """
     for one in _unchain(optimizer):
         inner = getattr(one, "optimizer", None)
-        make = getattr(inner, "initialize_state", None)  # FusedAdam's method for a first step
+        make = getattr(inner, "initialize_state", None)  # a method that FusedAdam's step calls
         if inner is None or make is None or inner.state:
             continue
         # Up to TransformerEngine 2.0 initialize_state has only the parameter as argument.
@@ -214,7 +214,7 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
     process.
 
     Args:
-        optimizer: the framework's optimizer; ``None`` without one.
+        optimizer: the framework's optimizer, or ``None``.
         prefix: put before the names.
         from_start: whether to report the metrics before the first step as well; the first step is
             the most likely to be skipped.

@@ -20,7 +20,7 @@ class BucketChoice:
 
     Attributes:
         grad_reduce_in_fp32: the chosen value.
-        changed: whether it differs from the config's value.
+        changed: whether the chosen value differs from the config's value.
         because: the reason, in words.
         problem: an inconsistency that the shim does not correct, or ``""``.
     """

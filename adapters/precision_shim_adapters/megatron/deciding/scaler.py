@@ -24,7 +24,7 @@ _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """Choose the loss scaler's fields that the user did not write in the OptimizerConfig.
 
-    The shim's block in the framework's config overrides ``install()`` and the variables.
+    The shim's block in the framework's config overrides ``install()`` and environment variables.
 
     Raises:
         SettingsError: the initial loss scale is below the minimum.

@@ -70,15 +70,15 @@ class OptimizerRequest:
         model: the trainable parameters.
         declared: the dtype that the framework declares for the model; used for the ``bf16`` and
             ``fp16`` flags if the parameters' dtypes are mixed or unknown.
-        asked: OptimizerConfig fields that the user wrote; dtype values as ``torch.dtype``.
-        policy: ``"follow-model"``, ``"guarded"`` (the same with the guard on the second moment)
-            or ``"as-configured"``.
+        asked: OptimizerConfig fields that the user wrote, with dtypes as ``torch.dtype``.
+        policy: one of ``"follow-model"``, ``"guarded"`` (follow the model with the guard on the
+            second moment) and ``"as-configured"``.
         optimizer: Megatron's optimizer name.
         distributed: whether the distributed optimizer is used.
         support: the installed FusedAdam.
         blockers: the framework's reasons why the precision-aware optimizer cannot run.
         native: fields that the framework sets by itself; all other sources override them.
-        aligned: whether the gradient bucket will have the dtype of the main grads chosen here.
+        aligned: whether the gradient bucket will have the dtype of the chosen main grads.
         fp32_bucket_written: whether the bucket stays fp32 because the user's config has it so.
         whole_masters: whether checkpoints will contain whole fp32 masters even if the optimizer
             keeps remainders.
@@ -122,16 +122,16 @@ class OptimizerPlan:
 def obstacles(request: OptimizerRequest) -> list[str]:
     """All reasons why the precision-aware optimizer cannot run; empty if it can.
 
-    Sources: the assertions of Megatron's ``OptimizerConfig.__post_init__``; Megatron's layer-wise
-    optimizer and FSDP, which build no FusedAdam; Megatron's own condition on fp8 recipes.
+    The reasons come from the assertions of Megatron's ``OptimizerConfig.__post_init__``, from its
+    condition on fp8 recipes, and from its layer-wise optimizer and FSDP, which build no FusedAdam.
 
     ``optimizer_cpu_offload`` is a reason because of its checkpoints. Without the precision-aware
     optimizer, Megatron ends a resume with a KeyError. With the precision-aware optimizer, a resume
     continues silently, with step counts or masters that are not the checkpoint's (docs/megatron.md
     has the measurements). The shim corrects step counts and masters, but in a resume with the shim
-    off a silent error would replace the KeyError. The table shows the bytes per parameter that this
-    costs, as the audit measures them (with a fake GPU, all offloaded; DP is the data-parallel
-    size):
+    off a silent error would replace the KeyError. The table shows the bytes per parameter that
+    this reason costs, as the audit measures them (with a fake GPU, all offloaded; DP is the
+    data-parallel size):
 
     ========================== ================================== =======
     bf16 parameters            GPU                                host
@@ -141,7 +141,7 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     precision-aware, bf16 main 2 + 2 (bucket)                     16/DP
     ========================== ================================== =======
 
-    The first two rows take the same steps, bit for bit.
+    The optimizers of the first two rows take the same steps, bit for bit.
     """
     reasons = []
     if request.optimizer != "adam":
@@ -155,7 +155,7 @@ def obstacles(request: OptimizerRequest) -> list[str]:
         reasons.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
     version = request.support.version
     if request.asked.get("store_param_remainders") and (version or ()) >= REMAINDERS_SINCE:
-        # The user's field stays, so the shim must not add fields that conflict with it.
+        # The user's ``store_param_remainders`` stays: the shim must not add conflicting fields.
         dtype = request.model.single or request.declared
         if dtype is FP16:
             reasons.append("store_param_remainders takes bf16 parameters, they are fp16")
@@ -293,8 +293,8 @@ def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: li
 def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in row.items() if key not in PRECISION_AWARE_FIELDS}
     kept.pop("store_param_remainders", None)
-    # Write ``use_precision_aware_optimizer=False``, since verl's fp16 branch turns it on without
-    # checking whether it can run. If the user wrote dtypes that need it, do not write the field.
+    # Write ``use_precision_aware_optimizer=False``, since verl's fp16 branch sets True without any
+    # check. Leave the field out if the user's dtypes need the precision-aware optimizer.
     if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in NEED_PRECISION_AWARE):
         kept["use_precision_aware_optimizer"] = False
     return kept

@@ -1,8 +1,8 @@
 """The settings of a framework and its user for Megatron's optimizer, and the plan made from them.
 
 An adapter reads its framework's config into one record, ``Wishes``. ``plan_wishes`` makes a plan
-from this record, the trainable parameters and the features in force. Equal records give the same
-plan in every framework.
+from a ``Wishes``, the trainable parameters and the features in force. Equal ``Wishes`` give the
+same plan in every framework.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Wishes:
         scaler_where: the config's key of the loss scaler settings, for messages.
         unchecked: fields that ``optimizer.check`` skips, because the framework's own files set them
             to the same value for every model.
-        trains: whether the model gets an optimizer.
+        trains: whether the model has an optimizer.
     """
 
     where: str = "Megatron"
@@ -135,7 +135,7 @@ class Planned:
     """A plan, and the OptimizerConfig fields that apply it.
 
     Attributes:
-        plan: the choice of the rules.
+        plan: the plan that the rules made.
         dtype: the model's dtype, or the declared dtype.
         asked: the user's fields, with dtype names coerced if ``dtype-coercion`` is in force.
         added: the fields that the framework or the shim adds; ``asked`` overrides them.
@@ -258,7 +258,7 @@ def coerce_written(
 def fused_adam_support() -> FusedAdamSupport:
     """Inspect the FusedAdam that Megatron's precision-aware optimizer would use."""
     try:
-        # Megatron's own check imports the same name.
+        # Megatron's own check imports FusedAdam by the same name.
         from transformer_engine.pytorch.optimizers import FusedAdam
     except ImportError:
         return FusedAdamSupport()

@@ -1,4 +1,4 @@
-"""List settings that need less memory for a model on Megatron, with the smallest loss first.
+"""List settings that need less memory for a model on Megatron, the smallest sacrifice first.
 
 Each entry of ``_STEPS`` is planned as if the user had written its settings, so the worker's rules
 decide which entries are legal.
@@ -76,7 +76,7 @@ def variants(
     """Copy a model with cheaper settings, once for each legal entry of ``_STEPS``.
 
     Returns:
-        For each legal entry its loss in words, the config lines to write, and the changed model.
+        For each legal entry its sacrifice in words, the config lines to write, the changed model.
     """
     if not asked.wishes.trains:
         return []

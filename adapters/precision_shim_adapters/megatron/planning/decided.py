@@ -59,7 +59,7 @@ class Asked:
         key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line.
-        parked: maps a config key to the components that it moves to the host between phases.
+        parked: maps a config key to the components that it moves to the host while not used.
         place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
@@ -107,7 +107,7 @@ class Side:
 
 
 def support_of(version: str | None) -> FusedAdamSupport:
-    """The capabilities of a TransformerEngine's FusedAdam; by default the newest known."""
+    """The capabilities of FusedAdam in a TransformerEngine release; by default the newest known."""
     if version is None:
         return NEWEST
     known = release(version)

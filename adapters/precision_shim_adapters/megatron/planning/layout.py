@@ -429,14 +429,14 @@ def _word(name: str) -> str:
 
 
 def _stage_outside(name: str, last: int) -> int:
-    """The stage of a parameter outside the layers: the first or, for norm and output, the last."""
+    """The stage of a parameter outside the layers: last for norm and output, otherwise first."""
     if _OTHER_MODEL.search(name):
         return 0
     return last if _word(name) in (*_LAST, "lm_head", "embed_out") else 0
 
 
 def unknown(model: Model) -> list[str]:
-    """List the text model's matrices without a rule in ``_ways``, which count as not split."""
+    """List the text model's matrices without a rule in ``_ways``; ``count`` does not split them."""
     names = []
     for weight in model.weights:
         word = _word(weight.name)

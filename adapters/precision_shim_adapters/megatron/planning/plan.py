@@ -144,7 +144,7 @@ def plan_model(
         holds: returns whether a feature is in force for a group of seams, with the shim on.
         megatron: megatron-core's release; ``None`` for the newest known release.
     """
-    if not asked.wishes.trains:  # the model has no optimizer, whatever fields the config has
+    if not asked.wishes.trains:  # without an optimizer, its config does not count
         asked = replace(asked, wishes=replace(asked.wishes, asked={}))
     subject = asked.wishes.subject
     problems = [*asked.illegal, *layout.problems(asked.sizes, asked.model, subject, megatron)]
@@ -267,7 +267,7 @@ def _decisions(asked: Asked, side: Side, settings: Settings, holds: Holds) -> li
 
 
 def _fp16(side: Side) -> bool:
-    """Whether an fp16 model's OptimizerConfig has ``fp16``, for which Megatron makes a scaler."""
+    """Whether an fp16 model's OptimizerConfig has ``fp16``, so that Megatron makes a scaler."""
     return bool(side.fields.get("fp16", True))
 
 

@@ -104,7 +104,7 @@ def accepted() -> Answer:
     needs=(_CONFIG,),
 )
 def states_need_it() -> Answer:
-    """The shim turns the precision-aware optimizer off only if the user wrote no such dtype."""
+    """The shim writes ``use_precision_aware_optimizer=False`` only if all states are fp32."""
     wanted = {
         "main_grads_dtype": torch.bfloat16,
         "main_params_dtype": torch.float16,
@@ -286,7 +286,7 @@ def bucket() -> Answer:
     needs=("megatron.core.distributed", "megatron.core.transformer"),
 )
 def gradient_check() -> Answer:
-    """The shim turns the DDP's check off if a dynamic scaler skips steps with an overflow."""
+    """The shim turns off the DDP's check of gradients if a dynamic scaler skips overflows."""
     found = {}
     for checks in (True, False):
         with _chunk(check_for_nan_in_grad=checks) as chunk:
@@ -307,7 +307,7 @@ def gradient_check() -> Answer:
     needs=("megatron.core.optimizer", "megatron.core.distributed", "megatron.core.transformer"),
 )
 def main_grads() -> Answer:
-    """The bucket follows ``main_grads_dtype``; saves have the keys of the job without the shim."""
+    """The bucket follows ``main_grads_dtype``; checkpoint keys are those of an unpatched job."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     fp32, bf16 = torch.float32, torch.bfloat16

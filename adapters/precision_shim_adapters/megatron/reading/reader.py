@@ -218,10 +218,10 @@ def _field(config: Any, name: str) -> Any:
 def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
     """Whether FusedAdam itself keeps the masters of a precision-aware optimizer.
 
-    With an fp8 recipe other than delayed, and with CPU offload, FusedAdam has no whole masters.
+    With other fp8 recipes than delayed, and with CPU offload, whole masters are outside FusedAdam.
 
     Args:
-        field: reads a field of the OptimizerConfig; returns ``None`` for a field that it lacks.
+        field: reads a field of the OptimizerConfig; returns ``None`` for a missing field.
         main: the masters' dtype.
     """
     recipes = (None, "delayed")
@@ -233,7 +233,7 @@ def read_wanted(field: Callable[[str], Any]) -> Wanted:
     """The tensors' dtypes that the current fields of an OptimizerConfig imply.
 
     Args:
-        field: reads a field of the config; returns ``None`` for a field that it lacks.
+        field: reads a field of the config; returns ``None`` for a missing field.
 
     Megatron computes derived settings only once, when a config is made. If a field is set later,
     the derived settings stay as they were, and the audit reports the difference.

@@ -3,12 +3,12 @@
 For every sharding type, ``DistributedOptimizer`` reads and writes one parameter's states through
 one pair of methods. On a save, the shim converts a precision-aware optimizer's int16 remainder to
 the fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master
-weight again. If the user's own config is precision-aware, an unpatched Megatron expects remainders,
-which it can read in the two sharding types that store a dtype for each state. In these two sharding
-types the shim then saves the remainders unchanged. In two sharding types the bucket's dtype is part
-of the checkpoint's keys; the shim writes the dtype of the same job without the shim. Only
-``dist_checkpointing.load`` receives both the wanted layout and the directory before Megatron reads
-a tensor.
+weight again. If the user's own config is precision-aware, an unpatched Megatron expects remainders.
+Megatron can read remainders in the two sharding types that store a dtype for each state, so the
+shim saves the user's remainders unchanged in these two types. In two sharding types the bucket's
+dtype is part of the checkpoint's keys; the shim writes the dtype of the same job without the shim.
+Only ``dist_checkpointing.load`` receives both the wanted layout and the directory before Megatron
+reads a tensor.
 
 The shim refuses to load states that cannot continue exactly: fp32 moments that would be rounded to
 bf16, and remainders that an unpatched Megatron has already written as numbers.
@@ -118,7 +118,7 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
 
 
 def is_added_by_shim(config: Any) -> bool:
-    """Whether the shim alone made an OptimizerConfig (or its original) precision-aware."""
+    """Whether the shim alone made an OptimizerConfig, or a copy's original, precision-aware."""
     values = (getattr(config, name, None) for name in _OWN)
     return hasattr(config, _ADDED) or any(
         isinstance(value, float) and _own_floats.get(id(value)) is value for value in values
@@ -139,12 +139,12 @@ def refuse_torchs_adam(
     """Warn at the save that Megatron cannot load the states of torch's Adam, and refuse the load.
 
     If neither TransformerEngine nor Apex is installed, Megatron uses torch's Adam. Megatron's load
-    asserts that a new optimizer has one step count, but a new Adam of torch's has none. An Adam of
-    torch's with states does not receive the loaded step count in two of the three sharding types,
-    and keeps its old step count in the third.
+    asserts that a new optimizer has one step count, but torch's Adam has none before its first
+    step. If torch's Adam has states, it does not receive the loaded step count in two of the three
+    sharding types, and keeps its old step count in the third.
 
     Raises:
-        CheckpointLayoutError: at a load, and in strict mode at a save.
+        CheckpointLayoutError: at a load of torch's Adam, and in strict mode at a save.
     """
     optimizer = call.instance
     kind = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "the default")
@@ -175,7 +175,7 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
 
 
 def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """Make a function that maps a parameter's dtype to its bucket's dtype without the shim.
+    """Map a parameter's dtype to the dtype that its bucket has without the shim, by a function.
 
     Returns ``None`` if the shim changed no chunk's bucket.
     """
@@ -187,7 +187,7 @@ def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype
 
 
 def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
-    """Change a sharded state's keys in place to those of the same job without the shim."""
+    """Change a sharded state's keys in place to the keys of the same job without the shim."""
     dtype_of = _unpatched_grad_dtype(optimizer)
     if dtype_of is None:
         return state
@@ -262,7 +262,7 @@ def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     "per_bucket_numel_unpadded",
 )
 def name_live_bucket(call: Call, state_dict: Any) -> Any:
-    """Write the live bucket's dtypes into loaded bookkeeping that Megatron compares with them."""
+    """Write the live bucket's dtypes into the loaded bookkeeping before Megatron compares both."""
     name = "per_bucket_numel_unpadded"
     if state_dict is not None and name in state_dict:
         live = [next(iter(bucket)) for bucket in call.instance.per_bucket_numel_unpadded]

@@ -6,7 +6,7 @@ first step, so ``DistributedOptimizer.load_state_dict`` makes states with ``dumm
 random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Parts of the
 checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
 
-- With ``dp_reshardable``, which 0.15 cannot save, AdamW's step counts stay at 1 after the resume.
+- With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
 - With ``dp_zero_gather_scatter``, the parameters' copies keep the values of the dummy step.
 - With every sharding type, each step copies the loaded groups with the loaded step count over the
   inner optimizers' groups. FusedAdam stores its step count in its groups, so FusedAdam counts each
@@ -15,7 +15,7 @@ checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, withou
 
 SkyRL itself patches the error with ``dp_reshardable``, in its own process.
 
-Delete when: Megatron's own resume is exact; tests/audit/test_offload_resume.py fails then.
+Delete when: Megatron's own resume is exact, so that tests/audit/test_offload_resume.py fails.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _counts(groups: list[dict[str, Any]]) -> set[int]:
     optional=True,
 )
 def hand_count_over(call: Call) -> Any:
-    """Pass a loaded step count to the inner optimizers only once, so that they then count on."""
+    """Pass a loaded step count to the inner optimizers only once, since they count later steps."""
     result = call.proceed()
     for group in call.instance.param_groups:
         group.pop("step", None)
@@ -97,9 +97,9 @@ def hand_count_over(call: Call) -> Any:
 def save_count(call: Call) -> Any:
     """Save the step count of FusedAdam's groups if nothing is on the host.
 
-    If an optimizer is not precision-aware, the shim saves no count. A count in its checkpoint would
-    end Megatron's load with a KeyError, even with SkyRL's patches, which make a load work without a
-    count.
+    If an optimizer is not precision-aware, the shim saves no count. Otherwise Megatron's load would
+    end with a KeyError. SkyRL's patches, which make a load without a count work, do not prevent
+    this KeyError.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config

@@ -71,8 +71,8 @@ def place_fp32_first(call: Call) -> Any:
     """Number the positions in a group of several dtypes as Megatron fills them, fp32 shards first.
 
     Megatron numbers the positions in the order of its buffers, and so mistakes one parameter's
-    states for another's. As a result, a save fails with an error about sizes, or exchanges the
-    states of two parameters of the same size.
+    states for another's. In Megatron's order a save fails with an error about sizes, or exchanges
+    the states of two parameters of the same size.
     """
     known, ranges = result = call.proceed()
     places = {}
@@ -98,8 +98,8 @@ def join_states(call: Call, model_param: Any) -> Any:
     tensors = call.proceed()
     shard, kept = _shard_of(call.instance, model_param).detach(), tensors["param"]
     if model_param.dtype is torch.float32:
-        # Copy if a load reads into this tensor, which must not write into the parameter itself,
-        # because ``_own_master`` compares the loaded values with the parameter.
+        # Copy the shard for a load, which must not write into the parameter itself, because
+        # ``_own_master`` compares the loaded values with the parameter.
         tensors["param"] = shard.to(kept.device, copy=into_place.get())
     elif _precision_aware(call.instance) and kept.dtype is torch.int16 and not as_they_are.get():
         # Use the remainder's device, because verl saves while the optimizer is offloaded.
@@ -268,7 +268,7 @@ def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
     "data_parallel_group",
 )
 def spread_parameters(call: Call, state_dict: Any) -> Any:
-    """Raise on all ranks if one rank refused the states; all-gather the parameters like a step.
+    """Raise on all ranks if one rank refused the states; all-gather the parameters.
 
     Raises:
         CheckpointLayoutError: ``split_states`` refused the states on this or on another rank.
