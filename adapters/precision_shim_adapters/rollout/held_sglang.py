@@ -163,9 +163,7 @@ def _with(known: Held, answers: Sequence[Any]) -> Held:
 
 
 async def _answer(asked: Awaitable[Any]) -> Any:
-    """Return an engine's answer, or raise after a timeout.
-
-    SGLang keeps a late answer for its caller, so a task awaits the answer after a timeout too.
+    """Return an engine's answer; after a timeout, a task awaits the answer that SGLang keeps.
 
     Raises:
         TimeoutError: the engine has not answered yet.

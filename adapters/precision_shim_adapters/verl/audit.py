@@ -1,7 +1,6 @@
 """Audit the optimizer of verl on FSDP after verl has built model and optimizer.
 
-The module also reports the lost updates of 0.7.1's legacy workers; ``metrics`` reports the lost
-updates of engines.
+The module also reports lost updates of 0.7.1's legacy workers (for engines see ``metrics``).
 """
 
 from __future__ import annotations
