@@ -80,8 +80,8 @@ def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kw
     """Repeat the side effects of a step for a skipped step, without changing parameters or moments.
 
     The LR schedule advances, and torch must not warn that the scheduler stepped before the
-    optimizer. A container of optimizers runs its own step while the inner optimizers' steps do
-    nothing: the container's step hooks may keep state that no checkpoint has.
+    optimizer. A container of optimizers runs its own step, since its step hooks may keep state
+    that no checkpoint has; the inner optimizers' steps do nothing then.
 
     Args:
         optimizer: the optimizer whose step was skipped.

@@ -1,8 +1,8 @@
 """Read an SGLang engine's dtypes and weights through its public calls, for the audit.
 
 In the process of the engine's ``TokenizerManager`` the shim calls the manager; elsewhere it calls
-the engine's HTTP server. Both of them return the scheduler's arguments. Only the manager has
-the model's config as SGLang resolved it, with the dtype that SGLang chose for ``auto``.
+the engine's HTTP server. Manager and server both return the scheduler's arguments. Only the manager
+has the model's config as SGLang resolved it, with the dtype that SGLang chose for ``auto``.
 
 For some models SGLang returns a weight's values by the weight's name, converted to fp32, so the
 weight's own dtype stays unknown. For other models SGLang writes an error into its log. SGLang

@@ -1,4 +1,4 @@
-"""Predict for ``precision-shim plan`` what the driver will report about a job's engines."""
+"""Predict for ``precision-shim plan`` the driver's report about a job's engines."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def audit(call: Call) -> Any:
     return result
 
 
-# -- what these engines do themselves, and what older ones lack ------------------------------------
+# -- native features and refusals ------------------------------------------------------------------
 
 
 def _follow(symbol: Symbol, settings: Any) -> str | None:

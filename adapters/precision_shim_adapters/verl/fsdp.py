@@ -51,7 +51,7 @@ VERLS_SCALER = ScalerSettings()
 _OWN = "verl's own scaler, counted and kept with the checkpoints"
 
 
-# -- what verl does itself ---------------------------------------------------------------------
+# -- verl's own features -----------------------------------------------------------------------
 
 
 def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:

@@ -4,8 +4,8 @@ For an engine, the seams wrap the engine's methods, since the engine has the sca
 workers, the seams wrap the checkpoint manager, which actor and critic share and which has the
 optimizer.
 
-The shim writes the scaler's state after verl's own files and binds the state to these files, since
-verl overwrites its files in place, one after the other. If a job is killed between verl's last file
+The shim writes the scaler's state after verl's own files and binds the state to these files: verl
+overwrites its files in place, one after the other. If a job is killed between verl's last file
 and the shim's file, the scaler's state is lost, and a resume warns. The older checkpoint is lost as
 well, since verl has already removed it.
 """

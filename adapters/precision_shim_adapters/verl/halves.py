@@ -56,7 +56,7 @@ def tell_asked(rollout: Any) -> None:
     sending.tell_asked("verl", name, key, reason)
 
 
-# -- the weights that are sent -------------------------------------------------------------------
+# -- audit of sent weights -----------------------------------------------------------------------
 
 
 @seam(
@@ -147,7 +147,7 @@ def know_legacy_rollout(worker: Any) -> None:
         _legacy[:] = [type(worker).__module__]
 
 
-# -- what a server holds -------------------------------------------------------------------------
+# -- audit of servers ----------------------------------------------------------------------------
 
 
 @seam(

@@ -43,7 +43,7 @@ _FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
 _ONE_PLACE = "verl decides bucket and optimizer states in one place"
 
 
-# -- what verl does itself ------------------------------------------------------------------
+# -- verl's own features --------------------------------------------------------------------
 
 
 def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
@@ -315,7 +315,7 @@ def spell_fields(call: Call) -> Any:
     return call.proceed()
 
 
-# -- which model is being built --------------------------------------------------------------
+# -- builds of models ------------------------------------------------------------------------
 
 
 @seam(

@@ -341,7 +341,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
         )
     except DtypeError as error:
         return Illegal(subject, (*illegal, Problem.of(error, subject, error.key)))
-    # verl always keeps a forward-only model in the host's memory, whatever the offload setting.
+    # verl always keeps a forward-only model in the host's memory, even without ``param_offload``.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
     compute = name_of(sharded.compute)

@@ -36,7 +36,7 @@ def start_lower(call: Call, initial_scale: float, min_scale: float, growth_inter
     """Lower Megatron's default initial loss scale, which costs 25 skipped steps.
 
     Megatron's default is 2**32. With Megatron's hysteresis of 2, the first overflow does not change
-    the scale; every further overflow halves the scale, so 25 skips in a row reach 2**8.
+    the scale. Every further overflow halves the scale, so 25 skips in a row reach 2**8.
     """
     if current_build() is not None:
         return call.proceed()

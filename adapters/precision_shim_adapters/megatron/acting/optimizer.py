@@ -231,7 +231,7 @@ def check_again(config: Any) -> None:
     (getattr(config, "finalize", None) or config.__post_init__)()
 
 
-# -- config, parameters and buckets compared ---------------------------------------------------
+# -- comparing config, parameters and buckets --------------------------------------------------
 
 
 def check(framework: str, config: Any, model: Any) -> None:
@@ -246,9 +246,9 @@ def check(framework: str, config: Any, model: Any) -> None:
         model: a DistributedDataParallel module, or a list of them.
 
     Raises:
-        InconsistentPrecisionError: Megatron cannot clip an fp16 model's gradients. In strict mode
-            the error is also raised if an fp16 model would train without loss scaling, or if config
-            and model disagree and the user did not write the bucket's dtype.
+        InconsistentPrecisionError: Megatron cannot clip an fp16 model's gradients; or, in strict
+            mode, an fp16 model would train without loss scaling, or config and model disagree
+            although the user did not write the bucket's dtype.
     """
     build = current_build(framework)
     if build is not None and in_force(framework, SCALING, GROUP):

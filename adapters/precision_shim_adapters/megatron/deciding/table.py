@@ -129,19 +129,15 @@ def obstacles(request: OptimizerRequest) -> list[str]:
     optimizer, Megatron ends a resume with a KeyError. With the precision-aware optimizer, a resume
     continues silently, with step counts or masters that are not the checkpoint's (docs/megatron.md
     has the measurements). The shim corrects step counts and masters, but in a resume with the shim
-    off a silent error would replace the KeyError. The table shows the bytes per parameter that
-    this reason costs, as the audit measures them (with a fake GPU, all offloaded; DP is the
-    data-parallel size):
+    off a silent error would replace the KeyError. The audit measured the memory that this reason
+    costs, in bytes per bf16 parameter (fake GPU, all offloaded; DP is the data-parallel size):
 
-    ========================== ================================== =======
-    bf16 parameters            GPU                                host
-    ========================== ================================== =======
-    not precision-aware        2 + 4 (bucket) + 4/DP (master)     16/DP
-    precision-aware, fp32 main 2 + 4 (bucket)                     16/DP
-    precision-aware, bf16 main 2 + 2 (bucket)                     16/DP
-    ========================== ================================== =======
+    - If not precision-aware: 2 + 4 (bucket) + 4/DP (master) on the GPU, and 16/DP on the host.
+    - If precision-aware with fp32 main grads: 2 + 4 (bucket) on the GPU, and 16/DP on the host.
+    - If precision-aware with bf16 main grads: 2 + 2 (bucket) on the GPU, and 16/DP on the host.
 
-    The optimizers of the first two rows take the same steps, bit for bit.
+    A precision-aware optimizer with fp32 main grads takes the same steps, bit for bit, as an
+    optimizer that is not precision-aware.
     """
     reasons = []
     if request.optimizer != "adam":
@@ -275,7 +271,7 @@ def _guard_second_moment(
 
 
 def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: list[str]) -> None:
-    """Change a row to what FusedAdam's capturable mode accepts (``optimizer_cuda_graph``)."""
+    """Change a row to values that FusedAdam accepts with ``optimizer_cuda_graph`` (capturable)."""
     moments = [request.asked.get(key, row.get(key, FP32)) for key in _MOMENTS]
     version = request.support.version or ()
     if moments != [BF16, BF16] or version < CAPTURABLE_BF16_SINCE:

@@ -68,7 +68,7 @@ class Wishes:
             overrides them.
         opt_in: the framework's own fields for low-precision states of a bf16 model, with Megatron's
             names as keys.
-        reads_opt_in: whether the framework applies ``opt_in`` itself; otherwise the shim does so.
+        reads_opt_in: whether the framework applies ``opt_in`` itself; otherwise the shim does.
         blockers: the framework's reasons why a precision-aware optimizer cannot run.
         optimizer: Megatron's name of the optimizer, used if ``asked`` has no ``optimizer``.
         distributed: whether the framework's config has the distributed optimizer.
@@ -180,8 +180,8 @@ def plan_wishes(
 ) -> Planned:
     """Plan a model's optimizer; a pure function.
 
-    The shim adds a ``main_grads_dtype`` equal to the dtype that the bucket will have, because the
-    optimizer reads gradients in the bucket's dtype, not in ``main_grads_dtype``.
+    The shim sets ``main_grads_dtype`` to the dtype that the bucket will have, because the optimizer
+    reads gradients in the bucket's dtype, not in ``main_grads_dtype``.
 
     Raises:
         DtypeError: the user wrote an unknown dtype name or an illegal dtype.

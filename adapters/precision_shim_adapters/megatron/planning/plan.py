@@ -88,7 +88,7 @@ class MegatronModel(Asked):
         ]
 
 
-# -- keys that Megatron does not have --------------------------------------------------------------
+# -- keys unknown to Megatron ----------------------------------------------------------------------
 
 
 def _unknown(asked: Asked) -> list[Problem]:

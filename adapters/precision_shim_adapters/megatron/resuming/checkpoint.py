@@ -10,8 +10,8 @@ dtype is part of the checkpoint's keys; the shim writes the dtype of the same jo
 Only ``dist_checkpointing.load`` receives both the wanted layout and the directory before Megatron
 reads a tensor.
 
-The shim refuses to load states that cannot continue exactly: fp32 moments that would be rounded to
-bf16, and remainders that an unpatched Megatron has already written as numbers.
+The shim refuses to load states that cannot continue exactly. These are fp32 moments that would be
+rounded to bf16, and remainders that an unpatched Megatron has already written as numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
 https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete when both issues
@@ -140,8 +140,8 @@ def refuse_torchs_adam(
 
     If neither TransformerEngine nor Apex is installed, Megatron uses torch's Adam. Megatron's load
     asserts that a new optimizer has one step count, but torch's Adam has none before its first
-    step. If torch's Adam has states, it does not receive the loaded step count in two of the three
-    sharding types, and keeps its old step count in the third.
+    step. If torch's Adam has states, two of the three sharding types do not load its step count,
+    and with the third it keeps the old step count.
 
     Raises:
         CheckpointLayoutError: at a load of torch's Adam, and in strict mode at a save.
@@ -295,7 +295,7 @@ def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
     return call.proceed()
 
 
-# -- layouts compared before a tensor is read ---------------------------------------------------
+# -- comparing layouts before a load ------------------------------------------------------------
 
 
 @checkpoint_seam(

@@ -133,8 +133,8 @@ def foretell(
         part: the checkpoint.
         here: the environment.
         wishes: the settings in the job's config.
-        mends_offload: whether the framework itself patches how Megatron loads an optimizer for
-            CPU offload, as SkyRL does.
+        mends_offload: whether the framework itself, such as SkyRL, patches Megatron's load of an
+            optimizer for CPU offload.
     """
     half = halves(part)
     if half is not None:
