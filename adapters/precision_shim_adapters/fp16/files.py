@@ -11,7 +11,7 @@ from precision_shim.scaling import Files
 
 
 def files_of_rank(path: str, *, written: bool = False) -> Files:
-    """This rank's share of the files of a distributed checkpoint.
+    """Return this rank's share of the files of a distributed checkpoint.
 
     Args:
         path: the checkpoint's directory; the files may be in a subdirectory.

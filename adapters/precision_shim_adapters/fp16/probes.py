@@ -32,7 +32,7 @@ def states_follow() -> Answer:
     needs=("torch.amp",),
 )
 def scaler_skips() -> Answer:
-    """The shim's scaler adds a minimum scale and the ranks' agreement on overflows to torch's."""
+    """The shim's scaler is torch's, plus a minimum scale and the ranks' agreement on overflows."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -3,8 +3,8 @@
 Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
 the driver, before Ray starts a worker, and while Hydra still has the user's overrides. If a program
 itself calls ``run_ppo``, verl calls ``validate_config`` (up to 0.8 in the task runner). A user's
-own driver for verl's trainer may call neither of the two functions, so the actor's workers compare
-the dtypes again.
+own driver for verl's trainer may call neither ``auto_set_device`` nor ``validate_config``, so the
+actor's workers compare the dtypes again.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
-    """Map the keys of ``mixed_precision`` to dtypes that verl passes to FSDP; empty without it.
+    """Map the keys of ``mixed_precision`` to the dtypes that verl passes to FSDP; may be empty.
 
     Args:
         config: an engine's config.

@@ -127,7 +127,7 @@ def _near(path: str, delete: bool) -> Any:
     copied = None
     try:
         copied = copy_to_local(os.path.join(path, FILE_NAME), always_recopy=True)
-    except Exception as error:  # if rank 0 raised, the other ranks would wait
+    except Exception as error:  # the other ranks would wait for rank 0
         warn(f"{versioned('verl')}: {path}/{FILE_NAME} cannot be copied: {error!r}")
     yield path if copied is None else os.path.dirname(copied)
     if copied is not None and delete:

@@ -267,7 +267,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
             declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
             trains=trains,
         )
-    except DtypeError as error:  # ``illegal`` may have the same field from verl's own checks
+    except DtypeError as error:  # verl's own checks may have reported this field
         known = any(problem.code == "dtype" for problem in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))

@@ -1,6 +1,6 @@
 """Pass ``dtype: float16`` of verl's torchtitan engine to torchtitan as its compute dtype.
 
-verl itself ignores ``dtype`` of this engine, and torchtitan trains in its default, bfloat16. When
+verl itself ignores ``dtype`` of its torchtitan engine; torchtitan's own default is bfloat16. When
 verl's engine builds a ``Trainer``, the shim's torchtitan adapter makes the scaled training, and
 saves the scaler in torchtitan's checkpoints. This module passes the scaled training to verl's loop.
 """

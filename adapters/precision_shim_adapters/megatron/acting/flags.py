@@ -41,7 +41,7 @@ def wishes_of_flags(
     that was given with its default value looks like an omitted flag.
 
     Args:
-        args: the namespace, after Megatron's ``validate_args``.
+        args: the namespace that Megatron's ``validate_args`` has checked.
         where: framework, version and the word "flags", for messages.
         subject: which model.
         blockers: see ``Wishes``.

@@ -78,7 +78,7 @@ def refuse_scaled_twice(call: Call, loss: Any) -> Any:
     """Warn of a loss that the trainer has already multiplied by the scale; raise in strict mode.
 
     Raises:
-        InconsistentPrecisionError: in strict mode, for a loss that was already multiplied.
+        InconsistentPrecisionError: in strict mode, for a loss that was already scaled.
     """
     if _is_scaled(loss, call.instance.get_loss_scale()):
         message = (

@@ -127,17 +127,17 @@ def obstacles(request: OptimizerRequest) -> list[str]:
 
     ``optimizer_cpu_offload`` is a reason because of its checkpoints. Without the precision-aware
     optimizer, Megatron ends a resume with a KeyError. With the precision-aware optimizer, a resume
-    continues silently, with step counts or masters that are not the checkpoint's (docs/megatron.md
-    has the measurements). The shim corrects step counts and masters, but in a resume with the shim
-    off a silent error would replace the KeyError. The audit measured the memory that this reason
-    costs, in bytes per bf16 parameter (fake GPU, all offloaded; DP is the data-parallel size):
+    continues silently, with step counts or masters that differ from the checkpoint's
+    (docs/megatron.md has the measurements). The shim corrects step counts and masters, but in a
+    resume with the shim off a silent error would replace the KeyError. The audit measured the bytes
+    per bf16 parameter (with a fake GPU, all offloaded; DP is the data-parallel size):
 
-    - If not precision-aware: 2 + 4 (bucket) + 4/DP (master) on the GPU, and 16/DP on the host.
-    - If precision-aware with fp32 main grads: 2 + 4 (bucket) on the GPU, and 16/DP on the host.
-    - If precision-aware with bf16 main grads: 2 + 2 (bucket) on the GPU, and 16/DP on the host.
+    - An optimizer that is not precision-aware has 2 + 4 (bucket) + 4/DP (master) bytes on the GPU.
+    - A precision-aware optimizer with fp32 main grads has 2 + 4 (bucket) bytes on the GPU.
+    - A precision-aware optimizer with bf16 main grads has 2 + 2 (bucket) bytes on the GPU.
 
-    A precision-aware optimizer with fp32 main grads takes the same steps, bit for bit, as an
-    optimizer that is not precision-aware.
+    All three optimizers have 16/DP bytes per parameter on the host. An optimizer that is not
+    precision-aware takes the same steps as with fp32 main grads, bit for bit.
     """
     reasons = []
     if request.optimizer != "adam":

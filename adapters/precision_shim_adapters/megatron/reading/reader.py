@@ -175,7 +175,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         read_inner(reading, one)
     told = reading.foretold
     if beneath and told.exp_avg is not None and told.exp_avg_sq is not None:
-        # The inner optimizers make states for the copies; callers pass the original tensor.
+        # The inner optimizers make states for the parameters' copies; callers pass the originals.
         first, second = told.exp_avg, told.exp_avg_sq
         reading.foretold = replace(
             told,

@@ -131,7 +131,7 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
     except CheckpointLayoutError as error:
         if optimizer not in _loading:
             raise
-        # Store the error: an error here would make the other ranks wait forever. After the loader's
+        # Do not raise here, because the other ranks would wait forever. After the loader's
         # collectives, ``spread_parameters`` raises the stored error on all ranks.
         _loading[optimizer].append(error)
         return None
