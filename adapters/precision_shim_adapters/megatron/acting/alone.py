@@ -33,7 +33,7 @@ _MAKE = "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups"
     optional=True,
 )
 def start_lower(call: Call, initial_scale: float, min_scale: float, growth_interval: float) -> Any:
-    """Lower Megatron's default initial loss scale, which costs 25 skipped steps.
+    """Lower Megatron's initial loss scale, which costs 25 skipped steps, unless the config has one.
 
     Megatron's default is 2**32. With Megatron's hysteresis of 2, the first overflow does not change
     the scale. Every further overflow halves the scale, so 25 skips in a row reach 2**8.

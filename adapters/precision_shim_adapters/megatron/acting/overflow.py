@@ -13,7 +13,7 @@ adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by no
 so the shim counts steps in ``prepare_grads``, which all trainers call to check for an overflow.
 When a chain's ``prepare_grads`` returns, all scalers have checked, and no optimizer has stepped.
 ``DynamicGradScaler.__init__`` receives the growth and backoff factors, for which configs have no
-field. (For the DDP's check of gradients, see ``ddp``.)
+field. The DDP's own check of gradients would end the job before Megatron skips: see ``ddp``.
 
 The shim deliberately patches neither ``ConstantGradScaler`` nor the gradient norm's threshold in
 0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static ``loss_scale``, and at an
