@@ -1,7 +1,7 @@
 """The backend for fp16 with a torch optimizer: one ``ScaledTraining`` object per model.
 
-An adapter has seams where a framework makes its optimizer, computes its loss, steps, and writes or
-reads its checkpoints. Each seam calls a method of the model's ``ScaledTraining``.
+An adapter's seams wrap the framework's functions that make the optimizer, compute the loss, step,
+and write or read checkpoints. Each seam calls a method of the model's ``ScaledTraining``.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import torch
 class _Autocast:
     """A hook that switches the autocast region around a module's forward pass from bf16 to fp16.
 
-    The framework computes the loss in the same region, where torch refuses to combine fp16 tensors
-    under an autocast to bf16. So the hook switches the rest of the region, not only the module; the
-    ``with`` block that opened the region restores the former state.
+    The framework computes the loss in the same autocast region, and torch refuses to combine fp16
+    tensors under a bf16 autocast. The switch to fp16 lasts until the autocast region ends; then the
+    framework's ``with`` block restores the former autocast dtype.
     """
 
     def __init__(self, device: str) -> None:
@@ -31,6 +31,6 @@ def autocast_in_fp16(module: torch.nn.Module, device: str) -> None:
 
     Args:
         module: the model that the framework calls.
-        device: the type of its device.
+        device: the type of the model's device.
     """
     module.register_forward_pre_hook(_Autocast(device))

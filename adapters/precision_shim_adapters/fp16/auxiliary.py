@@ -17,10 +17,10 @@ _MODULE = "nemo_automodel.components.moe.megatron.moe_utils"
 def auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tensor], None]]:
     """Scale the gradients of the MoE auxiliary losses as well.
 
-    These gradients do not come from the loss: nemo_automodel's own autograd function adds them to
-    the backward pass, times a class attribute that a framework may set before each batch. Yields a
-    function that multiplies this attribute by the loss scale; call it with each loss, before its
-    backward pass.
+    nemo_automodel's ``MoEAuxLossAutoScaler`` adds the gradients of the auxiliary losses to the
+    backward pass, times its attribute ``main_loss_backward_scale``, which a framework may set
+    before each batch. The yielded function multiplies ``main_loss_backward_scale`` by the loss
+    scale; call the function with each loss, before the loss's backward pass.
     """
     holder = getattr(sys.modules.get(_MODULE), "MoEAuxLossAutoScaler", None)
     if holder is None:
@@ -31,7 +31,7 @@ def auxiliary_losses(training: ScaledTraining) -> Iterator[Callable[[torch.Tenso
 
     def follow(loss: torch.Tensor) -> None:
         nonlocal own, ours
-        if holder.main_loss_backward_scale is not ours:  # the framework has set it since
+        if holder.main_loss_backward_scale is not ours:  # the framework set a new scale
             own = holder.main_loss_backward_scale
         unit = torch.ones((), device=loss.device)
         ours = training.scaler.scale(unit) * (1.0 if own is None else own)

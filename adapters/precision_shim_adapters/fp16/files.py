@@ -1,4 +1,4 @@
-"""Which files of a torch distributed checkpoint belong to a rank; a scaler's record names them."""
+"""Assign a torch distributed checkpoint's files to ranks, for the ranks' scaler records."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from precision_shim.scaling import Files
 
 
 def files_of_rank(path: str, *, written: bool = False) -> Files:
-    """This rank's share of the files of a distributed checkpoint.
+    """Return this rank's share of the files of a distributed checkpoint.
 
     Args:
-        path: the checkpoint's directory; its files may be in a directory within it.
-        written: return only the files that this rank wrote, since other ranks' files may not be
-            visible yet.
+        path: the checkpoint's directory; the files may be in a subdirectory.
+        written: whether to return only the files that this rank wrote; other ranks' files may not
+            be visible yet.
     """
     rank, ranks = 0, 1
     if torch.distributed.is_initialized():

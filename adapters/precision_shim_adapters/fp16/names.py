@@ -1,4 +1,4 @@
-"""The dtype names that verl's and SkyRL's FSDP engines accept, which are the same."""
+"""The dtype names that the FSDP engines of both verl and SkyRL accept."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _BY_NAME = {name: dtype for dtype, names in OWN.items() for name in names}
 
 
 def own_dtype(value: Any, key: str, where: str) -> torch.dtype:
-    """The dtype that a name in the config of verl's or SkyRL's FSDP engine stands for.
+    """Convert a value in the config of verl's or SkyRL's FSDP engine to a dtype.
 
     Args:
-        value: the config's value; 16 and 32 may be numbers.
+        value: the config's value: a dtype, a name, or the number 16 or 32.
         key: the config's key.
         where: framework and version.
 
     Raises:
-        DtypeError: the engine does not know the name; its own error would name no key.
+        DtypeError: the engine does not accept the name; the error names the config key.
     """
     if isinstance(value, torch.dtype) and value in OWN:
         return value

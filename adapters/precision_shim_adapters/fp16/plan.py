@@ -1,7 +1,7 @@
-"""Compute the memory of models on FSDP or DTensor with torch's optimizers.
+"""Compute the memory that models on FSDP or DTensor need with torch's optimizers.
 
-The shim changes none of these bytes, since an fp16 model's scaler is a few numbers. So the plan
-shows the same bytes with the shim and without.
+The plan shows the same bytes with and without the shim: the shim adds only the few numbers of an
+fp16 model's loss scaler.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class ShardedModel:
         model: names and shapes.
         world: number of GPUs.
         dtype: dtype in which the parameters are stored, canonical.
-        shards: number of ranks over which a parameter is sharded; further ranks hold copies.
+        shards: number of ranks over which a parameter is sharded; other ranks have copies.
         tensor: size of tensor parallelism.
-        context: size of context parallelism, over whose ranks parameters are sharded as well.
-        replicas: number of copies of the shards, where the config has it instead of ``shards``.
+        context: number of context-parallel ranks; parameters are sharded over them as well.
+        replicas: number of copies of the shards, for a config that has no ``shards``.
         compute: dtype of the parameters while a layer computes.
         reduce: dtype of the gradients while they are reduced.
         optimizer: class name of the optimizer; empty for a model that is not trained.
         offload: whether parameters, gradients and states are in the host's memory.
         gathers: how often a step gathers the parameters.
         value_head: whether the output layer is a value head with one output.
-        keys: the config's keys of ``world``, ``shards``, ``tensor``, ``optimizer``, for messages.
-        decisions: what the shim would choose.
-        parked: maps keys of the config to the components that they move to the host between phases.
-        place: models with the same place share their GPUs.
+        keys: maps ``world``, ``shards``, ``tensor`` and ``optimizer`` to config keys, for messages.
+        decisions: the shim's decisions about this model.
+        parked: maps a config key to the components that it moves to the host while not used.
+        place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
     """
@@ -108,13 +108,13 @@ def scaling(
     configured: Callable[[], Mapping[str, Any]] = dict,
     framework_default: ScalerSettings | None = None,
 ) -> tuple[Decided, ...]:
-    """The shim's decision about scaling a trained model's loss; empty where it would not scale.
+    """The shim's decision to scale a trained model's loss; empty if the shim would not scale it.
 
     Args:
         job: the model's job.
         compute: dtype of the parameters while a layer computes, canonical.
         group: the group of the seams that would scale the loss.
-        because: the reason, in the worker's words.
+        because: the reason that the worker would report.
         configured: reads the framework's scaler block, see ``settings_for``.
         framework_default: see ``settings_for``.
     """
@@ -125,10 +125,10 @@ def scaling(
 
 
 def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
-    """Plan a model; ``None`` where problems in its config leave nothing to count.
+    """Plan a model's memory; the plan is ``None`` if the model's config has problems.
 
     Raises:
-        PlanError: the states of its optimizer are not known.
+        PlanError: the shim does not know which states the model's optimizer has.
     """
     name = asked.optimizer
     if name and name.rpartition(".")[2].lower() not in LIKE_PARAMETERS:
@@ -167,7 +167,7 @@ def plan_sharded(asked: ShardedModel) -> tuple[ModelPlan | None, list[Problem]]:
 
 
 def problems(asked: ShardedModel) -> list[Problem]:
-    """List the group sizes of a model that do not divide its GPUs or heads."""
+    """List the parallel group sizes that do not divide the model's GPUs or attention heads."""
     told = []
 
     def report(code: str, key: str, message: str, remedy: str) -> None:
@@ -206,7 +206,7 @@ def problems(asked: ShardedModel) -> list[Problem]:
 
 
 def layout(asked: ShardedModel) -> dict[str, Any]:
-    """The sizes of the model's groups, by their usual abbreviations."""
+    """The sizes of the model's parallel groups, by the groups' usual abbreviations."""
     shards = _shards(asked)
     replicas = asked.world // (shards * asked.tensor)
     return {"fsdp": shards, "replicas": replicas, "tp": asked.tensor}
@@ -245,7 +245,7 @@ def _precision(asked: ShardedModel) -> Precision:
 
 
 def _on_host(whole: Part) -> Part:
-    """The same part with all bytes in the host's memory."""
+    """Copy a part of the plan, with all bytes moved to the host's memory."""
     components = {
         name: Held(
             held.dtypes,

@@ -11,10 +11,10 @@ from precision_shim.adapting import Answer, probe
     "AdamW's states follow the parameters",
     assumes="torch's AdamW keeps both moments in the dtype of its parameters",
     rule="precision_shim_adapters.fp16.training",
-    needs=("torch._dynamo",),  # the first step of an optimizer imports it, which takes seconds
+    needs=("torch._dynamo",),  # an optimizer's first step needs seconds to import it
 )
 def states_follow() -> Answer:
-    """Therefore the shim leaves an FSDP optimizer's states alone."""
+    """The shim does not change the dtype of an FSDP optimizer's states."""
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones_like(parameter)
@@ -32,7 +32,7 @@ def states_follow() -> Answer:
     needs=("torch.amp",),
 )
 def scaler_skips() -> Answer:
-    """The shim's scaler is torch's with two additions: ranks agree on overflows, and a minimum."""
+    """The shim's scaler is torch's, plus a minimum scale and the ranks' agreement on overflows."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -59,7 +59,7 @@ def scaler_skips() -> Answer:
     needs=("torch.distributed.checkpoint.state_dict",),
 )
 def checkpoint_steps() -> Answer:
-    """The shim must not count that step for the loss scaler."""
+    """The shim's loss scaler must not count the checkpoint's step on a dummy batch."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = torch.nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Predict how a job would resume a torch optimizer's checkpoint: its states and loss scaler."""
+"""Predict how a job would resume the states and loss scaler of a torch optimizer's checkpoint."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
 
     Args:
         framework: the job's framework.
-        part: the checkpoint.
-        here: the environment.
+        part: one model of the checkpoint.
+        here: the environment of the resume.
         group: the group of the seams that load the loss scaler's state.
     """
     half = halves(part)
@@ -58,7 +58,7 @@ def foretell(framework: str, part: Part, here: Here, group: str) -> Outcome:
 
 
 def _scaler(framework: str, part: Part, here: Here, shimmed: bool) -> Outcome | None:
-    """The outcome for the loss scaler; ``None`` where it continues, or where the job needs none."""
+    """The outcome for the loss scaler; ``None`` if it continues exactly or the job needs none."""
     scaler = part.scaler
     if scaler.state == "none":
         asked = parse_dtype(str((here.config or {}).get("precision", "")))

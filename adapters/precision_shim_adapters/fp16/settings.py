@@ -25,10 +25,10 @@ def settings_for(
     """Merge the user's config, the shim's variables and the framework's own defaults.
 
     Args:
-        configured: what the user wrote in the framework's config, by the names of
-            ``ScalerSettings``; these values override the variables.
-        framework_default: the settings of the framework's own scaler. ``None`` where the framework
-            has no scaler; then the defaults of the variables apply.
+        configured: maps names of ``ScalerSettings`` to values that the user wrote in the
+            framework's config; these values override the shim's variables.
+        framework_default: the settings of the framework's own scaler; if ``None``, the defaults of
+            the shim's variables apply.
         shim: the shim's settings; ``None`` for the settings in force.
     """
     shim = current_settings() if shim is None else shim
@@ -45,7 +45,7 @@ def settings_for(
             values[name] = getattr(framework_default, name)
         else:
             values[name] = shim[variable]
-    # The user may set an initial loss scale below the default minimum: make it the minimum.
+    # An initial loss scale below the default minimum becomes the minimum.
     least = min(ScalerSettings.min_scale, values["init_scale"])
     return ScalerSettings(**values, min_scale=least, chosen=frozenset(chosen))
 

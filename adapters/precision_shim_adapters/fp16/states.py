@@ -1,4 +1,4 @@
-"""The states of an optimizer that has taken no step, as a checkpoint needs them."""
+"""Make an optimizer's states before its first step, because a checkpoint needs them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 
 def states_of_no_step(optimizer: Optimizer, initialize: Callable[[], Any]) -> Any:
-    """Make the states of an optimizer that has none, with a step count of 0.
+    """Make the states of an optimizer without states, with a step count of 0.
 
     torch's distributed checkpoint and torchtitan make missing states by a step on zero gradients.
-    They count that step, and make no states where gradients are set. So a checkpoint that is saved
-    while every step so far was skipped could not be resumed exactly, or not loaded at all.
+    Both frameworks count the step on zero gradients, and make no states if gradients are set. If
+    all steps before a save were skipped, the checkpoint would not resume exactly, or not load.
 
     Args:
         optimizer: an optimizer without states.

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 
 class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """A loss function that scales its loss's gradients before it returns the loss.
+    """Wraps a loss function, and scales the gradients of each loss before returning the loss.
 
     Args:
         loss_function: returns a loss, or a tuple whose first item is a loss.
-        attach: called with each loss; scales its gradients.
+        attach: called with each loss; scales the loss's gradients.
         also: called with each loss after ``attach``.
     """
 
@@ -45,11 +45,11 @@ class ScaledLoss(wrapt.ObjectProxy):  # type: ignore[type-arg]
 def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterator[None]:
     """Replace ``optimizer.step`` by a function while a framework's loop runs.
 
-    Inside the function ``optimizer.step`` is the optimizer's own step, for a scaler to call. Do not
-    use it for longer than a loop: torch's distributed checkpoints step the optimizer on dummy
-    gradients.
+    Within the function, ``optimizer.step`` is the optimizer's own step, which a scaler can call.
+    Leave ``steps_through`` when the loop ends, because torch's distributed checkpoints step the
+    optimizer on dummy gradients.
     """
-    # The LR scheduler has set a wrapper on the instance that counts steps: call that wrapper, and
+    # The LR scheduler has put a step-counting wrapper on the optimizer: call this wrapper, and
     # restore it afterwards.
     before = vars(optimizer).get("step")
     own = optimizer.step
@@ -77,15 +77,15 @@ def steps_through(function: Callable[..., Any], optimizer: Optimizer) -> Iterato
 
 
 def note_skip(optimizer: Optimizer, inner: Sequence[Optimizer], *args: Any, **kwargs: Any) -> None:
-    """Do, for a skipped step, what a step does besides changing parameters and moments.
+    """Repeat the side effects of a step for a skipped step, without changing parameters or moments.
 
-    The LR schedule goes on, and torch must not warn of a scheduler step before an optimizer step.
-    A container of optimizers runs its own step while the inner steps do nothing: its step hooks may
-    keep state that no checkpoint has.
+    The LR schedule advances, and torch must not warn that the scheduler stepped before the
+    optimizer. A container of optimizers runs its own step, since its step hooks may keep state
+    that no checkpoint has; the inner optimizers' steps do nothing then.
 
     Args:
         optimizer: the optimizer whose step was skipped.
-        inner: the optimizers that it steps, if it is a container.
+        inner: the optimizers in ``optimizer``, if ``optimizer`` is a container.
         args: positional arguments of the step.
         kwargs: keyword arguments of the step.
     """

@@ -34,19 +34,20 @@ _current: ContextVar[ScaledTraining | None] = ContextVar("precision_shim_trainin
 class ScaledTraining:
     """The scaled training of one model whose framework has a torch optimizer.
 
-    An adapter calls, in this order: ``make`` and ``keep`` where the model gets its optimizer;
-    ``attach`` or ``scaled`` where the framework computes the loss; ``one_step`` around a function
-    that clips and steps once, or ``several_steps`` around a loop with ``before_clipping`` where the
-    loop clips; ``norm`` and ``metrics`` where the framework reports; ``save`` and ``restore``, or
-    ``record`` and ``restore_record``, with its checkpoints.
+    When the framework makes the optimizer, an adapter calls ``make`` and ``keep``. When the
+    framework computes the loss, the adapter calls ``attach`` or ``scaled``. The adapter puts
+    ``one_step`` around a function that clips and steps once, or ``several_steps`` around a loop,
+    with ``before_clipping`` before each clipping. For the framework's metrics, the adapter calls
+    ``norm`` and ``metrics``. At checkpoints, the adapter calls ``save`` and ``restore``, or
+    ``record`` and ``restore_record``.
 
-    Where the framework's own loop scales, unscales and steps, ``drives`` is false, and the methods
-    that would do so a second time do nothing.
+    If the framework's own loop scales, unscales and steps, ``drives`` is false, and the shim's
+    methods for scaling, unscaling and stepping do nothing.
 
     Attributes:
         framework: the framework's name.
         subject: which model.
-        scaler: a ``LossScaler``, or a scaler of the framework's or the user's, which the shim does
+        scaler: a ``LossScaler``, or the framework's or the user's own scaler, which the shim does
             not change.
         drives: whether the shim scales the loss and steps.
     """
@@ -81,11 +82,11 @@ class ScaledTraining:
             subject: which model.
             device: device type of the gradients.
             because: why the shim scales the loss.
-            configured: what the user wrote in the framework's config, by the names of
-                ``ScalerSettings``; these values override the variables.
-            framework_default: the settings of the framework's own scaler; ``None`` if it has none.
+            configured: maps names of ``ScalerSettings`` to values that the user wrote in the
+                framework's config; these values override the shim's variables.
+            framework_default: the settings of the framework's own scaler, or ``None``.
             process_group: ranks that skip a step together; ``None`` for all ranks.
-            drives: false where the framework's own loop uses the scaler.
+            drives: false if the framework's own loop uses the scaler.
         """
         settings = settings_for(configured, framework_default)
         decide(framework, subject, FEATURE, chosen(settings), because)
@@ -93,12 +94,12 @@ class ScaledTraining:
         return cls(framework, subject, scaler, drives=drives)
 
     def keep(self, owner: Any, attribute: str = "") -> ScaledTraining:
-        """Keep this training on an owner (worker, engine, strategy, optimizer), for ``of``.
+        """Store this training on an owner (worker, engine, strategy, optimizer); ``of`` returns it.
 
         Args:
-            owner: the object that a seam gets; call ``keep`` for each such object.
-            attribute: the attribute in which the framework itself keeps a scaler, if it does; the
-                framework's loop then uses this scaler.
+            owner: an object that a seam receives; call ``keep`` once for each such object.
+            attribute: the owner's attribute for the framework's own scaler, if there is one; the
+                framework's loop then uses the shim's scaler.
         """
         setattr(owner, _ATTRIBUTE, self)
         if attribute:
@@ -107,7 +108,7 @@ class ScaledTraining:
 
     @classmethod
     def of(cls, owner: Any) -> ScaledTraining | None:
-        """The training that ``keep`` stored on an owner; ``None`` without one."""
+        """The training that ``keep`` stored on an owner, or ``None``."""
         training = getattr(owner, _ATTRIBUTE, None)
         return training if isinstance(training, cls) else None
 
@@ -115,11 +116,10 @@ class ScaledTraining:
     def of_attribute(
         cls, owner: Any, attribute: str, framework: str, subject: str
     ) -> ScaledTraining | None:
-        """The training of an owner on which the framework itself keeps a scaler.
+        """The training of an owner that stores a scaler in an attribute of the framework's.
 
-        The scaler in the framework's attribute counts. If the user set that scaler, or the
-        framework made it before a late ``install()``, the shim reports and saves it, but does not
-        use it.
+        The returned training has the scaler that the attribute has now. If the user set this
+        scaler, or the framework made it before ``install()``, the shim only reports and saves it.
         """
         scaler = getattr(owner, attribute, None)
         kept = cls.of(owner)
@@ -131,12 +131,12 @@ class ScaledTraining:
 
     @staticmethod
     def current() -> ScaledTraining | None:
-        """The training in progress, for functions that get losses or gradients and no owner."""
+        """The training in progress, for functions that receive losses or gradients but no owner."""
         return _current.get()
 
     @contextmanager
     def in_progress(self) -> Iterator[None]:
-        """Make ``current`` return this training for functions called inside."""
+        """Make ``current`` return this training for functions called within the context."""
         token = _current.set(self)
         try:
             yield
@@ -146,14 +146,14 @@ class ScaledTraining:
     # -- the loss ------------------------------------------------------------------------------
 
     def attach(self, loss: torch.Tensor) -> None:
-        """Scale the gradients that a loss will send back; the loss's value stays unchanged."""
+        """Scale the gradients of a loss's backward pass; the loss's value stays unchanged."""
         if self.drives:
             self._ours.attach(loss)
 
     def scaled(
         self, loss_function: Callable[..., Any], also: Callable[[torch.Tensor], None] | None = None
     ) -> Any:
-        """Wrap a loss function so that its loss sends back scaled gradients.
+        """Wrap a loss function so that the backward pass of its loss yields scaled gradients.
 
         Args:
             loss_function: returns a loss, or a tuple whose first item is a loss.
@@ -172,7 +172,7 @@ class ScaledTraining:
 
         Args:
             optimizer: the optimizer that steps.
-            inner: the optimizers that it steps, if it is a container of optimizers.
+            inner: the optimizers in ``optimizer``, if ``optimizer`` is a container.
 
         Raises:
             LossScaleError: too many steps in a row were skipped.
@@ -196,8 +196,8 @@ class ScaledTraining:
     ) -> Iterator[None]:
         """A context for a framework's loop that computes losses, clips and steps several times.
 
-        The loop must call ``before_clipping`` before each step. After the loop ``optimizer.step``
-        is the optimizer's own again: torch's distributed checkpoints step it on dummy gradients.
+        The loop must call ``before_clipping`` before each step. After the loop, ``optimizer.step``
+        is the original again: torch's distributed checkpoints call it on dummy gradients.
 
         Args:
             optimizer: see ``one_step``.
@@ -232,7 +232,7 @@ class ScaledTraining:
             with self.in_progress(), steps_through(step, optimizer):
                 yield
         except BaseException:
-            # Some trainers go on after an exception; the next step must unscale again.
+            # Some trainers continue after an exception: their next step must unscale again.
             self._ours.forget(optimizer)
             raise
         finally:
@@ -253,7 +253,7 @@ class ScaledTraining:
     # -- metrics -------------------------------------------------------------------------------
 
     def norm(self, norm: Any) -> Any:
-        """The grad norm to report for the last step: NaN, in the same shape, if it was skipped."""
+        """Return the last step's grad norm, or NaN in the norm's shape if the step was skipped."""
         if not self.skipped:
             return norm
         return torch.full_like(norm, math.nan) if isinstance(norm, torch.Tensor) else math.nan
@@ -262,7 +262,7 @@ class ScaledTraining:
         """``loss_scale`` and ``skipped_steps`` for a framework's metrics.
 
         ``loss_scale`` is the scale of the last step; ``skipped_steps`` counts from the job's first
-        step, across resumes. For a scaler that is not the shim's, only ``loss_scale``.
+        step, across resumes. If the scaler is not the shim's, the dict has only ``loss_scale``.
         """
         if not self.scaler.is_enabled():
             return {}
@@ -276,15 +276,15 @@ class ScaledTraining:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
-        """Write the scaler's state beside a framework's checkpoint; every rank calls it.
+        """Write the scaler's state beside a framework's checkpoint; every rank must call ``save``.
 
-        Call it after the framework wrote its own files. If the file cannot be written, the shim
-        only warns (in strict mode it raises), since the framework's checkpoint is complete. The
-        resume will warn again.
+        Call ``save`` after the framework wrote its own files. If the scaler's file cannot be
+        written, the shim raises in strict mode, and otherwise only warns, since the framework's
+        checkpoint is complete. A later resume warns of the missing file again.
 
         Args:
             directory: the checkpoint's directory.
-            files: this rank's files in it, see ``scaling.save``.
+            files: this rank's files in ``directory``, see ``scaling.save``.
         """
         if not self.scaler.is_enabled():
             return
@@ -296,13 +296,13 @@ class ScaledTraining:
             warn(f"{self._where}: {error}")
 
     def restore(self, directory: str | os.PathLike[str], files: Files | None = None) -> None:
-        """Restore the scaler from the file beside a checkpoint; every rank calls it.
+        """Restore the scaler from the file beside a checkpoint; every rank must call ``restore``.
 
-        If the file belongs to another save, the scaler starts fresh, with a warning.
+        If the file belongs to another save, the shim warns, and the scaler starts fresh.
 
         Args:
             directory: the checkpoint's directory.
-            files: this rank's files in it, see ``scaling.load``.
+            files: this rank's files in ``directory``, see ``scaling.load``.
 
         Raises:
             ScalerCheckpointError: the file is damaged, or, in strict mode, belongs to another
@@ -319,11 +319,11 @@ class ScaledTraining:
         self._tell_restored(where, lines)
 
     def record(self, files: Files | None = None) -> dict[str, Any] | None:
-        """The scaler's state for a framework's own file; ``None`` where the scaler is off.
+        """The scaler's state for a framework's own file; ``None`` if the scaler is off.
 
         Args:
-            files: the files that this rank has written; pickling binds the record to the content
-                that they have then.
+            files: the files that this rank has written; pickling the record binds it to the
+                content that the files have at that moment.
         """
         if not self.scaler.is_enabled():
             return None
@@ -333,22 +333,22 @@ class ScaledTraining:
     def record_tensor(self) -> torch.Tensor:
         """The record as a tensor of bytes of fixed size, for torch's distributed checkpoints.
 
-        Such checkpoints unpickle everything that is not a tensor, and load into a tensor of the
-        same size.
+        torch's distributed checkpoints unpickle everything that is not a tensor, and load a tensor
+        only into a tensor of the same size.
         """
         return scaling.to_tensor(scaling.record_of(self.scaler))
 
     def restore_record(
         self, record: object, where: str, otherwise: str = "", files: Files | None = None
     ) -> None:
-        """Restore the scaler from a record in a framework's own file; every rank calls it.
+        """Restore the scaler from a record in a framework's own file; every rank must call this.
 
         Args:
             record: the result of ``record`` or ``record_tensor``; ``None`` if the file has none.
             where: the file, for messages.
-            otherwise: a sentence that says how to go on with a fresh scaler, if possible; the user
-                must not delete the file, which holds more than the record.
-            files: this rank's files, to compare with those that the record names.
+            otherwise: a sentence on how to continue with a fresh scaler, if possible; it must not
+                advise to delete the file, because the file contains more than the record.
+            files: this rank's files, to compare with the files that the record names.
 
         Raises:
             ScalerCheckpointError: the record is damaged on a rank, or differs between ranks, or,
@@ -386,7 +386,7 @@ class ScaledTraining:
         """Continue with a fresh scaler and a warning, or raise in strict mode."""
         if current_settings().strict if strict is None else strict:
             raise ScalerOfAnotherSaveError(f"{self._where}: {why} {otherwise}".rstrip())
-        if isinstance(self.scaler, LossScaler):  # it may have counted steps before this restore
+        if isinstance(self.scaler, LossScaler):  # the scaler may have counted steps
             self.scaler.reset()
         warn(
             f"{self._where}: {why} Training continues with a fresh scaler at "

@@ -1,18 +1,19 @@
-"""The backend for every framework on Megatron-core: adapters read configs and call its functions.
+"""The backend for every framework on Megatron-core; adapters call the functions below.
 
-What an adapter of a small trainer needs:
+Write an adapter of a small trainer in these steps:
 
-1. In its ``Adapter``: ``seams=collect(megatron.SEAMS, ...)``, ``paths={**megatron.PATHS, ...}``,
-   ``effects=megatron.EFFECTS``.
-2. A function that reads the framework's config into ``Wishes``.
-3. Around the function that builds model and optimizer, a seam for ``BUILDING`` in the group
-   ``GROUP``: ``with building("mine", read): return call.proceed()``.
-4. Where the framework makes Megatron's OptimizerConfig, a seam for ``SETTLING``: make the config
-   from the ``fields`` of ``settle(build)``, and pass it to ``keep_layout`` of what ``settle``
-   returned.
-5. Where the framework makes the optimizer, a seam for ``grad-bucket-alignment``: ``check(...)``.
-6. Around the framework's step, a seam for ``fp16-scaling``: ``with skipping(succeeds=...)``; and
-   ``metrics(optimizer)`` where the framework reports its metrics.
+1. In the ``Adapter``, pass ``seams=collect(megatron.SEAMS, ...)``, ``effects=megatron.EFFECTS`` and
+   ``paths={**megatron.PATHS, ...}``.
+2. Write a function ``read`` that reads the framework's config into ``Wishes``.
+3. Put a seam for ``BUILDING`` in the group ``GROUP`` around the function that builds model and
+   optimizer, with ``with building("mine", read): return call.proceed()``.
+4. Put a seam for ``SETTLING`` at the function that makes Megatron's OptimizerConfig. With
+   ``settled = settle(build)``, make the config from ``settled.fields``, and pass the config to
+   ``settled.keep_layout``.
+5. Put a seam for ``grad-bucket-alignment`` with ``check(...)`` at the function that makes the
+   optimizer.
+6. Put a seam for ``fp16-scaling`` with ``with skipping(succeeds=...)`` around the framework's step.
+   Add ``metrics(optimizer)`` to the framework's metrics.
 """
 
 from __future__ import annotations

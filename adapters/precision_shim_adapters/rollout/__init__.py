@@ -1,8 +1,8 @@
-"""The backend for a job's two sides: the engines' dtype names, their agreement, and reports.
+"""Compare the dtypes in which a job's trainer and its other engines compute; report differences.
 
 An adapter reads its framework's config into one ``Engine`` for the trainer and one for each other
-engine, and calls ``settle`` in the driver, before the framework asks for GPUs. ``engine_name``
-turns what a user wrote into the engine's dtype name. Nothing here changes vLLM or SGLang.
+engine. In the driver, before the framework requests GPUs, it calls ``settle``. ``engine_name``
+converts a user's dtype to the engine's dtype name. The backend does not change vLLM or SGLang.
 """
 
 from __future__ import annotations

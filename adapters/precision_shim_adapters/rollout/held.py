@@ -1,10 +1,10 @@
-"""Asks a vLLM engine by its public calls what it holds, for the audit.
+"""Read a vLLM engine's dtypes and weights through its public calls, for the audit.
 
-The engine is the object that a framework's rollout holds: ``LLM``, ``LLMEngine`` or ``AsyncLLM``.
-Their configs tell what was asked; ``collective_rpc("apply_model", ...)`` runs ``in_engine`` on the
-model of each worker. An engine in another process takes a function only where
-``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` lets it; without it the record says so. ``held_sglang`` asks
-SGLang's engines.
+The engine is the ``LLM``, ``LLMEngine`` or ``AsyncLLM`` object of a framework's rollout. The
+engine's config has the configured dtypes; ``collective_rpc("apply_model", ...)`` runs ``in_engine``
+on the model of each worker. An engine in another process accepts a function only if
+``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` is set; otherwise the record contains a hint to set it.
+``held_sglang`` reads SGLang's engines.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _HINT = "set VLLM_ALLOW_INSECURE_SERIALIZATION=1 for the rollout to have it aske
 
 @dataclass(frozen=True)
 class Whose:
-    """Which engine is asked.
+    """Identifies the engine that the audit reads.
 
     Attributes:
         framework: the framework's name.
-        subject: ``"rollout"``, or whose engine it is.
-        name: which of the job's engines.
+        subject: ``"rollout"``, or another model that the engine runs.
+        name: the engine's name among the job's engines.
     """
 
     framework: str
@@ -51,12 +51,12 @@ class Whose:
 
 
 def ask(engine: Any, whose: Whose, sync: int = 0) -> Held:
-    """Ask an ``LLM`` or an ``LLMEngine``, which answer at once.
+    """Read an ``LLM`` or an ``LLMEngine``, whose calls are synchronous.
 
     Args:
         engine: the engine.
         whose: which engine it is.
-        sync: number of weight syncs before.
+        sync: number of weight syncs so far.
     """
     known = _of_config(engine, whose, sync)
     try:
@@ -66,7 +66,7 @@ def ask(engine: Any, whose: Whose, sync: int = 0) -> Held:
 
 
 async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
-    """Ask an ``AsyncLLM``; see ``ask``."""
+    """Read an ``AsyncLLM``; see ``ask``."""
     known = _of_config(engine, whose, sync)
     try:
         answer = engine.collective_rpc(_CALL, TIMEOUT_S, (read_model,))
@@ -76,19 +76,19 @@ async def ask_async(engine: Any, whose: Whose, sync: int = 0) -> Held:
 
 
 def audit(engine: Any, whose: Whose, sync: int = 0) -> None:
-    """Ask an ``LLM`` or an ``LLMEngine`` and write the answer, at the syncs that are audited."""
+    """Read an ``LLM`` or an ``LLMEngine`` and write the record, if this sync is audited."""
     if is_due(sync):
         sending.write(ask(engine, whose, sync))
 
 
 async def audit_async(engine: Any, whose: Whose, sync: int = 0) -> None:
-    """Ask an ``AsyncLLM`` and write the answer, at the syncs that are audited."""
+    """Read an ``AsyncLLM`` and write the record, if this sync is audited."""
     if is_due(sync):
         sending.write(await ask_async(engine, whose, sync))
 
 
 def is_due(sync: int) -> bool:
-    """Whether an engine is asked now: in an audit, at its start and after some of the syncs."""
+    """Whether the audit reads an engine now: at the engine's start and after some syncs."""
     return sending.is_wanted() and (not sync or sync in sending.AT)
 
 
@@ -103,7 +103,7 @@ def count_sync(owner: Any) -> int:
 
 
 def _of_config(engine: Any, whose: Whose, sync: int) -> Held:
-    """What the engine's config says; it was resolved by vLLM before the engine started."""
+    """Make a record from the engine's config, which vLLM resolved before the engine started."""
     config = getattr(engine, "llm_engine", engine).vllm_config
     model, cache = config.model_config, config.cache_config
     ignored = ignored_layers(getattr(config, "quant_config", None))
@@ -125,7 +125,7 @@ def _of_config(engine: Any, whose: Whose, sync: int) -> Held:
 
 
 def _with(known: Held, answers: Iterable[Mapping[str, Any]]) -> Held:
-    """A record with the answers of all workers, which may hold different layers."""
+    """Add the answers of all workers, which may have different layers, to a record."""
     kinds: dict[str, dict[str, int]] = {}
     dtypes: dict[str, int] = {}
     quantised: dict[str, None] = {}
@@ -156,7 +156,7 @@ def _with(known: Held, answers: Iterable[Mapping[str, Any]]) -> Held:
 
 
 def dtype_name(dtype: Any) -> str:
-    """The canonical name of a dtype or of torch's name for one; other names as they are."""
+    """The canonical name of a dtype or of torch's dtype name; other names stay unchanged."""
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     return name_of(found) if isinstance(found, torch.dtype) else str(dtype)
 

@@ -1,13 +1,13 @@
-"""Asks an SGLang engine by its public calls what it holds, for the audit.
+"""Read an SGLang engine's dtypes and weights through its public calls, for the audit.
 
-In the process of its ``TokenizerManager`` the manager is asked; elsewhere the engine's HTTP server.
-Both return the arguments that the scheduler works with. Only the manager also has the model's
-config as SGLang resolved it, and with it the dtype that SGLang chose for ``auto``.
+In the process of the engine's ``TokenizerManager`` the shim calls the manager; elsewhere it calls
+the engine's HTTP server. Manager and server both return the scheduler's arguments. Only the manager
+has the model's config as SGLang resolved it, with the dtype that SGLang chose for ``auto``.
 
-For some models SGLang returns the values of a weight by its name, converted to fp32, so that the
-weight's own dtype is not known. For other models it writes an error into its log. It converts the
-whole parameter to Python numbers before it shortens the answer, so the shim asks for two small
-parameters only.
+For some models SGLang returns a weight's values by the weight's name, converted to fp32, so the
+weight's own dtype stays unknown. For other models SGLang writes an error into its log. SGLang
+converts the whole parameter to Python numbers before it shortens the answer, so the shim reads only
+two small parameters.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _asking: set[Any] = set()
 
 
 async def audit_manager(manager: Any, whose: Whose, sync: int = 0) -> None:
-    """Ask a ``TokenizerManager`` and write the answer, at the syncs that are audited."""
+    """Read a ``TokenizerManager`` and write the record, if this sync is audited."""
     if is_due(sync):
         sending.write(await ask_manager(manager, whose, sync))
 
 
 def audit_server(url: str, whose: Whose, sync: int = 0) -> None:
-    """Ask an engine's HTTP server and write the answer, at the syncs that are audited."""
+    """Read an engine through its HTTP server and write the record, if this sync is audited."""
     if is_due(sync):
         sending.write(ask_server(url, whose, sync))
 
 
 async def ask_manager(manager: Any, whose: Whose, sync: int = 0) -> Held:
-    """Ask a ``TokenizerManager``.
+    """Read a ``TokenizerManager``.
 
     Args:
         manager: the manager, in its own process.
         whose: which engine it is.
-        sync: number of weight syncs before.
+        sync: number of weight syncs so far.
     """
     known = _nothing(whose, sync, versioned("sglang"))
     try:
@@ -88,12 +88,12 @@ async def ask_manager(manager: Any, whose: Whose, sync: int = 0) -> Held:
 
 
 def ask_server(url: str, whose: Whose, sync: int = 0) -> Held:
-    """Ask an engine's HTTP server.
+    """Read an engine through its HTTP server.
 
     Args:
-        url: the server's, without a path.
+        url: the server's URL, without a path.
         whose: which engine it is.
-        sync: number of weight syncs before.
+        sync: number of weight syncs so far.
     """
     known = _nothing(whose, sync, "sglang")
     try:
@@ -111,7 +111,7 @@ def ask_server(url: str, whose: Whose, sync: int = 0) -> Held:
 
 
 def unasked(whose: Whose, sync: int, error: Exception) -> Held:
-    """A record of an engine that could not be asked."""
+    """Make the record of an engine that could not be read."""
     return replace(_nothing(whose, sync, "sglang"), not_answered=reason_of(error))
 
 
@@ -130,7 +130,7 @@ def _nothing(whose: Whose, sync: int, engine: str) -> Held:
 
 
 def _of_arguments(known: Held, state: Mapping[str, Any]) -> Held:
-    """A record with what the scheduler's arguments say; ``auto`` does not say a dtype."""
+    """Add the scheduler's arguments to a record; with ``auto`` the dtype stays unknown."""
     dtype = str(state["dtype"])
     return replace(
         known,
@@ -143,7 +143,7 @@ def _of_arguments(known: Held, state: Mapping[str, Any]) -> Held:
 
 
 def _why_no_weights(known: Held, state: Mapping[str, Any], models: Sequence[str] | None) -> str:
-    """Return why the engine is not asked for weights; empty if it is asked."""
+    """Return why the shim does not read the engine's weights; empty if it reads them."""
     model = ", ".join(models or ()) or "a model without a name"
     if known.quantization:
         return "SGLang tells the values of quantised weights without their scales"
@@ -155,7 +155,7 @@ def _why_no_weights(known: Held, state: Mapping[str, Any], models: Sequence[str]
 
 
 def _with(known: Held, answers: Sequence[Any]) -> Held:
-    """Add the share that bf16 represents exactly; the values may come from several replicas."""
+    """Add the share of values that bf16 represents exactly; several replicas may answer."""
     if None in answers or [] in answers:
         return replace(known, not_answered=f"SGLang has not found {', '.join(NAMES)}")
     counts = [count_exact(torch.tensor(answer)) for answer in answers]
@@ -165,10 +165,10 @@ def _with(known: Held, answers: Sequence[Any]) -> Held:
 
 
 async def _answer(asked: Awaitable[Any]) -> Any:
-    """What the engine answers in time. A late answer is waited for: SGLang keeps it for its caller.
+    """Return an engine's answer; after a timeout, a task awaits the answer that SGLang keeps.
 
     Raises:
-        TimeoutError: there is none yet.
+        TimeoutError: the engine has not answered yet.
     """
     task = asyncio.ensure_future(asked)
     _asking.add(task)
@@ -180,7 +180,7 @@ async def _answer(asked: Awaitable[Any]) -> Any:
 
 
 def _get(url: str, **values: Any) -> Any:
-    """What an HTTP server answers, never over a proxy: engines are within the cluster."""
+    """Return an HTTP server's answer, without a proxy, because engines are in the cluster."""
     data = json.dumps(values).encode() if values else None
     asked = request.Request(url, data, {"Content-Type": "application/json"})
     with request.build_opener(request.ProxyHandler({})).open(asked, timeout=TIMEOUT_S) as answer:

@@ -1,6 +1,7 @@
-"""What vLLM calls for ``apply_model``: reads the model of one of its workers, and changes nothing.
+"""Read the model of one of vLLM's workers, without changing it; vLLM calls ``read_model``.
 
-vLLM pickles the function by its name. So this module imports as little as it can.
+To unpickle ``read_model`` by its name, each worker imports this module, which imports as little as
+possible.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _LISTS = ("ignored_layers", "modules_to_not_convert", "exclude_modules")
 
 
 def ignored_layers(quant_config: Any) -> list[str] | None:
-    """The layers that a quantisation of vLLM leaves out; ``None`` where it has no such list."""
+    """The layers that a vLLM quantisation leaves out; ``None`` if the quantisation has no list."""
     names = (*_LISTS, "ignore") if _targets_kinds(quant_config) else _LISTS
     for name in names:
         found = getattr(quant_config, name, None)
@@ -35,7 +36,7 @@ def ignored_layers(quant_config: Any) -> list[str] | None:
 def _targets_kinds(quant_config: Any) -> bool:
     """Whether compressed-tensors quantises all layers of a kind, such as ``Linear``.
 
-    It may name single layers instead; a layer that it leaves out is then in no list.
+    If compressed-tensors names single layers instead, the layers that it leaves out are in no list.
     """
     targets = getattr(quant_config, "target_scheme_map", None)
     return isinstance(targets, Mapping) and all(str(target).isidentifier() for target in targets)
@@ -44,7 +45,7 @@ def _targets_kinds(quant_config: Any) -> bool:
 def read_model(model: torch.nn.Module) -> dict[str, Any]:
     """Read dtypes, quantised layers, KV cache and a sample of the weights, as plain data.
 
-    The host waits for the device once.
+    The host waits only once for the device.
 
     Args:
         model: the model of a worker.
@@ -93,7 +94,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def count_exact(parameter: torch.Tensor) -> torch.Tensor:
-    """How many of a sample bf16 represents exactly, and how many are normal numbers of fp16."""
+    """Count a sample's values that are normal in fp16 and exact in bf16, and all normal in fp16."""
     flat = parameter.detach().reshape(-1)
     wide = flat[:: flat.numel() // MOST_ELEMENTS | 1].float()
     normal = wide.abs() >= 2.0**-14

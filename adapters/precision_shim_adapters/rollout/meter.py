@@ -1,4 +1,4 @@
-"""Tell the lost-update meter in which dtypes a trainer's weights reach the rollout engine."""
+"""Pass the dtypes in which weights reach the rollout engine to the lost-update meter."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from precision_shim.updates import meters
 
 
 def tell_meter(optimizer: Any, *names: str, merged: bool = False) -> None:
-    """Note how an optimizer's weights reach the rollout engine.
+    """Record how an optimizer's weights reach the rollout engine, for the lost-update meter.
 
     Args:
-        optimizer: the optimizer of a framework, Megatron or torch; ``None`` where nothing is
-            trained.
+        optimizer: the optimizer of a framework, Megatron or torch; ``None`` if nothing is trained.
         names: canonical names of the dtypes that a weight is rounded to, in order; the last is the
-            engine's. If one is no such name, for example ``"auto"`` or ``"fp8"``, nothing is
-            measured.
+            engine's dtype. If a name is not canonical, such as ``"auto"`` or ``"fp8"``, the meter
+            measures nothing.
         merged: whether LoRA is merged into the weights before they are sent.
     """
     known = all(name in ENGINE_NAMES for name in names)

@@ -19,18 +19,18 @@ def model_type(path: str) -> str:
     """The ``model_type`` in a model's ``config.json``, such as ``"gemma2"``.
 
     Args:
-        path: what the framework's config has as the model's path: a directory, or a name on the
-            Hugging Face hub that is in the local cache.
+        path: the model's path in the framework's config, which is a directory or the name of a
+            Hugging Face model in the local cache.
 
     Returns:
-        The type; empty if the model is not on this machine.
+        The model's type; empty if the model is not on this machine.
     """
     found = _config(path).get("model_type")
     return found if isinstance(found, str) else ""
 
 
 def checkpoint_dtype(path: str) -> str:
-    """Canonical name of the dtype in a model's ``config.json``; empty if it is not known.
+    """Canonical name of the dtype in a model's ``config.json``; empty if unknown.
 
     Args:
         path: see ``model_type``.
@@ -45,7 +45,7 @@ def checkpoint_dtype(path: str) -> str:
 
 
 def stored_dtypes(path: str) -> frozenset[str]:
-    """Canonical names of the dtypes that a model's safetensors files have; empty without files.
+    """Canonical names of the dtypes in a model's safetensors files; empty if it has no such files.
 
     Args:
         path: see ``model_type``.

@@ -12,20 +12,20 @@ from precision_shim.precision.dtypes import name_of, parse_dtype
 
 
 def engine_name(value: object, key: str, where: str, also: Sequence[str] = ("auto",)) -> str:
-    """Turn the dtype that a user wrote into the name that an engine takes.
+    """Convert the dtype that a user wrote to the name that a rollout engine accepts.
 
     Args:
         value: the config's value: a name in any spelling of ``precision.names``, or a dtype.
         key: the config's key.
         where: framework and version.
-        also: names that are no dtypes and that this key takes as they are.
+        also: further values of the key that are no dtypes and are returned unchanged.
 
     Returns:
         ``"float16"``, ``"bfloat16"``, ``"float32"``, or a name of ``also``.
 
     Raises:
-        DtypeError: the value is none of these. The engine's own error comes from another process,
-            and names no key.
+        DtypeError: the value is no dtype name. The engine's own error would come from another
+            process, and would not name the key.
     """
     text = str(value).strip().lower()
     if text in also:

@@ -1,4 +1,4 @@
-"""Predict for ``precision-shim plan`` what the driver will report about a job's two sides."""
+"""Predict for ``precision-shim plan`` the driver's report about a job's engines."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def problems_of(
     on: bool,
     model_type: str = "",
 ) -> tuple[list[Problem], list[str]]:
-    """What ``settle`` will warn of, as problems, and one note for each other engine.
+    """The warnings of ``settle`` as problems, and one note for each other engine.
 
     Args:
         where: framework and version.
         trainer: the trained policy.
         others: the job's other engines.
         settings: the shim's settings for the job.
-        on: whether the feature is in force where the job starts; without it no engine follows.
-        model_type: the model's type in its HF config; empty if it is not known.
+        on: whether ``rollout-agreement`` is in force; otherwise no engine follows the trainer.
+        model_type: the model's type in its HF config; empty if unknown.
     """
     problems, notes = [], []
     for other in others:

@@ -1,4 +1,4 @@
-"""At a job's start: give other engines the trainer's dtype if asked, and report differences."""
+"""Set other engines to the trainer's dtype if the user asked for it, and report differences."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FOLLOWED = "PRECISION_SHIM_ROLLOUT=follow"
 
 
 def follows(trainer: Engine, other: Engine, model_type: str, rollout: object) -> str:
-    """The value that another engine's key gets from ``PRECISION_SHIM_ROLLOUT``; empty for none.
+    """The value that ``PRECISION_SHIM_ROLLOUT`` writes to another engine's key; may be empty.
 
     Args:
         trainer: the trained policy.
-        other: another engine of its job.
-        model_type: the model's type in its HF config; empty if it is not known.
-        rollout: the value of the setting.
+        other: another engine of the job.
+        model_type: the model's type in its HF config; empty if unknown.
+        rollout: the value of ``PRECISION_SHIM_ROLLOUT``.
     """
     asked = rollout == "follow" and not other.written and other.key
     if not asked or other.computes in (trainer.computes, FP8):
@@ -48,19 +48,19 @@ def settle(
     write: Write | None = None,
     model_type: str = "",
 ) -> None:
-    """Decide for each engine of a job whether it agrees with the trainer, and report it.
+    """Compare each engine of a job with the trainer, and report whether they agree.
 
     Args:
         where: framework and version, such as ``"verl 0.9.1"``.
         trainer: the trained policy.
         others: the job's other engines.
-        write: writes an engine's key under ``PRECISION_SHIM_ROLLOUT=follow``; ``None`` where the
+        write: writes an engine's key under ``PRECISION_SHIM_ROLLOUT=follow``; ``None`` if the
             framework has copied the config already.
-        model_type: the model's type in its HF config; empty if it is not known.
+        model_type: the model's type in its HF config; empty if unknown.
 
     Raises:
-        UnsupportedPrecisionError: in strict mode, an fp16 trainer's engines disagree with it, or
-            the rollout engine refuses the model in fp16.
+        UnsupportedPrecisionError: in strict mode, an engine disagrees with an fp16 trainer, or the
+            rollout engine refuses the model in fp16.
     """
     settings = current_settings()
     framework, verdicts = where.split(" ", 1)[0], []
@@ -76,7 +76,7 @@ def settle(
         if decision.feature == FEATURE
     }
     for verdict in verdicts:
-        # A framework may check its config twice; the second check finds what the first one wrote.
+        # A framework may check its config twice: do not report a decision of the first check again.
         if (verdict.engine.subject, verdict.chosen) not in said:
             decide(framework, verdict.engine.subject, FEATURE, verdict.chosen, verdict.because)
     lost = [
@@ -91,7 +91,7 @@ def settle(
 
 
 def message_of(where: str, trainer: Engine, verdict: Verdict, rollout: object) -> tuple[str, str]:
-    """The message about a disagreement, in two parts: what differs and why, and the remedy.
+    """The message about a disagreement in two parts, the difference and the remedy.
 
     Args:
         where: framework and version.

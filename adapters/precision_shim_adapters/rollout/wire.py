@@ -1,4 +1,4 @@
-"""Weights on their way to an engine: which dtype carries them, and whether it rounds them."""
+"""Report the dtype in which weights are sent to an engine, and whether sending rounds them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Wire:
     """A weight sync, as the job's config describes it.
 
     Attributes:
-        subject: the engine that gets the weights, such as ``"rollout"``.
+        subject: the engine that receives the weights, such as ``"rollout"``.
         computes: canonical name of the dtype that the engine computes in.
-        sent: canonical name of the dtype that carries the weights.
-        because: why the weights are sent in that dtype.
-        key: the config's key for that dtype.
-        remedy: what to do, as a sentence.
+        sent: canonical name of the dtype in which the weights are sent.
+        because: why the weights are sent in the dtype ``sent``.
+        key: the config's key for the dtype of the sent weights.
+        remedy: the remedy, as a sentence.
     """
 
     subject: str
@@ -45,7 +45,7 @@ class Wire:
 
     @property
     def chosen(self) -> str:
-        """What becomes of the weights, in words."""
+        """The dtypes of the sent weights and of the engine, in words."""
         return f"weights go out in {self.sent}, and the {self.subject} computes in {self.computes}"
 
 
@@ -55,8 +55,8 @@ def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) 
     Args:
         where: framework and version, such as ``"skyrl 0.4.0"``.
         wires: the weight syncs of the job.
-        may_raise: whether strict mode may raise here; not in a worker, where the other ranks would
-            wait for the one that raised.
+        may_raise: whether strict mode may raise; false in a worker, because the other ranks would
+            wait for the rank that raised.
 
     Raises:
         UnsupportedPrecisionError: in strict mode, weights are rounded on the way to an fp16 engine.
@@ -73,7 +73,7 @@ def tell_of_wires(where: str, wires: Sequence[Wire], *, may_raise: bool = True) 
 
 
 def wire_problems(where: str, wires: Sequence[Wire]) -> tuple[list[Problem], list[str]]:
-    """What ``tell_of_wires`` will warn of, as problems, and a note for each sync that rounds."""
+    """The warnings of ``tell_of_wires`` as problems, and a note for each sync that rounds."""
     problems = [
         Problem("rollout-dtype", wire.subject, wire.key, _message(where, wire), wire.remedy)
         for wire in wires

@@ -1,15 +1,15 @@
-"""The adapter for verl, and why its seams are where they are.
+"""The adapter for verl, and the reasons for its choice of seams.
 
-verl decides the bucket's dtype before the optimizer's config exists, and in another function, in
-0.7.1's workers and in 0.8's engines alike. So the shim announces the model in the function that
-calls both (``MegatronEngine.initialize``, the legacy workers' build methods), and one plan decides
-both. verl's own ``init_megatron_optim_config`` still runs: the shim adds its values to
-``override_optimizer_config``, where the user's values override the shim's.
+In 0.7.1's workers and in 0.8's engines, verl decides the bucket's dtype in one function and later
+makes the optimizer's config in another. One plan must decide bucket and config. The shim announces
+the model in the function that calls the other two (``MegatronEngine.initialize``, or a legacy
+worker's build method). The function ``init_megatron_optim_config`` of verl still runs. The shim
+adds its values to ``override_optimizer_config``; the user's values override the shim's.
 
-Deliberately not patched: the states of optimizers that are not Megatron's (torch's AdamW follows
-its parameters).
+Deliberately not patched: the states of other optimizers than Megatron's (the states of torch's
+AdamW have the parameters' dtype).
 
-Delete when: verl's native options cover overrides, names and every engine; see each seam.
+Delete when: verl's native options cover overrides, dtype names and every engine; see each seam.
 """
 
 from __future__ import annotations

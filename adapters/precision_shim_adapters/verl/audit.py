@@ -1,6 +1,6 @@
-"""verl on FSDP: the seams that audit an optimizer once verl has built model and optimizer.
+"""Audit the optimizer of verl on FSDP after verl has built model and optimizer.
 
-The module also reports the lost updates of 0.7.1's legacy workers; ``metrics`` does so for engines.
+The module also reports lost updates of 0.7.1's legacy workers (for engines see ``metrics``).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def legacy(call: Call) -> Any:
     **_LEGACY,
 )
 def legacy_rollout(call: Call) -> Any:
-    """Tell meter and audit in which dtype the rollout of 0.7.1's actor gets its weights."""
+    """Pass the dtype of the weights in 0.7.1's rollout to the meter and to the audit."""
     result = call.proceed()
     worker = call.instance
     lora = worker.config.model.get("lora_rank", 0) or worker.config.model.get("lora_adapter_path")

@@ -1,4 +1,4 @@
-"""verl's Automodel engine in fp16: checks, autocast, the scaler and its checkpoints."""
+"""Train verl's Automodel engine in fp16, with checks, autocast, scaler and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _OPTIMIZER = "optim"
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:
-    """Raise where an engine's config asks for float16 with settings that rule it out.
+    """Raise if an engine's config has float16 beside settings that exclude float16.
 
     Args:
         config: an engine's config whose ``mp_param_dtype`` is float16.
-        section: its key, for messages.
+        section: the config's key, for messages.
 
     Raises:
         DtypeError: the strategy has no mixed-precision policy, or the config asks for parameters in
@@ -65,7 +65,7 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
     **on(AUTOMODEL),
 )
 def check(call: Call, engine_config: Any) -> Any:
-    """Refuse settings that rule float16 out; make the output float16 where none is written.
+    """Refuse settings that exclude float16; make the output float16 if the user wrote no dtype.
 
     Raises:
         DtypeError: see ``check_fp16``.
@@ -108,11 +108,11 @@ def build(call: Call) -> Any:
     **on(AUTOMODEL),
 )
 def save(call: Call, local_path: Any) -> Any:
-    """Save a checkpoint, with the scaler's state beside the optimizer's."""
+    """Save a checkpoint, with the scaler's state beside the optimizer's files."""
     training, optimizer = training_of(call.instance), call.instance.optimizer
     if training is None or not training.drives:
         return call.proceed()
-    if not optimizer.state:  # each step up to now was skipped
+    if not optimizer.state:  # all steps so far were skipped
         from torch.distributed.checkpoint.state_dict import _init_optim_state
 
         states_of_no_step(optimizer, lambda: _init_optim_state(optimizer))
@@ -129,7 +129,7 @@ def save(call: Call, local_path: Any) -> Any:
     **on(AUTOMODEL),
 )
 def load(call: Call, local_path: Any) -> Any:
-    """Load a checkpoint, and restore the scaler's state from beside the optimizer's."""
+    """Load a checkpoint, and restore the scaler from the file beside the optimizer's files."""
     result = call.proceed()
     training = training_of(call.instance)
     if training is not None and training.drives:

@@ -24,7 +24,7 @@ def _where() -> str:
 
 
 def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
-    """The config of a job, with overrides.
+    """Compose the config of a job, with the overrides.
 
     Args:
         job: the job.
@@ -63,7 +63,7 @@ def compose(job: Job, unresolved: list[str] | None = None) -> dict[str, Any]:
 
 
 def named_config(job: Job) -> tuple[Path, str, list[str]]:
-    """Directory and name of the config, and the overrides."""
+    """Return the config's directory, the config's name, and the overrides."""
     flags: dict[str, str] = {}
     overrides = []
     words = iter(job.arguments)
@@ -83,13 +83,13 @@ def named_config(job: Job) -> tuple[Path, str, list[str]]:
         wanted = flags.get("config-name", name).removesuffix(".yaml")
         if (given / f"{wanted}.yaml").is_file():
             directory = given
-        else:  # Hydra looks there for groups too
+        else:  # Hydra searches ``given`` for config groups too
             overrides.append(f"{SEARCH_PATH}=[{given.resolve().as_uri()}]")
     return directory, flags.get("config-name", name).removesuffix(".yaml"), overrides
 
 
 def _read_decorator(source: Path | None) -> tuple[str, str]:
-    """The arguments of an entry point's ``@hydra.main``, read from its source."""
+    """Read the arguments of ``@hydra.main`` from an entry point's source."""
     words = {"config_path": "config", "config_name": "ppo_trainer"}
     if source is None:
         return words["config_path"], words["config_name"]

@@ -1,9 +1,10 @@
-"""verl's driver: compare the dtypes in which actor, reference model and rollout compute.
+"""Compare in verl's driver the dtypes in which actor, reference model and rollout compute.
 
-Every entry point of verl first calls ``auto_set_device`` on its config: in the driver, before Ray
-starts a worker, and while Hydra still knows the user's overrides. A program that calls ``run_ppo``
-itself reaches ``validate_config`` (up to 0.8 in the task runner). A user's own driver for verl's
-trainer may call neither, so the actor's workers compare the dtypes once more.
+Every entry point of verl first calls ``auto_set_device`` on its config. ``auto_set_device`` runs in
+the driver, before Ray starts a worker, and while Hydra still has the user's overrides. If a program
+itself calls ``run_ppo``, verl calls ``validate_config`` (up to 0.8 in the task runner). A user's
+own driver for verl's trainer may call neither ``auto_set_device`` nor ``validate_config``, so the
+actor's workers compare the dtypes again.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ _HYDRAS = ("hydra", "schema")
     relies_on=("engine_kwargs",),
 )
 def name_dtype(call: Call) -> Any:
-    """Turn the dtype names of a rollout's config into those that the engines take.
+    """Convert the dtype names in a rollout's config to names that the engines accept.
 
     Raises:
         DtypeError: a name is no dtype.
     """
     config, where = call.instance, versioned("verl")
-    # The dataclass is frozen.
-    if config.dtype is not None:  # verl leaves a None out, and the engine chooses
+    # Assign by ``object.__setattr__``, because the dataclass is frozen.
+    if config.dtype is not None:  # For None the engine chooses.
         object.__setattr__(config, "dtype", engine_name(config.dtype, "rollout.dtype", where))
     kwargs = {}
     for name, inner in (config.engine_kwargs or {}).items():
@@ -79,11 +80,11 @@ def name_dtype(call: Call) -> Any:
     delete_when="verl compares them",
 )
 def compare_engines(call: Call, config: Any) -> Any:
-    """Report whether the job's engines agree; give them the actor's dtype if the user asked.
+    """Report whether the job's engines agree; write the actor's dtype if the user asked for it.
 
     Raises:
         DtypeError: a key names no dtype.
-        UnsupportedPrecisionError: in strict mode, an fp16 actor's engines disagree with it.
+        UnsupportedPrecisionError: in strict mode, an engine disagrees with an fp16 actor.
     """
     if hasattr(config, "get") and config.get("actor_rollout_ref") is not None:
         _compare(config)
@@ -117,11 +118,11 @@ def _compare(config: Any) -> None:
     relies_on=("role", "config"),
 )
 def compare_in_worker(call: Call) -> Any:
-    """Report in an actor's first worker whether engines agree; in strict mode every rank raises.
+    """Report in an actor's first worker whether engines agree; in strict mode all ranks raise.
 
     Raises:
         DtypeError: a key names no dtype.
-        UnsupportedPrecisionError: in strict mode, an fp16 actor's engines disagree with it.
+        UnsupportedPrecisionError: in strict mode, an engine disagrees with an fp16 actor.
     """
     worker = call.instance
     if "actor" in worker.role and (worker.rank == 0 or current_settings().strict):
@@ -143,7 +144,7 @@ def _writer(config: Any) -> Any:
     def write(engine: Engine, name: str) -> None:
         with ExitStack() as writable:
             section = config
-            for part in engine.key.split("."):  # a section may be read-only by itself
+            for part in engine.key.split("."):  # each section may be read-only
                 if OmegaConf.is_config(section):
                     writable.enter_context(read_write(section))
                     section = section.get(part)
@@ -153,7 +154,7 @@ def _writer(config: Any) -> Any:
 
 
 def _find_written() -> sides.Written:
-    """Which keys the user wrote: all of them where Hydra did not compose the config here."""
+    """Find the keys that the user wrote; every key if Hydra composed no config in this process."""
     from hydra.core.hydra_config import HydraConfig
 
     if not HydraConfig.initialized():

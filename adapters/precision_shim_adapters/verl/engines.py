@@ -1,9 +1,9 @@
-"""What verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
+"""The seams that verl's VeOmni, Automodel, torchtitan and FSDP Turbo engines share in float16.
 
-None of their loops makes a loss scaler. The first three compute the loss with a function that their
-caller passes, and take no step where the grad norm is not finite. The shim scales that function's
-loss, and unscales the gradients before the engines clip them. FSDP Turbo runs the FSDP engine's
-loop, which uses a scaler that it finds on the engine.
+None of the four engines makes a loss scaler. VeOmni, Automodel and torchtitan engines compute the
+loss with a function that the caller passes, and skip a step whose grad norm is not finite. The shim
+scales the loss of the passed function, and unscales the gradients before the engine clips them.
+FSDP Turbo runs the FSDP engine's loop, which uses the engine's ``scaler``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def is_fp16(value: object) -> bool:
 
 
 def policy_of(module: Any) -> torch.dtype | None:
-    """The dtype in which FSDP2 gathers a module's parameters; ``None`` where it shards nothing."""
+    """The dtype in which FSDP2 gathers a module's parameters; ``None`` if it shards nothing."""
     from torch.distributed.fsdp import FSDPModule
 
     for submodule in module.modules():
@@ -89,7 +89,7 @@ def policy_of(module: Any) -> torch.dtype | None:
 
 
 def scale(engine: Any, because: str, *, drives: bool = True) -> None:
-    """Give a trained engine its scaled training; an engine that only runs forward gets none.
+    """Make an engine's scaled training, unless the engine only runs forward passes.
 
     Raises:
         UnsupportedPrecisionError: FSDP gathers the parameters in another dtype than float16.
@@ -105,11 +105,11 @@ def scale(engine: Any, because: str, *, drives: bool = True) -> None:
 
 
 def tell_ignored(config: Any, key: str) -> None:
-    """Warn where a config names float16 only in keys that do not make the engine train in it.
+    """Warn if a config has float16 only in keys that do not make the engine train in float16.
 
     Args:
         config: an engine's config.
-        key: the key that does make the engine train in float16.
+        key: the key that makes the engine train in float16.
     """
     if asks_fp16(config) and not getattr(config, "forward_only", False):
         warn(
@@ -151,7 +151,7 @@ def scale_loss(call: Call, loss_function: Any, forward_only: Any = False) -> Any
     relies_on=("isfinite", "optimizer"),
 )
 def step(call: Call) -> Any:
-    """Unscale before verl clips, step with the scaler, and return NaN for a skipped step."""
+    """Unscale before verl clips gradients, step by the scaler, return NaN for a skipped step."""
     training = training_of(call.instance)
     if training is None:
         return call.proceed()
@@ -174,7 +174,7 @@ TURBO_BECAUSE = "its turbo_config gathers parameters in float16, and verl makes 
     **on(TURBO),
 )
 def build_turbo(call: Call) -> Any:
-    """Give the FSDP engine's loop a scaler, and an autocast to the dtype of Turbo's policy."""
+    """Set a scaler and a float16 autocast on the engine, if Turbo's policy has float16."""
     engine = call.instance
     module = call.proceed()
     if policy_of(module) is torch.float16:
@@ -189,14 +189,14 @@ def build_turbo(call: Call) -> Any:
 
 
 def watch_engine(engine: Any) -> None:
-    """Audit an engine's optimizer, as soon as it has one."""
+    """Audit an engine's optimizer, if the engine has an optimizer."""
     kind = getattr(engine.model_config, "model_type", "")
     if engine.optimizer is not None:
         parts = inside(engine.optimizer)
         if parts and not hasattr(engine.optimizer, "optimizers"):
             engine.optimizer.optimizers = list(
                 parts
-            )  # by this name the audit looks into containers
+            )  # the audit reads ``optimizers`` of a container
         watch(
             "verl",
             "critic" if kind == "value_model" else "actor",
@@ -219,13 +219,13 @@ def watch_engine(engine: Any) -> None:
     optional=True,
 )
 def audit(call: Call) -> Any:
-    """Audit the optimizer of a VeOmni or Automodel engine; torchtitan's adapter audits its own."""
+    """Audit a VeOmni or Automodel engine's optimizer; torchtitan's adapter audits torchtitan's."""
     result = call.proceed()
     watch_engine(call.instance)
     return result
 
 
-# -- what these engines do themselves, and what older ones lack ------------------------------------
+# -- native features and refusals ------------------------------------------------------------------
 
 
 def _follow(symbol: Symbol, settings: Any) -> str | None:
@@ -258,7 +258,7 @@ REFUSED = {
 
 
 def refusal(engine: str) -> str:
-    """Why the installed verl's engine cannot train in float16; empty where the shim scales it."""
+    """Why an engine of the installed verl cannot train in float16; empty if it can."""
     return "" if all(map(is_there, SINCE[engine])) else REFUSED.get(engine, "")
 
 
@@ -278,7 +278,7 @@ def refusal(engine: str) -> str:
     optional=True,
 )
 def refuse_fp16(call: Call, engine_config: Any) -> Any:
-    """Warn (strict: raise) where the config asks an older verl's engine for float16."""
+    """Warn (raise in strict mode) if an older verl's engine is configured for float16."""
     if not asks_fp16(engine_config) or getattr(engine_config, "forward_only", False):
         return call.proceed()
     kinds = {base.__name__ for base in type(call.instance).__mro__}

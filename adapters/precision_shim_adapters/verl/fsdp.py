@@ -1,10 +1,10 @@
-"""verl on FSDP in fp16: the seams where it makes a scaler, and functions that read its configs.
+"""Replace the loss scaler of verl on FSDP in fp16, and read verl's FSDP configs.
 
-verl makes a grad scaler in two places: in 0.8 and later in ``FSDPEngine._build_fsdp_module``, in
-0.7 and before in the legacy actor. The shim replaces both by a ``LossScaler`` with verl's own
-values. 0.7.1's FSDP engine and its legacy critic train fp16 parameters without a scaler. There the
-shim scales the loss where verl computes it, and unscales the gradients before verl clips them. verl
-itself skips a step whose grad norm is not finite.
+verl 0.8 and later make a grad scaler in ``FSDPEngine._build_fsdp_module``; verl 0.7 and before make
+it in the legacy actor. The shim replaces either scaler by a ``LossScaler`` with verl's own values.
+The FSDP engine and the legacy critic of 0.7.1 train fp16 parameters without a scaler. For this
+engine and this critic, the shim scales the loss when verl computes it, and unscales the gradients
+before verl clips them. If a grad norm is not finite, verl itself skips the step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ VERLS_SCALER = ScalerSettings()
 _OWN = "verl's own scaler, counted and kept with the checkpoints"
 
 
-# -- what verl does itself ---------------------------------------------------------------------
+# -- verl's own features -----------------------------------------------------------------------
 
 
 def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
@@ -61,7 +61,7 @@ def no_legacy_workers(symbol: Symbol, settings: Any) -> str | None:
 
 
 def group_of(asked: object = None) -> str:
-    """The group of the workers that a PPO job trains in.
+    """The group of the seams at the workers that train a PPO job's models.
 
     Args:
         asked: the job's ``trainer.use_legacy_worker_impl``; ``None`` if the config lacks it.
@@ -94,10 +94,10 @@ ON_LEGACY: dict[str, Any] = {
     **ON_ENGINE,
 )
 def build_engine(call: Call) -> Any:
-    """Give the engine the shim's scaler, in place of verl's own if there is one.
+    """Set the shim's scaler on the engine, in place of verl's own scaler if there is one.
 
     Raises:
-        DtypeError: ``mixed_precision`` has a name that is no dtype.
+        DtypeError: a value in ``mixed_precision`` is no dtype name.
     """
     engine = call.instance
     config = engine.engine_config
@@ -125,7 +125,7 @@ def check_names(call: Call) -> Any:
     """Check the dtype names of the engine's config before verl loads the model.
 
     Raises:
-        DtypeError: verl does not know a name.
+        DtypeError: verl does not accept a dtype name.
     """
     config = call.instance.engine_config
     model_dtype(config)
@@ -140,7 +140,7 @@ def check_names(call: Call) -> Any:
     **ON_LEGACY,
 )
 def build_actor(call: Call) -> Any:
-    """Give 0.7.1's actor the shim's scaler, but not the reference policy of the same class."""
+    """Set the shim's scaler on 0.7.1's actor, but not on a reference policy of the same class."""
     result = call.proceed()
     actor = call.instance
     if actor.actor_optimizer is None:
@@ -149,7 +149,7 @@ def build_actor(call: Call) -> Any:
     if actor.scaler is not None:
         _instead_of(actor.scaler, actor)
     elif config is not None and computed(config, actor.param_dtype) is torch.float16:
-        # The loop can use a scaler, but verl makes a scaler only for fsdp_config.dtype.
+        # verl makes a scaler only for fsdp_config.dtype, but the actor's loop can use any scaler.
         make(actor, None, "fp16 parameters that verl makes no scaler for")
         _tell_autocast("its legacy actor", "fsdp_config.dtype is not float16: set it too")
     keep_at_optimizer(actor)
@@ -163,7 +163,7 @@ def build_actor(call: Call) -> Any:
     **ON_LEGACY,
 )
 def build_critic(call: Call) -> Any:
-    """Give 0.7.1's critic the shim's scaler."""
+    """Set the shim's scaler on 0.7.1's critic."""
     result = call.proceed()
     critic = call.instance
     config = _get(_get(critic.config, "model"), "fsdp_config")
@@ -176,12 +176,12 @@ def build_critic(call: Call) -> Any:
 
 
 def _instead_of(own: Any, owner: Any) -> None:
-    if type(own) is ShardedGradScaler:  # the user chose a subclass: leave it
+    if type(own) is ShardedGradScaler:  # a subclass is the user's choice
         make(owner, own, _OWN)
 
 
 def scaled_because() -> str:
-    """Why the shim scales fp16 models with the installed version; for ``plan``."""
+    """Why the shim scales fp16 models of the installed verl, for the command ``plan``."""
     made = look(f"{SHARDED}._build_fsdp_module")
     return _OWN if "ShardedGradScaler" in made.names else "fp16 parameters"
 
@@ -192,13 +192,13 @@ def _where_none_was(owner: Any, where: str) -> None:
 
 
 def make(owner: Any, own: Any, because: str, *, drives: bool = False) -> None:
-    """Make the scaled training of an engine, or of a legacy actor or critic, and keep it there.
+    """Make a ``ScaledTraining`` and store it on an engine or on a legacy actor or critic.
 
     Args:
         owner: the engine, or the legacy actor or critic.
-        own: verl's own scaler, whose settings are the default; ``None`` without one.
+        own: verl's own scaler, whose settings are the default, or ``None``.
         because: why the shim scales the loss.
-        drives: whether the shim scales the loss and steps, rather than verl's own loop.
+        drives: whether the shim, not verl's own loop, scales the loss and steps.
     """
     from verl.utils.device import get_device_name
 
@@ -229,9 +229,9 @@ def training_of(owner: Any) -> ScaledTraining | None:
 
 
 def keep_at_optimizer(worker: Any) -> None:
-    """Keep a legacy worker's scaled training on its optimizer, for the checkpoint manager."""
+    """Store a legacy worker's scaled training on its optimizer, for the checkpoint manager."""
     training = training_of(worker)
-    if training is not None:  # the manager knows only the optimizer
+    if training is not None:  # the manager has only the optimizer
         training.keep(optimizer_of(worker))
 
 
@@ -245,7 +245,7 @@ def optimizer_of(instance: Any) -> Any:
 
 
 def asks_fp16(config: Any) -> bool:
-    """Whether an engine's config names float16 for any dtype in it."""
+    """Whether any dtype in an engine's config is float16."""
     return any(dtype is torch.float16 for dtype in _dtypes(config).values())
 
 
@@ -267,14 +267,14 @@ MIXED = {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
 def mixed_dtypes(config: Any, section: str = "fsdp_config") -> dict[str, torch.dtype]:
-    """The dtypes that verl gives FSDP, by the keys of ``mixed_precision``; empty without it.
+    """Map the keys of ``mixed_precision`` to the dtypes that verl passes to FSDP; may be empty.
 
     Args:
         config: an engine's config.
-        section: the key of that config in the job's config, for messages.
+        section: the key of ``config`` in the job's config, for messages.
 
     Raises:
-        DtypeError: verl does not know a name; its own error would name no key.
+        DtypeError: verl does not accept a dtype name; verl's own error would not name the key.
     """
     mixed, place = _get(config, "mixed_precision"), f"{section}.mixed_precision"
     if mixed is None:
@@ -295,7 +295,7 @@ def model_dtype(config: Any, section: str = "fsdp_config") -> torch.dtype:
     """The dtype in which the parameters are stored.
 
     Raises:
-        DtypeError: verl does not know the name.
+        DtypeError: verl does not accept the dtype name.
     """
     value = _get(config, "model_dtype")
     if value is None:
@@ -306,7 +306,7 @@ def model_dtype(config: Any, section: str = "fsdp_config") -> torch.dtype:
 def computed(
     config: Any, default: torch.dtype = torch.bfloat16, section: str = "fsdp_config"
 ) -> torch.dtype:
-    """The dtype in which FSDP computes; verl reads it only from ``mixed_precision.param_dtype``."""
+    """The dtype in which FSDP computes, which verl reads from ``mixed_precision.param_dtype``."""
     return mixed_dtypes(config, section).get("param_dtype", default)
 
 
@@ -319,7 +319,7 @@ def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config
         section: the key of ``config`` in the job's config, for messages.
 
     Raises:
-        DtypeError: verl does not know the name in ``dtype``.
+        DtypeError: verl does not accept the name in ``dtype``.
     """
     value = _get(config, "dtype") or "bfloat16"
     own = own_dtype(value, f"{section}.dtype", versioned("verl"))
@@ -331,10 +331,10 @@ def of_legacy_actor(config: Any, mixed: torch.dtype, section: str = "fsdp_config
 def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype:
     """The dtype of the matrix products of 0.7.1's actor and reference model.
 
-    An autocast to fp32 does nothing, and leaves the dtype of FSDP's parameters.
+    An autocast to fp32 has no effect, so the products have the dtype of FSDP's parameters.
 
     Raises:
-        DtypeError: verl does not know a name.
+        DtypeError: verl does not accept a dtype name.
     """
     value = _get(config, "dtype") or "bfloat16"
     own = own_dtype(value, f"{section}.dtype", versioned("verl"))
@@ -342,7 +342,7 @@ def of_legacy_autocast(config: Any, section: str = "fsdp_config") -> torch.dtype
 
 
 def find_ignored(config: Any, computes: torch.dtype) -> list[str]:
-    """Remarks, in a worker and in a plan, on dtype keys that verl's FSDP ignores.
+    """Remarks on dtype keys that verl's FSDP ignores, for a worker and for a plan.
 
     Args:
         config: an engine's config.

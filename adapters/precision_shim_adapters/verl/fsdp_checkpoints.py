@@ -1,12 +1,13 @@
-"""verl's FSDP checkpoints: save the scaler's state beside them, and restore it.
+"""Save the scaler's state beside verl's FSDP checkpoints, and restore it.
 
-For an engine the seams are at the engine, which has the scaler. For the legacy workers they are at
-the checkpoint manager, which actor and critic share and which knows the optimizer.
+For an engine, the seams wrap the engine's methods, since the engine has the scaler. For legacy
+workers, the seams wrap the checkpoint manager, which actor and critic share and which has the
+optimizer.
 
-The shim writes the state after verl's own files and binds it to them, since verl overwrites its
-files in place, one after the other. A job killed between verl's last file and the shim's loses the
-scaler's state, with a warning when it resumes. By then verl has already removed the older
-checkpoint.
+The shim writes the scaler's state after verl's own files and binds the state to these files: verl
+overwrites its files in place, one after the other. If a job is killed between verl's last file
+and the shim's file, the scaler's state is lost, and a resume warns. The older checkpoint is lost as
+well, since verl has already removed it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def load(call: Call, local_path: Any, del_local_after_load: Any = False) -> Any:
 
 
 def _find_manager(instance: Any) -> tuple[Any, ScaledTraining | None]:
-    """The checkpoint manager, and the training whose scaler goes with its checkpoints."""
+    """The checkpoint manager, and the training whose scaler is saved with its checkpoints."""
     manager = getattr(instance, "checkpoint_manager", None)
     if manager is not None:
         return manager, training_of(instance)
@@ -91,7 +92,7 @@ def _find_manager(instance: Any) -> tuple[Any, ScaledTraining | None]:
 
 
 def _files(manager: Any, path: str, loaded: Any = ()) -> Files:
-    """This rank's files; for a remote checkpoint the local copies that verl has just loaded."""
+    """This rank's files; of a remote checkpoint, the local copies that verl has just loaded."""
     from verl.utils.fs import copy_to_local, is_non_local
 
     remote = is_non_local(path)
@@ -117,7 +118,7 @@ def _goes_with(manager: Any, path: Any, training: ScaledTraining, contents: Any)
 
 @contextlib.contextmanager
 def _near(path: str, delete: bool) -> Any:
-    """The checkpoint's directory; for a remote one, on rank 0, the directory of a local copy."""
+    """The checkpoint's directory; on rank 0 of a remote checkpoint, a local copy's directory."""
     from verl.utils.fs import copy_to_local, is_non_local
 
     if not is_non_local(path) or (dist.is_initialized() and dist.get_rank() != 0):
@@ -126,7 +127,7 @@ def _near(path: str, delete: bool) -> Any:
     copied = None
     try:
         copied = copy_to_local(os.path.join(path, FILE_NAME), always_recopy=True)
-    except Exception as error:  # a raise here would leave the other ranks waiting for rank 0
+    except Exception as error:  # the other ranks would wait for rank 0
         warn(f"{versioned('verl')}: {path}/{FILE_NAME} cannot be copied: {error!r}")
     yield path if copied is None else os.path.dirname(copied)
     if copied is not None and delete:

@@ -1,4 +1,4 @@
-"""verl on FSDP in fp16: scale the loss in the loops up to 0.7.1, and report skipped steps."""
+"""Scale the fp16 loss in verl's FSDP loops up to 0.7.1, and report skipped steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def scale_engine_loss(call: Call, loss_function: Any, forward_only: Any) -> Any:
 )
 def update_policy(call: Call) -> Any:
     """Add the scaler's metrics to the result of an update of 0.7.1's actor."""
-    keep_at_optimizer(call.instance)  # for an actor made before a late install()
+    keep_at_optimizer(call.instance)  # for an actor made before install()
     result = call.proceed()
     training = training_of(call.instance)
     result.update(training.metrics("actor/") if training is not None else {})
@@ -109,7 +109,7 @@ def scale_value_loss(call: Call) -> Any:
     **ON_LEGACY,
 )
 def step(call: Call) -> Any:
-    """Return NaN as the norm of a skipped step; unscale and step where verl has no scaler.
+    """Return NaN as the norm of a skipped step; unscale and step if verl has no scaler.
 
     For a skipped step verl itself returns the gradients' norm, which may be inf or NaN.
     """

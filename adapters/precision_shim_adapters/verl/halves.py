@@ -1,12 +1,12 @@
-"""verl: audit the weights that the actor sends, and ask the servers what their engines hold.
+"""Audit the weights that verl's actor sends, and the engines of verl's rollout servers.
 
-An actor's engine returns its weights as a stream that has not run yet, for verl's own weight sync
-and for a checkpoint engine. 0.7.1's legacy workers make theirs in the middle of a method, and hand
-it to the rollout's ``ServerAdapter``. These seams come after those of ``sync``: they see what the
-shim sends.
+An actor's engine returns its weights as a generator that has not started, for verl's own weight
+sync and for a checkpoint engine. The legacy workers of 0.7.1 make this generator inside a method,
+and pass it to the rollout's ``ServerAdapter``. The seams of this module run after the seams of
+``sync``, and so read the weights that the shim sends.
 
-A server is verl's own Ray actor around vLLM's ``AsyncLLM``, or around SGLang's ``TokenizerManager``
-and HTTP server.
+A rollout server is verl's own Ray actor around vLLM's ``AsyncLLM``, or around SGLang's
+``TokenizerManager`` and HTTP server.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _legacy: list[str] = []
 
 
 def tell_asked(rollout: Any) -> None:
-    """Note the dtype that a worker's rollout was asked for.
+    """Record the configured dtype of a worker's rollout, for the audit.
 
     Args:
         rollout: the section ``actor_rollout_ref.rollout``, as the worker has it.
     """
     try:
         name, key = sides.asked_dtype(rollout, sides.ROLLOUT)
-    except DtypeError:  # the engine refuses it, and the feature rollout-agreement has said so
+    except DtypeError:  # ``rollout-agreement`` has reported this dtype
         return
     backend = str(rollout.get("name"))
     reason = "" if backend in ("vllm", "sglang") else f"verl's servers of {backend} are not asked"
     sending.tell_asked("verl", name, key, reason)
 
 
-# -- the weights that are sent -------------------------------------------------------------------
+# -- audit of sent weights -----------------------------------------------------------------------
 
 
 @seam(
@@ -69,7 +69,7 @@ def tell_asked(rollout: Any) -> None:
     optional=True,
 )
 def know_rollout(call: Call) -> Any:
-    """Keep what is known of the rollout for the engine whose weights the worker will send."""
+    """Store the rollout's dtype and the checkpoint engine for the audit of the sent weights."""
     result = call.proceed()
     worker = call.instance
     if sending.is_wanted() and "actor" in worker.role:
@@ -96,7 +96,7 @@ def know_rollout(call: Call) -> Any:
     optional=True,
 )
 def look_at_stream(call: Call) -> Any:
-    """Return the same weights, looked at while they are taken."""
+    """Return an engine's weights in a generator that also passes each weight to the audit."""
     stream, *rest = result = call.proceed()
     engine = call.instance
     if engine not in _senders:
@@ -107,7 +107,7 @@ def look_at_stream(call: Call) -> Any:
 
 
 def _rounds_to(sender: Any) -> torch.dtype | None:
-    """The dtype that a checkpoint engine rounds the weights to before it sends them."""
+    """The dtype to which a checkpoint engine rounds the weights before sending them."""
     dtype = getattr(sender, "rollout_dtype", None)
     if dtype is None or not (sync.casts(sender) or sync.is_delta(sender)):
         return None
@@ -129,7 +129,7 @@ def _rounds_to(sender: Any) -> torch.dtype | None:
     optional=True,
 )
 async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
-    """Let a legacy worker's weights be looked at while they are taken."""
+    """Replace a legacy worker's weights by a generator that also passes each to the audit."""
     if _legacy:
         seen = sending.observe(weights, "verl", "actor")
         if seen is not weights:
@@ -138,7 +138,7 @@ async def look_at_legacy_stream(call: Call, weights: Any) -> Any:
 
 
 def know_legacy_rollout(worker: Any) -> None:
-    """The same as ``know_rollout`` for 0.7.1's legacy workers.
+    """Do the same as ``know_rollout`` for 0.7.1's legacy workers.
 
     Args:
         worker: an ``ActorRolloutRefWorker`` with an actor and a rollout.
@@ -148,21 +148,21 @@ def know_legacy_rollout(worker: Any) -> None:
         _legacy[:] = [type(worker).__module__]
 
 
-# -- what a server holds -------------------------------------------------------------------------
+# -- audit of servers ----------------------------------------------------------------------------
 
 
 @seam(
     f"{_SERVER}.run_server",
     FEATURE,
     group=HELD,
-    only_if=(f"{_SERVER}.run_server",),  # before 0.7 a base class has it
+    only_if=(f"{_SERVER}.run_server",),  # before 0.7 a base class has this method
     why="has made vLLM's engine when it ends",
     delete_when=_DELETE,
     relies_on=("engine", "AsyncLLM"),
     optional=True,
 )
 async def ask_new_server(call: Call) -> Any:
-    """Ask a new server's engine what it holds."""
+    """Audit the engine of a new vLLM server."""
     result = await call.proceed()
     await _ask(call.instance)
     return result
@@ -172,14 +172,14 @@ async def ask_new_server(call: Call) -> Any:
     f"{_SERVER}.collective_rpc",
     FEATURE,
     group=HELD,
-    only_if=(f"{_SERVER}.run_server",),  # before 0.7 a base class has it
+    only_if=(f"{_SERVER}.run_server",),  # before 0.7 a base class has this method
     why="each weight sync begins with this call, which returns when the engine has the weights",
     delete_when=_DELETE,
     relies_on=("engine", "method"),
     optional=True,
 )
 async def ask_after_sync(call: Call, method: Any) -> Any:
-    """Ask again after some of the weight syncs."""
+    """Audit the engine of a vLLM server again after some of the weight syncs."""
     result = await call.proceed()
     if method == "update_weights_from_ipc":
         await _ask(call.instance, count_sync(call.instance))
@@ -187,7 +187,7 @@ async def ask_after_sync(call: Call, method: Any) -> Any:
 
 
 async def _ask(server: Any, sync: int = 0) -> None:
-    engine = getattr(server, "engine", None)  # only the first node of a server has one
+    engine = getattr(server, "engine", None)  # only a server's first node has an engine
     if engine is not None and sending.is_wanted():
         await audit_async(engine, _whose(), sync)
 
@@ -196,14 +196,14 @@ async def _ask(server: Any, sync: int = 0) -> None:
     f"{_SGLANG}.launch_server",
     FEATURE,
     group=HELD_SGLANG,
-    only_if=(_IF_SGLANG,),  # before 0.7 nothing tells a server that a sync has ended
+    only_if=(_IF_SGLANG,),  # before 0.7 a server gets no call when a sync ends
     why="has made SGLang's processes when it ends",
     delete_when=_DELETE,
     relies_on=("node_rank", "tokenizer_manager"),
     optional=True,
 )
 async def ask_new_sglang_server(call: Call) -> Any:
-    """Ask the engine of a new server of SGLang what it holds."""
+    """Audit the engine of a new SGLang server."""
     result = await call.proceed()
     await _ask_sglang(call.instance)
     return result
@@ -220,7 +220,7 @@ async def ask_new_sglang_server(call: Call) -> Any:
     optional=True,
 )
 async def ask_sglang_after_sync(call: Call) -> Any:
-    """Ask it again after some of the weight syncs."""
+    """Audit the engine of an SGLang server again after some of the weight syncs."""
     result = await call.proceed()
     await _ask_sglang(call.instance, count_sync(call.instance))
     return result
@@ -232,7 +232,7 @@ async def _ask_sglang(server: Any, sync: int = 0) -> None:
 
 
 def _whose() -> Whose:
-    """Which engine this process has: verl's name of the actor tells it, the same in each run."""
+    """Name this process's engine by its Ray actor, whose name is the same in each run."""
     name = name_of_actor() or "server"
     others = {"reward": "reward model", "teacher": "teacher"}
     subject = next((long for short, long in others.items() if f"_{short}_" in name), ROLLOUT)

@@ -1,4 +1,4 @@
-"""verl on Megatron: read its configs, and the seams where it builds a model."""
+"""Read verl's configs for Megatron, and patch the functions in which verl builds a model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FIELDS = "verl.workers.config.optimizer:McoreOptimizerConfig.__init__"
 _ONE_PLACE = "verl decides bucket and optimizer states in one place"
 
 
-# -- what verl does itself ------------------------------------------------------------------
+# -- verl's own features --------------------------------------------------------------------
 
 
 def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
@@ -51,14 +51,14 @@ def _dispatches_itself(has_opt_in: bool, settings: Settings) -> bool:
 
 
 def native_dispatch(symbol: Symbol, settings: Settings) -> str | None:
-    """Whether verl has 0.9's opt-in; then the shim dispatches only for ``follow-model``."""
+    """Return a remark if verl has 0.9's opt-in and the user did not set ``follow-model``."""
     if _dispatches_itself("bf16" in symbol.parameters, settings):
         return "verl dispatches on the dtype and has the opt-in in its own optimizer config"
     return None
 
 
 def native_fields(symbol: Symbol, settings: Settings) -> str | None:
-    """Whether McoreOptimizerConfig has the opt-in's fields."""
+    """Return a remark if McoreOptimizerConfig has the fields of verl 0.9's opt-in."""
     if "use_precision_aware_optimizer" in symbol.parameters:
         return "verl's optimizer config has the fields"
     return None
@@ -94,15 +94,15 @@ def _overrides(optim_config: Any) -> dict[str, Any]:
 
 
 def has_fields() -> bool:
-    """Whether this verl's own function reads the opt-in's fields."""
+    """Whether the installed verl's ``init_megatron_optim_config`` reads the opt-in's fields."""
     return "bf16" in look(CONFIG).parameters
 
 
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
-    """The fields of verl 0.9's opt-in that the config has, as dtypes.
+    """The values of verl 0.9's opt-in fields in the config, with dtype names coerced.
 
-    Where verl has the fields, False may be the default, so False means no opt-in. Where verl lacks
-    the fields, the user wrote whatever the config has.
+    If verl has the fields, False may be the default, so False means no opt-in. If verl lacks the
+    fields, the user wrote every opt-in field that the config has.
     """
     values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
     if fields and not values[PRECISION_AWARE]:
@@ -120,10 +120,10 @@ def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
 def read_wishes(
     optim_config: Any, ddp_config: Mapping[str, Any] | None = None, **known: Any
 ) -> Wishes:
-    """Read the wishes from verl's configs.
+    """Read a model's settings from verl's configs.
 
     Args:
-        optim_config: verl's optimizer config; ``None`` where there is none.
+        optim_config: verl's optimizer config, or ``None``.
         ddp_config: the user's ``override_ddp_config``.
         known: further attributes of ``Wishes``.
     """
@@ -133,7 +133,7 @@ def read_wishes(
         where=f"{versioned('verl')}, {_KEY}",
         asked=_overrides(optim_config),
         auto="as-configured" if fields else "guarded",
-        native={torch.float16: ROWS[torch.float16]},  # verl's fp16 branch, in every version
+        native={torch.float16: ROWS[torch.float16]},  # verl's fp16 branch sets these fields
         opt_in=_opt_in(optim_config, fields),
         reads_opt_in=fields,
         optimizer=str(_read(optim_config, "optimizer", "adam")),
@@ -144,7 +144,7 @@ def read_wishes(
 
 
 def of_engine(engine: Any) -> Wishes:
-    """Read the wishes of an engine that has read its configs."""
+    """Read a model's settings from an engine that has already read its configs."""
     return of_configs(
         engine.engine_config,
         engine.optimizer_config,
@@ -154,12 +154,12 @@ def of_engine(engine: Any) -> Wishes:
 
 
 def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
-    """Read the wishes from an engine's config and its optimizer's config.
+    """Read a model's settings from the config of its engine and the config of its optimizer.
 
     Args:
         config: the engine's config.
         optim_config: the optimizer's config.
-        known: ``subject``, ``declared`` and ``trains`` of ``Wishes``.
+        known: the attributes ``subject``, ``declared`` and ``trains`` of ``Wishes``.
     """
     blockers = []
     if _read(config, "use_megatron_fsdp", False):
@@ -172,7 +172,7 @@ def of_configs(config: Any, optim_config: Any, **known: Any) -> Wishes:
         # the user's own config.
         _read(config, "override_ddp_config"),
         blockers=tuple(blockers),
-        # mbridge's DDP turns the distributed optimizer on, whatever verl's config says (0.7.1).
+        # mbridge's DDP turns the distributed optimizer on, regardless of verl's config (0.7.1).
         distributed=bool(_read(config, "use_distributed_optimizer", True)),
         **known,
     )
@@ -185,8 +185,8 @@ class _WithOverrides(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """verl's optimizer config with another ``override_optimizer_config``.
 
     verl's configs are frozen dataclasses, which cannot be changed, or OmegaConf nodes, which cannot
-    hold a ``torch.dtype``. So this proxy reads all other keys from the caller's object, which
-    stays unchanged.
+    contain a ``torch.dtype``. ``_WithOverrides`` reads all other keys from the caller's object,
+    which stays unchanged.
     """
 
     def __init__(self, wrapped: Any, overrides: Mapping[str, Any]) -> None:
@@ -238,9 +238,9 @@ def configure(
     bf16: Any = True,
     use_distributed_optimizer: Any = True,
 ) -> Any:
-    """Make verl's OptimizerConfig follow the model; accept ``bf16=`` in every version.
+    """Make verl's OptimizerConfig follow the model's dtype; accept ``bf16=`` in every version.
 
-    verl's engines and workers call it for each model that they train, after its DDP is built.
+    verl calls ``init_megatron_optim_config`` for each trained model, after the DDP is built.
     """
     flagged = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
     build = megatron.current_build("verl")
@@ -278,7 +278,7 @@ def configure(
     optional=True,
 )
 def accept_fields(call: Call) -> Any:
-    """Accept the opt-in's fields where verl's dataclass lacks them."""
+    """Accept the fields of verl 0.9's opt-in if verl's dataclass lacks them."""
     extra = {
         key: call.arguments.pop(key) for key in PRECISION_AWARE_FIELDS if key in call.arguments
     }
@@ -306,7 +306,7 @@ def accept_fields(call: Call) -> Any:
     optional=True,
 )
 def spell_fields(call: Call) -> Any:
-    """Replace dtype names in verl's opt-in fields by a spelling that verl knows."""
+    """Replace dtype names in verl's opt-in fields by spellings that verl accepts."""
     for key in PRECISION_AWARE_FIELDS[1:]:
         value = call.arguments.get(key)
         dtype = parse_dtype(value) if isinstance(value, str) else value
@@ -315,7 +315,7 @@ def spell_fields(call: Call) -> Any:
     return call.proceed()
 
 
-# -- which model is being built --------------------------------------------------------------
+# -- builds of models ------------------------------------------------------------------------
 
 
 @seam(
@@ -328,7 +328,7 @@ def spell_fields(call: Call) -> Any:
     optional=True,
 )
 def engine_build(call: Call) -> Any:
-    """Announce that an engine builds its model and optimizer; it does so once per worker."""
+    """Announce that an engine builds its model and optimizer, once per worker."""
     with building("verl", lambda: of_engine(call.instance)):
         return call.proceed()
 
@@ -351,7 +351,7 @@ def engine_build(call: Call) -> Any:
     optional=True,
 )
 def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
-    """Announce that 0.7.1's worker builds a model (a reference model gets no optimizer)."""
+    """Announce that 0.7.1's worker builds a model (a reference model has no optimizer)."""
     worker = call.instance
     actor = _read(worker.config, "actor")
     config = (worker.config if actor is None else actor).megatron
@@ -387,7 +387,7 @@ def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any
     delete_when="make_megatron_module aligns the bucket itself",
 )
 def direct_build(call: Call, override_ddp_config: Any) -> Any:
-    """Announce a build for a direct caller; inside an engine, that engine's build stays current."""
+    """Announce a build for a direct caller; an engine's build in progress stays current."""
     with building("verl", lambda: read_wishes(None, override_ddp_config)):
         return call.proceed()
 

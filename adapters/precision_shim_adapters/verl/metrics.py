@@ -1,7 +1,7 @@
-"""verl's metrics: the loss scale and skipped steps in fp16, and the share of lost updates.
+"""Add loss scale and skipped steps in fp16, and the share of lost updates, to verl's metrics.
 
-The seams here serve every engine of verl. 0.7.1's legacy workers have their own metric dicts; the
-seams at their steps fill these.
+The seams in this module serve every engine of verl. The legacy workers of 0.7.1 have their own
+dicts of metrics, to which the seams at the workers' steps add the values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEP = {
 
 
 def of_engine(engine: Any) -> dict[str, float]:
-    """The loss scaler's metrics of an engine; empty where the shim scales nothing."""
+    """The loss scaler's metrics of an engine; empty if the loss is not scaled."""
     training = training_of(engine)
     return {
         **megatron.metrics(getattr(engine, "optimizer", None)),
@@ -45,8 +45,8 @@ def of_engine(engine: Any) -> dict[str, float]:
 def report(call: Call) -> Any:
     """Add the loss scaler's metrics next to the grad norm, after each batch of a training worker.
 
-    The shim does not add them earlier: verl gathers earlier metrics over the data-parallel ranks,
-    which turns a number into a list, and ``train_mini_batch`` fails on a list.
+    The shim does not add these metrics earlier, because verl would gather them over the
+    data-parallel ranks. Gathering makes a number a list, and ``train_mini_batch`` fails on a list.
     """
     result = call.proceed()
     _add(result, of_engine(call.instance.engine))
@@ -55,7 +55,7 @@ def report(call: Call) -> Any:
 
 @seam(feature="audit", delete_when=_LOST, **_OUTPUT)
 def report_lost_updates(call: Call) -> Any:
-    """Add the shares of lost updates, where ``PRECISION_SHIM_WATCH_UPDATES`` is set."""
+    """Add the shares of lost updates, if ``PRECISION_SHIM_WATCH_UPDATES`` is set."""
     result = call.proceed()
     _add(result, meters.metrics(getattr(call.instance.engine, "optimizer", None)))
     return result
@@ -65,7 +65,7 @@ def _add(result: Any, figures: dict[str, float]) -> None:
     import verl.utils.tensordict_utils as tu
 
     metrics = tu.get(result, "metrics") if figures else {}
-    if "grad_norm" in metrics:  # only a training step has it: no evaluation, no lone backward pass
+    if "grad_norm" in metrics:  # only a training step has ``grad_norm``
         tu.assign_non_tensor(result, metrics={**metrics, **figures})
 
 

@@ -1,9 +1,9 @@
 """verl on Megatron in fp16: report a skipped step to verl as a step with grad norm NaN.
 
-verl raises ``NotImplementedError`` for every step that Megatron did not take: its engines in
-``optimizer_step``, 0.7.1's legacy workers in the function of the update itself. verl also fails on
-a grad norm of None: the SFT trainer on Ray pops ``grad_norm``, and the RL trainers take its mean.
-verl's learning rate schedulers and counters count a skipped step too, as in its FSDP engines.
+For every step that Megatron skipped, verl raises ``NotImplementedError``. Engines raise this error
+in ``optimizer_step``, and 0.7.1's legacy workers raise it in the update function itself. On a grad
+norm of None verl also fails, because the SFT trainer on Ray pops ``grad_norm``, and the RL trainers
+compute a mean. Schedulers and counters of verl count a skipped step too, as they do on FSDP.
 """
 
 from __future__ import annotations

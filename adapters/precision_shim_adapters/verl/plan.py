@@ -1,7 +1,7 @@
 """Plan verl's jobs from their Hydra YAML and overrides.
 
 Hydra composes the config that the entry point's decorator names, without an import of verl.
-``verl.megatron`` reads the optimizer's wishes from it, as in a worker.
+``verl.megatron`` reads the optimizer's settings from this config, as in a worker.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def plan_job(job: Job) -> Request:
 
 
 def _both_sides(job: Job, config: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
-    """What ``driver.compare_engines`` will report about actor, reference model and rollout."""
+    """Predict the report of ``driver.compare_engines`` about actor, reference and rollout."""
     directory, _, overrides = named_config(job)
     own = sides.is_verls(str(directory)) and not any(
         override.startswith(SEARCH_PATH) for override in overrides
@@ -119,13 +119,13 @@ def _number(config: Mapping[str, Any], key: str, default: int = 1) -> int:
 
 
 def _of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A nested section, by its dotted key; empty where there is none."""
+    """The nested section with this dotted key; empty if there is none."""
     value = config.get(key.rpartition(".")[2])
     return {} if value is None else mapping(value, key, _where())
 
 
 def _processes(job: Job, config: Mapping[str, Any]) -> tuple[int, str]:
-    """The GPUs of a job that torchrun starts."""
+    """The number of GPUs of a job that torchrun starts, and the number's config key."""
     each = job.launched("nproc-per-node")
     nodes = job.launched("nnodes")
     if each is not None:
@@ -151,8 +151,8 @@ class _Place:
 class _Section:
     """One model's sections of the config; a model without an optimizer is not trained.
 
-    ``sequence`` is the size of Ulysses' sequence parallelism where the role's section has it
-    instead of the engine's.
+    ``sequence`` is the size of Ulysses' sequence parallelism, if the role's section has this size
+    instead of the engine's section.
     """
 
     at: _Place
@@ -219,7 +219,7 @@ def _section(job: Job, at: _Place, role: Mapping[str, Any], model: Mapping[str, 
     optim = None if at.subject == "ref" else _of(role, f"{at.key}.optim")
     sequence = _number(role, f"{at.key}.ulysses_sequence_parallel_size")
     key = f"{at.key}.{name}"
-    # verl renames keys of a reference model's section before it makes a dataclass from it.
+    # verl renames keys of a reference model's section before it makes a dataclass of the section.
     place, checked = (key, engine) if at.subject == "ref" else (at.key, role)
     illegal = tuple(sections.unknown(checked, place, at.subject, job.settings))
     return _Section(at, key, strategy, engine, optim, model, sequence, illegal)
@@ -267,7 +267,7 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
             declared=parse_dtype(str(engine.get("dtype") or "bfloat16")),
             trains=trains,
         )
-    except DtypeError as error:  # ``illegal`` may have the same field from verl's own checks
+    except DtypeError as error:  # verl's own checks may have reported this field
         known = any(problem.code == "dtype" for problem in illegal)
         illegal += [] if known else [Problem.of(error, subject, error.key)]
         return Illegal(subject, tuple(illegal))
@@ -289,17 +289,17 @@ def _on_megatron(section: _Section, model: Model, value: bool) -> Plannable:
         key=f"{section.optim_key}.override_optimizer_config.{{}}",
         bucket_key=f"{bucket_key}.grad_reduce_in_fp32",
         bucket_keys=tuple(map(str, _of(engine, bucket_key))),
-        prefix="++",  # Hydra's prefix that sets a key whether the config has it or not
+        prefix="++",  # Hydra's prefix that adds or overrides a key
         parked=_find_parked(section),
         illegal=tuple(illegal),
     )
 
 
 def _bucket(section: _Section, wishes: Wishes) -> bool:
-    """verl's ``grad_reduce_in_fp32`` where the user wrote none.
+    """verl's value of ``grad_reduce_in_fp32`` if the user wrote none.
 
-    verl's ``get_model`` and mbridge write True; Megatron-Bridge's default is False; in 0.9 and
-    later the engine writes a value that follows from its optimizer's fields.
+    verl's ``get_model`` and mbridge write True. Megatron-Bridge's default is False. In 0.9 and
+    later the engine derives the value from its optimizer's fields.
     """
     aware = bool(wishes.opt_in.get(PRECISION_AWARE))
     low = wishes.opt_in.get("main_grads_dtype", torch.float32) is not torch.float32
@@ -313,7 +313,7 @@ def _bucket(section: _Section, wishes: Wishes) -> bool:
 
 
 def _find_parked(section: _Section) -> dict[str, tuple[str, ...]]:
-    """The components that verl moves to the host's memory while the model is not used."""
+    """The components that verl moves to the host's memory while a model is not used."""
     return {
         f"{section.engine_key}.{key}": components
         for key, components in (
@@ -341,7 +341,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
         )
     except DtypeError as error:
         return Illegal(subject, (*illegal, Problem.of(error, subject, error.key)))
-    # verl always keeps a forward-only model in the host's memory, whatever the offload setting.
+    # verl always keeps a forward-only model in the host's memory, even without ``param_offload``.
     forward_only = engine.get("forward_only", True) or engine.get("param_offload")
     on_host = engine.get("offload_policy") if trains else forward_only
     compute = name_of(sharded.compute)
@@ -352,7 +352,7 @@ def _sharded(job: Job, section: _Section, model: Model, value: bool) -> Plannabl
     sizes: dict[str, Any] = {
         name: _number(engine, key, -1 if name == "shards" else 1) for name, key in keys.items()
     }
-    if section.sequence > 1:  # the role's key is the older one; verl prefers it where it is not 1
+    if section.sequence > 1:  # verl prefers the role's older key if that is not 1
         sizes["context"] = section.sequence
     name = str((optim or {}).get("optimizer") or (optim or {}).get("name") or "AdamW")
     of_fsdp = strategy in ("fsdp", "fsdp2")

@@ -1,4 +1,4 @@
-"""Read, for the plan, in which dtypes verl's engines other than Megatron's store and compute."""
+"""Read for a plan the dtypes in which verl's engines (not Megatron's) store and compute."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Sharded:
 
     Attributes:
         stored: dtype of the parameters.
-        compute: dtype in which they are gathered.
+        compute: dtype in which the parameters are gathered.
         reduce: dtype of the gradients while they are reduced.
         because: why the shim scales an fp16 model.
-        group: the group of the seams that scale it.
+        group: the group of the seams that scale the model's loss.
         sizes: maps fields of ``ShardedModel`` to the section's keys.
-        note: why this version's engine does not compute in the float16 that the config asks for.
+        note: why the engine does not compute in float16 although the config has float16.
     """
 
     stored: torch.dtype
@@ -48,14 +48,14 @@ def read_sharded(
 
     Args:
         strategy: verl's name of the engine.
-        engine: its section.
-        key: that section's key in the config.
-        group: the group of the workers, where the engine is FSDP.
+        engine: the engine's section.
+        key: the config's key of the engine's section.
+        group: the group of the workers, if the engine is FSDP.
         subject: which model.
         trains: whether the model has an optimizer.
 
     Raises:
-        DtypeError: a dtype that verl does not know, or that cannot be trained in.
+        DtypeError: verl does not accept a dtype, or cannot train in the dtype.
         PlanError: the engine is sharded in a way that the plan cannot count.
     """
     for degree in ("expert_parallel_size", "ep_size", "pipeline_parallel_size", "pp_size"):

@@ -43,7 +43,7 @@ def _optimizer_config(fields: dict[str, Any] | None = None, **flags: bool) -> An
     needs=(_ENGINE,),
 )
 def overflow() -> Answer:
-    """The shim reports such a step to verl as a successful step with grad norm NaN."""
+    """The shim reports a skipped step to verl as a successful step with grad norm NaN."""
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
     engine = SimpleNamespace(optimizer=SimpleNamespace(step=lambda: (False, None, None)))
@@ -61,7 +61,7 @@ def overflow() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def fp16_row() -> Answer:
-    """The shim leaves these fields to verl."""
+    """The shim expects that verl itself sets the fields of the fp16 row."""
     made, row = _optimizer_config(fp16=True), ROWS[torch.float16]
     return Answer(dict(row), {name: getattr(made, name, "no such field") for name in row})
 
@@ -87,7 +87,7 @@ def overrides() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def opt_in() -> Answer:
-    """Where verl chooses states by the model's dtype itself, the shim leaves its config alone."""
+    """If verl itself chooses states by the model's dtype, the shim does not change the config."""
     from verl.utils.megatron.optimizer import init_megatron_optim_config
 
     made = _optimizer_config(_OPT_IN)
@@ -137,7 +137,7 @@ def alignment() -> Answer:
     needs=(_MODEL,),
 )
 def default_bucket() -> Answer:
-    """The bucket's dtype in verl where the user wrote none."""
+    """verl's bucket is fp32 unless the user wrote another dtype."""
     from megatron.core.enums import ModelType
     from verl.utils import megatron_utils
 
@@ -180,7 +180,7 @@ class _Calls:
     needs=(_FSDP,),
 )
 def fsdp_step() -> Answer:
-    """In 0.8 verl's loop uses the shim's scaler; in 0.7 verl itself skips on an infinite norm."""
+    """In 0.8 verl's loop uses the shim's scaler; 0.7 itself skips steps with an infinite norm."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     scales = "scaler" in look(f"{_FSDP}:FSDPEngine.optimizer_step").names

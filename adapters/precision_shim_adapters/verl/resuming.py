@@ -13,7 +13,7 @@ from .megatron import read_wishes
 
 
 def megatron(part: Part, here: Here) -> Outcome:
-    """The outcome on Megatron; ``here.config`` has fields of ``override_optimizer_config``."""
+    """Predict a resume on Megatron; ``here.config`` has ``override_optimizer_config``'s fields."""
     fields = megatrons.assume_fields(part, here)
     fields.pop(WORKERS, None)
     bucket = {megatrons.BUCKET: fields.pop(megatrons.BUCKET)} if megatrons.BUCKET in fields else {}
@@ -27,7 +27,7 @@ def megatron(part: Part, here: Here) -> Outcome:
 
 
 def fsdp(part: Part, here: Here) -> Outcome:
-    """The outcome on FSDP; ``here.config`` may have verl 0.7's ``use_legacy_worker_impl``."""
+    """Predict a resume on FSDP; ``here.config`` may have 0.7's ``use_legacy_worker_impl``."""
     asked = (here.config or {}).get(WORKERS)
     # A PPO job's directories have the models' names; an SFT job has one model, on verl's engine.
     group = group_of(asked) if part.subject else ENGINE
@@ -35,5 +35,5 @@ def fsdp(part: Part, here: Here) -> Outcome:
 
 
 def distributed(part: Part, here: Here) -> Outcome:
-    """The outcome on the Automodel and torchtitan engines, which write distributed checkpoints."""
+    """Predict a resume on the Automodel or torchtitan engine, with distributed checkpoints."""
     return torchs.foretell("verl", part, here, GROUPS[AUTOMODEL])

@@ -1,7 +1,7 @@
 """Check the sections of verl's config for keys that their dataclasses lack.
 
-In a worker hydra would raise a TypeError for such a key. The shim reads the dataclasses' fields
-from verl's source.
+In a worker, hydra would raise a TypeError for a key that the dataclass lacks. The shim reads the
+dataclasses' fields from verl's source.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _HYDRAS = ("_target_", "_convert_", "_recursive_", "_partial_")
 def unknown(
     section: Mapping[str, Any], key: str, subject: str, settings: Settings
 ) -> Iterator[Problem]:
-    """The keys of a section, and of the sections in it, that verl's dataclass lacks.
+    """List the keys of a section and its nested sections that verl's dataclasses lack.
 
     Args:
-        section: a section with hydra's ``_target_``; without it, any key is allowed.
+        section: a section with hydra's ``_target_``; without ``_target_``, any key is allowed.
         key: the config's key of the section; may be empty.
         subject: which model.
         settings: the shim's settings for the job.
@@ -38,7 +38,7 @@ def unknown(
     name = str(section.get("_target_", "")).rpartition(".")[2]
     known = set(_fields(name))
     if name == "McoreOptimizerConfig" and "bf16-dispatch" in settings.features:
-        known.update(PRECISION_AWARE_FIELDS)  # the shim adds them to versions that lack them
+        known.update(PRECISION_AWARE_FIELDS)  # the shim adds these fields to older versions
     yield from unknown_keys(
         [known_key for known_key in section if known_key not in _HYDRAS],
         known,
@@ -52,7 +52,7 @@ def unknown(
 
 
 def _fields(name: str) -> tuple[str, ...]:
-    """The fields of a dataclass of verl's; empty where it is not found."""
+    """The fields of one of verl's dataclasses; empty if the dataclass is not found."""
     if not name:
         return ()
     looks = (look(f"{_PACKAGE}.{module}:{name}.__init__") for module in _MODULES)
@@ -60,7 +60,7 @@ def _fields(name: str) -> tuple[str, ...]:
 
 
 def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iterator[Problem]:
-    """Problems with an optimizer's name or further arguments that torch would refuse."""
+    """List problems of an optimizer's name or further arguments that torch would refuse."""
     place = str(optim.get("optimizer_impl") or "torch.optim")
     name = str(optim.get("optimizer") or "AdamW")
     if place != "torch.optim":
@@ -86,7 +86,7 @@ def of_torch_optimizer(optim: Mapping[str, Any], key: str, subject: str) -> Iter
 def of_megatron(
     engine: Mapping[str, Any], optim: Mapping[str, Any], keys: tuple[str, str], subject: str
 ) -> Iterator[Problem]:
-    """Dtypes of verl's Megatron engine and optimizer that verl's own checks refuse.
+    """List dtypes of verl's Megatron engine and optimizer that verl's own checks refuse.
 
     Args:
         engine: the engine's section.

@@ -1,4 +1,4 @@
-"""Read what the engines of a verl job compute in: the actor, the reference model, the rollout.
+"""Read the dtypes in which a verl job's actor, reference model and rollout compute.
 
 The driver and ``precision-shim plan`` read a job's config with the same functions.
 """
@@ -56,9 +56,9 @@ class Sides:
     """The engines of a job.
 
     Attributes:
-        trainer: the actor; ``None`` where the shim does not know what verl's engine computes in.
+        trainer: the actor; ``None`` if the shim does not know the dtype of verl's engine.
         others: the reference model, the rollout and the teachers, if the job has them.
-        model_type: the model's type, if vLLM loads it; empty if it is not known.
+        model_type: the model's type, if vLLM loads the model; empty if unknown.
         strategy: the actor's ``strategy``.
     """
 
@@ -73,7 +73,7 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
 
     Args:
         config: the job's config as plain data.
-        written: tells which keys the user wrote.
+        written: returns whether the user wrote a key.
 
     Raises:
         DtypeError: a key names no dtype.
@@ -97,7 +97,7 @@ def read_sides(config: Mapping[str, Any], written: Written) -> Sides | None:
 
 
 def unknown_engine(job: Sides) -> tuple[str, str]:
-    """The decision's text and reason where the actor's dtype is not known."""
+    """The decision's text and reason if the actor's dtype is unknown."""
     reason = f"the shim does not know what verl's {job.strategy} engine computes in"
     return "not compared with the actor", reason
 
@@ -118,19 +118,19 @@ def check_names(config: Mapping[str, Any]) -> None:
 
 
 def written_by(overrides: Sequence[str], *, own: bool) -> Written:
-    """Make a function that tells which keys the user wrote.
+    """Make a function that returns whether the user wrote a key.
 
     Args:
         overrides: the overrides, such as ``"actor_rollout_ref.rollout.dtype=float16"``.
-        own: whether the composed config is verl's own; in a user's config each key counts as
-            written.
+        own: whether the composed config is verl's own; in any other config each key counts as
+            written by the user.
     """
     heads = [override.partition("=")[0].lstrip("+~").rpartition("@")[2] for override in overrides]
     return lambda key: not own or any(key == head or key.startswith(f"{head}.") for head in heads)
 
 
 def is_verls(path: str) -> bool:
-    """Whether a source of Hydra's configs has verl's files, unchanged since verl's release.
+    """Whether a source of Hydra's configs has verl's own files, unchanged since the release.
 
     Args:
         path: a directory, or a package's name.
@@ -178,7 +178,7 @@ def _of_role(role: Mapping[str, Any], subject: str, group: str, written: Written
 
 
 def _autocasts_in_param_dtype() -> bool:
-    """Whether the engine's autocast has FSDP's dtype (0.8 and later) and not always bfloat16."""
+    """Whether the FSDP engine's autocast has FSDP's dtype (0.8 and later), not always bfloat16."""
     symbol = look(f"{fsdp.SHARDED}._build_fsdp_module")
     return symbol.found and "_autocast_dtype" in symbol.names
 
@@ -193,7 +193,7 @@ def _reference(
     actor, model = _section(shared, "actor"), _section(shared, "model")
     kl = actor.get("use_kl_loss") or _section(config, "algorithm").get("use_kl_in_reward")
     lora = model.get("lora_rank") or _section(model, "lora").get("rank")
-    if not kl or lora or model.get("lora_adapter_path"):  # with LoRA the actor is the reference
+    if not kl or lora or model.get("lora_adapter_path"):  # LoRA needs no reference model
         return
     ref = _section(shared, "ref")
     merged = {**ref, "strategy": ref.get("strategy") or actor.get("strategy")}
@@ -210,11 +210,11 @@ def _reference(
 
 
 def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
-    """The dtype name that a rollout's section asks for, as ``engine_name`` returns it; its key.
+    """Return a rollout's dtype name, as ``engine_name`` returns it, and the dtype's config key.
 
     Args:
         section: a rollout's section.
-        place: its key in the job's config.
+        place: the section's key in the job's config.
 
     Raises:
         DtypeError: the value is no dtype that an engine computes in.
@@ -222,14 +222,14 @@ def asked_dtype(section: Mapping[str, Any], place: str) -> tuple[str, str]:
     name = str(section.get("name") or "")
     inner, key = _section(_section(section, "engine_kwargs"), name), f"{place}.dtype"
     value = section.get("dtype", "bfloat16")
-    if inner.get("dtype") is not None:  # these override the section's dtype
+    if inner.get("dtype") is not None:  # ``engine_kwargs`` override the section's dtype
         value, key = inner["dtype"], f"{place}.engine_kwargs.{name}.dtype"
-    # verl omits a None, and the engine then chooses its dtype.
+    # verl does not pass None to the engine, which then chooses its dtype itself.
     return AUTO if value is None else engine_name(value, key, versioned("verl")), key
 
 
 def rollout_dtype(shared: Any) -> str:
-    """Canonical name of what a worker's rollout computes in; ``"auto"`` where it is not known.
+    """Canonical name of the dtype in which a worker's rollout computes; ``"auto"`` if unknown.
 
     Args:
         shared: the job's ``actor_rollout_ref``, as the worker has it.
@@ -260,13 +260,13 @@ def _teachers(config: Mapping[str, Any], written: Written) -> Iterator[Engine]:
     if not distillation.get("enabled"):
         return
     teachers = dict(_section(distillation, "teacher_models"))
-    if len(teachers) > 1:  # verl drops its default teacher where there are others
+    if len(teachers) > 1:  # verl drops its default teacher beside other teachers
         teachers.pop("teacher_model", None)
     for name, teacher in teachers.items():
         inference = _section(teacher, "inference") if isinstance(teacher, Mapping) else {}
         if inference:
             place = f"distillation.teacher_models.{name}.inference"
-            # verl's default refers to the rollout's dtype.
+            # By default, a teacher's dtype refers to the rollout's dtype.
             mine = written(f"{place}.dtype") or written(f"{ROLLOUT}.dtype")
             engine = _of_rollout(inference, f"teacher {name}", place, written)
             yield replace(engine, written=engine.written or mine)

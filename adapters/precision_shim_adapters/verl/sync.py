@@ -1,18 +1,18 @@
-"""verl's weight sync: weights reach the rollout engine in the engine's dtype, rounded once.
+"""Send verl's weights to the rollout engine in the engine's dtype, rounded once.
 
-Some of verl's engines round every weight to bf16 on the way to the rollout, whatever
-``actor_rollout_ref.rollout.dtype`` says: the FSDP engine (before 0.9; since then only for merged
-LoRA) and the torchtitan engine. ``get_per_tensor_param`` returns their weights as a generator that
-has not run yet. The shim reads what that generator would gather, and returns a generator of its own
-that gathers the same tensors in the same order and rounds them to the rollout's dtype. It drops
-verl's generator without starting it, since running it is collective. For a bf16 rollout the shim
-returns verl's generator itself.
+Two of verl's engines round every weight to bf16 on the way to the rollout, regardless of
+``actor_rollout_ref.rollout.dtype``. The two are the torchtitan engine and the FSDP engine (before
+0.9; since 0.9 only for merged LoRA). ``get_per_tensor_param`` of these engines returns the weights
+as a generator that has not started. The shim reads which tensors verl's generator would gather. The
+shim then returns its own generator, which gathers the same tensors in the same order and rounds
+them to the rollout's dtype. The shim does not start verl's generator, since its run would be a
+collective operation. For a bf16 rollout the shim returns verl's generator itself.
 
 verl does not cast the weights of the Megatron, VeOmni and Automodel engines, of 0.7.1's legacy
 workers, or of the FSDP engine in 0.9 and later without merged LoRA. With the delta checkpoint
-engine every engine of verl rounds to bf16, and verl's receiver in vLLM takes nothing else. There
-the shim corrects the weights that the FSDP engine sends to SGLang; elsewhere it raises or warns
-(``refuses_delta``).
+engine every engine of verl rounds to bf16, and verl's receiver in vLLM accepts only bf16. With the
+delta checkpoint engine the shim corrects the weights that the FSDP engine sends to SGLang; in other
+cases the shim raises or warns (``refuses_delta``).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _deltas: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
     **_FIRST,
 )
 def announce(call: Call) -> Any:
-    """Keep the rollout's dtype for the engine whose weights the worker will send.
+    """Store the rollout's dtype for the engine whose weights the worker will send.
 
     Raises:
         DtypeError: the rollout's dtype is no dtype that an engine computes in.
@@ -89,7 +89,7 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Tell the meter which dtypes weights are rounded to: ``before``, then the rollout's."""
+    """Pass to the meter the dtypes to which weights are rounded, ``before`` and the rollout's."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):
@@ -116,13 +116,13 @@ def send_sharded(call: Call) -> Any:
     engine = call.instance
     found = inspect.getgeneratorlocals(stream) if isinstance(stream, GeneratorType) else {}
     if getattr(engine, "_qat_enabled", False) and _to_mend(engine, found.get("params")):
-        _tell_meter(engine, "")  # what is quantised is not measured
+        _tell_meter(engine, "")  # the meter omits quantised weights
         return _left(
             engine, result, "quantisation-aware training quantises what verl rounded to bf16"
         )
     if not _to_mend(engine, stream):
         return result
-    if ".0" in found and "device" in found:  # a generator expression's first iterable
+    if ".0" in found and "device" in found:  # ``.0`` is an expression's first iterable
         return (_gathered(found[".0"], found["device"], _wire(engine)), *rest)
     if stream.gi_code.co_name == "_merged_lora_per_tensor_param":
         return (_merged(engine, _wire(engine)), *rest)
@@ -158,7 +158,7 @@ def send_titan(call: Call) -> Any:
 
 
 def _to_mend(engine: Any, stream: Any) -> bool:
-    """Whether a stream of weights is verl's, unstarted, and rounds to another dtype than asked."""
+    """Whether a stream is verl's unstarted generator that rounds to bf16 against the config."""
     name, key = _asked.get(engine, (_BF16, ""))
     if name == _BF16 or not _rounds(stream):
         return False
@@ -223,7 +223,7 @@ def _whole(param: Any, device: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _rounded(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # An fp32 engine reads 16-bit weights exactly: widening them here would only double the bytes.
+    # An fp32 engine reads 16-bit weights exactly; a cast to fp32 here would only double the bytes.
     if dtype is torch.float32 or not one.is_floating_point():
         return one
     return one.to(dtype, non_blocking=True)
@@ -232,7 +232,7 @@ def _rounded(one: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _with_experts(
     dense: Pairs, stacks: Iterable[tuple[Any, Any]], device: Any, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The dense weights, then each stack of experts, one at a time: a stack is large."""
+    """Yield the dense weights, then the experts, one stack at a time since a stack is large."""
     yield from dense
     for stack, slots in stacks:
         whole = stack.to(device, non_blocking=True)
@@ -243,7 +243,7 @@ def _with_experts(
 
 
 def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights with LoRA merged; like verl's generator, gather them while merged."""
+    """Yield the weights, gathered while LoRA is merged into them, as verl's generator does."""
     verl: Any = importlib.import_module(f"{_IMPL}.fsdp.transformer_impl")
     module, device = engine.module, verl.get_device_id()
     inner = getattr(module, "_fsdp_wrapped_module", module)
@@ -255,7 +255,7 @@ def _merged(engine: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor
                     yield name, param.detach().clone()
                     continue
                 whole = _whole(param, device, dtype)
-                # The base weights come back when the adapters are taken out again.
+                # Clone, because verl restores the base weights when it takes the adapters out.
                 yield name, whole.clone() if _shares(whole, param) else whole
     finally:
         if engine._is_offload_param:
@@ -278,12 +278,12 @@ def _shares(whole: torch.Tensor, param: DTensor) -> bool:
     **_FIRST,
 )
 def checkpoint_engine(call: Call) -> Any:
-    """Give the rollout's dtype to a checkpoint engine that rounds, unless the user gave one.
+    """Set the rollout's dtype on a checkpoint engine that rounds weights, unless the user set one.
 
     Raises:
         DtypeError: a rollout dtype is no dtype that an engine computes in.
-        UnsupportedPrecisionError: the delta checkpoint engine does not send the rollout's dtype;
-            for SGLang, which takes the weights rounded to bf16, only in strict mode.
+        UnsupportedPrecisionError: the delta checkpoint engine cannot send the rollout's dtype to
+            vLLM; in strict mode also to SGLang, which accepts the weights rounded to bf16.
     """
     worker = call.instance
     if "actor" not in worker.role:
@@ -359,7 +359,7 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
         return "", False
     vllm = engine == "vllm"
     if vllm and not look(f"{_VLLM_DELTA}:VerlDeltaIPCWeightTransferEngine").found:
-        return "", False  # verl before 0.9.1 itself raises for vLLM here
+        return "", False  # verl before 0.9.1 itself raises an error for vLLM
     if not vllm and strategy in ("fsdp", "fsdp2"):
         return "", False
     what = (
@@ -376,7 +376,7 @@ def refuses_delta(rollout: Any, strategy: str) -> tuple[str, bool]:
 
 
 def _give(engine: Any, rollout: Any, rounds: bool) -> str:
-    """Give a checkpoint engine its dtype; returns the dtype's name, empty where verl's stays."""
+    """Set a checkpoint engine's dtype; return the dtype's name, empty if verl's dtype stays."""
     if not rounds:
         return ""
     backend = _backend(rollout)
@@ -385,7 +385,7 @@ def _give(engine: Any, rollout: Any, rounds: bool) -> str:
     name, key = asked_dtype(rollout, _ROLLOUT)
     if written is not None:
         own = engine_name(written, at, versioned("verl"), also=())
-        engine.rollout_dtype = getattr(torch, own)  # verl passes a name on to Tensor.to
+        engine.rollout_dtype = getattr(torch, own)  # Tensor.to refuses a name
         if name not in (own, AUTO):
             warn(
                 f"{versioned('verl')}: {at}={own}, but {key}={name}: the weights are rounded to "
@@ -408,7 +408,7 @@ def is_delta(engine: Any) -> bool:
 
 
 def casts(engine: Any) -> bool:
-    """Whether a checkpoint engine rounds what it sends; others only store ``rollout_dtype``."""
+    """Whether a checkpoint engine rounds weights; some only store ``rollout_dtype``."""
     send = inspect.unwrap(engine.send_weights)
     return "rollout_dtype" in getattr(getattr(send, "__code__", None), "co_names", ())
 

@@ -1,8 +1,8 @@
-"""verl's torchtitan engine in fp16: ``dtype: float16`` becomes torchtitan's compute dtype.
+"""Pass ``dtype: float16`` of verl's torchtitan engine to torchtitan as its compute dtype.
 
-verl ignores ``dtype`` here, and torchtitan trains in its own default, bfloat16. The shim's
-torchtitan adapter makes the scaled training where verl's engine builds a ``Trainer``, and keeps the
-scaler in torchtitan's checkpoints. This module gives that training to verl's loop.
+verl itself ignores ``dtype`` of its torchtitan engine; torchtitan's own default is bfloat16. When
+verl's engine builds a ``Trainer``, the shim's torchtitan adapter makes the scaled training, and
+saves the scaler in torchtitan's checkpoints. This module passes the scaled training to verl's loop.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _in_fp16: ContextVar[bool] = ContextVar("precision_shim_titan_fp16", default=Fal
     **on(TITAN),
 )
 def build(call: Call, engine_config: Any) -> Any:
-    """Build a trainer that computes in float16 where ``dtype`` asks for it; keep its training.
+    """Build a trainer that computes in float16 if ``dtype`` is float16; store its training.
 
     Raises:
-        UnsupportedPrecisionError: the shim's torchtitan adapter, which scales, is not in force.
+        UnsupportedPrecisionError: the torchtitan adapter, which scales the loss, is not in force.
     """
     if not is_fp16(engine_config.dtype):
         return call.proceed()
@@ -67,7 +67,7 @@ def build(call: Call, engine_config: Any) -> Any:
     **on(TITAN),
 )
 def compute_in_fp16(call: Call, config: Any) -> Any:
-    """Let a trainer that ``build`` builds compute in float16; no other engine has its config."""
+    """Set float16 in the config of a trainer that ``build`` makes; the config is not shared."""
     if _in_fp16.get():
         config.training.mixed_precision_param = "float16"
     return call.proceed()
@@ -80,7 +80,7 @@ def compute_in_fp16(call: Call, config: Any) -> Any:
     **on(TITAN),
 )
 def tell_unsaved(call: Call, global_step: Any = 0) -> Any:
-    """Warn where torchtitan writes no checkpoint."""
+    """Warn if torchtitan writes no checkpoint at this step."""
     checkpointer = call.instance.checkpointer
     asked = getattr(checkpointer, "_should_save", None)
     if asked is not None and not asked(global_step):

@@ -1,6 +1,6 @@
-"""verl's VeOmni engine in fp16: ``dtype: float16`` becomes the dtype that VeOmni computes in.
+"""Pass ``dtype: float16`` of verl's VeOmni engine to VeOmni as its compute dtype.
 
-verl ignores ``dtype`` here: VeOmni gathers the parameters in its own default, bfloat16.
+verl itself ignores ``dtype`` of its VeOmni engine; VeOmni gathers parameters in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _in_fp16: ContextVar[bool] = ContextVar("precision_shim_veomni_fp16", default=Fa
 
 
 def check_fp16(config: Any, section: str = "engine_config") -> None:
-    """Raise where an engine that is to compute in float16 would load bfloat16 weights.
+    """Raise if an engine with ``dtype: float16`` would load bfloat16 weights.
 
     Args:
         config: an engine's config.
-        section: its key, for messages.
+        section: the config's key, for messages.
 
     Raises:
         DtypeError: ``mixed_precision`` is off.
@@ -49,7 +49,7 @@ def check_fp16(config: Any, section: str = "engine_config") -> None:
     **on(VEOMNI),
 )
 def build(call: Call) -> Any:
-    """Build a model that computes in float16 where ``dtype`` asks for it, and scale its loss.
+    """Build a model that computes in float16 if ``dtype`` is float16, and scale its loss.
 
     Raises:
         DtypeError: ``mixed_precision`` is off.

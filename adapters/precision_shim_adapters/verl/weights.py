@@ -1,4 +1,4 @@
-"""verl on Megatron: master weights after verl loads only the weights of a checkpoint."""
+"""Reload Megatron's master weights after verl has loaded only a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MANAGER = "verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpoint
     optional=True,
 )
 def load_checkpoint(call: Call) -> Any:
-    """Load a checkpoint; reload the master weights where verl loaded only the weights."""
+    """Load a checkpoint; reload the master weights if verl loaded only the weights."""
     result = call.proceed()
     manager = call.instance
-    # In 0.9 and later 'hf_model' among the contents loads the weights as well.
+    # In 0.9 and later, 'hf_model' in ``checkpoint.load_contents`` loads the weights as well.
     loads = manager.should_load_model or getattr(manager, "should_load_hf_model", False)
     if loads and not manager.should_load_optimizer and manager.optimizer is not None:
         subject = str(getattr(manager, "role", None) or "actor")

@@ -1,10 +1,10 @@
-"""Further seams of the adapter ``megatron``, for models that no other adapter announces.
+"""Seams of the adapter ``megatron`` for models that are built outside every ``building``.
 
-Within another adapter's ``building`` they do nothing. Every path to Megatron's own optimizers calls
-one function, which gets the config and the DDPs and makes the inner optimizer.
+Within another adapter's ``building`` these seams do nothing. Every path to Megatron's optimizers
+calls ``_get_megatron_optimizer_based_on_param_groups`` with the config and the DDPs.
 
-Delete when: Megatron's initial loss scale is one that a model can train with, its DDP's check lets
-the loss scaler skip, and its OptimizerConfig refuses fields that are set later.
+Delete when: a model can train at Megatron's initial loss scale, the DDP's check of gradients lets
+the loss scaler skip, and OptimizerConfig refuses fields that are set later.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _MAKE = "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups"
     optional=True,
 )
 def start_lower(call: Call, initial_scale: float, min_scale: float, growth_interval: float) -> Any:
-    """Lower Megatron's initial loss scale, which costs 25 skips; keep one that the config sets.
+    """Lower Megatron's initial loss scale, which costs 25 skipped steps, unless the config has one.
 
-    Megatron's default is 2**32. With its hysteresis of 2 the first overflow does not change the
-    scale, and every further overflow halves it: 25 skips in a row reach 2**8.
+    Megatron's default is 2**32. With Megatron's hysteresis of 2, the first overflow does not change
+    the scale. Every further overflow halves the scale, so 25 skips in a row reach 2**8.
     """
     if current_build() is not None:
         return call.proceed()
@@ -60,7 +60,7 @@ def start_lower(call: Call, initial_scale: float, min_scale: float, growth_inter
     optional=True,
 )
 def check_config(call: Call, config: Any) -> Any:
-    """Validate a config again: names become dtypes, and derived fields are computed anew."""
+    """Validate an OptimizerConfig again: coerce dtype names, and recompute derived fields."""
     if current_build() is None:
         check_again(config)
     return call.proceed()
@@ -76,7 +76,7 @@ def check_config(call: Call, config: Any) -> Any:
     optional=True,
 )
 def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
-    """Turn the DDPs' check of gradients off where a dynamic scaler will skip an overflow."""
+    """Turn off the DDPs' check of gradients if a dynamic loss scaler will skip overflows."""
     optimizer = call.proceed()
     if current_build() is not None:
         return optimizer
@@ -103,11 +103,11 @@ def let_overflows_pass(call: Call, config: Any, model_chunks: Any) -> Any:
 
 
 def _stop_checking(chunk: Any) -> bool:
-    """Give the bucket groups, which check the gradients, a config with the check off."""
+    """Turn off the check of gradients in the configs of a DDP's bucket groups."""
     kinds = ("bucket_groups", "expert_parallel_bucket_groups")
     groups = [group for kind in kinds for group in getattr(chunk, kind, ())]
     checking = [group for group in groups if group.ddp_config.check_for_nan_in_grad]
-    for group in checking:  # a copy: another model may have the same config
+    for group in checking:  # another model may share the config object: copy it
         group.ddp_config = copy.copy(group.ddp_config)
         group.ddp_config.check_for_nan_in_grad = False
     if not groups and getattr(getattr(chunk, "ddp_config", None), "check_for_nan_in_grad", False):

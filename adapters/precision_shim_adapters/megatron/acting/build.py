@@ -1,9 +1,8 @@
-"""The record of the model being built, from which the backend's seams know the framework.
+"""The record of the model that a framework is building, read by the backend's seams.
 
-The shim decides the bucket's dtype in another function, before the OptimizerConfig exists. So an
-adapter wraps the code that makes DDP and optimizer in ``building``, with a function that reads the
-wishes. The backend reads them once, for the DDP, and makes bucket and OptimizerConfig from one
-plan.
+A framework makes the gradient bucket before the OptimizerConfig, in another function; one plan must
+decide both. An adapter wraps the code that makes DDP and optimizer in ``building``, and passes a
+function that reads the framework's config into ``Wishes``.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from ..deciding.wishes import Planned, Wishes, in_force_now, plan_wishes
 class Build:
     """One model being built by a framework, from its DDP to its optimizer.
 
-    Only the seam at the DDP writes to it (``ddp.build_ddp``); the seams at the optimizer read it.
+    Only the seam at the DDP (``ddp.build_ddp``) writes to a build; seams at the optimizer read it.
 
     Attributes:
         framework: the framework's name.
-        seen: dtypes of the trainable parameters of all chunks that are in a DDP so far.
-        distributed: whether the last of these DDPs has the distributed optimizer.
-        in_fp32: ``grad_reduce_in_fp32`` of the first chunk's bucket, once it is decided; Megatron
-            asserts that all chunks of a model have the same DDP config.
+        seen: dtypes of the trainable parameters of all model chunks that have a DDP so far.
+        distributed: whether the last DDP's config has the distributed optimizer.
+        in_fp32: ``grad_reduce_in_fp32`` of the first chunk's bucket, or ``None`` before it is
+            decided; Megatron asserts that all chunks of a model have the same DDP config.
     """
 
     def __init__(self, framework: str, read: Callable[[], Wishes]) -> None:
-        """Make a build in which no model chunk has been seen yet.
+        """Make a build without any model chunk.
 
         Args:
             framework: the framework's name.
-            read: reads the framework's config; called once, at the first use of ``wishes``. That
-                use is in the seam at the DDP; frameworks complete their configs before.
+            read: reads the framework's config; called once, when the seam at the DDP first reads
+                ``wishes``. Frameworks complete their configs before they make the DDP.
         """
         self.framework = framework
         self._read = read
@@ -53,25 +52,25 @@ class Build:
 
     @cached_property
     def wishes(self) -> Wishes:
-        """The wishes in the framework's config."""
+        """The settings in the framework's config."""
         return self._read()
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The one dtype of the parameters in ``seen``, or the declared dtype."""
+        """The one dtype of the parameters in ``seen``, or else the framework's declared dtype."""
         return self.seen.single or self.wishes.declared
 
     def plan(self, model: TrainableDtypes | None = None) -> Planned:
-        """The plan of the optimizer for some parameters, by default for all in ``seen``.
+        """The optimizer's plan for the dtypes in ``model``, by default for those in ``seen``.
 
         Raises:
             DtypeError: see ``plan_wishes``.
         """
         known = self.seen if model is None else model
         now = in_force_now(self.framework)
-        # Plan again only for a further chunk of other dtypes, and where an import between DDP and
-        # optimizer changed the features in force. The number of elements does not matter where
-        # all have one dtype.
+        # Plan again only if a further chunk has other dtypes, or if an import between DDP and
+        # optimizer changed the features in force. If all parameters have one dtype, their number
+        # does not matter.
         made_for = known.single or known, self.distributed, now
         if self._planned is None or self._planned[0] != made_for:
             made = plan_wishes(self.wishes, known, now, distributed=self.distributed)
@@ -89,17 +88,18 @@ may be equal."""
 
 
 def current_build(framework: str | None = None) -> Build | None:
-    """The build around this call, or ``None``; with a name, only a build of that framework."""
+    """The build in progress, or ``None``; with ``framework``, only a build of that framework."""
     build = _build.get()
     return build if build is None or framework in (None, build.framework) else None
 
 
 @contextmanager
 def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
-    """Record that a framework is building a model; where two are nested, the outer one is kept.
+    """Record that a framework is building a model; within another ``building``, yield its build.
 
-    Put it around the function that builds DDP and optimizer, or around each of the two. The
-    backend's seams that act while a model is built do nothing outside it.
+    Put ``building`` around the function that builds DDP and optimizer, or around both functions if
+    there are two. The backend's seams that act while a model is built do nothing outside
+    ``building``.
 
     Args:
         framework: the framework's name.
@@ -118,9 +118,9 @@ def building(framework: str, read: Callable[[], Wishes]) -> Iterator[Build]:
 
 
 def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]) -> None:
-    """Announce a build for a DDP that the framework makes later with this config object.
+    """Announce a build for the DDP that the framework will make with this config object.
 
-    For a framework that builds its reference model in code without a seam, outside ``building``.
+    Needed if a framework builds the reference model outside ``building``, in code without a seam.
 
     Args:
         ddp_config: the config object; kept by a weak reference only.
@@ -137,7 +137,7 @@ def expect_reference(ddp_config: Any, framework: str, read: Callable[[], Wishes]
 
 
 def build_around(ddp_config: Any) -> Build | None:
-    """The build that a DDP with this config belongs to; ``None`` if no adapter announced one."""
+    """The build of a DDP with this config; ``None`` if no adapter announced a build."""
     expected, build = _references.get(id(ddp_config), (None, None))
     return _build.get() or (build if expected is not None and expected() is ddp_config else None)
 

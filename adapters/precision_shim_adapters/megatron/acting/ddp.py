@@ -1,8 +1,8 @@
-"""The seams at Megatron's DDP: they read the parameters' dtypes and set the bucket's dtype.
+"""The seams at Megatron's DDP read the parameters' dtypes and set the bucket's dtype.
 
-Every path to a gradient bucket calls ``DistributedDataParallel.__init__`` (a framework's own
-``get_model``, mbridge, Megatron-Bridge), with the parameters that really go into the bucket. The
-seam patches a method of the class, so modules that import the class by name get it as well.
+Every path to a gradient bucket (a framework's own ``get_model``, mbridge, Megatron-Bridge) calls
+``DistributedDataParallel.__init__`` with the parameters whose gradients the bucket will contain.
+The seam patches a method, so the patch reaches modules that import the class by name as well.
 
 The seams do not change a DDP that is built outside a supported framework.
 """
@@ -62,10 +62,7 @@ def find_noted_dtype(chunk: Any) -> torch.dtype | None:
     optional=True,
 )
 def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any = None) -> Any:
-    """Record a model chunk's trainable dtypes, and give its DDP a config that fits them.
-
-    A framework's ``get_model``, mbridge and Megatron-Bridge put each chunk of a model into a DDP.
-    """
+    """Record a model chunk's trainable dtypes, and give its DDP a config that fits these dtypes."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
@@ -81,8 +78,8 @@ def build_ddp(call: Call, ddp_config: Any, module: Any, full_param_layout: Any =
     if changed != ddp_config:
         call.arguments["ddp_config"] = changed
     realigned = changed.grad_reduce_in_fp32 != ddp_config.grad_reduce_in_fp32
-    # In Megatron 0.18 and later the caller may pass a layout computed for the caller's bucket
-    # dtype; without a layout the DDP computes its own.
+    # In Megatron 0.18 and later the caller may pass a parameter layout for the caller's bucket
+    # dtype. Without a passed layout the DDP computes its own layout.
     if realigned and full_param_layout is not None:
         call.arguments["full_param_layout"] = None
     result = call.proceed()
@@ -163,7 +160,7 @@ def _one_bucket_for_all(build: Build, choice: BucketChoice, present: bool) -> Bu
     optional=True,
 )
 def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
-    """Turn Megatron-FSDP's check of gradients off as well; do not change its buckets' dtype."""
+    """Turn off Megatron-FSDP's check of gradients; leave the dtype of its buckets unchanged."""
     build = build_around(ddp_config)
     if build is None:
         return call.proceed()
@@ -175,7 +172,7 @@ def build_fsdp(call: Call, ddp_config: Any, module: Any) -> Any:
 
 
 def _let_overflows_pass(build: Build, wishes: Wishes, config: Any, model: TrainableDtypes) -> None:
-    """Turn ``check_for_nan_in_grad`` off where the loss scaler will skip steps with an overflow."""
+    """Turn ``check_for_nan_in_grad`` off if the loss scaler will skip steps with an overflow."""
     checks = bool(getattr(config, "check_for_nan_in_grad", False))
     if not (checks and torch.float16 in model.counts and _scales_dynamically(build, wishes)):
         return
@@ -197,7 +194,7 @@ def _let_overflows_pass(build: Build, wishes: Wishes, config: Any, model: Traina
 
 
 def _scales_dynamically(build: Build, wishes: Wishes) -> bool:
-    """Whether Megatron will make a dynamic scaler: it does so where its config has ``fp16``."""
+    """Whether Megatron will make a dynamic scaler (for ``fp16`` without a ``loss_scale``)."""
     by_itself = wishes.native.get(torch.float16, {}).get("fp16", False)
     fp16 = by_itself or in_force(build.framework, DISPATCH, GROUP)
     return bool(wishes.asked.get("fp16", fp16)) and not wishes.asked.get("loss_scale")

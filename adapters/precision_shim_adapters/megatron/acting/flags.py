@@ -1,10 +1,10 @@
-"""Wishes of a trainer that keeps Megatron's own flags in one flat argparse namespace.
+"""Read the settings of a trainer with Megatron's own flags in one flat argparse namespace.
 
-Such a trainer makes its ``OptimizerConfig`` inline, from every attribute of the namespace that has
-a field's name. So the adapter changes the arguments of ``OptimizerConfig.__init__`` while the
-trainer builds a model.
+A trainer with Megatron's flags makes its ``OptimizerConfig`` inline, from every attribute of the
+namespace that has a field's name. While the trainer builds a model, the adapter changes the
+arguments of ``OptimizerConfig.__init__``.
 
-Delete when: such trainers pass only what the user wrote to Megatron's OptimizerConfig.
+Delete when: such trainers pass to OptimizerConfig only the flags that the user wrote.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _OF_THE_MODEL = ("fp16", "bf16", "params_dtype")
 def wishes_of_flags(
     args: Namespace, where: str, subject: str, blockers: Iterable[str] = ()
 ) -> Wishes:
-    """Read the wishes of one model from a flat namespace of Megatron's flags.
+    """Read one model's settings from a flat namespace of Megatron's flags.
 
-    A flag is a wish if it differs from the default of Megatron's OptimizerConfig: a flag that was
-    given with its default value looks like one that was left out.
+    A flag counts as the user's if it differs from the default of Megatron's OptimizerConfig. A flag
+    that was given with its default value looks like an omitted flag.
 
     Args:
-        args: the namespace, after Megatron's ``validate_args``.
-        where: framework, version and what the user writes, for messages.
+        args: the namespace that Megatron's ``validate_args`` has checked.
+        where: framework, version and the word "flags", for messages.
         subject: which model.
         blockers: see ``Wishes``.
     """
@@ -53,7 +53,7 @@ def wishes_of_flags(
         value = getattr(args, field.name, field.default)
         if field.name not in _OF_THE_MODEL and _meant(value) != field.default:
             asked[field.name] = value
-    # Both flags are switches: a user can only turn them on.
+    # The two flags for the bucket are switches: a user can only turn them on.
     bucket = True if args.accumulate_allreduce_grads_in_fp32 else None
     if getattr(args, "grad_reduce_in_bf16", False):
         bucket = False
@@ -75,9 +75,9 @@ def _meant(value: Any) -> Any:
 
 
 def fill_inline(call: Call, framework: str) -> Any:
-    """Put the settled fields into an OptimizerConfig that is being made within a build.
+    """Put the fields from ``settle`` into an OptimizerConfig while the trainer makes the config.
 
-    For a seam at ``CONFIG_INIT``; outside the framework's build it does nothing.
+    A seam at ``CONFIG_INIT`` calls ``fill_inline``; outside ``building`` it changes nothing.
 
     Args:
         call: the call of ``OptimizerConfig.__init__``.
@@ -94,9 +94,9 @@ def fill_inline(call: Call, framework: str) -> Any:
 
 
 def where_present(seams: Iterable[Seam], module: str) -> tuple[Seam, ...]:
-    """The backend's seams for a trainer whose package name other projects use as well.
+    """Restrict the backend's seams to environments in which the trainer's module is installed.
 
-    The seams apply only where the trainer's own module is installed.
+    Needed if other projects use the trainer's package name as well.
 
     Args:
         seams: ``megatron.SEAMS``.

@@ -1,10 +1,10 @@
 """Reload master weights after a framework loaded weights without the optimizer's states.
 
-Megatron's optimizers step master weights and copy them over the parameters. So after a load of
-weights alone the next step puts the former weights back, unless the framework calls
-``reload_model_params``; verl and SkyRL do not. NeMo-RL's Megatron-Bridge does, but Megatron's
-function leaves out two kinds of master weights: those in FusedAdam's state, and the copies that the
-optimizer for CPU offload steps.
+Megatron's optimizers update master weights and copy them over the parameters. After a load of the
+weights alone, the next step overwrites the loaded weights with the former weights, unless the
+framework calls Megatron's ``reload_model_params``. NeMo-RL's Megatron-Bridge calls
+``reload_model_params``; verl and SkyRL do not. ``reload_model_params`` reloads neither the master
+weights in FusedAdam's state nor the copies that the optimizer for CPU offload updates.
 
 Each rank reloads the master weights that it owns, without communication.
 
@@ -53,7 +53,7 @@ UPSTREAM = "https://github.com/NovaSky-AI/SkyRL/pull/2149"
     optional=True,
 )
 def reload_all(call: Call) -> Any:
-    """Reload the master weights that Megatron leaves out."""
+    """Reload the master weights that Megatron's own function does not reload."""
     result = call.proceed()
     optimizer = call.instance
     inner = optimizer.optimizer
@@ -66,12 +66,12 @@ def reload_all(call: Call) -> Any:
 
 
 def _reload_offloaded(optimizer: Any, inner: Any) -> None:
-    """Reload the fp32 shards on the GPU, then their copies, which the inner optimizers step."""
+    """Reload the fp32 shards on the GPU, then the shards' copies in the inner optimizers."""
     for model_group, shards in zip(
         optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True
     ):
         for parameter, shard in zip(model_group, shards, strict=True):
-            if shard is not None:  # a precision-aware optimizer has no such shards
+            if shard is not None:  # a precision-aware optimizer has no fp32 shards
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 shard.copy_(parameter.view(-1)[owned.start : owned.end])
     for shard, copy in inner.param_to_inner_param.items():
@@ -80,23 +80,23 @@ def _reload_offloaded(optimizer: Any, inner: Any) -> None:
 
 
 def _reload_fused(inner: Any) -> None:
-    """Reload the master weights in FusedAdam's state; before its first step there are none."""
+    """Reload the master weights in FusedAdam's state, which has none before its first step."""
     for shard, state in inner.state.items():
         master = state.get("master_param")
         if not isinstance(master, torch.Tensor):
             continue
         if master.dtype is torch.int16:
-            master.zero_()  # the loaded weights leave no remainder
+            master.zero_()  # loaded bf16 weights have no remainder
         else:
-            # FusedAdam's setter applies the scale. The master weights may be offloaded to the host.
+            # ``set_scaled_state`` applies FusedAdam's scale. Master weights may be on the host.
             inner.set_scaled_state(shard, "master_param", shard.detach().float().to(master.device))
 
 
 def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
     """Overwrite an optimizer's master weights with weights that were loaded without its states.
 
-    An adapter calls it after its framework loaded the weights, in a seam for ``FEATURES`` in
-    ``GROUP``. The moments and step counts stay unchanged.
+    An adapter calls ``reload_masters`` after the framework loaded the weights, in a seam for
+    ``FEATURES`` in the group ``GROUP``. The moments and step counts stay unchanged.
 
     Args:
         framework: the framework's name.
@@ -106,7 +106,7 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
     reloaded = False
     for inner in _each(optimizer):
         if getattr(getattr(inner, "ddp_config", None), "use_megatron_fsdp", False):
-            # Some versions of Megatron-FSDP ignore the reload silently, others end the job.
+            # Some versions of Megatron-FSDP ignore a reload silently, other versions end the job.
             warn(
                 f"{framework} {subject}, {megatron_label()}: weights were loaded without the "
                 "optimizer's states, and Megatron-FSDP cannot take them over into its masters: "
@@ -127,9 +127,9 @@ def reload_masters(framework: str, subject: str, optimizer: Any) -> None:
 
 
 def _each(optimizer: Any) -> Iterator[Any]:
-    """The optimizers in a chain and in chains within it, without stubs over frozen models."""
-    # Megatron's layer-wise optimizer is a chain within a chain, and the attribute ``optimizer`` of
-    # a chain of several optimizers raises.
+    """Yield the single optimizers of a chain and its inner chains, except frozen models' stubs."""
+    # Megatron's layer-wise optimizer is a chain within a chain. Reading ``optimizer`` of a chain of
+    # several optimizers raises an error.
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         for inner in chained:

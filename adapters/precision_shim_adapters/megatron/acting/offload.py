@@ -1,11 +1,11 @@
-"""Optimizer offload: FusedAdam's master weights move with the moments.
+"""Offload FusedAdam's master weights to the CPU together with the moments.
 
-Each framework has a function that moves Megatron's optimizer states onto the CPU during generation,
-and that function lists the moments by name. A precision-aware optimizer keeps its fp32 master
-weights beside the moments, as ``master_param``. A list without ``master_param`` leaves 4 bytes per
-parameter on the GPU.
+Each framework has a function that moves Megatron's optimizer states to the CPU during generation.
+The framework's function moves only the states whose names it lists. A precision-aware optimizer
+keeps its fp32 master weights beside the moments, as ``master_param``. A list without
+``master_param`` leaves 4 bytes per parameter on the GPU.
 
-Delete when: each framework's list has ``master_param`` (in verl 0.9 and later it does).
+Delete when: each framework's list has ``master_param`` (as verl's has in 0.9 and later).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PATHS = {"offload": "Megatron (offload of states)"}
 
 
 def seams(module: str, importers: tuple[str, ...], why: str, delete_when: str) -> list[Seam]:
-    """The seams at a framework's two offload functions, which have the same names in each.
+    """The seams at a framework's two offload functions; all frameworks use the same two names.
 
     Args:
-        module: where ``offload_megatron_optimizer`` and ``load_megatron_optimizer`` are.
-        importers: modules that import these functions by value.
+        module: the module with ``offload_megatron_optimizer`` and ``load_megatron_optimizer``.
+        importers: modules that import the two functions by value.
         why: see ``Seam``.
         delete_when: see ``Seam``.
     """
@@ -60,7 +60,7 @@ def offload_masters(call: Call, optimizers: Any) -> Any:
 
 
 def load_masters(call: Call, optimizers: Any) -> Any:
-    """Bring the master weights back to the device to which the framework moves the moments."""
+    """Move the master weights to the device to which the framework has moved the moments."""
     result = call.proceed()
     for state in _fused_states(optimizers):
         device = state["exp_avg"].device
@@ -69,9 +69,9 @@ def load_masters(call: Call, optimizers: Any) -> Any:
 
 
 def _fused_states(optimizers: Any) -> Iterator[dict[str, Any]]:
-    """FusedAdam's states that hold ``master_param``, of one optimizer or of a chain."""
+    """Yield the states of FusedAdam that contain ``master_param``, of one optimizer or a chain."""
     for inner in getattr(optimizers, "chained_optimizers", [optimizers]):
-        # Megatron's offloading optimizer moves its own sub_optimizers.
+        # Megatron's optimizer for CPU offload itself moves the states of its sub_optimizers.
         if inner.optimizer is not None and not hasattr(inner.optimizer, "sub_optimizers"):
             yield from (
                 state for state in inner.optimizer.state.values() if "master_param" in state

@@ -1,12 +1,12 @@
-"""Megatron's OptimizerConfig: coerce its dtypes, choose its fields, compare it with the model.
+"""Coerce dtypes in Megatron's OptimizerConfig, choose its fields, compare it with the model.
 
-Every path into the config runs ``OptimizerConfig.__post_init__``, subclasses and deferred
-validation included. Each framework has its own function that fills the config: its adapter calls
-``settle`` in a seam there, and ``check`` where the framework makes the optimizer.
+Every config runs ``OptimizerConfig.__post_init__``, even with a subclass or deferred validation.
+Each framework has its own function that fills the config, and its adapter calls ``settle`` in a
+seam at this function. A seam at the function that makes the optimizer calls ``check``.
 
-Deliberately not patched: ``get_megatron_optimizer`` of Megatron itself.
+Deliberately not patched: Megatron's own ``get_megatron_optimizer``.
 
-Delete when: Megatron's OptimizerConfig takes dtype names, and its DDP reads ``main_grads_dtype``.
+Delete when: OptimizerConfig accepts dtype names, and Megatron's DDP reads ``main_grads_dtype``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__
 # -- Megatron's OptimizerConfig ----------------------------------------------------------------
 
 
-# Order matters: of two functions on one symbol, the function defined first runs inside the other.
+# Order matters: of two wrappers of one symbol, the wrapper defined first is the inner one.
 @seam(
     CONFIG,
     DISPATCH,
@@ -73,10 +73,10 @@ CONFIG = "megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__
     optional=True,
 )
 def refuse_what_cannot_run(call: Call) -> Any:
-    """Raise where the installed FusedAdam cannot be precision-aware; the message says why.
+    """Raise an error with the reason if the installed FusedAdam cannot be precision-aware.
 
-    Megatron's dataclass calls ``__post_init__`` when a config is made, Megatron-Bridge's only in
-    ``finalize``.
+    Megatron's config class calls ``__post_init__`` when a config is made, Megatron-Bridge's config
+    class only in ``finalize``.
     """
     config = call.instance
     if (
@@ -107,7 +107,7 @@ def refuse_what_cannot_run(call: Call) -> Any:
     optional=True,
 )
 def coerce_config(call: Call) -> Any:
-    """Turn dtype names in an OptimizerConfig into dtypes, and refuse illegal ones."""
+    """Turn dtype names in an OptimizerConfig into dtypes, and raise for illegal dtypes."""
     where = megatron_label()
     dtypes = {}
     for field in dataclasses.fields(call.instance):
@@ -135,11 +135,11 @@ class Settled:
     """The fields for a framework's OptimizerConfig.
 
     Attributes:
-        dtype: the model's dtype; ``None`` where the framework chooses by itself.
+        dtype: the model's dtype; ``None`` if the shim does not choose the fields by the dtype.
         asked: the fields that the user wrote.
-        added: further fields; ``asked`` overrides them.
-        by_user: whether the user's config alone makes the optimizer precision-aware; ``None``
-            where the shim does not dispatch.
+        added: the fields that the shim adds; ``asked`` overrides them.
+        by_user: whether the user's config alone makes the optimizer precision-aware; ``None`` if
+            the shim does not choose the fields by the dtype.
     """
 
     dtype: torch.dtype | None
@@ -149,13 +149,13 @@ class Settled:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields; the user's override the added ones."""
+        """All fields; the user's fields override the added fields."""
         return {**self.added, **self.asked}
 
     def keep_layout(self, config: Any) -> None:
         """Record whether the user or the shim made a config precision-aware, for checkpoints.
 
-        An adapter calls it with the config object that it passes to the optimizer.
+        An adapter calls ``keep_layout`` with the config object that the optimizer receives.
         """
         if self.by_user is not None:
             note_precision_aware(config, by_user=self.by_user)
@@ -164,16 +164,17 @@ class Settled:
 def settle(build: Build, *, native: bool = False) -> Settled:
     """Choose the OptimizerConfig's fields for a model whose DDP is built, and report the decision.
 
-    An adapter calls it where its framework makes the config, with a seam there for
-    ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``: each feature acts if it is in force.
+    An adapter calls ``settle`` in a seam at the framework's function that makes the config. The
+    seam's features are ``dtype-coercion``, ``bf16-dispatch`` and ``fp16-scaling``; each feature
+    acts if it is in force.
 
     Args:
-        build: the build around the call, or a build made from a direct caller's wishes.
+        build: the build in progress, or a build made from a direct caller's settings.
         native: whether the framework itself chooses the fields by the model's dtype.
 
     Raises:
-        DtypeError: the user wrote a name that is unknown, or a dtype that is not legal or needs
-            the precision-aware optimizer.
+        DtypeError: the user wrote an unknown dtype name, an illegal dtype, or a dtype that is
+            legal only with the precision-aware optimizer.
         SettingsError: the initial loss scale is below the scaler's minimum.
     """
     wishes = build.wishes
@@ -203,8 +204,8 @@ def settle(build: Build, *, native: bool = False) -> Settled:
 def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
     """Copy an OptimizerConfig with other field values and validate the copy again.
 
-    Returns the same object if no value differs. For an adapter whose framework makes the config
-    before the model.
+    Returns the same object if no value differs. Adapters call ``with_fields`` if the
+    framework makes the config before the model.
     """
     lacking = object()
     fields = {
@@ -222,9 +223,9 @@ def with_fields(config: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def check_again(config: Any) -> None:
-    """Validate a finished OptimizerConfig again, for a framework that has set fields on it.
+    """Validate a finished OptimizerConfig again after a framework has set fields on it.
 
-    It turns dtype names into dtypes, and derives fields from others anew, as Megatron does.
+    The validation turns dtype names into dtypes and recomputes Megatron's derived fields.
     """
     # Megatron-Bridge 0.5 and later validates and computes derived fields in ``finalize``.
     (getattr(config, "finalize", None) or config.__post_init__)()
@@ -262,14 +263,14 @@ def settle_made(call: Call, framework: str, config: Any, model: Any, *, stale: b
     return call.proceed()
 
 
-# -- config, parameters and buckets compared ---------------------------------------------------
+# -- comparing config, parameters and buckets --------------------------------------------------
 
 
 def check(framework: str, config: Any, model: Any) -> None:
-    """Compare an OptimizerConfig with the live parameters and buckets; warn where they disagree.
+    """Compare an OptimizerConfig with the live parameters and buckets; warn if they disagree.
 
-    An adapter calls it from its seam where the framework makes the optimizer; one of that seam's
-    features must be ``grad-bucket-alignment``.
+    An adapter calls ``check`` in its seam at the function that makes the optimizer; one of this
+    seam's features must be ``grad-bucket-alignment``.
 
     Args:
         framework: the framework's name.
@@ -277,9 +278,9 @@ def check(framework: str, config: Any, model: Any) -> None:
         model: a DistributedDataParallel module, or a list of them.
 
     Raises:
-        InconsistentPrecisionError: Megatron cannot clip an fp16 model's gradients. In strict mode
-            also: an fp16 model would train without loss scaling, or config and model disagree
-            and the user did not write the bucket's dtype.
+        InconsistentPrecisionError: Megatron cannot clip an fp16 model's gradients; or, in strict
+            mode, an fp16 model would train without loss scaling, or config and model disagree
+            although the user did not write the bucket's dtype.
     """
     build = current_build(framework)
     if build is not None and in_force(framework, SCALING, GROUP):
@@ -311,10 +312,10 @@ def _refuse_unscaled(build: Build, config: Any) -> None:
 def _refuse_fp16_gradients(
     framework: str, build: Build | None, config: Any, chunks: list[Any]
 ) -> None:
-    """Raise for fp16 gradients, at which Megatron's clipping fails an assertion without a message.
+    """Raise for fp16 gradients, which Megatron's clipping refuses by an assertion without message.
 
-    With the precision-aware optimizer ``clip_grad_by_total_norm_fp32`` takes fp32 and bf16
-    gradients only, and the gradients have the bucket's dtype.
+    With the precision-aware optimizer the gradients have the bucket's dtype, and
+    ``clip_grad_by_total_norm_fp32`` accepts only fp32 and bf16 gradients.
     """
     if not (config.use_precision_aware_optimizer and config.clip_grad):
         return
@@ -333,7 +334,7 @@ def _check_pair(framework: str, build: Build | None, config: Any, chunks: list[A
     live = TrainableDtypes()
     for chunk in chunks:
         live = live + trainable_dtypes(chunk.parameters())
-    # Without dtype-coercion the config may hold dtype names.
+    # Without dtype-coercion the config may contain dtype names.
     main_grads, params = _dtype(config.main_grads_dtype), _dtype(config.params_dtype)
     if not config.use_precision_aware_optimizer:
         main_grads = torch.float32

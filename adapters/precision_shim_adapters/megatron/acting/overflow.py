@@ -1,24 +1,24 @@
-"""fp16 on Megatron-core: an overflow skips the step in every framework.
+"""Make an fp16 overflow skip the step in every framework on Megatron-core.
 
 Megatron itself scales the loss, unscales the gradients, agrees over all ranks on an overflow, skips
-the step and saves its scaler's state. Four things go wrong. Frameworks take the
-``(False, None, None)`` of a skipped step for a failure. Nothing counts the skipped steps. The loss
-scales of a mixture of experts' chained optimizers drift apart. A trainer that calls
-``prepare_grads`` before ``step`` unscales twice, since ``step`` calls it again.
+the step and saves its scaler's state. Four things go wrong without the shim. Frameworks treat a
+skipped step's ``(False, None, None)`` as a failure. No code counts the skipped steps. In a mixture
+of experts, the loss scales of the chained optimizers drift apart. If a trainer calls
+``prepare_grads`` before ``step``, the gradients are unscaled twice, since ``step`` calls
+``prepare_grads`` again.
 
-Why these seams. Every framework's step ends in ``ChainedOptimizer.step`` or, unchained, in
-``MixedPrecisionOptimizer.step``. The shim changes their return value there, and only for an
-optimizer whose adapter called ``skipping`` or ``answer_skips``.
-Some trainers skip by themselves and do not call ``step``, so the shim counts steps in
-``prepare_grads``, where all trainers check for an overflow. When ``prepare_grads`` of a chain
-returns, all scalers of a step have checked and no optimizer has stepped.
-``DynamicGradScaler.__init__`` takes the two factors that no config has a field for. (The DDP's
-check of gradients would end the job before Megatron skips: see ``ddp``.)
+Every framework's step calls ``ChainedOptimizer.step`` or, for a single optimizer,
+``MixedPrecisionOptimizer.step``. The shim changes the return value of these two functions if the
+adapter called ``skipping`` or ``answer_skips``. Some trainers skip a step by not calling ``step``,
+so the shim counts steps in ``prepare_grads``, which all trainers call to check for an overflow.
+When a chain's ``prepare_grads`` returns, all scalers have checked, and no optimizer has stepped.
+``DynamicGradScaler.__init__`` receives the growth and backoff factors, for which configs have no
+field. The DDP's own check of gradients would end the job before Megatron skips: see ``ddp``.
 
-Deliberately not patched: ``ConstantGradScaler`` and 0.18's threshold on the gradient norm. With the
-former the user chose a static ``loss_scale``, and at an overflow the framework raises its own
-error. A norm above the threshold is no overflow. Megatron saves the scaler itself; the counts are
-not in its checkpoint.
+The shim deliberately patches neither ``ConstantGradScaler`` nor the gradient norm's threshold in
+0.18. Megatron makes a ``ConstantGradScaler`` if the user wrote a static ``loss_scale``, and at an
+overflow the framework raises its own error. A norm above the threshold is no overflow. Megatron's
+checkpoint contains the scaler but not the shim's counts.
 
 Delete when: frameworks accept a skipped step, and chained optimizers share a scaler.
 """
@@ -54,8 +54,8 @@ SCALER = "megatron.core.optimizer.grad_scaler:DynamicGradScaler.__init__"
 def dynamic_scalers(optimizer: Any) -> list[Any]:
     """The dynamic scalers of an optimizer and of the optimizers chained in it.
 
-    Megatron multiplies the loss with the scale of the first. The list is empty where the loss is
-    not scaled, or is scaled by a constant.
+    Megatron multiplies the loss by the first scaler's scale. The list is empty if the loss is not
+    scaled, or is scaled by a constant.
     """
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
@@ -75,7 +75,7 @@ _read: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, float]] = weakref.Weak
 
 
 def scale_of(scaler: Any) -> float:
-    """A scaler's scale as a number, copied from the device only if the tensor is a new one.
+    """A scaler's scale as a number, copied from the device only if the tensor is a new object.
 
     Megatron never changes the tensor in place: each new scale is a new tensor.
     """
@@ -114,20 +114,20 @@ _accounts: weakref.WeakKeyDictionary[Any, Account] = weakref.WeakKeyDictionary()
 
 
 def _account(optimizer: Any) -> Account | None:
-    """An optimizer's account; for a chain without one, that of the first optimizer that has one."""
+    """An optimizer's account, or else the first account among the optimizers in a chain."""
     known = (_accounts.get(inner) for inner in (optimizer, *_unchain(optimizer)))
     return next((account for account in known if account is not None), None)
 
 
 @contextmanager
 def skipping(*, succeeds: bool) -> Iterator[None]:
-    """Set the success flag that the framework gets for a skipped step of Megatron's optimizer.
+    """Set the success flag that a skipped step of Megatron's optimizer returns to the framework.
 
-    An adapter puts it around its framework's own step, with a seam there for ``fp16-scaling``.
+    An adapter puts ``skipping`` around its framework's step, in a seam for ``fp16-scaling``.
 
     Args:
-        succeeds: the success flag to return for a skipped step: true for a framework that ends
-            the job at a failed step. The grad norm is NaN either way.
+        succeeds: the success flag to return for a skipped step; true for a framework that ends
+            the job at a failed step. A skipped step's grad norm is NaN either way.
     """
     token = _succeeds.set(succeeds)
     try:
@@ -137,7 +137,7 @@ def skipping(*, succeeds: bool) -> Iterator[None]:
 
 
 def answer_skips(optimizer: Any, *, succeeds: bool) -> None:
-    """Treat every step of an optimizer as within ``skipping``, where the caller has no seam.
+    """Treat every step of an optimizer as within ``skipping``, for a caller without a seam.
 
     Args:
         optimizer: an optimizer from Megatron's ``get_megatron_optimizer``.
@@ -165,9 +165,9 @@ def answer_a_skip(call: Call) -> Any:
 
 
 def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
-    """Run Megatron's step; for a skipped step return what ``skipping`` or ``answer_skips`` set.
+    """Run a step; return the flag from ``skipping`` or ``answer_skips`` if the step is skipped.
 
-    For a framework that replaces the optimizer's step by its own.
+    Adapters call ``answer_step`` if the framework replaces the optimizer's step by its own.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -182,25 +182,25 @@ def answer_step(optimizer: Any, step: Callable[[], Any]) -> Any:
     if succeeds is None or not dynamic_scalers(optimizer):
         return result
     successful, grad_norm, zeros = result
-    # megatron-core 0.18 also fails a step over its threshold on the gradient norm, and returns
-    # the norm; an overflow returns None.
+    # megatron-core 0.18 also fails a step whose gradient norm exceeds a threshold, and returns
+    # the norm. For an overflow, megatron-core returns None as the norm.
     if successful or grad_norm is not None:
         return result
     return succeeds, math.nan, zeros
 
 
 def _make_states(optimizer: Any) -> None:
-    """Give optimizers that have never stepped the states of a first step.
+    """Make the states of optimizers that have never stepped.
 
-    Megatron cannot save without states: a job whose first steps are all skipped would end at its
-    first checkpoint. (With torch's Adam in place of FusedAdam, Megatron cannot load its own save.)
+    Megatron cannot save an optimizer without states. A job whose first steps are all skipped would
+    end at its first checkpoint. (With torch's Adam, Megatron cannot load its own checkpoint.)
     """
     for unchained in _unchain(optimizer):
         inner = getattr(unchained, "optimizer", None)
-        make = getattr(inner, "initialize_state", None)  # FusedAdam's, which its step calls
+        make = getattr(inner, "initialize_state", None)  # a method that FusedAdam's step calls
         if inner is None or make is None or inner.state:
             continue
-        # Up to TransformerEngine 2.0 initialize_state takes the parameter alone.
+        # Up to TransformerEngine 2.0 initialize_state has only the parameter as argument.
         two = "store_param_remainders" in inspect.signature(make).parameters
         kept = bool(getattr(inner, "store_param_remainders", False))
         for param in (param for group in inner.param_groups for param in group["params"]):
@@ -214,10 +214,10 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
     process.
 
     Args:
-        optimizer: the framework's optimizer; ``None`` without one.
-        prefix: is put before the names.
-        from_start: whether to report before the first step as well, which is the step most likely
-            skipped.
+        optimizer: the framework's optimizer, or ``None``.
+        prefix: put before the names.
+        from_start: whether to report the metrics before the first step as well; the first step is
+            the most likely to be skipped.
     """
     account = _account(optimizer) if optimizer is not None else None
     if account is None or math.isnan(account.scale):
@@ -246,9 +246,9 @@ def metrics(optimizer: Any, prefix: str = "", *, from_start: bool = False) -> di
 def keep_one_scale(call: Call) -> Any:
     """Make all chained scalers count an overflow that one of them found.
 
-    Megatron multiplies the loss with the first scaler's scale, and each optimizer divides by its
-    own. In a mixture of experts an overflow in the experts' gradients would lower only the experts'
-    scale.
+    Megatron multiplies the loss by the first scaler's scale, and each optimizer divides its
+    gradients by its own scaler's scale. In a mixture of experts, an overflow in the experts'
+    gradients would lower only the experts' scale.
     """
     scalers = dynamic_scalers(call.instance)
     if len(scalers) < 2:
@@ -267,7 +267,7 @@ def keep_one_scale(call: Call) -> Any:
             other.load_state_dict(before)
     found_inf = call.proceed()
     if found_inf:
-        for scaler in scalers:  # scalers without an overflow counted a good step: undo that
+        for scaler in scalers:  # undo the good step that other scalers counted
             scaler.load_state_dict(before)
             scaler.update(True)
     return found_inf
@@ -282,11 +282,11 @@ def _trackers(scaler: Any) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class _Answer:
-    """Whether an optimizer found an overflow in the gradients that it has prepared.
+    """The result of an optimizer's ``prepare_grads``.
 
     Attributes:
-        found: whether it found an overflow.
-        parts: the answers of the optimizers in a chain; empty for a single optimizer.
+        found: whether the optimizer found an overflow in its gradients.
+        parts: the results of the optimizers in a chain; empty for a single optimizer.
     """
 
     found: bool
@@ -310,7 +310,7 @@ def _parts(optimizer: Any) -> list[_Answer | None]:
 
 
 def _forget(optimizer: Any) -> None:
-    for inner in _unchain(optimizer):  # a chain's answer holds as long as those of all its parts
+    for inner in _unchain(optimizer):  # a chain's answer needs the answers of all its parts
         _answers.pop(inner, None)
 
 
@@ -330,8 +330,8 @@ def _forget(optimizer: Any) -> None:
 def prepare_once(call: Call) -> Any:
     """Prepare the gradients of a step once, and count the step.
 
-    Without a dynamic scaler every call reaches Megatron: some trainers prepare an optimizer several
-    times without ``zero_grad``.
+    Without a dynamic scaler every call runs Megatron's function, because some trainers prepare the
+    gradients several times without ``zero_grad``.
 
     Raises:
         LossScaleError: too many steps in a row were skipped.
@@ -374,7 +374,7 @@ def prepare_once(call: Call) -> Any:
     optional=True,
 )
 def forget_answer(call: Call) -> Any:
-    """Forget the answer, so that the next gradients are prepared."""
+    """Delete the stored answer, so that the next step's gradients are prepared."""
     _forget(call.instance)
     return call.proceed()
 

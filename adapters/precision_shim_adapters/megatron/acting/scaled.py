@@ -1,11 +1,11 @@
-"""Check that a loss is scaled once: Megatron always divides fp16 gradients by the scale.
+"""Check that a loss is scaled once, because Megatron always divides fp16 gradients by the scale.
 
 A trainer scales its loss through ``grad_scale_func`` of the model's config, through ``scale_loss``
-or with ``get_loss_scale``. All three call ``get_loss_scale``. A trainer that uses none of them
-trains with gradients that are too small by the factor of the scale; one that uses two of them, with
-gradients that are too large. Neither error shows in the reported loss.
+or by a product with ``get_loss_scale()``. All three ways call ``get_loss_scale``. If a trainer
+does not scale its loss, its gradients are too small by the factor of the scale. If a trainer scales
+its loss twice, its gradients are too large by this factor. The reported loss shows neither error.
 
-Delete when: Megatron's ``prepare_grads`` knows whether the loss was scaled.
+Delete when: Megatron's ``prepare_grads`` checks whether the loss was scaled.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def note_asked(call: Call) -> Any:
 
 
 def tell_unscaled(optimizers: Iterable[Any]) -> None:
-    """Warn if the scale of none of these optimizers was read since their last step."""
+    """Warn if no optimizer's loss scale was read since the last step."""
     from megatron.core import parallel_state
 
     asked = [optimizer for optimizer in optimizers if optimizer in _asked]
     _asked.difference_update(asked)
-    # Only the last stage of a pipeline has a loss. Without Megatron's groups the stage is not
-    # known.
+    # Only the last stage of a pipeline has a loss. Without Megatron's parallel groups the stage is
+    # unknown.
     if asked or not (
         parallel_state.model_parallel_is_initialized()
         and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -78,7 +78,7 @@ def refuse_scaled_twice(call: Call, loss: Any) -> Any:
     """Warn of a loss that the trainer has already multiplied by the scale; raise in strict mode.
 
     Raises:
-        InconsistentPrecisionError: in strict mode, for such a loss.
+        InconsistentPrecisionError: in strict mode, for a loss that was already scaled.
     """
     if _is_scaled(loss, call.instance.get_loss_scale()):
         message = (
@@ -93,9 +93,9 @@ def refuse_scaled_twice(call: Call, loss: Any) -> Any:
 
 
 def _is_scaled(loss: Any, scale: torch.Tensor) -> bool:
-    """Whether one of the last operations on a loss multiplied it with the tensor of the scale."""
+    """Whether one of the last operations on a loss multiplied the loss by the scale's tensor."""
     node = getattr(loss, "grad_fn", None)
-    for _ in range(8):  # a mean, a weight, a cast: the model's own operations lie further back
+    for _ in range(8):  # passes a mean, a weight, a cast, but not the model's own operations
         if node is None:
             return False
         if node.name().startswith("MulBackward"):

@@ -20,7 +20,7 @@ class BucketChoice:
 
     Attributes:
         grad_reduce_in_fp32: the chosen value.
-        changed: whether it differs from the config's value.
+        changed: whether the chosen value differs from the config's value.
         because: the reason, in words.
         problem: an inconsistency that the shim does not correct, or ``""``.
     """
@@ -43,7 +43,7 @@ def choose_bucket(
 
     Args:
         present: the config's ``grad_reduce_in_fp32``.
-        user_set: whether the user wrote that value.
+        user_set: whether the user wrote ``grad_reduce_in_fp32``.
         align: whether to override a value that the user wrote (``GRAD_BUCKET=align``).
         main_grads: the dtype of the optimizer's main grads.
         model: the trainable parameters that share the bucket.

@@ -1,8 +1,8 @@
 """Which dtypes a field of the OptimizerConfig may have with the installed TransformerEngine.
 
-Sources: TransformerEngine's ``FusedAdam.__init__``, release by release, and the choices that
-Megatron-LM's command line offers for ``--main-grads-dtype``. The test environment that builds
-TransformerEngine compares them with the real constructor.
+The rules come from TransformerEngine's ``FusedAdam.__init__``, release by release, and from the
+choices that Megatron-LM's command line offers for ``--main-grads-dtype``. The test environment that
+builds TransformerEngine compares these rules with the real constructor.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ attention of TransformerEngine takes fp32."""
 
 @dataclass(frozen=True)
 class FusedAdamSupport:
-    """What the FusedAdam that Megatron will use can do.
+    """The capabilities of the FusedAdam that Megatron will use.
 
     Attributes:
-        version: TransformerEngine's release, such as ``(2, 11)``; ``None`` without it.
+        version: TransformerEngine's release, such as ``(2, 11)``; ``None`` if not installed.
         precision_aware: whether the constructor has the arguments that Megatron's
             precision-aware optimizer needs.
         problem: why the precision-aware optimizer cannot run, or ``""``.
@@ -55,7 +55,7 @@ class FusedAdamSupport:
 
     @property
     def label(self) -> str:
-        """For messages: ``"TransformerEngine 2.11"`` or that there is none."""
+        """A name for messages, such as ``"TransformerEngine 2.11"``."""
         if self.version is None:
             return "no TransformerEngine (newest known rules)"
         return "TransformerEngine " + ".".join(map(str, self.version))
@@ -76,7 +76,7 @@ def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ..
     if field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         return (FP32, BF16, FP16, FP8) if known.bf16_moments else (FP32, FP16, FP8)
     if field == "main_params_dtype":
-        return (FP32, FP16)  # no release to 2.20 takes bf16 master weights
+        return (FP32, FP16)  # no release up to 2.20 accepts bf16 master weights
     if field == "main_grads_dtype":
         return (FP32, BF16)
     if field == "params_dtype":
@@ -85,16 +85,16 @@ def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ..
 
 
 def check_dtypes(config: Mapping[str, Any], support: FusedAdamSupport, *, where: str = "") -> None:
-    """Raise for a dtype that its field cannot have; ignore values that are not dtypes.
+    """Raise if a field has an illegal dtype; ignore values that are not dtypes.
 
     Args:
-        config: fields to values, already coerced.
+        config: maps fields to values, with dtype names already coerced.
         support: the installed FusedAdam.
         where: framework and version, for the message.
 
     Raises:
-        DtypeError: the message has the key, the dtype, the allowed dtypes and the release of
-            TransformerEngine.
+        DtypeError: a dtype is illegal; the message has key, dtype, allowed dtypes and the release
+            of TransformerEngine.
     """
     for field, value in config.items():
         legal = legal_dtypes(field, support) if isinstance(value, torch.dtype) else None
@@ -127,10 +127,10 @@ def not_precision_aware(config: Mapping[str, Any]) -> list[tuple[str, str, str]]
     """List the fields that Megatron refuses in a config that is not precision-aware.
 
     Args:
-        config: fields to values, already coerced.
+        config: maps fields to values, with dtype names already coerced.
 
     Returns:
-        For each refused field its name, what is wrong, and the remedy.
+        For each refused field a tuple of its name, the problem and the remedy.
     """
     aware = "use_precision_aware_optimizer"
     if config.get(aware):

@@ -22,9 +22,9 @@ _OWN = {"loss_scale_window": 1000.0, "growth_factor": 2.0, "backoff_factor": 0.5
 
 
 def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """The scaler's fields that the user did not write in the OptimizerConfig.
+    """Choose the loss scaler's fields that the user did not write in the OptimizerConfig.
 
-    The shim's block in the framework's config overrides ``install()`` and the variables.
+    The shim's block in the framework's config overrides ``install()`` and environment variables.
 
     Raises:
         SettingsError: the initial loss scale is below the minimum.
@@ -51,7 +51,7 @@ def scaler_fields(wishes: Wishes, asked: Mapping[str, Any], settings: Settings) 
 
 
 def factors_set(settings: Settings) -> dict[str, float]:
-    """The factors that the user set."""
+    """The growth and backoff factors that the user set."""
     return {name: settings[name] for name in FACTORS if settings.is_set(name)}
 
 
@@ -83,7 +83,7 @@ def unscaled(where: str, fp16: object, bf16: object) -> str:
 def foreseen(
     wishes: Wishes, asked: Mapping[str, Any], settings: Settings
 ) -> tuple[str, str] | None:
-    """The decision about a loss scaler before the job runs; ``None`` for a static loss scale.
+    """Predict the decision about a loss scaler; ``None`` for a static loss scale.
 
     Raises:
         SettingsError: see ``scaler_fields``.

@@ -1,7 +1,7 @@
-"""Which fields Megatron's OptimizerConfig gets from the model's dtype: the dispatch table.
+"""The dispatch table: the OptimizerConfig fields that the shim sets for each model dtype.
 
-The table follows verl's pull request 6526. The guard on the second moment is ours
-(``precision.moments``).
+The table follows verl's pull request 6526. The guard on the second moment is the
+shim's own (``precision.moments``).
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ class OptimizerRequest:
     Attributes:
         model: the trainable parameters.
         declared: the dtype that the framework declares for the model; used for the ``bf16`` and
-            ``fp16`` flags where the parameters are mixed or not known.
-        asked: OptimizerConfig fields that the user wrote; dtype values as ``torch.dtype``.
-        policy: ``"follow-model"``, ``"guarded"`` (the same with the guard on the second moment)
-            or ``"as-configured"``.
+            ``fp16`` flags if the parameters' dtypes are mixed or unknown.
+        asked: OptimizerConfig fields that the user wrote, with dtypes as ``torch.dtype``.
+        policy: one of ``"follow-model"``, ``"guarded"`` (follow the model with the guard on the
+            second moment) and ``"as-configured"``.
         optimizer: Megatron's optimizer name.
         distributed: whether the distributed optimizer is used.
         support: the installed FusedAdam.
         blockers: the framework's reasons why the precision-aware optimizer cannot run.
         native: fields that the framework sets by itself; all other sources override them.
-        aligned: whether the gradient bucket will have the dtype of the main grads chosen here.
-        fp32_bucket_written: whether the bucket stays fp32 because the user wrote so.
-        whole_masters: whether checkpoints will hold whole fp32 masters even where the optimizer
+        aligned: whether the gradient bucket will have the dtype of the chosen main grads.
+        fp32_bucket_written: whether the bucket stays fp32 because the user's config has it so.
+        whole_masters: whether checkpoints will contain whole fp32 masters even if the optimizer
             keeps remainders.
     """
 
@@ -106,9 +106,9 @@ class OptimizerPlan:
         adds: fields that the shim adds; the user's fields override them.
         main_grads: dtype of the main grads, with the user's fields applied.
         chosen: the choice in words.
-        because: its reason in words.
+        because: the reason in words.
         warnings: warnings for the user.
-        bucket_warning: a warning about the bucket, which is also given where the bucket is built.
+        bucket_warning: a warning about the gradient bucket; the seam at the DDP gives it as well.
     """
 
     adds: Mapping[str, Any]
@@ -122,25 +122,22 @@ class OptimizerPlan:
 def obstacles(request: OptimizerRequest) -> list[str]:
     """All reasons why the precision-aware optimizer cannot run; empty if it can.
 
-    Sources: the assertions of Megatron's ``OptimizerConfig.__post_init__``; Megatron's layer-wise
-    optimizer and FSDP, which build no FusedAdam; Megatron's own condition on fp8 recipes.
+    The reasons come from the assertions of Megatron's ``OptimizerConfig.__post_init__``, from its
+    condition on fp8 recipes, and from its layer-wise optimizer and FSDP, which build no FusedAdam.
 
     ``optimizer_cpu_offload`` is a reason because of its checkpoints. Without the precision-aware
-    optimizer Megatron ends a resume with a KeyError. With it a resume goes on silently, with step
-    counts or masters that are not the checkpoint's (docs/megatron.md has the measurements). The
-    shim corrects these while it is on, but a user may resume the job with the shim off: then a
-    silent error would replace the KeyError. The memory cost of this reason, in bytes per parameter
-    as the audit finds them (with a fake GPU, all offloaded; DP is the data-parallel size):
+    optimizer, Megatron ends a resume with a KeyError. With the precision-aware optimizer, a resume
+    continues silently, with step counts or masters that differ from the checkpoint's
+    (docs/megatron.md has the measurements). The shim corrects step counts and masters, but in a
+    resume with the shim off a silent error would replace the KeyError. The audit measured the bytes
+    per bf16 parameter (with a fake GPU, all offloaded; DP is the data-parallel size):
 
-    ========================== ================================== =======
-    bf16 parameters            GPU                                host
-    ========================== ================================== =======
-    not precision-aware        2 + 4 (bucket) + 4/DP (master)     16/DP
-    precision-aware, fp32 main 2 + 4 (bucket)                     16/DP
-    precision-aware, bf16 main 2 + 2 (bucket)                     16/DP
-    ========================== ================================== =======
+    - An optimizer that is not precision-aware has 2 + 4 (bucket) + 4/DP (master) bytes on the GPU.
+    - A precision-aware optimizer with fp32 main grads has 2 + 4 (bucket) bytes on the GPU.
+    - A precision-aware optimizer with bf16 main grads has 2 + 2 (bucket) bytes on the GPU.
 
-    The first two rows take the same steps, bit for bit.
+    All three optimizers have 16/DP bytes per parameter on the host. An optimizer that is not
+    precision-aware takes the same steps as with fp32 main grads, bit for bit.
     """
     reasons = []
     if request.optimizer != "adam":
@@ -154,7 +151,7 @@ def obstacles(request: OptimizerRequest) -> list[str]:
         reasons.append(f"fp8_recipe is {recipe!r}, not 'delayed'")
     version = request.support.version
     if request.asked.get("store_param_remainders") and (version or ()) >= REMAINDERS_SINCE:
-        # The user's field stays, so the shim must not add a field that conflicts with it.
+        # The user's ``store_param_remainders`` stays: the shim must not add conflicting fields.
         dtype = request.model.single or request.declared
         if dtype is FP16:
             reasons.append("store_param_remainders takes bf16 parameters, they are fp16")
@@ -222,7 +219,7 @@ def _flags(dtype: torch.dtype | None) -> dict[str, Any]:
 def _restrict(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> dict[str, Any]:
-    """Change or remove fields of a row that cannot run or that the user's own fields rule out."""
+    """Change or remove fields of a row that cannot run or that conflict with the user's fields."""
     asked = request.asked
     moments = any(key in row for key in _MOMENTS)
     if asked.get("use_precision_aware_optimizer") is False:
@@ -242,7 +239,7 @@ def _restrict(
     if blocked:
         if not asked.get("use_precision_aware_optimizer"):
             why.append(f"precision-aware optimizer cannot run: {'; '.join(blocked)}: fp32 states")
-        # The user's own fields stay; our check raises when the config or the optimizer is made.
+        # The user's fields stay; a seam raises when the config or the optimizer is made.
         return _without_precision_aware(row, asked)
     if "exp_avg_sq_dtype" in row and "exp_avg_sq_dtype" not in asked:
         _guard_second_moment(row, request, why, warnings)
@@ -254,7 +251,7 @@ def _restrict(
 def _guard_second_moment(
     row: dict[str, Any], request: OptimizerRequest, why: list[str], warnings: list[str]
 ) -> None:
-    """Keep exp_avg_sq in fp32, or warn, where ``beta2`` is too large for bf16 to decay."""
+    """Keep exp_avg_sq in fp32, or warn, if a bf16 exp_avg_sq cannot decay with ``beta2``."""
     beta2 = float(request.asked.get("adam_beta2", MEGATRON_BETA2))
     if second_moment_can_decay(beta2):
         return
@@ -274,7 +271,7 @@ def _guard_second_moment(
 
 
 def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: list[str]) -> None:
-    """Change a row to what FusedAdam's capturable mode accepts (``optimizer_cuda_graph``)."""
+    """Change a row to values that FusedAdam accepts with ``optimizer_cuda_graph`` (capturable)."""
     moments = [request.asked.get(key, row.get(key, FP32)) for key in _MOMENTS]
     version = request.support.version or ()
     if moments != [BF16, BF16] or version < CAPTURABLE_BF16_SINCE:
@@ -292,8 +289,8 @@ def _restrict_capturable(row: dict[str, Any], request: OptimizerRequest, why: li
 def _without_precision_aware(row: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in row.items() if key not in PRECISION_AWARE_FIELDS}
     kept.pop("store_param_remainders", None)
-    # Write False instead of leaving the field out: verl's fp16 branch turns it on without checking
-    # whether it can run. Where the user asked for dtypes that need it, leave the field alone.
+    # Write ``use_precision_aware_optimizer=False``, since verl's fp16 branch sets True without any
+    # check. Leave the field out if the user's dtypes need the precision-aware optimizer.
     if all(_as_dtype(asked.get(key, FP32)) is FP32 for key in NEED_PRECISION_AWARE):
         kept["use_precision_aware_optimizer"] = False
     return kept

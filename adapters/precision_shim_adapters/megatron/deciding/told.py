@@ -1,4 +1,4 @@
-"""Problems of the audit that ``optimizer.check`` already reported, so that each is told once."""
+"""The audit's problems that ``optimizer.check`` has reported already; the audit omits them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _told: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 
 
 def note_told(config: Any, *codes: str) -> None:
-    """Remember the problems that the user has already been warned of, so the audit omits them.
+    """Remember problems of which the user has already been warned, so that the audit omits them.
 
     Args:
         config: the OptimizerConfig; kept by a weak reference only.
@@ -31,6 +31,6 @@ def note_told(config: Any, *codes: str) -> None:
 
 
 def find_noted_codes(config: Any) -> frozenset[str]:
-    """The codes that were noted for an OptimizerConfig."""
+    """The codes that ``note_told`` stored for an OptimizerConfig."""
     reference, known = _told.get(id(config), (None, set()))
     return frozenset(known) if reference is not None and reference() is config else frozenset()

@@ -1,8 +1,8 @@
-"""What a framework and its user ask of Megatron's optimizer, and the plan made from it.
+"""The settings of a framework and its user for Megatron's optimizer, and the plan made from them.
 
 An adapter reads its framework's config into one record, ``Wishes``. ``plan_wishes`` makes a plan
-from the wishes, the trainable parameters and the features in force. The same wishes give the same
-plan in every framework.
+from a ``Wishes``, the trainable parameters and the features in force. Equal ``Wishes`` give the
+same plan in every framework.
 """
 
 from __future__ import annotations
@@ -51,34 +51,34 @@ FUSED_ADAM_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a framework and its user ask for one model, as an adapter reads it from their config.
+    """The settings of a framework and its user for one model, as an adapter reads them.
 
-    ``asked`` holds only what the user wrote: leave out the defaults of a config class.
+    ``asked`` contains only the fields that the user wrote, without defaults of a config class.
 
     Attributes:
         where: framework, version and key, for messages, such as
             ``"verl 0.9.1, override_optimizer_config"``.
         subject: which model: ``"actor"``.
         asked: fields of Megatron's OptimizerConfig that the user wrote; dtypes may be names.
-        declared: the dtype that the framework declares for the model. Needed only where the
-            trainable parameters have several dtypes or are not known.
-        auto: what ``PRECISION_SHIM_OPTIMIZER_STATES=auto`` means here: ``"as-configured"`` where
-            the config has fields for the states' dtypes, else ``"guarded"``.
+        declared: the dtype that the framework declares for the model; needed only if the trainable
+            parameters have several dtypes or are unknown.
+        auto: the meaning of ``PRECISION_SHIM_OPTIMIZER_STATES=auto``, which is ``"as-configured"``
+            if the config has fields for the states' dtypes, else ``"guarded"``.
         native: maps the model's dtype to the fields that the framework sets by itself; ``asked``
             overrides them.
-        opt_in: the framework's own fields for low-precision states of a bf16 model, by Megatron's
-            names.
-        reads_opt_in: whether this version applies ``opt_in`` itself; otherwise the shim does.
+        opt_in: the framework's own fields for low-precision states of a bf16 model, with Megatron's
+            names as keys.
+        reads_opt_in: whether the framework applies ``opt_in`` itself; otherwise the shim does.
         blockers: the framework's reasons why a precision-aware optimizer cannot run.
-        optimizer: Megatron's name of the optimizer, used where ``asked`` has none.
+        optimizer: Megatron's name of the optimizer, used if ``asked`` has no ``optimizer``.
         distributed: whether the framework's config has the distributed optimizer.
         bucket_in_fp32: ``grad_reduce_in_fp32`` if the user wrote it, else ``None``.
         nan_check_written: whether the user wrote ``check_for_nan_in_grad``.
         scaler: loss scaler settings from the framework's config, by the shim's names.
-        scaler_where: the key of these settings, for messages.
+        scaler_where: the config's key of the loss scaler settings, for messages.
         unchecked: fields that ``optimizer.check`` skips, because the framework's own files set them
             to the same value for every model.
-        trains: whether the model gets an optimizer.
+        trains: whether the model has an optimizer.
     """
 
     where: str = "Megatron"
@@ -115,9 +115,9 @@ class InForce:
         coerces: whether dtype names become dtypes.
         dispatches: whether the OptimizerConfig follows the model's dtype.
         aligns: whether the gradient bucket follows the main grads.
-        over_user: whether the bucket does so even where the user wrote another dtype
+        over_user: whether the bucket follows the main grads even if the user wrote another dtype
             (``GRAD_BUCKET=align``).
-        whole_masters: whether checkpoints hold whole fp32 masters.
+        whole_masters: whether checkpoints contain whole fp32 masters.
         support: the FusedAdam that Megatron would use.
     """
 
@@ -135,10 +135,10 @@ class Planned:
     """A plan, and the OptimizerConfig fields that apply it.
 
     Attributes:
-        plan: what the rules chose.
-        dtype: the model's dtype, or the declared one.
-        asked: the user's fields, with dtype names coerced where that feature is in force.
-        added: the framework's own fields and the shim's; ``asked`` overrides them.
+        plan: the plan that the rules made.
+        dtype: the model's dtype, or the declared dtype.
+        asked: the user's fields, with dtype names coerced if ``dtype-coercion`` is in force.
+        added: the fields that the framework or the shim adds; ``asked`` overrides them.
     """
 
     plan: OptimizerPlan
@@ -160,8 +160,8 @@ def what_is_in_force(
     """The settings and features that a plan depends on.
 
     Args:
-        settings: the shim's.
-        holds: tells whether a feature is in force for a group.
+        settings: the shim's settings.
+        holds: returns whether a feature is in force for a group of seams.
         support: the FusedAdam that Megatron would use; ``None`` to inspect the installed one.
     """
     return InForce(
@@ -180,19 +180,19 @@ def plan_wishes(
 ) -> Planned:
     """Plan a model's optimizer; a pure function.
 
-    The shim adds a ``main_grads_dtype`` equal to the dtype that the bucket will have: the optimizer
-    reads the gradients in the bucket's dtype, whatever ``main_grads_dtype`` says.
+    The shim sets ``main_grads_dtype`` to the dtype that the bucket will have, because the optimizer
+    reads gradients in the bucket's dtype, not in ``main_grads_dtype``.
 
     Raises:
-        DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
+        DtypeError: the user wrote an unknown dtype name or an illegal dtype.
     """
     asked = coerce_written(wishes.asked, wishes.where, now)
     if asked.get("fp16") and asked.get("bf16"):
-        asked["bf16"] = False  # fp16 is kept where both are set
+        asked["bf16"] = False  # if both are set, fp16 stays
     dtype = model.single or wishes.declared
     policy = wishes.auto if now.states == "auto" else now.states
     if not now.dispatches:
-        policy = "as-configured"  # the bucket must not follow dtypes that no config will get
+        policy = "as-configured"  # the bucket must not follow dtypes that the shim does not set
     native = dict(wishes.native.get(dtype, {})) if dtype is not None else {}
     if dtype is torch.float16:
         native = {**scaler_row(), **native}
@@ -243,10 +243,10 @@ def coerce_written(
     Args:
         written: fields of Megatron's OptimizerConfig.
         where: framework and key, for messages.
-        now: what is in force; ``None`` for what is in force in this process.
+        now: the features in force; ``None`` to read them from this process's settings.
 
     Raises:
-        DtypeError: a name is unknown, or the dtype is not legal for its field.
+        DtypeError: a dtype name is unknown, or a dtype is illegal for its field.
     """
     if not ("dtype-coercion" in current_settings().features if now is None else now.coerces):
         return dict(written)
@@ -258,7 +258,7 @@ def coerce_written(
 def fused_adam_support() -> FusedAdamSupport:
     """Inspect the FusedAdam that Megatron's precision-aware optimizer would use."""
     try:
-        # Megatron's own check imports the same name.
+        # Megatron's own check imports FusedAdam by the same name.
         from transformer_engine.pytorch.optimizers import FusedAdam
     except ImportError:
         return FusedAdamSupport()

@@ -1,7 +1,7 @@
-"""Settings that need less memory for a model on Megatron, those that give up least first.
+"""List settings that need less memory for a model on Megatron, the smallest sacrifice first.
 
-Each entry of ``_STEPS`` is planned as if the user wrote its settings, so the worker's rules decide
-which entries are legal.
+Each entry of ``_STEPS`` is planned as if the user had written its settings, so the worker's rules
+decide which entries are legal.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 def variants(
     asked: _Model, settings: Settings, support: FusedAdamSupport, holds: Holds
 ) -> list[tuple[str, tuple[str, ...], _Model]]:
-    """The same model with cheaper settings, once for each entry of ``_STEPS`` that is legal.
+    """Copy a model with cheaper settings, once for each legal entry of ``_STEPS``.
 
     Returns:
-        For each step what it gives up, the config lines to write, and the changed model.
+        For each legal entry its sacrifice in words, the config lines to write, the changed model.
     """
     if not asked.wishes.trains:
         return []
@@ -100,7 +100,7 @@ def variants(
 
 
 def _makes_sense(asked: Asked, fields: Mapping[str, Any], support: FusedAdamSupport) -> bool:
-    """Whether a step's settings are possible and of use for this model."""
+    """Whether the settings of an entry of ``_STEPS`` are possible and useful for a model."""
     bf16 = asked.dtype is torch.bfloat16
     if fields.get("store_param_remainders") and (support.version or ()) < REMAINDERS_SINCE:
         return False
@@ -119,7 +119,7 @@ def _line(asked: Asked, field: str, value: object) -> str:
 
 
 def change(asked: _Model, **fields: Any) -> _Model:
-    """The same model with other fields of the optimizer's config, as if the user wrote them."""
+    """Copy a model with other fields of the optimizer's config, as if the user wrote them."""
     bucket = fields.pop("grad_reduce_in_fp32", asked.wishes.bucket_in_fp32)
     written = {**asked.wishes.asked, **fields}
     return replace(asked, wishes=replace(asked.wishes, asked=written, bucket_in_fp32=bucket))

@@ -1,8 +1,8 @@
-"""The settings of one model of a planned job on Megatron, and the shim's decisions about it.
+"""The settings of one model of a planned job on Megatron, and the shim's decisions about the model.
 
-The decisions come from the functions that the worker uses: ``plan_wishes`` decides the optimizer's
-config, ``deciding.bucket`` the gradient bucket, and ``reader.read_wanted`` tells which dtypes
-Megatron then keeps.
+The decisions come from the worker's own functions. ``plan_wishes`` decides the optimizer's config,
+and ``deciding.bucket`` decides the gradient bucket. ``reader.read_wanted`` returns the dtypes that
+Megatron keeps with the decided config.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class Asked:
     """One model of a job on Megatron.
 
     Attributes:
-        wishes: the wishes in the framework's config.
+        wishes: the settings in the framework's config.
         model: names and shapes.
         sizes: the sizes of the parallel groups.
         dtype: the parameters' dtype.
         bucket_in_fp32: the framework's own value of ``grad_reduce_in_fp32``.
-        frozen: tells by a parameter's name whether it is frozen.
+        frozen: returns for a parameter's name whether the parameter is frozen.
         value_head: whether the output layer is a value head with one output.
-        key: the config's key of an optimizer field, for messages; ``{}`` is the field.
+        key: the config's key of an optimizer field, for messages; ``{}`` stands for the field.
         bucket_key: the config's key of ``grad_reduce_in_fp32``.
         prefix: the prefix of a key that is set on the command line.
-        parked: maps keys of the config to the components that they move to the host between phases.
-        place: models with the same place share their GPUs.
+        parked: maps a config key to the components that it moves to the host while not used.
+        place: name of a group of GPUs; models with the same ``place`` share these GPUs.
         bucket_keys: the keys of Megatron's DistributedDataParallelConfig that the user wrote.
         illegal: problems that the adapter found.
         notes: remarks about legal settings.
@@ -95,7 +95,7 @@ class Side:
     Attributes:
         fields: the fields of Megatron's OptimizerConfig.
         bucket: the gradient bucket.
-        planned: the plan behind the fields.
+        planned: the plan from which ``fields`` were made.
     """
 
     fields: Mapping[str, Any]
@@ -107,17 +107,17 @@ class Side:
 
 
 def support_of(version: str | None) -> FusedAdamSupport:
-    """What TransformerEngine's FusedAdam can do; without a version the newest known rules apply."""
+    """The capabilities of FusedAdam in a TransformerEngine release; by default the newest known."""
     if version is None:
         return NEWEST
     known = release(version)
-    # Every TransformerEngine from about 1.13 has the arguments that Megatron needs; bf16 moments
-    # have a rule of their own.
+    # Every TransformerEngine from about 1.13 has the arguments that Megatron needs. Whether bf16
+    # moments are legal depends on the release (``FusedAdamSupport.bf16_moments``).
     return FusedAdamSupport(known, True, "") if known else NEWEST
 
 
 def without_shim(support: FusedAdamSupport) -> InForce:
-    """What is in force where the shim is off. ``coerces`` is true so that dtype names are read."""
+    """The features in force with the shim off; ``coerces`` is true so that dtype names are read."""
     return InForce("as-configured", True, False, False, False, False, support)
 
 
@@ -126,7 +126,7 @@ Holds = Callable[[str, str], bool]
 
 
 def with_shim(settings: Settings, support: FusedAdamSupport, holds: Holds) -> InForce:
-    """What is in force where the shim is on. ``coerces`` is true so that dtype names are read."""
+    """The features in force with the shim on; ``coerces`` is true so that dtype names are read."""
     return replace(what_is_in_force(settings, holds, support), coerces=True)
 
 
@@ -134,7 +134,7 @@ def side(asked: Asked, now: InForce) -> Side:
     """Decide the optimizer's fields and the bucket.
 
     Raises:
-        DtypeError: the user wrote a name that is unknown or a dtype that is not legal.
+        DtypeError: the user wrote an unknown dtype name or an illegal dtype.
     """
     model = TrainableDtypes({asked.dtype: max(asked.model.parameters, 1)})
     wishes = asked.wishes
@@ -154,7 +154,7 @@ def side(asked: Asked, now: InForce) -> Side:
 
 
 def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:
-    """The dtypes that Megatron keeps with these fields."""
+    """The dtypes that Megatron keeps with the fields and the bucket of ``side``."""
     dtype, fields = asked.dtype, dict(side.fields)
     fields.update(bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16, params_dtype=dtype)
     if (support.version or ()) < REMAINDERS_SINCE:
@@ -165,7 +165,7 @@ def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:
     master = wanted.masters.get(dtype)
     main = wanted.masters[torch.float16]
     if master is None and aware and reader.adam_keeps_masters(fields.get, main):
-        # FusedAdam makes a master of an fp32 parameter too, and never updates it.
+        # FusedAdam makes a master weight of an fp32 parameter too, and never updates this master.
         master = main
     moments = {
         "exp_avg": wanted.exp_avg or torch.float32,
@@ -191,7 +191,7 @@ def precision(asked: Asked, side: Side, support: FusedAdamSupport) -> Precision:
 def _find_unpacked(
     moments: Mapping[str, torch.dtype], support: FusedAdamSupport
 ) -> tuple[str, ...]:
-    """Moments that FusedAdam casts to fp32 for its kernel, a whole parameter group at once."""
+    """List the moments that FusedAdam casts to fp32, a whole parameter group at once."""
     if set(moments.values()) == {torch.bfloat16}:
         version = support.version
         if version is None or version >= CAPTURABLE_BF16_SINCE:
@@ -203,7 +203,7 @@ def _find_unpacked(
 
 
 def problems_of(asked: Asked, side: Side, support: FusedAdamSupport) -> list[Problem]:
-    """List what Megatron refuses in an optimizer's config and bucket.
+    """List the settings of an optimizer and its bucket that Megatron refuses.
 
     Raises:
         PlanError: the optimizer is not Adam.

@@ -2,8 +2,8 @@
 
 Expert and expert-tensor parallelism split experts. Tensor parallelism splits matrices and column
 biases. Norms, routers and the down-projections of latent attention stay whole. Pipeline parallelism
-splits layers into stages, with uneven ends and interleaved chunks as in Megatron's
-``get_num_layers_to_build`` and ``get_transformer_layer_offset``.
+splits layers into stages, with an uneven first or last stage and with interleaved chunks, as in
+Megatron's ``get_num_layers_to_build`` and ``get_transformer_layer_offset``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SHARED_HEADS_SINCE = (0, 16)
 def problems(
     sizes: Sizes, model: Model, subject: str, megatron: tuple[int, ...] | None = None
 ) -> list[Problem]:
-    """List what Megatron refuses for a model with these group sizes.
+    """List the problems for which Megatron refuses a model with these group sizes.
 
     Args:
         sizes: the sizes of the parallel groups.
         model: names and shapes.
         subject: which model, for messages.
-        megatron: megatron-core's release; ``None``: the newest known.
+        megatron: megatron-core's release; ``None`` for the newest known release.
     """
     told: list[Problem] = []
 
@@ -196,7 +196,7 @@ def layers_of_stages(sizes: Sizes, layers: int) -> list[list[int]]:
     """The indices of the layers of each pipeline stage.
 
     Raises:
-        ValueError: the layers do not divide over the stages; the message says why.
+        ValueError: the layers cannot be split over the stages; the message has the reason.
     """
     if sizes.stages:
         return _by_layout(sizes, layers)
@@ -258,7 +258,7 @@ _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def _letters(layout: object) -> str:
-    """A pipeline layout in letters, from letters or from lists of names."""
+    """Convert a pipeline layout to letters, from letters or from lists of names."""
     if isinstance(layout, str):
         return layout.replace(",", "")
     try:
@@ -319,7 +319,7 @@ _LAST = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "score
 
 
 def rank_numel(weight: Weight, sizes: Sizes) -> int:
-    """Elements of a parameter that one rank of its stage holds.
+    """Number of a parameter's elements on one rank of the parameter's pipeline stage.
 
     Args:
         weight: the parameter.
@@ -332,7 +332,7 @@ def rank_numel(weight: Weight, sizes: Sizes) -> int:
 
 
 def _ways(weight: Weight, tensor: int) -> int:
-    """Over how many ranks tensor parallelism splits a parameter outside the experts."""
+    """Number of ranks over which tensor parallelism splits a parameter outside the experts."""
     words = [part for part in weight.name.split(".") if part not in ("weight", "bias")]
     word = words[-1] if words else ""
     if _OTHER_MODEL.search(weight.name):
@@ -342,13 +342,13 @@ def _ways(weight: Weight, tensor: int) -> int:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is a routed expert's, by its name."""
+    """Whether a parameter with this name belongs to a routed expert."""
     return ".experts." in name or name.startswith("experts.")
 
 
 @dataclass(frozen=True)
 class StageCount:
-    """Numbers of parameters that a rank of one pipeline stage holds.
+    """Numbers of parameters on a rank of one pipeline stage.
 
     Attributes:
         dense: trained parameters whose optimizer states the data-parallel group shards.
@@ -373,7 +373,7 @@ def count(
     Args:
         model: names and shapes.
         sizes: the sizes of the parallel groups, which must be legal.
-        frozen: tells by a parameter's name whether it is frozen.
+        frozen: returns for a parameter's name whether the parameter is frozen.
         value_head: whether the output layer is a value head with one output.
     """
     if not model.config:
@@ -399,7 +399,7 @@ def count(
     for weight in model.weights:
         layer = layer_of(weight.name)
         if layer is not None:
-            if layer in stage_of:  # not so for multi-token prediction, numbered after the layers
+            if layer in stage_of:  # layers for multi-token prediction have no stage
                 add(stage_of[layer], weight)
             continue
         if value_head and _word(weight.name) in ("lm_head", "embed_out", "score", "v_head"):
@@ -407,14 +407,14 @@ def count(
         add(_stage_outside(weight.name, last), weight)
         embedding = _word(weight.name) in _EMBEDDINGS
         if embedding and model.tied and last and not value_head:
-            add(last, weight)  # the last stage has its own copy
+            add(last, weight)  # the last stage has its own copy of tied weights
     if value_head:
         dense[last] += model.number("hidden_size", "n_embd")
     return [StageCount(*counts) for counts in zip(dense, experts, still, strict=True)]
 
 
 def _evenly(model: Model, sizes: Sizes) -> list[StageCount]:
-    """Count a model of which only the number of parameters is known."""
+    """Count the parameters of a model without a config, split evenly over the stages."""
     dense = sum(weight.numel for weight in model.weights if not is_expert(weight.name))
     experts = sum(weight.numel for weight in model.weights if is_expert(weight.name))
     own = -(-dense // (sizes.tensor * sizes.pipeline))
@@ -429,14 +429,14 @@ def _word(name: str) -> str:
 
 
 def _stage_outside(name: str, last: int) -> int:
-    """The stage of a parameter outside the layers: the first or, for norm and output, the last."""
+    """The stage of a parameter outside the layers: last for norm and output, otherwise first."""
     if _OTHER_MODEL.search(name):
         return 0
     return last if _word(name) in (*_LAST, "lm_head", "embed_out") else 0
 
 
 def unknown(model: Model) -> list[str]:
-    """Matrices of the text model that no rule here names; ``count`` treats them as not split."""
+    """List the text model's matrices without a rule in ``_ways``; ``count`` does not split them."""
     names = []
     for weight in model.weights:
         word = _word(weight.name)

@@ -1,7 +1,7 @@
-"""Compute the bytes of a model on Megatron from a framework's wishes, by the worker's rules.
+"""Compute the bytes of a model on Megatron from a framework's config, by the worker's rules.
 
-An adapter reads its framework's config into a ``MegatronModel``. ``decided`` decides its settings,
-``layout`` splits it over the GPUs, and this module computes bytes from both.
+An adapter reads its framework's config into a ``MegatronModel``. The module ``decided`` decides the
+model's settings, ``layout`` splits the model over the GPUs, and ``plan`` computes the bytes.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class MegatronModel(Asked):
         ]
 
 
-# -- keys that Megatron does not have --------------------------------------------------------------
+# -- keys unknown to Megatron ----------------------------------------------------------------------
 
 
 def _unknown(asked: Asked) -> list[Problem]:
-    """Keys that the framework passes to Megatron's configs, and that these configs lack."""
+    """List the keys that the framework passes to Megatron's configs but that these configs lack."""
     subject = asked.wishes.subject
     keys = unknown_keys(
         asked.wishes.asked, fields_of(CONFIG), subject, asked.key, "Megatron's OptimizerConfig"
@@ -105,7 +105,7 @@ def _unknown(asked: Asked) -> list[Problem]:
 
 
 def _no_names(asked: Asked) -> list[Problem]:
-    """Values of dtype fields that are neither names nor dtypes: YAML reads ``16`` as a number."""
+    """List values of dtype fields that are no names and no dtypes, such as YAML's number ``16``."""
     return [
         Problem(
             "dtype",
@@ -120,7 +120,7 @@ def _no_names(asked: Asked) -> list[Problem]:
 
 
 def fields_of(target: str) -> tuple[str, ...]:
-    """The fields of a dataclass of Megatron's; empty where Megatron is not installed."""
+    """The fields of one of Megatron's dataclasses; empty if Megatron is not installed."""
     return look(f"{target}.__init__").parameters
 
 
@@ -135,16 +135,16 @@ def plan_model(
     holds: Holds,
     megatron: tuple[int, ...] | None = None,
 ) -> tuple[ModelPlan | None, list[Problem]]:
-    """Plan a model; ``None`` where problems in its config leave nothing to count.
+    """Plan a model; the plan is ``None`` if problems in its config leave nothing to count.
 
     Args:
         asked: the model.
-        settings: the shim's.
-        support: what TransformerEngine's FusedAdam can do.
-        holds: tells whether a feature is in force for a group, with the shim on.
-        megatron: megatron-core's release; ``None``: the newest known.
+        settings: the shim's settings.
+        support: the capabilities of TransformerEngine's FusedAdam.
+        holds: returns whether a feature is in force for a group of seams, with the shim on.
+        megatron: megatron-core's release; ``None`` for the newest known release.
     """
-    if not asked.wishes.trains:  # the model has no optimizer, whatever fields the config has
+    if not asked.wishes.trains:  # without an optimizer, its config does not count
         asked = replace(asked, wishes=replace(asked.wishes, asked={}))
     subject = asked.wishes.subject
     problems = [*asked.illegal, *layout.problems(asked.sizes, asked.model, subject, megatron)]
@@ -191,7 +191,7 @@ def plan_model(
 def stages(
     asked: Asked, plan_side: Side, counts: list[StageCount], support: FusedAdamSupport
 ) -> tuple[Stage, ...]:
-    """What a GPU of each pipeline stage holds."""
+    """The contents of a GPU's memory in each pipeline stage."""
     wishes, sizes = asked.wishes, asked.sizes
     made = precision(asked, plan_side, support)
     if not wishes.trains:
@@ -242,7 +242,7 @@ def _traffic(stages_: tuple[Stage, ...]) -> dict[str, int]:
 
 
 def _name_gathered(part_: Part) -> str:
-    """What is all-gathered: parameters, or the reduced gradients where states are not sharded."""
+    """Name the all-gathered tensors: parameters, or gradients if states are not sharded."""
     shared = any(part_.components[name].sharded for name in part_.components.keys() & {"exp_avg"})
     return "params" if shared else "grad_buckets"
 
@@ -267,7 +267,7 @@ def _decisions(asked: Asked, side: Side, settings: Settings, holds: Holds) -> li
 
 
 def _fp16(side: Side) -> bool:
-    """The ``fp16`` of an fp16 model's OptimizerConfig, by which Megatron makes a scaler."""
+    """Whether an fp16 model's OptimizerConfig has ``fp16``, so that Megatron makes a scaler."""
     return bool(side.fields.get("fp16", True))
 
 

@@ -17,16 +17,16 @@ class Sizes:
         pipeline: size of pipeline parallelism.
         context: size of context parallelism.
         expert: size of expert parallelism.
-        expert_tensor: size of expert tensor parallelism; ``None``: same as ``tensor``.
-        virtual: chunks of a pipeline stage; ``None``: one.
-        first: layers of the first stage, where the config has that number.
-        last: layers of the last stage, where the config has that number.
+        expert_tensor: size of expert tensor parallelism; ``None`` for the size of ``tensor``.
+        virtual: number of chunks of a pipeline stage; ``None`` for one.
+        first: number of layers of the first stage, if the config has this number.
+        last: number of layers of the last stage, if the config has this number.
         count_embedding: whether the embedding counts as a layer.
         count_loss: whether the output layer counts as a layer.
         stages: a pipeline layout in the form of Megatron's ``pipeline_model_parallel_layout``:
             letters, or for each stage the names of its layers.
-        sequence_parallel: whether it is on; ``None`` where it is not known.
-        keys: attribute names to the config's keys, for messages.
+        sequence_parallel: whether sequence parallelism is on; ``None`` if unknown.
+        keys: maps attribute names to config keys, for messages.
     """
 
     world: int
@@ -60,11 +60,11 @@ class Sizes:
         return max(self.world // (self.experts_tensor * self.expert * self.pipeline), 1)
 
     def key(self, name: str) -> str:
-        """The config's key of a size."""
+        """The config's key of a group size, for messages."""
         return self.keys.get(name, name)
 
     def to_dict(self) -> dict[str, Any]:
-        """The sizes by their usual abbreviations, for text and JSON."""
+        """The group sizes by their usual abbreviations, for text and JSON."""
         return {
             "tp": self.tensor,
             "pp": self.pipeline,
@@ -106,14 +106,14 @@ def read_sizes(
     within: str = "",
     within_names: Sequence[str] = UNEVEN,
 ) -> Sizes:
-    """Read the sizes of a model's groups from its section of a framework's config.
+    """Read the sizes of a model's parallel groups from a section of a framework's config.
 
     Args:
         world: number of GPUs.
-        world_key: the config's key of that number.
+        world_key: the config's key of the number of GPUs.
         key: the config's key of the section.
         section: the section.
-        sequence_parallel: whether it is on.
+        sequence_parallel: whether sequence parallelism is on.
         within: the key of a nested section, if there is one.
         within_names: the sizes that the nested section has.
     """
@@ -136,6 +136,6 @@ LEAST = {
 
 
 def divisors(number: int) -> str:
-    """The divisors of a number up to 512, for a message."""
+    """List a number's divisors up to 512, for a message."""
     numbers = [divisor for divisor in range(1, min(number, 512) + 1) if number % divisor == 0]
     return ", ".join(map(str, numbers))

@@ -1,8 +1,8 @@
 """The seams that audit Megatron's optimizers without a call by the user.
 
-``get_megatron_optimizer`` is no place for a seam: frameworks have copies of it, which make no
-chained optimizer. In megatron-core 0.13 to 0.19 every optimizer is of one of the three classes
-patched here.
+``get_megatron_optimizer`` has no seam, because frameworks have copies of this function, and the
+copies make no chained optimizer. In megatron-core 0.13 to 0.19 every optimizer has one of the three
+classes that this module patches.
 
 Delete when: Megatron reports which precision its optimizers really have.
 """
@@ -64,15 +64,15 @@ def look_at(call: Call) -> Any:
 
 
 def _wishes(build: Build | None) -> Wishes | None:
-    """A build's wishes; ``None`` where they cannot be read, since an audit must not end a build."""
+    """A build's settings; ``None`` if reading them fails, since an audit must not end a build."""
     try:
         return None if build is None else build.wishes
-    except Exception:  # the seams that build the optimizer report this error
+    except Exception:  # the seams at the optimizer report the error
         return None
 
 
 def _by_user(wishes: Wishes | None, chunks: list[Any]) -> Callable[[Finding], bool]:
-    """Make a function that tells whether the user wrote the setting that a problem is about."""
+    """Make a function that returns whether the user wrote the setting that causes a problem."""
     codes = set()
     bucket = wishes is not None and wishes.bucket_in_fp32 is not None
     if bucket or any(find_noted_dtype(chunk) is not None for chunk in chunks):

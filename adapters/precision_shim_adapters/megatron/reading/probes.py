@@ -27,7 +27,7 @@ def _config(**fields: Any) -> Any:
 
 @contextmanager
 def fused_adam() -> Iterator[None]:
-    """Provide TransformerEngine, or the stand-in where it is not installed."""
+    """Provide TransformerEngine, or its stand-in if TransformerEngine is not installed."""
     from precision_shim.testing.transformer_engine import (
         real_transformer_engine,
         stand_in_transformer_engine,
@@ -38,7 +38,7 @@ def fused_adam() -> Iterator[None]:
 
 
 def _refusal(**fields: Any) -> str:
-    """Megatron's error for a config; ``""`` if Megatron accepts it."""
+    """Megatron's error for a config, or ``""`` if Megatron accepts the config."""
     try:
         with fused_adam():
             _config(**fields)
@@ -54,7 +54,7 @@ def _refusal(**fields: Any) -> str:
     needs=(_CONFIG,),
 )
 def distributed_optimizer() -> Answer:
-    """The shim keeps fp32 states where the distributed optimizer is off."""
+    """The shim keeps fp32 states if the distributed optimizer is off."""
     told = _refusal(
         optimizer="adam", use_precision_aware_optimizer=True, use_distributed_optimizer=False
     )
@@ -69,7 +69,7 @@ def distributed_optimizer() -> Answer:
     needs=(_CONFIG,),
 )
 def only_adam() -> Answer:
-    """The shim keeps fp32 states where the optimizer is not adam."""
+    """The shim keeps fp32 states if the optimizer is not adam."""
     told = _refusal(
         optimizer="sgd", use_precision_aware_optimizer=True, use_distributed_optimizer=True
     )
@@ -84,7 +84,7 @@ def only_adam() -> Answer:
     needs=(_CONFIG,),
 )
 def accepted() -> Answer:
-    """The shim sets these fields for a bf16 model."""
+    """The shim sets bf16 main grads and bf16 moments for a bf16 model."""
     states = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     told = _refusal(
         optimizer="adam",
@@ -104,7 +104,7 @@ def accepted() -> Answer:
     needs=(_CONFIG,),
 )
 def states_need_it() -> Answer:
-    """The shim turns the precision-aware optimizer off where the user asks for no such dtype."""
+    """The shim writes ``use_precision_aware_optimizer=False`` only if all states are fp32."""
     wanted = {
         "main_grads_dtype": torch.bfloat16,
         "main_params_dtype": torch.float16,
@@ -122,7 +122,7 @@ def states_need_it() -> Answer:
     needs=(_CONFIG,),
 )
 def fp8_recipes() -> Answer:
-    """The shim keeps fp32 states with a recipe other than delayed."""
+    """The shim keeps fp32 states with an fp8 recipe other than delayed."""
     found = {}
     for recipe in ("delayed", "tensorwise"):
         with fused_adam():
@@ -142,7 +142,7 @@ def fp8_recipes() -> Answer:
     needs=(_CONFIG, _DDP),
 )
 def defaults() -> Answer:
-    """The guard on the second moment reads beta2; the table leaves the other fields to Megatron."""
+    """The guard on the second moment reads beta2; fields that the shim omits keep the defaults."""
     from megatron.core.distributed.distributed_data_parallel_config import (
         DistributedDataParallelConfig,
     )
@@ -176,7 +176,7 @@ def defaults() -> Answer:
     needs=(_OPTIMIZER,),
 )
 def overflow() -> Answer:
-    """The shim changes this answer to values that the framework can handle."""
+    """The shim changes ``(False, None, None)`` to values that the framework can handle."""
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     steps: list[str] = []
@@ -198,7 +198,7 @@ def overflow() -> Answer:
     needs=("megatron.core.optimizer.grad_scaler",),
 )
 def dynamic_scaler() -> Answer:
-    """The shim reads the scale from the device only if its tensor is a new object."""
+    """The shim reads the scale from the device only if the scale's tensor is a new object."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
     from precision_shim.testing.megatron_cpu import cuda_means_cpu
@@ -224,7 +224,7 @@ def dynamic_scaler() -> Answer:
     needs=("megatron.core.optimizer.distrib_optimizer",),
 )
 def remainders() -> Answer:
-    """The shim writes fp32 master weights as ``param`` instead."""
+    """The shim writes fp32 master weights, not remainders, as the state ``param``."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
@@ -286,7 +286,7 @@ def bucket() -> Answer:
     needs=("megatron.core.distributed", "megatron.core.transformer"),
 )
 def gradient_check() -> Answer:
-    """The shim turns the check off where a dynamic scaler skips such a step."""
+    """The shim turns off the DDP's check of gradients if a dynamic scaler skips overflows."""
     found = {}
     for checks in (True, False):
         with _chunk(check_for_nan_in_grad=checks) as chunk:
@@ -307,7 +307,7 @@ def gradient_check() -> Answer:
     needs=("megatron.core.optimizer", "megatron.core.distributed", "megatron.core.transformer"),
 )
 def main_grads() -> Answer:
-    """The shim makes the bucket follow ``main_grads_dtype`` and writes the unpatched job's keys."""
+    """The bucket follows ``main_grads_dtype``; checkpoint keys are those of an unpatched job."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     fp32, bf16 = torch.float32, torch.bfloat16
@@ -373,7 +373,7 @@ def fp16_clipping() -> Answer:
     needs=(_BRIDGE,),
 )
 def bridge_configs() -> Answer:
-    """With Megatron-Bridge the bucket has the model's dtype; coercion needs no seam of its own."""
+    """Megatron-Bridge's bucket has the model's dtype; dtype coercion needs no further seam."""
     from megatron.bridge.training.config import DistributedDataParallelConfig, OptimizerConfig
 
     with fused_adam():

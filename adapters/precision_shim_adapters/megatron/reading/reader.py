@@ -1,8 +1,8 @@
-"""How the audit reads Megatron's optimizers; works without the shim, and imports no Megatron.
+"""Read Megatron's optimizers for the audit, also without the shim, and without importing Megatron.
 
-Megatron's three optimizer classes keep their parameters in three ways: ``DistributedOptimizer`` in
-shards by its buffers, ``Float16OptimizerWithFloat16Params`` in groups with their fp32 copies,
-``FP32Optimizer`` in the inner optimizer alone.
+Megatron's three optimizer classes store parameters in three ways. ``DistributedOptimizer`` has
+shards of its buffers, ``Float16OptimizerWithFloat16Params`` has groups and their fp32 copies, and
+``FP32Optimizer`` has only the parameters of its inner optimizer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_optimizers(chunks: Sequence[torch.nn.Module], optimizers: Sequence[Any]
     """Read Megatron's optimizers.
 
     Args:
-        chunks: the model's chunks; may be empty, since an optimizer knows its own parameters.
+        chunks: the model's chunks; may be empty, since an optimizer has its own parameters.
         optimizers: single optimizers, not chains.
     """
     readings = [_read(chunks, optimizer) for optimizer in optimizers]
@@ -106,7 +106,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
         kept = (buffer.grad_data, *(getattr(buffer, "extra_main_grads", None) or ()))
         reading.buckets += [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
         data = getattr(buffer, "param_data", None)
-        # Frameworks that offload parameters keep a copy in these attributes.
+        # Frameworks that offload parameters keep copies in ``param_data_cpu`` and ``cpu_data``.
         copies = (getattr(buffer, "param_data_cpu", None), getattr(data, "cpu_data", None))
         reading.also_params += [
             copied for copied in (data, *copies) if isinstance(copied, torch.Tensor)
@@ -129,7 +129,7 @@ def _read(chunks: Sequence[Any], optimizer: Any) -> Reading:
 
 
 def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
-    """Pairs of a model parameter and the inner optimizer's tensor for that parameter.
+    """Yield pairs of a model parameter and the inner optimizer's tensor for this parameter.
 
     In each group of the inner optimizer the fp32 parameters come first, as Megatron orders them.
     """
@@ -151,7 +151,7 @@ def _pairs(optimizer: Any, inner: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
-    # Megatron's optimizer for CPU offload steps copies of the parameters, in inner optimizers.
+    # Megatron's optimizer for CPU offload updates copies of the parameters, by inner optimizers.
     beneath = getattr(inner, "param_to_inner_param", None) or {}
     steppers = list(getattr(inner, "sub_optimizers", None) or ())
     states = {id(p): state for stepper in steppers for p, state in stepper.state.items()}
@@ -167,7 +167,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         reading.gradients += gradients_of(stepped)
         if lower is not stepped:
             reading.gradients += gradients_of(lower)
-    # This map may hold gradients for parameters that a load of a checkpoint has replaced.
+    # ``cpu_copy_map_grad`` may contain gradients of parameters that a load has replaced.
     reading.gradients += list((getattr(inner, "cpu_copy_map_grad", None) or {}).values())
     reading.gradients += [grad for p in reading.trainable for grad in gradients_of(p)]
     read_inner(reading, inner)
@@ -175,7 +175,7 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
         read_inner(reading, each)
     told = reading.foretold
     if beneath and told.exp_avg is not None and told.exp_avg_sq is not None:
-        # The inner optimizers make states for the copies; callers pass the original tensor.
+        # The inner optimizers make states for the parameters' copies; callers pass the originals.
         first, second = told.exp_avg, told.exp_avg_sq
         reading.foretold = replace(
             told,
@@ -185,13 +185,13 @@ def _read_states(reading: Reading, inner: Any, pairs: Sequence[tuple[Any, Any]])
 
 
 def _buffers_of(parameters: Sequence[Any], chunks: Sequence[Any]) -> list[Any]:
-    """The buffers of the chunks' DDPs that hold gradients of these parameters."""
+    """The buffers of the chunks' DDPs that contain the gradients of ``parameters``."""
     wanted_ones = {id(p) for p in parameters}
     own = []
     for chunk in chunks:
         for name in ("buffers", "expert_parallel_buffers"):
             buffers = getattr(chunk, name, None)
-            # torch's Module.buffers is a method; Megatron's DDP hides it behind a list.
+            # ``buffers`` is a method of torch's Module, but a list of Megatron's DDP.
             if isinstance(buffers, (list, tuple)):
                 own += [b for b in buffers if any(id(p) in wanted_ones for p in b.params)]
     return unique(own)
@@ -218,10 +218,10 @@ def _field(config: Any, name: str) -> Any:
 def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
     """Whether FusedAdam itself keeps the masters of a precision-aware optimizer.
 
-    With other fp8 recipes, and with CPU offload, whole masters exist outside FusedAdam.
+    With other fp8 recipes than delayed, and with CPU offload, whole masters are outside FusedAdam.
 
     Args:
-        field: reads a field of the OptimizerConfig; returns ``None`` for a field that it lacks.
+        field: reads a field of the OptimizerConfig; returns ``None`` for a missing field.
         main: the masters' dtype.
     """
     recipes = (None, "delayed")
@@ -230,18 +230,18 @@ def adam_keeps_masters(field: Callable[[str], Any], main: torch.dtype) -> bool:
 
 
 def read_wanted(field: Callable[[str], Any]) -> Wanted:
-    """What the current fields of an OptimizerConfig say about the tensors' dtypes.
+    """The tensors' dtypes that the current fields of an OptimizerConfig imply.
 
     Args:
-        field: reads a field of the config; returns ``None`` for a field that it lacks.
+        field: reads a field of the config; returns ``None`` for a missing field.
 
-    Megatron derives some settings once, when it makes a config. A field that is set later changes
-    only the settings that Megatron reads directly; the audit is meant to find such a difference.
+    Megatron computes derived settings only once, when a config is made. If a field is set later,
+    the derived settings stay as they were, and the audit reports the difference.
     """
 
     def get(name: str, default: Any) -> Any:
         value = field(name)
-        if isinstance(value, str):  # a dtype name, where dtype-coercion is not in force
+        if isinstance(value, str):  # a dtype name, if dtype-coercion is not in force
             value = parse_dtype(value) or value
         return default if value is None else value
 

@@ -1,21 +1,21 @@
-"""Megatron's optimizer checkpoints: the shim writes them so that an unpatched Megatron reads them.
+"""Write and read Megatron's optimizer checkpoints in the form of an unpatched Megatron.
 
-Why these seams. For every sharding type, ``DistributedOptimizer`` reads and writes one parameter's
-states through one pair of methods. On a save the shim turns a precision-aware optimizer's int16
-remainder into the fp32 master weight that an unpatched Megatron expects, and on a load it splits
-the master weight again. Where the user's own config is precision-aware, an unpatched Megatron
-expects remainders, and reads them in the two sharding types that keep a dtype for each state: for
-these the shim saves the remainders unchanged. In two of the sharding types the bucket's dtype is
-part of the checkpoint's keys; the shim writes the dtype that the job would have without the shim.
-``dist_checkpointing.load`` is the one call that has both the wanted layout and the directory before
-Megatron reads a tensor.
+For every sharding type, ``DistributedOptimizer`` reads and writes one parameter's states through
+one pair of methods. On a save, the shim converts a precision-aware optimizer's int16 remainder to
+the fp32 master weight that an unpatched Megatron expects. On a load, the shim splits the master
+weight again. If the user's own config is precision-aware, an unpatched Megatron expects remainders.
+Megatron can read remainders in the two sharding types that store a dtype for each state, so the
+shim saves the user's remainders unchanged in these two types. In two sharding types the bucket's
+dtype is part of the checkpoint's keys; the shim writes the dtype of the same job without the shim.
+Only ``dist_checkpointing.load`` receives both the wanted layout and the directory before Megatron
+reads a tensor.
 
-The shim refuses to load states that cannot continue exactly: fp32 moments that would be rounded to
-bf16, and remainders that an unpatched Megatron has already written as numbers.
+The shim refuses to load states that cannot continue exactly. These are fp32 moments that would be
+rounded to bf16, and remainders that an unpatched Megatron has already written as numbers.
 
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/4222 (remainders cannot be loaded again),
-https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete when both are
-closed, Megatron stores remainders under a name of their own, and no key contains the bucket's
+https://github.com/NVIDIA/Megatron-LM/issues/2576 (the ``padding`` entry). Delete when both issues
+are closed, Megatron stores remainders under a name of their own, and no key contains the bucket's
 dtype.
 """
 
@@ -61,7 +61,7 @@ PATHS = {STATES: "Megatron (states in checkpoints)", KEYS: "Megatron (keys in ch
 def checkpoint_seam(
     group: str, target: str, why: str, *relies_on: str, aliases: tuple[str, ...] = ()
 ) -> Callable[[_Wrapper], _Wrapper]:
-    """``seam`` with the arguments that all seams for checkpoints share."""
+    """Call ``seam`` with the arguments that all seams for checkpoints share."""
     return seam(
         target,
         "bf16-dispatch",
@@ -103,8 +103,8 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
     """Remember whether an OptimizerConfig would be precision-aware without the shim.
 
     Args:
-        config: Megatron's OptimizerConfig; the optimizer gets this object or a copy of it.
-        by_user: whether the user's config alone makes it precision-aware.
+        config: Megatron's OptimizerConfig; the optimizer receives this object or a copy of it.
+        by_user: whether the user's config alone makes ``config`` precision-aware.
     """
     if not config.use_precision_aware_optimizer or by_user:
         return
@@ -112,13 +112,13 @@ def note_precision_aware(config: Any, *, by_user: bool) -> None:
     for name in _OWN:
         value = getattr(config, name, None)
         if isinstance(value, float):
-            own = value * 1.0  # a new object; float() would return the same one
+            own = value * 1.0  # a new object; float() would return the old object
             _own_floats[id(own)] = own
             setattr(config, name, own)
 
 
 def is_added_by_shim(config: Any) -> bool:
-    """Whether the shim alone made an OptimizerConfig, or the config it copies, precision-aware."""
+    """Whether the shim alone made an OptimizerConfig, or a copy's original, precision-aware."""
     values = (getattr(config, name, None) for name in _OWN)
     return hasattr(config, _ADDED) or any(
         isinstance(value, float) and _own_floats.get(id(value)) is value for value in values
@@ -138,13 +138,13 @@ def refuse_torchs_adam(
 ) -> Any:
     """Warn at the save that Megatron cannot load the states of torch's Adam, and refuse the load.
 
-    Where neither TransformerEngine nor Apex is installed, Megatron steps with torch's Adam.
-    Megatron's load asserts that a new optimizer has one step count, and torch's Adam has none then.
-    An optimizer that already has states does not get the loaded step count in two of the three
-    sharding types, and keeps its old step count in the third.
+    If neither TransformerEngine nor Apex is installed, Megatron uses torch's Adam. Megatron's load
+    asserts that a new optimizer has one step count, but torch's Adam has none before its first
+    step. If torch's Adam has states, two of the three sharding types do not load its step count,
+    and with the third it keeps the old step count.
 
     Raises:
-        CheckpointLayoutError: at a load, and in strict mode at a save.
+        CheckpointLayoutError: at a load of torch's Adam, and in strict mode at a save.
     """
     optimizer = call.instance
     kind = sharding_type or (metadata or {}).get("distrib_optim_sharding_type", "the default")
@@ -175,9 +175,9 @@ def _steps_with_torchs_adam(optimizer: Any) -> bool:
 
 
 def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype] | None:
-    """Make a function from a parameter's dtype to its bucket's dtype without the shim.
+    """Map a parameter's dtype to the dtype that its bucket has without the shim, by a function.
 
-    Returns ``None`` if the shim changed the bucket of no chunk.
+    Returns ``None`` if the shim changed no chunk's bucket.
     """
     for chunk in optimizer.model_chunks:
         if chunk in bucket_without_shim:
@@ -187,7 +187,7 @@ def _unpatched_grad_dtype(optimizer: Any) -> Callable[[torch.dtype], torch.dtype
 
 
 def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
-    """Change a sharded state's keys in place to those of the same job without the shim."""
+    """Change a sharded state's keys in place to the keys of the same job without the shim."""
     dtype_of = _unpatched_grad_dtype(optimizer)
     if dtype_of is None:
         return state
@@ -205,7 +205,7 @@ def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
                 state[name].data = [rekeyed(part) for part in state[name].data]
         for tensor in _sharded_tensors(state):
             tensor.key = DTYPES_IN_KEY.sub(renamed, tensor.key)
-    elif getattr(state, "data", None) is not None:  # the gathered form is one object
+    elif getattr(state, "data", None) is not None:  # the gathered form's state is one object
         state.data = {
             name: rekeyed(value) if isinstance(value, dict) else value
             for name, value in state.data.items()
@@ -220,7 +220,7 @@ def _rekey_as_unpatched(optimizer: Any, state: Any) -> Any:
     "model_chunks",
 )
 def name_bucket_of_unpatched(call: Call) -> Any:
-    """Write the keys that the same job has without the shim."""
+    """Write the keys that the same job would write without the shim."""
     return _rekey_as_unpatched(call.instance, call.proceed())
 
 
@@ -240,10 +240,10 @@ def name_bucket_of_unpatched(call: Call) -> Any:
     "model_chunks",
 )
 def write_as_unpatched(call: Call, is_loading: bool) -> Any:
-    """Write the keys of the job without the shim, for the sharding types that keep remainders.
+    """Write the keys of the job without the shim, in the sharding types that keep remainders.
 
-    A save keeps remainders that the user configured. A load asks for whole fp32 master weights,
-    which ``compare_layouts`` then compares with the checkpoint.
+    A save keeps the remainders if the user's config alone is precision-aware. A load requests whole
+    fp32 master weights; ``compare_layouts`` later compares this request with the checkpoint.
     """
     by_user = not is_added_by_shim(call.instance.config)
     written = as_they_are.set(by_user and not is_loading)
@@ -262,7 +262,7 @@ def write_as_unpatched(call: Call, is_loading: bool) -> Any:
     "per_bucket_numel_unpadded",
 )
 def name_live_bucket(call: Call, state_dict: Any) -> Any:
-    """Give the loaded bookkeeping the live bucket's dtypes before Megatron compares them."""
+    """Write the live bucket's dtypes into the loaded bookkeeping before Megatron compares both."""
     name = "per_bucket_numel_unpadded"
     if state_dict is not None and name in state_dict:
         live = [next(iter(bucket)) for bucket in call.instance.per_bucket_numel_unpadded]
@@ -285,7 +285,7 @@ def name_live_bucket(call: Call, state_dict: Any) -> Any:
     "gbuf_ranges",
 )
 def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
-    """Give the gathered form, which only some ranks hold, the live bucket's dtypes."""
+    """Write the live bucket's dtypes into the gathered form, which only some ranks have."""
     if state_dict is not None:
         state = call.arguments["state_dict"] = dict(state_dict)
         for index, ranges in enumerate(call.instance.gbuf_ranges):
@@ -295,7 +295,7 @@ def name_live_bucket_dp_zero(call: Call, state_dict: Any) -> Any:
     return call.proceed()
 
 
-# -- layouts compared before a tensor is read ---------------------------------------------------
+# -- comparing layouts before a load ------------------------------------------------------------
 
 
 @checkpoint_seam(
@@ -351,10 +351,10 @@ def compare_layouts(call: Call, sharded_state_dict: Any, checkpoint_dir: Any) ->
 
 
 def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
-    """The dtypes of a checkpoint's tensors, by their keys, read without unpickling.
+    """Map the keys of a checkpoint's tensors to dtypes, without unpickling.
 
-    Where the metadata is no plain file, such as on remote storage, the shim uses Megatron's own
-    reader, which does unpickle.
+    If the metadata is no plain file, as on remote storage, the shim uses Megatron's own reader,
+    which unpickles.
     """
     path = Path(directory, METADATA)
     if not path.is_file():
@@ -371,7 +371,7 @@ def _stored_dtypes(directory: str) -> dict[str, torch.dtype]:
 
 
 def _stored_key(key: str, stored: Any) -> str:
-    """The tensor's key in the checkpoint, where it may name another bucket dtype."""
+    """Find a tensor's key in a checkpoint whose keys may name another bucket dtype."""
     match = DTYPES_IN_KEY.search(key)
     if match is not None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -382,7 +382,7 @@ def _stored_key(key: str, stored: Any) -> str:
 
 
 def _sharded_tensors(tree: Any) -> Iterator[Any]:
-    """The sharded tensors of a state dict, and the factories that make several tensors each."""
+    """Yield a state dict's sharded tensors, and its factories, which make several tensors each."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     if isinstance(tree, (ShardedTensor, ShardedTensorFactory)):

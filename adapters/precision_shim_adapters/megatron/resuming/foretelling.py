@@ -1,8 +1,8 @@
 """Predict how a job would resume a Megatron checkpoint, with the shim's load seams and without.
 
 With the shim in force, the prediction uses the rules of ``checkpoint``'s seams
-(``precision_shim.precision.continuing``). Without the shim, it follows what Megatron's own code
-does with the stored dtypes.
+(``precision_shim.precision.continuing``). Without the shim, the prediction follows Megatron's own
+treatment of the stored dtypes.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Live:
         problem: why the optimizer cannot be built; empty if it can.
         on_host: the fraction that Megatron offloads to the CPU; ``None`` without the optimizer
             for CPU offload.
-        asked_aware: whether the config has ``use_precision_aware_optimizer``, with CPU offload or
-            without.
+        asked_aware: whether the config has ``use_precision_aware_optimizer``, even if CPU offload
+            makes it ineffective.
     """
 
     precision_aware: bool
@@ -84,7 +84,7 @@ class Live:
 
 
 def assume_fields(part: Part, here: Here) -> dict[str, Any]:
-    """The fields of the job's own config; without a config, those that the checkpoint implies."""
+    """The fields of the job's config; without a config, the fields that the checkpoint implies."""
     fields = dict(here.config or {})
     if here.config is None and part.masters in (REMAINDERS, NUMBERS):
         fields[PRECISION_AWARE] = True
@@ -98,13 +98,13 @@ def assume_fields(part: Part, here: Here) -> dict[str, Any]:
 
 
 def assume_wishes(part: Part, here: Here, where: str, subject: str) -> Wishes:
-    """Assume a job's wishes, for a framework whose config has Megatron's own field names.
+    """Assume a job's settings, for a framework whose config has Megatron's own field names.
 
     Args:
         part: the checkpoint.
         here: the environment; ``here.config`` has fields of Megatron's OptimizerConfig, and may
             have ``grad_reduce_in_fp32``.
-        where: framework, version and what the user writes, for messages.
+        where: framework and config key, for messages.
         subject: which model.
     """
     fields = assume_fields(part, here)
@@ -119,7 +119,7 @@ def assume_wishes(part: Part, here: Here, where: str, subject: str) -> Wishes:
 
 
 def find_params_dtype(part: Part) -> torch.dtype:
-    """The parameters' dtype; bf16 where the checkpoint does not show it."""
+    """The parameters' dtype, or bf16 if the checkpoint does not show the dtype."""
     return parse_dtype(part.params_dtype or "") or torch.bfloat16
 
 
@@ -132,9 +132,9 @@ def foretell(
         framework: the job's framework.
         part: the checkpoint.
         here: the environment.
-        wishes: what the job's config asks for, with the shim and without.
-        mends_offload: whether the framework itself patches how Megatron loads an optimizer for
-            CPU offload, as SkyRL does.
+        wishes: the settings in the job's config.
+        mends_offload: whether the framework itself, such as SkyRL, patches Megatron's load of an
+            optimizer for CPU offload.
     """
     half = halves(part)
     if half is not None:
@@ -192,7 +192,7 @@ def _live(wishes: Wishes, part: Part, here: Here, holds: Any) -> Live:
 
 
 def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcome | None:
-    """The outcome where a load with CPU offload fails or finds no step count; else ``None``."""
+    """The outcome if a load with CPU offload fails or finds no step count; else ``None``."""
     written = OFFLOADED in part.facts
     uncounted = written and not part.facts["counted"]
     plain = live.on_host is not None and not live.asked_aware
@@ -212,7 +212,7 @@ def _cannot_count(part: Part, live: Live, shimmed: bool, mended: bool) -> Outcom
 
 
 def _judge_left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
-    """The outcome where, without ``offloaded``, states miss the inner optimizers; else ``None``."""
+    """The outcome if states would not reach the inner optimizers; otherwise ``None``."""
     sharding = part.facts.get("sharding")
     if live.on_host is None:
         return None
@@ -226,7 +226,7 @@ def _judge_left_out(part: Part, live: Live, mended: bool) -> Outcome | None:
 
 
 def _with_shim(part: Part, live: Live) -> Outcome:
-    """The outcome with the seams of ``checkpoint``."""
+    """The outcome of a resume with the seams of ``checkpoint``."""
     for name in (MASTER, *live.moments):
         for stored in part.dtypes(name):
             if how_read(stored, "fp32", master=name == MASTER) == "cast":
@@ -252,7 +252,7 @@ def _with_shim(part: Part, live: Live) -> Outcome:
 
 
 def _without(part: Part, live: Live) -> Outcome:
-    """The outcome with Megatron's ``DistributedOptimizer`` alone."""
+    """The outcome of a resume with Megatron's ``DistributedOptimizer`` alone."""
     lost = _masters_without(part, live)
     if lost is not None:
         return lost
@@ -269,7 +269,7 @@ def _masters_without(part: Part, live: Live) -> Outcome | None:
         and sharding == "dp_reshardable"
         and release(version_of("megatron-core", ("megatron",)) or "") < _TAKES_PADDING
     ):
-        # Before that release Megatron passes a bool named 'padding' to FusedAdam.
+        # Before 0.17 Megatron passes a bool named 'padding' to FusedAdam.
         return Outcome(FAILS, "this Megatron cannot load a precision-aware optimizer in this form")
     if live.remainders and not remainders:
         if sharding in KEEPING:
@@ -309,7 +309,7 @@ def _kept(live: Live) -> str:
 
 
 def _scaler(part: Part, live: Live) -> Outcome | None:
-    """The outcome for Megatron's own scaler; ``None`` where it continues from the checkpoint."""
+    """The outcome for Megatron's own scaler; ``None`` if it continues from the checkpoint."""
     if live.params != "fp16":
         return None
     if part.scaler.state == "damaged":

@@ -1,21 +1,21 @@
-"""The resume of Megatron's optimizer for CPU offload, where the user made it precision-aware.
+"""Resume Megatron's optimizer for CPU offload exactly, if the user made it precision-aware.
 
-``HybridDeviceOptimizer`` steps copies of the parameters in inner optimizers: torch's AdamW on the
-host, FusedAdam on the GPU. It has no states before its first step, so
-``DistributedOptimizer.load_state_dict`` makes some with ``dummy_step``, a step on random gradients.
-Megatron then loads a checkpoint into the outer optimizer's states. The following parts do not reach
-the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
+``HybridDeviceOptimizer`` has inner optimizers, which update copies of the parameters with torch's
+AdamW on the host and with FusedAdam on the GPU. ``HybridDeviceOptimizer`` has no states before its
+first step, so ``DistributedOptimizer.load_state_dict`` makes states with ``dummy_step``, a step on
+random gradients. Megatron then loads a checkpoint into the outer optimizer's states. Parts of the
+checkpoint do not reach the inner optimizers (megatron-core 0.15 to 0.19, without a warning):
 
-- ``dp_reshardable``, which 0.15 cannot save: AdamW's step counts stay at 1, from the dummy step.
-- ``dp_zero_gather_scatter``: the copies keep the values of the dummy step.
-- Every sharding type: the loaded groups have the step count, and every step copies the groups over
-  those of the inner optimizers. FusedAdam keeps its count in its groups, so it counts each step as
-  the first one after the checkpoint.
-- Where nothing is on the host, Megatron saves no step count: FusedAdam counts from 1 again.
+- With ``dp_reshardable`` (which 0.15 cannot save), AdamW's step counts are 1 after a resume.
+- With ``dp_zero_gather_scatter``, the parameters' copies keep the values of the dummy step.
+- With every sharding type, each step copies the loaded groups with the loaded step count over the
+  inner optimizers' groups. FusedAdam stores its step count in its groups, so FusedAdam counts each
+  step as the first step after the checkpoint.
+- If nothing is on the host, Megatron saves no step count, and FusedAdam counts from 1 again.
 
-SkyRL itself patches the first of these, in its own process.
+SkyRL itself patches the error with ``dp_reshardable``, in its own process.
 
-Delete when: Megatron's own resume is exact; tests/audit/test_offload_resume.py fails then.
+Delete when: Megatron's own resume is exact, so that tests/audit/test_offload_resume.py fails.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DELETE_WHEN = "Megatron resumes a precision-aware HybridDeviceOptimizer exactly
 
 
 def _offloads(inner: Any) -> bool:
-    """Whether an optimizer is Megatron's HybridDeviceOptimizer, without an import of its module."""
+    """Whether an optimizer is a HybridDeviceOptimizer, found without importing its module."""
     return hasattr(inner, "param_to_inner_param")
 
 
@@ -70,7 +70,7 @@ def _counts(groups: list[dict[str, Any]]) -> set[int]:
     optional=True,
 )
 def hand_count_over(call: Call) -> Any:
-    """Pass a loaded step count to the inner optimizers once; from then on they count themselves."""
+    """Pass a loaded step count to the inner optimizers only once, since they count later steps."""
     result = call.proceed()
     for group in call.instance.param_groups:
         group.pop("step", None)
@@ -95,11 +95,11 @@ def hand_count_over(call: Call) -> Any:
     optional=True,
 )
 def save_count(call: Call) -> Any:
-    """Save the step count of FusedAdam's groups where nothing is on the host.
+    """Save the step count of FusedAdam's groups if nothing is on the host.
 
-    An optimizer that is not precision-aware gets none: a count in its checkpoint would make
-    Megatron's load end in a KeyError. That holds even in SkyRL, whose patches make that load work
-    otherwise.
+    If an optimizer is not precision-aware, the shim saves no step count. With a count, Megatron's
+    load of such an optimizer would end with a KeyError. SkyRL's patches, which make a load without
+    a count work, do not prevent this KeyError.
     """
     result = call.proceed()
     inner, config = call.instance.optimizer, call.instance.config
@@ -123,10 +123,10 @@ def save_count(call: Call) -> Any:
     optional=True,
 )
 def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
-    """Give the inner optimizers the loaded step count and master weights.
+    """Copy the loaded step count and master weights to the inner optimizers.
 
     Raises:
-        CheckpointLayoutError: the checkpoint is an offloading optimizer's and has no step count.
+        CheckpointLayoutError: a checkpoint of an optimizer for CPU offload has no step count.
     """
     if "param_state" not in state_dict:
         return call.proceed()
@@ -145,15 +145,13 @@ def load_what_is_stepped(call: Call, state_dict: Any) -> Any:
     inner = call.instance.optimizer
     if not _offloads(inner):
         return result
-    # A checkpoint without a count comes from another kind of optimizer, saved before its first
-    # step.
+    # A checkpoint without a count is from another kind of optimizer, before its first step.
     count = float(next(iter(counts), 0))
     for state in inner.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = torch.tensor(count)
     with torch.no_grad():
         inner._sync_hdo_state_to_sub_optimizers()
-        # Now the states refer to the master weights that the inner optimizers step, as after a
-        # step.
+        # Make the states refer to the inner optimizers' master weights, as each step does.
         inner._sync_sub_optimizers_state_to_hdo()
     return result

@@ -1,15 +1,15 @@
-"""One parameter's states in Megatron's optimizer checkpoints: saved and loaded.
+"""Save and load one parameter's states in Megatron's optimizer checkpoints.
 
 For every sharding type, ``DistributedOptimizer`` reads and writes a parameter's master weights and
-moments through one pair of methods. ``checkpoint`` explains how the shim converts them and why.
-Three properties of Megatron and TransformerEngine prevent an exact resume:
+moments through one pair of methods. The docstring of ``checkpoint`` explains how and why the shim
+converts master weights. Three properties of Megatron and TransformerEngine prevent an exact resume:
 
 - FusedAdam keeps int16 remainders under the name ``master_param``.
 - FusedAdam fills the master weights of an fp32 parameter once and never updates them.
-- Megatron finds a parameter's states by its position in its group. Where fp32 and 16-bit parameters
-  share a group, Megatron numbers the positions in another order than it fills them.
+- Megatron finds a parameter's states by the parameter's position in its group. In a group with both
+  fp32 and 16-bit parameters, Megatron numbers the positions in another order than it fills them.
 
-Delete when: ``checkpoint``'s reasons are gone, and Megatron numbers positions as it fills them.
+Delete when: ``checkpoint`` can be deleted, and Megatron numbers positions in the order of filling.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _loading: weakref.WeakKeyDictionary[Any, list[CheckpointLayoutError]] = weakref.
 
 
 def _precision_aware(optimizer: Any) -> bool:
-    """Whether FusedAdam keeps the master weights; false for Megatron's offloading optimizer."""
+    """Whether FusedAdam keeps the master weights; false for the optimizer for CPU offload."""
     return bool(
         optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         and hasattr(optimizer.optimizer, "get_unscaled_state")
@@ -68,11 +68,11 @@ def _shard_of(optimizer: Any, model_param: Any) -> Any:
     "shard_float16_params_this_group",
 )
 def place_fp32_first(call: Call) -> Any:
-    """Number the positions in a group of several dtypes as Megatron fills them: fp32 shards first.
+    """Number the positions in a group of several dtypes as Megatron fills them, fp32 shards first.
 
-    Megatron numbers them in the order of its buffers instead, and so takes one parameter's states
-    for another's. A save then fails with an error about sizes, or exchanges the states of two
-    parameters of the same size.
+    Megatron numbers the positions in the order of its buffers, and so mistakes one parameter's
+    states for another's. In Megatron's order a save fails with an error about sizes, or exchanges
+    the states of two parameters of the same size.
     """
     known, ranges = result = call.proceed()
     places = {}
@@ -94,15 +94,15 @@ def place_fp32_first(call: Call) -> Any:
     "optimizer",
 )
 def join_states(call: Call, model_param: Any) -> Any:
-    """Return the fp32 master weights where FusedAdam keeps remainders or stale master weights."""
+    """Return the fp32 master weights if FusedAdam keeps remainders or stale master weights."""
     tensors = call.proceed()
     shard, kept = _shard_of(call.instance, model_param).detach(), tensors["param"]
     if model_param.dtype is torch.float32:
-        # Copy where a load reads into this tensor: ``_own_master`` compares the loaded values with
-        # the parameter, so the load must not write into the parameter itself.
+        # Copy the shard for a load, which must not write into the parameter itself, because
+        # ``_own_master`` compares the loaded values with the parameter.
         tensors["param"] = shard.to(kept.device, copy=into_place.get())
     elif _precision_aware(call.instance) and kept.dtype is torch.int16 and not as_they_are.get():
-        # Use the remainder's device: verl saves while the optimizer is offloaded.
+        # Use the remainder's device, because verl saves while the optimizer is offloaded.
         tensors["param"] = join_master(shard.to(kept.device), kept)
     return tensors
 
@@ -117,22 +117,22 @@ def join_states(call: Call, model_param: Any) -> Any:
     "_get_model_param_range_map",
 )
 def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
-    """Split loaded fp32 master weights again; refuse states that cannot continue exactly.
+    """Fit loaded master weights to the optimizer; refuse states that cannot continue exactly.
 
     Raises:
         CheckpointLayoutError: the checkpoint's states would be rounded, or are remainders that
             were stored as numbers.
     """
     optimizer = call.instance
-    # Up to 0.16 dp_reshardable passes a bool named 'padding' along, which FusedAdam rejects.
+    # Up to Megatron 0.16, dp_reshardable also passes a bool 'padding', which FusedAdam rejects.
     tensors = {key: value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
     try:
         _refuse_what_is_lost(optimizer, model_param, tensors)
     except CheckpointLayoutError as error:
         if optimizer not in _loading:
             raise
-        # ``spread_parameters`` raises it on all ranks, after each went through the loader's
-        # collectives: an error here would make the other ranks wait forever.
+        # Do not raise here, because the other ranks would wait forever. After the loader's
+        # collectives, ``spread_parameters`` raises the stored error on all ranks.
         _loading[optimizer].append(error)
         return None
     value = tensors["param"]
@@ -147,7 +147,7 @@ def split_states(call: Call, model_param: Any, tensors: Any) -> Any:
         _fit_master(optimizer, _shard_of(optimizer, model_param), tensors)
     # FusedAdam scales the passed tensor in place.
     before = tensors["param"].clone() if _keeps_scaled_masters(optimizer, model_param) else None
-    # Two sharding types load with gradients enabled, where torch refuses writes to an fp32 shard.
+    # Two sharding types load with gradients enabled: torch would refuse writes to an fp32 shard.
     with torch.no_grad():
         result = call.proceed()
     if before is not None:
@@ -193,7 +193,7 @@ def _fit_master(optimizer: Any, shard: Any, tensors: dict[str, Any]) -> None:
     if value.dtype is torch.int16 and master.dtype is not torch.int16:
         tensors["param"] = join_master(shard.detach(), value.to(shard.device))
     elif value.dtype is not torch.int16 and master.dtype is torch.int16:
-        # Write the parameter too: FusedAdam rounds ties away from zero, Megatron to even.
+        # Write the parameter too, since FusedAdam rounds ties away from zero, and Megatron to even.
         rounded, tensors["param"] = split_master(value.float().to(shard.device))
         shard.data.copy_(rounded)
 
@@ -206,8 +206,7 @@ def _refuse_what_is_lost(optimizer: Any, model_param: Any, tensors: dict[str, An
         return model_shard(optimizer, model_param)
 
     def as_numbers() -> bool:
-        # An fp32 parameter has no remainders; the ones that a norm starts with may look like
-        # remainders.
+        # An fp32 parameter has no remainders, but a norm's initial values of 1 may look like them.
         return model_param.dtype is not torch.float32 and looks_like_remainders(value, live)
 
     lost = master_is_lost(
@@ -269,10 +268,10 @@ def model_shard(optimizer: Any, model_param: Any) -> torch.Tensor:
     "data_parallel_group",
 )
 def spread_parameters(call: Call, state_dict: Any) -> Any:
-    """Raise on all ranks if one rank refused; all-gather the parameters as a step would.
+    """Raise on all ranks if one rank refused the states; all-gather the parameters.
 
     Raises:
-        CheckpointLayoutError: ``split_states`` refused on this rank or on another one.
+        CheckpointLayoutError: ``split_states`` refused the states on this or on another rank.
     """
     optimizer = call.instance
     refused: list[CheckpointLayoutError] = []
@@ -283,7 +282,7 @@ def spread_parameters(call: Call, state_dict: Any) -> Any:
         del _loading[optimizer]
     if "param_state" not in state_dict:
         return result
-    # Ranks own different parameters: a rank that refused nothing would wait for the others forever.
+    # Ranks own different parameters: if only one rank raised, the other ranks would wait forever.
     device = next(iter(optimizer.model_param_group_index_map), torch.zeros(0)).device
     flag = torch.tensor([float(bool(refused))], device=device)
     torch.distributed.all_reduce(
