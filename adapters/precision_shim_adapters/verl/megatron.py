@@ -101,8 +101,8 @@ def has_fields() -> bool:
 def _opt_in(optim_config: Any, fields: bool) -> dict[str, Any]:
     """The values of verl 0.9's opt-in fields in the config, with dtype names coerced.
 
-    If verl has the fields, False may be the default, so False means no opt-in. If verl lacks the
-    fields, the user wrote every opt-in field that the config has.
+    A verl without these fields adds none to the config, so the user wrote each that is there. A verl
+    with them adds ``False`` as the default, so ``False`` does not count as the user's choice.
     """
     values = {key: _read(optim_config, key) for key in PRECISION_AWARE_FIELDS}
     if fields and not values[PRECISION_AWARE]:
@@ -351,7 +351,7 @@ def engine_build(call: Call) -> Any:
     optional=True,
 )
 def legacy_build(call: Call, optim_config: Any, override_ddp_config: Any) -> Any:
-    """Announce that 0.7.1's worker builds a model (a reference model has no optimizer)."""
+    """Announce that a worker of verl 0.7.1 builds a model."""
     worker = call.instance
     actor = _read(worker.config, "actor")
     config = (worker.config if actor is None else actor).megatron

@@ -89,7 +89,7 @@ def announce(call: Call) -> Any:
 
 
 def _tell_meter(engine: Any, *before: str) -> None:
-    """Pass to the meter the dtypes to which weights are rounded, ``before`` and the rollout's."""
+    """Tell the meter to which dtypes weights are rounded: those in ``before``, then the rollout's."""
     lora = getattr(getattr(engine, "model_config", None), "lora", None) or {}
     merged = bool(lora.get("merge"))
     if merged and not hasattr(engine, "_merged_lora_per_tensor_param"):

@@ -25,7 +25,7 @@ class Precision:
         copies: whether the step makes fp32 copies of the owned gradients.
         unpacks: the moments that the step converts to fp32, a whole parameter group at a time.
         offloaded: share of the optimizer states in the host's memory, from 0 to 1.
-        offload_keeps_master: whether masters of offloaded states are also on the GPU.
+        offload_keeps_master: whether the GPU keeps a copy of the fp32 masters that are on the host.
     """
 
     params: str

@@ -80,7 +80,7 @@ def refuse_capturable(
     asked_remainders: bool,
     remainders: bool,
 ) -> None:
-    """Raise the version's error for ``capturable=True``, or else an error about CUDA graphs.
+    """Raise an error for ``capturable=True``, as the TransformerEngine version does.
 
     Args:
         version: a TransformerEngine version.

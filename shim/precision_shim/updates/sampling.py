@@ -70,7 +70,7 @@ class Sample:
 
 
 def few(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """Return elements of a tensor at equal distances, as a view of this rank's shard.
+    """Return evenly spaced elements of this rank's shard of a tensor, as a view.
 
     Args:
         tensor: any tensor.

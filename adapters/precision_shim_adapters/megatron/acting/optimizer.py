@@ -1,4 +1,4 @@
-"""Coerce dtypes in Megatron's OptimizerConfig, choose its fields, compare it with the model.
+"""Coerce dtypes in Megatron's OptimizerConfig, set its fields, compare it with the model.
 
 Every config runs ``OptimizerConfig.__post_init__``, even with a subclass or deferred validation.
 Each framework has its own function that fills the config, and its adapter calls ``settle`` in a
