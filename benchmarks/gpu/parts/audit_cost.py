@@ -1,4 +1,4 @@
-"""Part 7: what an audit costs in a real step, and its bytes beside the allocator's."""
+"""Part 7: the time of an audit after a real step, and its bytes compared with the allocator's."""
 
 from __future__ import annotations
 
