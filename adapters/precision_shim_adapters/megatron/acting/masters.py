@@ -25,11 +25,11 @@ from ..deciding.wishes import DISPATCH, SCALING
 from .build import megatron_label
 
 FEATURES = (DISPATCH, SCALING)
-"""The seams act if one of the two is on; both need correct master weights."""
+"""The seams in this file act if one of these two features is on; both need correct masters."""
 
 GROUP = "megatron weights alone"
 PATHS = {GROUP: "Megatron (weights loaded without states)"}
-"""Maps the group to the name that users know."""
+"""Maps the group of this file's seams to its name for users."""
 
 UPSTREAM = "https://github.com/NovaSky-AI/SkyRL/pull/2149"
 
