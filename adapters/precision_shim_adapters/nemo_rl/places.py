@@ -84,8 +84,7 @@ class Worker:
 
 INHERITED = "workers under other names inherit from this class"
 EXPORTED = "the actor class, as NeMo-RL looks it up by name and Ray exports it"
-"""``INHERITED`` is the ``why`` of seams on an actor class's base class, ``EXPORTED`` on the actor
-class."""
+"""The ``why`` of seams: ``INHERITED`` on an actor class's base, ``EXPORTED`` on the actor class."""
 
 
 _CLIP_V1 = "nemo_rl.models.dtensor.parallelize:get_grad_norm"
@@ -101,8 +100,7 @@ _V2 = ("DTensorPolicyWorkerV2", V2)
 _V2_OLD = f"{_OLD}.dtensor_policy_worker_v2"
 _V2_NEW = f"{_NEW}.dtensor_policy_worker_v2"
 _CLIPS_AS_BEFORE = f"{_V2_NEW}:DTensorPolicyWorkerV2 mentions get_grad_norm"
-"""Holds for a NeMo-RL of the weeks before 0.5: the V2 worker is in its new module, but clips as in
-0.4."""
+"""A condition that held for weeks before 0.5: the V2 worker had moved, but clipped as in 0.4."""
 
 DTENSOR = (
     Worker(_V1_OLD, *_V1, only_if=(_V1_OLD,)),
@@ -145,7 +143,7 @@ SYNC = Worker(f"{_VLLM}.vllm_worker", "VllmGenerationWorker", "vllm workers", op
 ASYNC = Worker(
     f"{_VLLM}.vllm_worker_async", "VllmAsyncGenerationWorker", "vllm workers", optional=True
 )
-"""Generation workers on vLLM: ``SYNC`` on ``LLM``, ``ASYNC`` on ``AsyncLLM``; importable since 0.7."""
+"""vLLM's generation workers: ``SYNC`` has an ``LLM``, ``ASYNC`` an ``AsyncLLM``; since 0.7."""
 
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)

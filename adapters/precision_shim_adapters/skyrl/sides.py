@@ -36,8 +36,7 @@ InForce = Callable[[str, str], bool]
 """A function of a feature and a group of seams: whether the feature is in force in the workers."""
 
 _OVER = ("engine_init_kwargs", "prefill_init_kwargs", "decode_init_kwargs")
-"""Sections whose values override SkyRL's own settings of the engines. SkyRL 0.4 and later have the
-last two sections."""
+"""Sections that override SkyRL's own engine settings; before 0.4 SkyRL has only the first one."""
 
 _FP16 = "transformer_config_kwargs.fp16"
 _AUTOCAST = "SkyRL runs the model under an autocast to bf16"

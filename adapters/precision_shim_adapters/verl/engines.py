@@ -51,8 +51,7 @@ SINCE = {
     TITAN: (f"{TITAN}.__init__ mentions ParamGroupConfig",),  # 0.9.0
     TURBO: ("verl.workers.engine.fsdp.fsdp_turbo_impl",),  # 0.9.1
 }
-"""Maps an engine to conditions on verl's source. They hold in every verl in which the shim scales
-the engine's loss, and in no older verl."""
+"""Maps an engine to conditions that hold in exactly the verls in which the shim scales its loss."""
 
 _WHEN = "the engine scales fp16 losses"
 

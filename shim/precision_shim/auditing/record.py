@@ -18,8 +18,7 @@ COMPONENTS = (
     "exp_avg_sq",
     "other",
 )
-"""Kinds of tensors of an optimizer and its model. If two kinds share a storage, the storage counts
-for the kind that is first in this list."""
+"""Kinds of tensors of an optimizer and its model; a storage of two kinds counts for the first."""
 
 OF_MODEL = ("params", "frozen", "grad_buckets")
 """Components of the model. All other components are sharded like the optimizer states."""

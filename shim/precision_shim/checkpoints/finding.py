@@ -20,8 +20,7 @@ _DEPTH = 5
 """Maximum number of nested directories in which a model's files are searched."""
 
 _ORDER = (MEGATRON, DCP, SHARDS, SAFETENSORS)
-"""Order of preference: if a model's directory has several kinds of files, states are read from the
-first kind in this list."""
+"""If a model's directory has several kinds of files, the first kind in this list has the states."""
 
 
 def find(path: Path, framework: str | None = None) -> list[Part]:

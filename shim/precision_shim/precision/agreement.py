@@ -19,16 +19,14 @@ CANONICAL: Mapping[str, str] = {name: canonical for canonical, name in ENGINE_NA
 """The inverse of ``ENGINE_NAMES``."""
 
 AUTO, FP8 = "auto", "fp8"
-"""Values of an engine's dtype that name no compute dtype: ``auto`` means the checkpoint's dtype,
-and ``fp8`` means weights quantised to fp8."""
+"""Values that name no dtype: ``AUTO`` means the checkpoint's dtype, ``FP8`` weights in fp8."""
 
 NO_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
 """``model_type`` of each model that vLLM refuses to run in fp16, because its activations overflow:
 ``_FLOAT16_NOT_SUPPORTED_MODELS`` in vLLM's ``config/model.py``."""
 
 _OF_FP32 = {"vllm": "bf16", "sglang": "fp16"}
-"""Maps an engine to the dtype that ``auto`` means for an fp32 checkpoint. vLLM's dtype holds for
-GPUs that support bf16."""
+"""Maps an engine to its dtype for ``auto`` and an fp32 checkpoint; vLLM's holds on a bf16 GPU."""
 
 
 @dataclass(frozen=True)

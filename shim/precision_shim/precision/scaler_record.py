@@ -19,8 +19,7 @@ from .belonging import are_fingerprints
 
 KIND = "precision_shim.loss_scaler"
 FORMAT = 2
-"""Version of the record's format. A reader accepts versions up to this one. Format 1 had no
-``files``."""
+"""Version of the record's format. A reader also accepts version 1, which has no ``files``."""
 
 FILE_NAME = "precision_shim_scaler.json"
 """Name of a scaler record's file in a checkpoint that is a directory."""

@@ -39,8 +39,7 @@ _AHEAD = {
     "pending": "would be in force",
     "partly pending": "would be in force beside {name}'s own",
 }
-"""The doctor's words for verdicts. The doctor imports no framework, so that a pending seam counts
-as patched in a job."""
+"""The doctor's words for verdicts; in the doctor, ``pending`` means that a job would be patched."""
 
 
 def screen(status: Status) -> str:

@@ -85,9 +85,8 @@ _ADDED = "_precision_shim_added"
 ``pickle`` keep the attribute, although it is no dataclass field."""
 
 _OWN = ("adam_eps", "sgd_momentum")
-"""Fields whose floats the shim replaces by new, equal objects in a config with ``_ADDED``.
-``dataclasses.replace`` drops ``_ADDED`` but keeps these floats. The shim recognizes the new config
-by the ``id`` of the floats."""
+"""Fields whose floats the shim replaces by new, equal objects in a config with ``_ADDED``. A copy
+by ``dataclasses.replace`` lacks ``_ADDED``; the shim recognizes it by the ``id`` of the floats."""
 
 _own_floats: dict[int, float] = {}
 """Maps the ``id`` of each new float in an ``_OWN`` field to the float: written by
