@@ -6,7 +6,7 @@
 The rollout is the real vLLM on a CPU, in this process; the trainer is transformers' model. Both
 have the same random weights, and the trainer computes the log probabilities of the tokens that the
 rollout sampled. A run takes four minutes on one core. Install tests/environments/vllm-0.30.0.txt
-with its overrides file in the same folder; a comment there names the build of vLLM.
+with vllm-overrides.txt. The first comment in vllm-0.30.0.txt names the build of vLLM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGE = ROOT / "docs" / "both-sides.md"
 BEGIN, END = "<!-- computed:mismatch -->", "<!-- /computed:mismatch -->"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WIRE = "fp16, its weights rounded to bf16 on the way"
-"""Name of a rollout of an fp16 trainer: it computes in fp16, with weights rounded to bf16."""
+"""Name of the rollout that gets an fp16 trainer's weights rounded to bf16, and computes in fp16."""
 
 ENGINE_SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process
@@ -128,7 +128,7 @@ def load_vllm() -> Any:
 
 @contextmanager
 def engine(folder: Path, dtype: str, length: int, **more: Any) -> Iterator[Any]:
-    """A vLLM engine in this process; leaving the block frees it.
+    """A vLLM engine in this process; the end of the ``with`` block frees the engine.
 
     Args:
         folder: the checkpoint's folder.
@@ -186,7 +186,7 @@ def score(model: Any, sampled: Sampled, dtype: torch.dtype) -> torch.Tensor:
 
     The trainer's weights are rounded to ``dtype`` once, as in FSDP and Megatron, and the trainer
     computes under autocast. ``log_softmax`` is computed in fp32, as under CUDA's autocast. A CPU's
-    autocast would compute it in 16 bits, a rounding that no trainer on a GPU has.
+    autocast would compute ``log_softmax`` in 16 bits, a rounding that no trainer on a GPU has.
     """
     new = sampled.logprobs.shape[1]
     rounded = copy.deepcopy(model).to(dtype)
@@ -226,7 +226,7 @@ def name_in_vllm(dtype: torch.dtype) -> str:
 
 
 def table(runs: Sequence[dict[tuple[str, str], Mismatch]]) -> str:
-    """Median, minimum and maximum over the seeds, as a Markdown table.
+    """A Markdown table of the mismatches: median, minimum and maximum over the seeds.
 
     The last column is k3 divided by the k3 of a bf16 trainer and a bf16 rollout of the same seed.
     """
@@ -250,7 +250,7 @@ def table(runs: Sequence[dict[tuple[str, str], Mismatch]]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The median, and in brackets minimum and maximum."""
+    """The values' median, with minimum and maximum in brackets, as text."""
     return f"{_short(median(values))} ({_short(min(values))} to {_short(max(values))})"
 
 

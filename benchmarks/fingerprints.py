@@ -1,8 +1,8 @@
 """Measures a file's fingerprint in a scaler's record: bytes read and seconds, by the file's size.
 
 Run: ``python benchmarks/fingerprints.py [GIBIBYTES ...]`` (default: 0.001 0.1 1). ``torch.save``
-writes each file, with that many GiB of optimizer state in tensors of 4 MiB. The fingerprint is
-computed right after the file was written, as the shim does it.
+writes each file, with GIBIBYTES of optimizer state in tensors of 4 MiB. The program computes the
+fingerprint right after it has written the file, as the shim does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from precision_shim.precision import belonging
 
 TENSOR = 1 << 20
-"""Elements of a tensor: 4 MiB in float32."""
+"""Number of elements in a tensor, which has 4 MiB in float32."""
 
 
 def bytes_read() -> int:

@@ -1,4 +1,4 @@
-"""Computes the figures of docs/numerics.md on precisions and the errors of each.
+"""Computes the figures of docs/numerics.md: the rounding errors of each precision.
 
     python benchmarks/numerics.py            # prints the tables
     python benchmarks/numerics.py --write    # writes tables and plots into docs
@@ -61,7 +61,7 @@ def second_moment(betas: Sequence[float] = (0.999, 0.99, 0.95), steps: int = 800
 
     Each element starts at 1, as after a long training with gradients of standard deviation 1. The
     gradients ``g`` then have standard deviation 0.1. Each step computes ``v <- beta2 v + (1 -
-    beta2) g^2`` and rounds to bf16. The curve divides the means over the elements.
+    beta2) g^2`` and rounds to bf16. The curve is the elements' mean divided by the exact mean.
     """
     shown = range(0, steps + 1, 50)
     elements = torch.arange(64)

@@ -5,8 +5,8 @@
 
 The runs are those of ``precision-shim demo --rl``: GRPO with verl's own ``main_ppo`` and vLLM, on a
 CPU, one after another, two minutes each. With --logs DIR verl's logs stay in DIR, and a run whose
-log is in DIR is not repeated. One run more than in the demo has an fp16 trainer and an fp16
-rollout with weights rounded to bf16. `tox run -e demo-rl` makes the environment.
+log is in DIR is not repeated. A run that the demo lacks has an fp16 trainer, and an fp16 rollout
+with weights rounded to bf16. `tox run -e demo-rl` makes the environment.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python benchmarks/startup.py --rounds 101 --torch /path/to/python-with-torch
 
 Each case has its own environment. All environments have the same interpreter and differ only in
-site-packages. A second set has no bytecode in site-packages, as after an install by uv and in many
-images, and writes none (PYTHONDONTWRITEBYTECODE=1). "a package" is an import from site-packages,
-because nearly every process has one.
+site-packages. A second set of environments has no bytecode in site-packages, as after an install by
+uv and in many images, and writes no bytecode (PYTHONDONTWRITEBYTECODE=1). Cases named "a package"
+import a package from site-packages, as nearly every process does.
 Each round runs all cases in a new random order, and each figure is a median over the rounds. The
 difference of two cases is the median of their differences within a round. On an idle machine wall
 and processor time agree; on a busy machine only processor time is reliable.

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"python -m benchmarks.gpu: {missing}", file=sys.stderr)
             return plan.NO_GPU
     store = Store(options.out, parts, dry_run=options.dry_run, minutes=options.minutes)
-    # SIGTERM then ends the run as Ctrl-C does: the results so far are printed.
+    # SIGTERM ends the run as Ctrl-C does, and the results so far are printed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         Runner(store, parts, dry=options.dry_run, minutes=options.minutes).run()

@@ -1,7 +1,7 @@
 """An independent Adam with low-precision states, with which the dry run compares the stand-in.
 
-A GPU's compiler may contract a product and a sum into one rounding; this code always does so. It
-computes product and sum in fp64, where the product is exact, and rounds the sum to fp32.
+A GPU's compiler may contract a product and a sum into one rounding; this module always contracts
+them. Products and sums are computed in fp64, where products are exact, and sums rounded to fp32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FP32, FP8 = torch.float32, torch.float8_e4m3fn
 
 
 class AdamByHand:
-    """The part of FusedAdam's interface that the comparison needs."""
+    """Adam with the part of FusedAdam's interface that the comparison needs."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ def _rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _half_up(value: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to bf16, ties away from zero: the remainder is then the lower 16 bits."""
+    """Round fp32 masters to bf16, ties away from zero: a remainder is a master's lower 16 bits."""
     bits = value.view(torch.int32)
     return ((bits + 0x8000) & ~0xFFFF).view(FP32).bfloat16()
 

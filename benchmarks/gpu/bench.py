@@ -47,10 +47,10 @@ class Bench:
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """Report an error in the block as a check that does not hold; the part continues."""
+        """Report an error in the ``with`` block as a failed check; the part continues."""
         try:
             yield
-        except Exception as error:  # whatever it is
+        except Exception as error:  # any error
             traceback.print_exc()
             text = str(error).strip()[:1000] or "(no message)"
             self.check(f"{what}: runs to its end", False, f"{type(error).__name__}: {text}")

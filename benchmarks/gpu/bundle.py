@@ -27,7 +27,7 @@ BUILT = ROOT / ".tox" / "transformer-engine"
 BINDING = "transformer-engine-torch"
 PYTHON = "3.12"
 GLIBC = (17, 24, 27, 28, 31, 34, 35)
-"""Minor glibc versions of the manylinux tags: pip accepts only tags that its command names."""
+"""Minor glibc versions of the manylinux tags: pip accepts only tags that are named."""
 PIECE_MIB = 60
 ARCHIVE, SUMS, UNPACK = "proof.tar", "SHA256SUMS", "unpack.sh"
 

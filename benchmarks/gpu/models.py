@@ -13,7 +13,7 @@ from .place import Place
 
 NAME = "proof-trainer"
 WHOLE_TABLE = "follow-model"
-"""``PRECISION_SHIM_OPTIMIZER_STATES`` that makes main grads and moments of a bf16 model bf16."""
+"""Value of the setting ``optimizer_states`` with which a bf16 model has bf16 grads and moments."""
 BETA2 = 0.95
 """With this beta2 a bf16 second moment can decay; the runs without the shim use it too."""
 
@@ -72,7 +72,7 @@ def trainer(
     optimizer: Mapping[str, Any] | None = None,
     lr: float = 1e-3,
 ) -> Any:
-    """Build a trainer, which the shim patches if it is installed."""
+    """Build a trainer. If the shim is installed, it patches the trainer."""
     from megatron.core import tensor_parallel
     from proof_trainer.trainer import Config, Trainer  # type: ignore[import-not-found]
 

@@ -166,7 +166,7 @@ _place: Place | None = None
 
 
 def enter(dry: bool, stack: ExitStack, tell: Callable[..., None]) -> Place:
-    """Return this process's ``Place``; the first call sets it up until ``stack`` is closed."""
+    """Return this process's ``Place``. The first call sets it up; ``stack`` ends it."""
     global _place
     if _place is None:
         engine = stack.enter_context(on_cpu() if dry else on_gpu())
@@ -185,7 +185,7 @@ def on_cpu() -> Iterator[str]:
     )
 
     torch.set_num_threads(1)
-    # If Megatron can import TransformerEngine, it calls kernels that need a GPU.
+    # Megatron calls kernels that need a GPU if it can import TransformerEngine.
     own = {name: sys.modules[name] for name in list(sys.modules) if name.startswith(ENGINE)}
     for name in own:
         del sys.modules[name]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LOG_NAME = "proof.log"
 ENDED = "the run was ended from outside"
 GRACE_S = 5.0
-"""Seconds that a worker has to end, first by itself and then after SIGTERM; then it is killed."""
+"""Seconds that a worker has to end by itself, and again after SIGTERM, before SIGKILL."""
 
 
 class Runner:
@@ -131,13 +131,13 @@ class Runner:
 def environment(batch: Sequence[Part]) -> dict[str, str]:
     """The environment variables of a worker, without the shim's variables.
 
-    Those would make the shim's start-up file patch frameworks; only the parts call ``install()``.
+    With the shim's variables the start-up file would patch frameworks before a part asks for it.
     """
     names = {key: text for key, text in os.environ.items() if not key.startswith("PRECISION_SHIM")}
     site = str(Path(__file__).with_name("site"))
     names["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
     names["PYTHONUNBUFFERED"] = "1"
-    # The GPU then executes kernels in launch order, which Megatron's collectives rely on.
+    # With one connection the GPU executes kernels in launch order, as Megatron's collectives need.
     names["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if any(part.repeatable for part in batch):
         # cuBLAS is deterministic only if each stream has its own workspace.

@@ -19,8 +19,8 @@ class Store:
     """The file ``proof.json`` of a run.
 
     A part's ``state`` is ``"waiting"``, ``"running"``, ``"ran"``, ``"failed"``, ``"cut short"``
-    (ended while it ran) or ``"not run"``; the last three states have a ``reason``. A check's
-    ``holds`` is true, false, or null with the reason in ``why``.
+    (the run ended while the part ran) or ``"not run"``. A part in one of the last three states has
+    a ``reason``. A check's ``holds`` is true, false, or null with the reason in ``why``.
     """
 
     def __init__(self, folder: Path, parts: Iterable[Part], **about: Any) -> None:

@@ -102,7 +102,7 @@ def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def demo(asked: argparse.Namespace) -> int:
-    """Run and compare the trainings; return the exit status, 0 if all checks pass."""
+    """Train without and with the shim; return the exit status, which is 0 if all checks pass."""
     try:
         if asked.rl and (done := _rl(asked)) is not None:
             return done
@@ -162,7 +162,7 @@ def _rl(asked: argparse.Namespace) -> int | None:
 
 
 def _shim_settings(texts: list[str]) -> tuple[dict[str, object], Settings]:
-    """The settings from ``--set``, and all settings that are in force with them."""
+    """The settings from ``--set``, and all settings that ``install()`` would use with them."""
     try:
         _settings.switch()
         given = settings_of(texts)

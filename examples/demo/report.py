@@ -21,7 +21,7 @@ from precision_shim.process.settings import FEATURES
 __all__ = ["Check", "Promise", "Tolerance", "check", "draw", "promised", "sparkline", "tolerance"]
 
 _BF16_ULP = 2.0**-7  # the last bit of a number just above a power of two, relative to the number
-_GUARD = 2.0**-8  # a bf16 exp_avg_sq can decay only if 1 - beta2 is larger
+_GUARD = 2.0**-8  # a bf16 exp_avg_sq can decay only if 1 - beta2 is larger than this
 
 _OPT_IN_SINCE = Version("0.9.0.dev0")
 """The first verl whose own config has an option for bf16 optimizer states."""
@@ -65,8 +65,8 @@ def promised(
     Args:
         asked: the dtypes in the settings file, by field of Megatron's OptimizerConfig.
         beta2: Adam's beta2.
-        optimizer_states: ``PRECISION_SHIM_OPTIMIZER_STATES`` as in force; for verl 0.9 and later,
-            ``as-configured`` instead of ``auto``.
+        optimizer_states: ``PRECISION_SHIM_OPTIMIZER_STATES``, but never ``auto`` with verl 0.9 and
+            later, for which ``auto`` means ``as-configured``.
         features: the features in force.
     """
     chooses = optimizer_states != "as-configured"
@@ -90,7 +90,7 @@ def promised(
 
 
 def _optimizer_states(shim: dict[str, Any]) -> str:
-    """The setting ``optimizer_states``; ``auto`` is resolved by the installed verl's version."""
+    """The setting ``optimizer_states``; from verl 0.9 on, ``auto`` becomes ``as-configured``."""
     states = str(shim["settings"].get("optimizer_states", "auto"))
     verl = shim.get("frameworks", {}).get("verl", {}).get("version")
     if states == "auto" and verl and Version(verl) >= _OPT_IN_SINCE:
@@ -260,7 +260,7 @@ def _cell(part: dict[str, Any]) -> tuple[str, str]:
 
 
 def sparkline(values: list[float], width: int, low: float, high: float) -> str:
-    """A curve as one line of ``width`` characters, each the mean of some values."""
+    """Draw a curve as one line of text; each of ``width`` characters shows a mean of values."""
     blocks = "▁▂▃▄▅▆▇█"
     width = min(width, len(values))
     line = ""

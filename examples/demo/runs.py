@@ -58,7 +58,7 @@ class _Run:
             os.close(writer)
 
     def events(self) -> list[dict[str, Any]]:
-        """The events that rank 0 has sent since the last call."""
+        """The events that rank 0 has sent since the last call of ``events``."""
         try:
             while chunk := os.read(self.reader, 65536):
                 self._buffer += chunk

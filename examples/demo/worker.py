@@ -2,7 +2,7 @@
 
 Each rank is a new process, so that the shim is never installed in the run without the shim. The
 rank builds a tiny GPT with verl's own ``get_model``, ``init_megatron_optim_config`` and
-``get_megatron_optimizer``, and trains it. Then it measures dtypes and bytes of the live objects.
+``get_megatron_optimizer``, trains it, and measures dtypes and bytes of the live objects.
 
 ``SPEC`` is a JSON file (:class:`Spec`). Rank 0 writes progress as JSON lines to the file
 descriptor ``FD``, and the result to ``Spec.result``. verl and Megatron print to standard output
@@ -67,7 +67,7 @@ class Spec:
 
     @classmethod
     def read(cls, path: Path) -> Spec:
-        """Read what :meth:`write` wrote."""
+        """Read a spec that :meth:`write` wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{**values, "seeds": tuple(values["seeds"])})
 
@@ -132,7 +132,7 @@ def precision_keys(optim: dict[str, Any]) -> list[str]:
 
 
 def without_precision(optim: dict[str, Any]) -> dict[str, Any]:
-    """``optim`` without the keys that choose a precision, so that verl accepts it unpatched."""
+    """``optim`` without the keys that choose a precision, which verl without the shim refuses."""
     overrides = dict(optim.get("override_optimizer_config") or {})
     for key in precision_keys(optim):
         del overrides[key]

@@ -1,8 +1,8 @@
 """Forks that behave like newly started Python processes, but skip the imports that take longest.
 
 The parent has imported only packages that belong to no framework. A fork receives an environment, a
-folder and arguments, and repeats the start of Python with them. The shim's start-up file, the
-framework's import and a Ray worker, which demos and tests are about, therefore run in the fork.
+folder and arguments, and repeats the start of Python with them. The fork therefore runs all that
+demos and tests examine: the shim's start-up file, the framework's import, a Ray worker.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 Ray's daemons leave their parent's session and overwrite their environment. Neither session nor
 environment therefore shows a daemon's job. As a subreaper, this process becomes the parent of every
 orphan among its descendants. Ray's daemons stay descendants, and no process of another Ray session
-is a descendant. This process kills its descendants when it ends, or when its parent ends. It needs
-Linux, as vLLM's build for CPUs does.
+is a descendant. This process kills its descendants when it ends, or when its parent ends. A
+subreaper needs Linux, as vLLM's build for CPUs does.
 
 With ``--fork`` this process first imports torch and vLLM, and then forks the module's process and
 Ray's workers. Without forks, eight processes would import the same packages, for 14 seconds each.
@@ -164,7 +164,7 @@ def descendants(ancestor: int) -> Iterator[int]:
 
 
 def _memory(process: int) -> int:
-    """Memory of a process in bytes, with its share of shared pages; 0 if it cannot be read."""
+    """Bytes of memory that a process uses, with its share of shared pages; 0 if unreadable."""
     with contextlib.suppress(OSError):
         for line in (_PROC / str(process) / "smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

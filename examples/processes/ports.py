@@ -11,11 +11,11 @@ import random
 __all__ = ["a_range"]
 
 _FIRST, _END = 20_000, 32_000
-"""Bounds: above the ports of Ray's workers (10002 to 19999), below those of Linux (from 32768)."""
+"""Limits above the ports of Ray's workers (10002 to 19999), and below Linux's (from 32768)."""
 
 
 def a_range() -> list[int]:
-    """Return the first port of a range in which to search a free port, and the range's end.
+    """Return the first port to try, and the port after the last port to try.
 
     The first port is random, so that two jobs at the same time seldom try the same ports.
     """

@@ -18,7 +18,7 @@ from ..models import MIDDLE, TINY, WHOLE_TABLE, held, same, shim, trainer
 from ..text import Batches, corpus
 
 STEPS, DRY_STEPS = 2, 1
-"""Number of steps before a checkpoint, and the same number after it."""
+"""Number of steps before a checkpoint, and also after the checkpoint."""
 SHARDINGS = ("dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter")
 AS_CONFIGURED = "as-configured"
 OWN = {"use_precision_aware_optimizer": True}
@@ -167,7 +167,7 @@ def one_row(bench: Bench, row: Row, sharding: str, repeatable: bool) -> None:
 
 
 def outcome(bench: Bench, row: Row, sharding: str, folder: Path) -> tuple[str, str]:
-    """Save and resume; return the outcome and the error's text, which is empty without an error.
+    """Save and resume; return the outcome, and the text of an error or ``""``.
 
     ``EXACT``: states and later losses are equal. ``STATES``: only the states are equal.
     ``REFUSED``: the shim raised an error. The name of an exception class: Megatron or FusedAdam

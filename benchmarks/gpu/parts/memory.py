@@ -21,7 +21,7 @@ SHARE = 0.01
 """Allowed relative difference of the allocator's bytes from the audit's: the allocator rounds
 blocks up, and Megatron keeps a buffer for attention scores."""
 ROOM = 1.15
-"""The model with 7 billion parameters is tried if this many times its bytes are free."""
+"""The model with 7 billion parameters is tried if the GPU has this many times its bytes free."""
 SEVEN_S = 40.0
 """Minimum time for the model with 7 billion parameters, in seconds; a guess."""
 
@@ -36,7 +36,7 @@ class Variant:
         on: whether the shim is on.
         precision: the model's dtype.
         fields: the user's fields of Megatron's OptimizerConfig.
-        promised: whether ``expected`` is a claim to check; if not, it is only reported.
+        promised: whether ``expected`` is checked as a claim, or only reported.
     """
 
     name: str

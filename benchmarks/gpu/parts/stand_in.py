@@ -160,7 +160,7 @@ def report(bench: Bench, name: str, found: dict[str, Found], errors: dict[str, s
 
 
 def legality(bench: Bench, place: Place, real: Any, stand_in: Any) -> None:
-    """Compare which combinations the two constructors accept; two of these were never legal."""
+    """Compare which dtypes the constructors of ``real`` and ``stand_in`` accept."""
     unlike = []
     count = 0
     asked = itertools.chain(
@@ -198,7 +198,7 @@ def _version() -> str:
 
 
 def compare(place: Place, stand_in: Any, other: Any, one: Combination) -> Found:
-    """Run some steps; before each step the stand-in gets the other optimizer's states."""
+    """Run some steps; before each step copy the other optimizer's states into the stand-in."""
     found = Found()
     generator = torch.Generator().manual_seed(5)
     ours, theirs = (_params(place, one.param) for _ in range(2))
@@ -221,7 +221,7 @@ def compare(place: Place, stand_in: Any, other: Any, one: Combination) -> Found:
 
 
 def _params(place: Place, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """Make parameters with absolute values from 0.5 to 2: a step changes each only a little."""
+    """Make parameters with absolute values from 0.5 to 2, which are large compared with a step."""
     generator = torch.Generator().manual_seed(3)
     made = []
     for shape in SHAPES:
@@ -306,7 +306,7 @@ def spacing(dtype: torch.dtype, magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def round_trip(place: Place, adam: Any, one: Combination, found: Found) -> None:
-    """Compare states before and after a state dict moves them to another optimizer."""
+    """Load an optimizer's state dict into another optimizer, and compare their states."""
     params, again = (_params(place, one.param) for _ in range(2))
     first, second = adam(params, **one.arguments), adam(again, **one.arguments)
     for param in params:

@@ -2,8 +2,8 @@
 
 TransformerEngine's pull request 2551 reports that bf16 moments cost one to two seconds a step. Up
 to 2.13 FusedAdam copies each moment that is not fp32 to fp32 before its kernel runs. The copy takes
-time, and so does the allocation of its memory if little memory is free. This part therefore
-measures the step with ample and with little free memory, and counts the allocator's calls.
+time, and its allocation takes time if little memory is free. This part therefore measures the step
+with ample and with little free memory, and counts the allocator's calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .memory import VARIANTS, WITH, WITHOUT, Variant
 WARM, DRY_WARM = 3, 1
 REPEAT, DRY_REPEAT = 20, 2
 TIGHT = 1.25
-"""In the tight case, the free memory divided by the temporary memory of a step."""
+"""Free memory divided by a step's temporary memory, in the case with little free memory."""
 FP32_MOMENTS = Variant(
     "with, fp32 moments",
     14.0,
@@ -50,7 +50,7 @@ class Times:
 
     @property
     def spread(self) -> float:
-        """Interquartile range of the steps; their full range if there are fewer than four."""
+        """Interquartile range of the steps; the full range of fewer than four steps."""
         if len(self.steps) < 4:
             return max(self.steps) - min(self.steps)
         low, _, high = statistics.quantiles(self.steps, n=4)
@@ -152,7 +152,7 @@ def bytes_to_move(made: Any) -> int:
     """Minimum number of bytes that one step of Adam reads and writes.
 
     A step reads gradients, reads and writes masters and moments, and writes parameters. With
-    remainders it also reads the parameters, because they are the upper halves of the masters.
+    remainders a step also reads the parameters, which are the upper halves of the masters.
     """
     import precision_shim
 
@@ -195,7 +195,7 @@ def tightly(
 
 
 def shown(tight: dict[str, Any] | None) -> str:
-    """The result of the tight case, as text."""
+    """The result of the case with little free memory, as text."""
     if tight is None:
         return "not measured"
     if "error" in tight:

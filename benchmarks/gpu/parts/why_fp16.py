@@ -1,10 +1,10 @@
 """Part 8: why fp16. A small version of the mismatch in arXiv 2510.26788.
 
-In that paper, rollout engine and trainer have the same weights, but their kernels round
-differently. Therefore their log-probabilities differ, in fp16 less than in bf16: fp16 has three
-bits more. Here one model computes log-probabilities of one text in several batch layouts, for which
-a GPU's libraries choose different kernels. One more layout uses torch's fused attention instead of
-Megatron's. The part compares each layout's Kullback-Leibler divergence from the trainer's layout.
+In the paper, rollout engine and trainer have the same weights, but their kernels round
+differently. Their log-probabilities differ less in fp16 than in bf16, because fp16 has three more
+bits. This part computes one model's log-probabilities of one text in several batch layouts, for
+which a GPU's libraries choose different kernels. One more layout uses torch's fused attention
+instead of Megatron's. The result is each layout's KL divergence from the trainer's layout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``precision-shim demo --rl``: whole GRPO runs on this machine's CPU, with verl and vLLM.
 
 The demo runs three jobs of verl's own ``main_ppo``, one after the other: bf16 trainer and rollout,
-fp16 trainer and bf16 rollout, and, with the shim, fp16 trainer and rollout. The modules
-``on_cpu.py`` and ``sampler.py`` replace what needs a GPU.
+fp16 trainer and bf16 rollout, and, with the shim, fp16 trainer and rollout. The stand-ins for a
+GPU are in ``on_cpu.py``; ``sampler.py`` has a faster replay buffer.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def run(
     Raises:
         JobFailedError: the job ended before its last step, or exceeded a time limit.
     """
-    # The folder's path is short: Ray's sockets are in it, and their paths may have 107 characters.
+    # A short path, because Ray's sockets are in this folder: paths of sockets have a limit of 107.
     folder = Path(tempfile.mkdtemp(prefix="precision-shim-rl-", dir="/tmp"))
     try:
         task.make(folder, steps, seed)

@@ -27,7 +27,7 @@ FIRST_SCALE = 2**19
 
 @dataclass(frozen=True)
 class Job:
-    """One of the jobs.
+    """One job of the RL demo.
 
     Attributes:
         name: the job's name in file names and in the report.
@@ -154,7 +154,7 @@ class Job:
             "trainer.v1.sampler.custom_sampler.path": _HERE / "sampler.py",
             "trainer.v1.sampler.custom_sampler.name": "Sampler",
             "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-            f"{ray}.num_cpus": 16,  # verl's actors need more than two CPUs
+            f"{ray}.num_cpus": 16,  # verl's actors need more than two, and wait for each other
             f"+{ray}.num_gpus": 1,
             f"+{ray}.include_dashboard": False,
             f"+{ray}.object_store_memory": 200_000_000,

@@ -1,4 +1,4 @@
-"""Lets verl 0.9.1 train on a CPU: importing this module applies all of its patches.
+"""Lets verl 0.9.1 train on a CPU: the import of this module patches torch and verl.
 
 Through ``VERL_USE_EXTERNAL_MODULES`` each of verl's processes imports this module. Only
 :func:`log_softmax_in_fp32` changes the trainer's results.
@@ -99,7 +99,7 @@ def register_platform() -> None:
 def ports_that_stay_free() -> None:
     """Make verl choose the port of a trainer's process group among ports that Linux never assigns.
 
-    Otherwise another process may take the port before the trainer starts, seconds later.
+    Otherwise another process may take the port in the seconds before the trainer starts.
     """
     from verl.single_controller.ray.base import RayWorkerGroup
 

@@ -1,4 +1,4 @@
-"""Reads the metrics that verl logged, checks the demo's promises on the three jobs, and plots.
+"""Reads the metrics that verl logged, checks the demo's promises, and draws the plot.
 
 This module imports neither torch nor a framework.
 """
