@@ -34,9 +34,9 @@ KEYED = ("dp_reshardable", "dp_zero_gather_scatter")
 
 OFFLOADED = "offload_fraction"
 """Key of the fraction on the host, which only param groups of Megatron's optimizer for CPU offload
-have. If ``fill_part`` finds the key, it stores two more facts. ``counted``: whether all groups have
-a step count. ``names_classes``: whether a ``common.pt`` contains the groups; torch refuses to load
-the classes that such a file names."""
+have. With this key ``fill_part`` stores two more facts. ``counted``: whether all param groups have
+a step count. ``names_classes``: whether a ``common.pt`` contains the param groups; torch refuses to
+load the classes that such a file names."""
 
 
 def is_optimizers(key: str) -> bool:

@@ -143,7 +143,7 @@ SYNC = Worker(f"{_VLLM}.vllm_worker", "VllmGenerationWorker", "vllm workers", op
 ASYNC = Worker(
     f"{_VLLM}.vllm_worker_async", "VllmAsyncGenerationWorker", "vllm workers", optional=True
 )
-"""vLLM's generation workers: ``SYNC`` has an ``LLM``, ``ASYNC`` an ``AsyncLLM``; since 0.7."""
+"""NeMo-RL's vLLM workers, importable since 0.7: ``SYNC`` on ``LLM``, ``ASYNC`` on ``AsyncLLM``."""
 
 SETUP = "nemo_rl.models.megatron.setup"
 INLINE = tuple(f"{module}:setup_megatron_model" for module in POLICIES)

@@ -38,7 +38,7 @@ SAMPLE = "k_proj and v_proj of the first layer"
 _HEAD = "enable_fp32_lm_head"
 
 _asking: set[Any] = set()
-"""References to running tasks: Python may garbage-collect a task without one while it runs."""
+"""References to running tasks: without a reference Python may garbage-collect a running task."""
 
 
 async def audit_manager(manager: Any, whose: Whose, sync: int = 0) -> None:

@@ -32,7 +32,7 @@ _wrapped: WeakSet[Any] = WeakSet()
 """Weight sources that another weight source wraps."""
 
 _stored: WeakKeyDictionary[Any, torch.dtype] = WeakKeyDictionary()
-"""Maps a weight source to its base checkpoint's dtype. The delta sync rounds weights to it."""
+"""Maps a weight source to its base checkpoint's dtype, to which the delta sync rounds weights."""
 
 
 @seam(

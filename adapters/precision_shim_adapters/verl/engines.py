@@ -51,7 +51,7 @@ SINCE = {
     TITAN: (f"{TITAN}.__init__ mentions ParamGroupConfig",),  # 0.9.0
     TURBO: ("verl.workers.engine.fsdp.fsdp_turbo_impl",),  # 0.9.1
 }
-"""Maps an engine to conditions that hold in exactly the verls in which the shim scales its loss."""
+"""Maps an engine to conditions that hold in exactly the verl versions that the shim can scale."""
 
 _WHEN = "the engine scales fp16 losses"
 
@@ -245,7 +245,7 @@ NATIVE = tuple(
     for one in (VEOMNI, AUTOMODEL, TITAN)
     for feature in ("bf16-dispatch", "grad-bucket-alignment")
 )
-"""Seams for ``status()`` on the states and gradient dtypes of engines without Megatron."""
+"""Seams that report to ``status()`` that engines without Megatron choose their own dtypes."""
 
 
 REFUSED = {

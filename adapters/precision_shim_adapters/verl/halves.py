@@ -35,7 +35,7 @@ _DELETE = "verl says which precision its rollouts have"
 _ADAPTER = "ServerAdapter.update_weights"
 
 _senders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Maps an actor's engine to its checkpoint engine, or to ``None`` if verl's own sync sends."""
+"""Maps an actor's engine to the checkpoint engine that sends its weights, if there is one."""
 
 _legacy: list[str] = []
 """The module of this process's legacy worker with an actor; empty in other processes."""

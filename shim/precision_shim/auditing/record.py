@@ -18,7 +18,7 @@ COMPONENTS = (
     "exp_avg_sq",
     "other",
 )
-"""Kinds of tensors of an optimizer and its model; a storage of two kinds counts for the first."""
+"""Kinds of tensors of an optimizer and its model. Shared storage counts for the first such kind."""
 
 OF_MODEL = ("params", "frozen", "grad_buckets")
 """Components of the model. All other components are sharded like the optimizer states."""

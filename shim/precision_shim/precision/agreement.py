@@ -26,7 +26,7 @@ NO_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
 ``_FLOAT16_NOT_SUPPORTED_MODELS`` in vLLM's ``config/model.py``."""
 
 _OF_FP32 = {"vllm": "bf16", "sglang": "fp16"}
-"""Maps an engine to its dtype for ``auto`` and an fp32 checkpoint; vLLM's holds on a bf16 GPU."""
+"""Maps an engine to its dtype for ``auto`` and an fp32 checkpoint, for vLLM on a GPU with bf16."""
 
 
 @dataclass(frozen=True)

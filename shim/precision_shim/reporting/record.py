@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ..auditing.record import Audit
 
 STATES = ("absent", "pending", "wrapped", "native", "refused", "off")
-"""States of a seam and of a framework. ``absent``: not installed; ``pending``: the module is not
-yet imported; ``wrapped``: patched; ``native``: the framework has the feature itself; ``refused``:
-could not be patched; ``off``: not enabled by the settings."""
+"""States of a seam and of a framework. ``absent``: not installed. ``pending``: its module is not
+yet imported. ``wrapped``: patched. ``native``: the framework has the feature itself. ``refused``:
+could not be patched. ``off``: not enabled by the settings."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NativeProbe = Callable[[Symbol, Any], "str | None"]
 """A function of a seam's symbol and the settings. If the framework has the feature itself, the
-result is a sentence on the framework's way; otherwise the result is ``None``."""
+result is a sentence that describes the framework's feature; otherwise the result is ``None``."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Takes = ParamSpec("Takes")

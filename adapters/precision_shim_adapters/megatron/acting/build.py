@@ -84,7 +84,7 @@ _build: ContextVar[Build | None] = ContextVar("precision_shim_build", default=No
 
 _references: dict[int, tuple[weakref.ref[Any], Build]] = {}
 """Maps the ``id`` of a DDP config to the ``Build`` of its reference model: ``expect_reference``
-writes it, ``build_around`` reads it. Equal configs of two workers differ in their ``id``."""
+writes an entry, ``build_around`` reads it. Equal configs of two workers differ in their ``id``."""
 
 
 def current_build(framework: str | None = None) -> Build | None:

@@ -33,7 +33,7 @@ _FSDP = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParal
 
 _told: weakref.WeakKeyDictionary[Any, torch.dtype] = weakref.WeakKeyDictionary()
 """Maps a DDP module, if the user configured its bucket dtype, to the main grads dtype that
-``build_ddp`` compared with the bucket's. ``optimizer.check`` reads the entries."""
+``build_ddp`` compared with the bucket's dtype. ``optimizer.check`` reads the entries."""
 
 
 def find_noted_dtype(chunk: Any) -> torch.dtype | None:

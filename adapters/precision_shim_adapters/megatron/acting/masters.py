@@ -25,7 +25,7 @@ from ..deciding.wishes import DISPATCH, SCALING
 from .build import megatron_label
 
 FEATURES = (DISPATCH, SCALING)
-"""The seams in this file act if one of these two features is on; both need correct masters."""
+"""Features that need correct masters; this file's seams act if one of these features is on."""
 
 GROUP = "megatron weights alone"
 PATHS = {GROUP: "Megatron (weights loaded without states)"}

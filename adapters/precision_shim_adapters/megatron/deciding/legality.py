@@ -62,7 +62,7 @@ class FusedAdamSupport:
 
 
 NEWEST = FusedAdamSupport((2, 20), True, "")
-"""Rules of TransformerEngine 2.20.2, the newest known; used if TransformerEngine is missing."""
+"""Rules of the newest known TransformerEngine, 2.20.2; used if TransformerEngine is missing."""
 
 
 def legal_dtypes(field: str, support: FusedAdamSupport) -> tuple[torch.dtype, ...] | None:

@@ -33,12 +33,12 @@ from precision_shim_adapters.megatron.deciding.table import (
 from ..resuming.checkpoint import STATES
 
 GROUP = "megatron"
-"""In each feature, the group of the backend's seams and of the adapters' seams that feed them."""
+"""In each feature, the group of the backend's seams and of the adapters' seams that they need."""
 
 DISPATCH, ALIGNMENT, SCALING = "bf16-dispatch", "grad-bucket-alignment", "fp16-scaling"
 AUDIT = "audit"
 BUILDING = (DISPATCH, ALIGNMENT, SCALING, AUDIT)
-"""The features of every seam that calls ``building``, because they need the model being built."""
+"""The features of seams that call ``building``; these features depend on the model being built."""
 
 PRECISION_AWARE = "use_precision_aware_optimizer"
 FUSED_ADAM_ARGUMENTS = (

@@ -315,7 +315,7 @@ _VOCABULARY = (
 )
 _EMBEDDINGS = _VOCABULARY[:6]
 _LAST = ("norm", "norm_f", "ln_f", "final_layernorm", "final_layer_norm", "score")
-"""Modules after the last layer, which are in the last pipeline stage, as the output layer is."""
+"""Modules after the last layer; the last pipeline stage contains them and the output layer."""
 
 
 def rank_numel(weight: Weight, sizes: Sizes) -> int:

@@ -51,7 +51,7 @@ REMEDY = (
 
 STATES = "megatron checkpoint states"
 KEYS = "megatron checkpoint keys"
-"""The groups are separate because only the seams of ``KEYS`` differ between versions. Without
+"""``STATES`` and ``KEYS`` are two groups, as only the seams of ``KEYS`` differ by version. Without
 ``KEYS`` Megatron raises an error if the bucket's dtype changed. Without ``STATES`` Megatron would
 load wrong weights."""
 
@@ -86,7 +86,7 @@ _ADDED = "_precision_shim_added"
 
 _OWN = ("adam_eps", "sgd_momentum")
 """Fields whose floats the shim replaces by new, equal objects in a config with ``_ADDED``. A copy
-by ``dataclasses.replace`` lacks ``_ADDED``; the shim recognizes it by the ``id`` of the floats."""
+by ``dataclasses.replace`` lacks ``_ADDED``; the shim recognizes the copy by its floats' ``id``."""
 
 _own_floats: dict[int, float] = {}
 """Maps the ``id`` of each new float in an ``_OWN`` field to the float: written by

@@ -31,7 +31,7 @@ from ...megatron_checkpoints import OFFLOADED
 from ..deciding.wishes import DISPATCH, SCALING
 
 FEATURES = (DISPATCH, SCALING)
-"""This file's seams act if one of these features is on; both need the seams to resume exactly."""
+"""Features that need this file's seams to resume exactly. The seams act if one feature is on."""
 
 GROUP = "megatron offloaded states"
 PATHS = {GROUP: "Megatron (resume of an offloaded optimizer)"}
